@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.frontends.jax_leaves import arrays, combine, trained
-from pase.frontends.jax_types import Tree
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding
 
     from pase.backends.to_jax import JaxPlan
 
 __all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of"]
 
 
-def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) -> Callable[..., Any]:
+def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
     """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, computed one at a time.
 
     graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
@@ -28,16 +30,16 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     threads = threads_of(plan)
 
-    def constrained(grads: Tree) -> Any:
+    def constrained(grads: Tree) -> Tree:
         return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-    def mean(params: Tree, *batch: Tree) -> Any:
+    def mean(params: Tree, *batch: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(arrays(batch))
         stacked = [
             micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
 
-        def body(so_far: Tree, mine: Tree) -> Any:
+        def body(so_far: Tree, mine: Tree) -> Tree:
             total, loss, states = so_far
             # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
             here, mine = jax.lax.optimization_barrier((arrays(params), mine))
@@ -61,7 +63,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Any], kept: Any, mesh: JaxMesh) 
     return mean
 
 
-def micro_batch_stack(x: Any, k: int, sharding: Any, mesh: JaxMesh) -> Any:
+def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) -> Array:
     """An array of the batch as k stacked micro-batches."""
     import jax
     import jax.numpy as jnp
@@ -79,7 +81,7 @@ def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
 
 
-def stacked_outs(plan: JaxPlan, outs: Sequence[Any], states: Sequence[Any]) -> Any:
+def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
     """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
     import jax
 

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_attention_kernels import (
     Attended,
@@ -25,13 +25,17 @@ from pase.backends.jax_attention_kernels import (
 from pase.backends.jax_equations import KEPT
 from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
+from pase.frontends.jax_types import Aval
 from pase.ir import SourceLine
 from pase.plan.accesses import Digits, EquationLayouts
+from pase.pytree import Tree
 from pase.tables.layouts import contiguous_axes
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
 
 __all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
 
@@ -52,14 +56,14 @@ class AttentionSplit:
     groups: AxisNames = ()
 
     @property
-    def of_queries(self) -> Any:
+    def of_queries(self) -> PartitionSpec:
         """PartitionSpec of [b, q, kv heads, group, d]; without the last entry, also of the sums."""
         from jax.sharding import PartitionSpec
 
         return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
 
     @property
-    def of_keys(self) -> Any:
+    def of_keys(self) -> PartitionSpec:
         """PartitionSpec of [b, s, kv heads, d]."""
         from jax.sharding import PartitionSpec
 
@@ -95,7 +99,7 @@ def split_of(
     return AttentionSplit(**out)
 
 
-def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLine) -> AttentionFunctions:
+def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
     """The kernel that the call requests. If the platform lacks it, the definition, with a warning.
 
     XLA has no kernel for a ring. There, cuDNN's kernel is used if it takes the dtype.
@@ -104,6 +108,7 @@ def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLin
     if fits and platform == "gpu":
         return CuDNN()
     if call.asked == "flash" and platform == "tpu":
+        assert call.blocks is not None  # the call names them
         return Flash(blocks=call.blocks)
     if call.asked != "xla":
         _said(call, f"which {platform} devices lack", source)
@@ -113,8 +118,8 @@ def kernel_for(call: AttentionCall, platform: str, dtype: Any, source: SourceLin
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
-        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two products and a "
-        f"softmax, with its scores in memory, and not at the price of the kernel",
+        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two "
+        "products and a softmax that keep its scores in memory, and costs more than the kernel that the plan priced",
         stacklevel=3,
     )
 
@@ -122,11 +127,11 @@ def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
 def of_plan(
     call: AttentionCall,
     reads: Sequence[str | None],
-    avals: Sequence[Any],
+    avals: Sequence[Aval],
     layouts: EquationLayouts | None,
     mesh: JaxMesh,
     source: SourceLine,
-) -> Callable[..., Any] | None:
+) -> Callable[..., Array] | None:
     """The attention as a function of q, k, v, split as in the plan.
 
     None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
@@ -150,8 +155,8 @@ def on_a_device(
     operands: Sequence[tuple[tuple[int, ...], Digits]],
     mesh: JaxMesh,
     source: SourceLine,
-    dtype: Any,
-) -> Callable[..., Any] | None:
+    dtype: np.dtype,
+) -> Callable[..., Array] | None:
     """The attention as a function of one device's parts, within a ``shard_map``; None if its split cannot be written
     out.
 
@@ -169,11 +174,11 @@ def on_a_device(
     return _ordered(call, local.on_a_device())
 
 
-def _beside(call: AttentionCall) -> Callable[..., Any]:
+def _beside(call: AttentionCall) -> Callable[..., Array]:
     """Attention with a bias or a mask, which come after queries, keys and values."""
     import jax
 
-    def attention(q: Array, k: Array, v: Array, *beside: Any) -> Any:
+    def attention(q: Array, k: Array, v: Array, *beside: Array) -> Array:
         masks = [x for x in beside if x.dtype == bool]
         bias = next((x for x in beside if x.dtype != bool), None)
         return jax.nn.dot_product_attention(
@@ -190,7 +195,7 @@ def _beside(call: AttentionCall) -> Callable[..., Any]:
     return attention
 
 
-def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]:
+def _ordered(call: AttentionCall, run: Callable[..., Array]) -> Callable[..., Array]:
     """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], applied to arrays in the call's dim
     order.
     """
@@ -198,7 +203,7 @@ def _ordered(call: AttentionCall, run: Callable[..., Any]) -> Callable[..., Any]
         sorted(range(4), key=lambda i: call.order[i])
     )  # where each dim of (b, q, h, d) goes back to
 
-    def attention(q: Array, k: Array, v: Array) -> Any:
+    def attention(q: Array, k: Array, v: Array) -> Array:
         q, k, v = (x.transpose(call.order) for x in (q, k, v))
         b, t, _, d = q.shape
         kv_heads = k.shape[2]
@@ -236,14 +241,14 @@ class _DeviceShare:
     scale: float
     mesh: JaxMesh
 
-    def differentiable(self) -> Callable[..., Any]:
+    def differentiable(self) -> Callable[..., Array]:
         """f(q, k, v) on whole arrays, with its own derivative rule, because kernels have none for a split attention."""
         import jax
         from jax.ad_checkpoint import checkpoint_name
 
         of_q, of_k = self.split.of_queries, self.split.of_keys
 
-        def mapped(fn: Any, ins: Any, outs: Any) -> Any:
+        def mapped(fn: Callable[..., Tree], ins: Sequence[PartitionSpec], outs: Tree) -> Callable[..., Tree]:
             return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
 
         left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
@@ -251,10 +256,10 @@ class _DeviceShare:
         backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
 
         @jax.custom_vjp
-        def attention(q: Array, k: Array, v: Array) -> Any:
+        def attention(q: Array, k: Array, v: Array) -> Array:
             return forward(q, k, v)[0]
 
-        def kept(q: Array, k: Array, v: Array) -> Any:
+        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
             # Named, so that a policy that keeps the result need not run the kernel again for its sums.
             result, (q, k, v, sums) = forward(q, k, v)
             result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
@@ -263,19 +268,19 @@ class _DeviceShare:
         attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
         return attention
 
-    def on_a_device(self) -> Callable[..., Any]:
+    def on_a_device(self) -> Callable[..., Array]:
         """f(q, k, v) on this device's parts. Its gradients of keys and values are summands."""
         import jax
 
         @jax.custom_vjp
-        def attention(q: Array, k: Array, v: Array) -> Any:
+        def attention(q: Array, k: Array, v: Array) -> Array:
             return self._forward(q, k, v)[0]
 
-        def kept(q: Array, k: Array, v: Array) -> Any:
+        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
             result, left = self._forward(q, k, v)
             return result, (*left, result)
 
-        def pulled(given: Any, gradient: Array) -> tuple[Array, Array, Array]:
+        def pulled(given: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
             q, k, v, sums, result = given
             return self._summands(q, k, v, sums, result, gradient)
 
@@ -294,7 +299,7 @@ class _DeviceShare:
             kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
         )
 
-    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Any, tuple[Array, ...]]:
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
         """(result, residuals for backward)"""
         import jax
 

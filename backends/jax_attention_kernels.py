@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from pase.frontends import jax_versions
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from jax import Array
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
 
 __all__ = ["Attended", "AttentionFunctions", "CuDNN", "Flash", "Reference", "merged"]
 
@@ -118,15 +118,15 @@ class CuDNN:
 class Flash:
     """Pallas' flash attention for TPUs. blocks: block sizes for the whole arrays; a part has no larger blocks."""
 
-    blocks: DataclassInstance
+    blocks: BlockSizes
 
-    def _blocks(self, batch: int, queries: int, keys: int) -> DataclassInstance:
+    def _blocks(self, batch: int, queries: int, keys: int) -> BlockSizes:
         most = {"block_b": batch, "block_q": queries, "block_k": keys}
 
         def least(name: str, size: int | None) -> int | None:
             return None if size is None else min(size, *(n for b, n in most.items() if name.startswith(b)))
 
-        fields = {
+        fields: dict[str, Any] = {
             f.name: least(f.name, getattr(self.blocks, f.name)) for f in dataclasses.fields(self.blocks)
         }
         return dataclasses.replace(self.blocks, **fields)

@@ -9,7 +9,7 @@ devices read one part of the weights, its gradient is summed over them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.frontends.jax_types import Eqn
 from pase.plan.accesses import Digits, EquationLayouts
@@ -18,6 +18,7 @@ from pase.tables.layouts import contiguous_axes
 if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
 
 __all__ = ["of_plan"]
 
@@ -28,7 +29,7 @@ def of_plan(
     makes: Sequence[str],
     layouts: EquationLayouts | None,
     mesh: JaxMesh,
-) -> Callable[..., Any] | None:
+) -> Callable[..., Array] | None:
     """The equation as a function of its operands, split as in the plan.
 
     None if XLA is to split it: it is not such a convolution, or its windows, or channels within a group, are split.
@@ -62,21 +63,21 @@ def of_plan(
         elif dims not in (batch, (None, None, None)):
             return None
     specs = [_spec(digits, sizes) for digits in (x, w, out)]
-    if groups % parts or None in specs or all(d is None for d in out):
+    if groups % parts or any(s is None for s in specs) or all(d is None for d in out):
         return None
-    return _mapped(eqn, groups // parts, specs, mesh)
+    return _mapped(eqn, groups // parts, [s for s in specs if s is not None], mesh)
 
 
-def _mapped(eqn: Eqn, groups: int, specs: Sequence[Any], mesh: JaxMesh) -> Callable[..., Any]:
+def _mapped(eqn: Eqn, groups: int, specs: Sequence[PartitionSpec], mesh: JaxMesh) -> Callable[..., Array]:
     import jax
 
-    def part(x: Array, w: Array) -> Any:
+    def part(x: Array, w: Array) -> Array:
         return eqn.primitive.bind(x, w, **{**eqn.params, "feature_group_count": groups})
 
     return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)
 
 
-def _spec(digits: Digits, sizes: Mapping[str, int]) -> Any:
+def _spec(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
     from jax.sharding import PartitionSpec
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from pase.frontends.jax_types import Jaxpr
+from pase.frontends.jax_types import Jaxpr, Var
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
 
@@ -14,7 +12,7 @@ KEPT = "pase_kept"
 """The name of results that are kept for backward if only light work is recomputed. The policy asks for this name."""
 
 
-def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Any], list[Any]]:
+def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:
     """Variables that a block of equations reads from outside, and variables that it makes for use outside."""
     mine = jaxpr.eqns[block.start : block.stop]
     made = dict.fromkeys(v for e in mine for v in e.outvars)

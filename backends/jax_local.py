@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends import jax_local_rules as rules
 from pase.backends.jax_equations import KEPT, boundary
@@ -21,6 +21,7 @@ from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, pa
 from pase.errors import PaseError
 from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_control import by_platform
+from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir import Place
 from pase.ir.blocks import Block
@@ -35,6 +36,12 @@ from pase.local.types import (
     LocalTransfer,
     local_shape,
 )
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.extend.core import DebugInfo
+    from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["LocalWalk"]
 
@@ -51,7 +58,7 @@ class LocalWalk:
     traced: TracedJax
     blocks: Sequence[Block]
     kept: frozenset[Place]
-    devices: Any
+    devices: JaxMesh
     arrivals: Arrivals | None = None
 
     @property
@@ -63,7 +70,7 @@ class LocalWalk:
         """The walk inside of something out of which nothing can be gathered."""
         return self if self.arrivals is None else replace(self, arrivals=Arrivals(barred=what))
 
-    def _arriving(self, key: str, number: int, make: Callable[[], Any]) -> Any:
+    def _arriving(self, key: str, number: int, make: Callable[[], Tree]) -> Tree:
         """The result of a transfer, or of the gradient's way back through it."""
         t = self.program.transfers[number]
         if self.arrivals is None or not t.once:
@@ -72,27 +79,27 @@ class LocalWalk:
         return self.arrivals.of(key, t, self.traced.graph.tensors[op.results[0].tensor].dtype, make)
 
     @cached_property
-    def _info(self) -> Any:
+    def _info(self) -> DebugInfo:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
-    def leaf(self, array: Any, tensor: str, shadow: Any = None) -> DeviceValue:
+    def leaf(self, array: Array, tensor: str, shadow: Array | None = None) -> DeviceValue:
         """A parameter or an input in its storage layout."""
         return DeviceValue(
             array=array, tensor=tensor, layout=self.program.result(tensor).layout, shadow=shadow
         )
 
     def run(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[DeviceValue], prefix: str, cache: Cache
+        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[DeviceValue], prefix: str, cache: Cache
     ) -> list[DeviceValue]:
         """Run the equations. cache: of the body that contains them."""
         from jax.ad_checkpoint import checkpoint_name
 
-        env: dict[Any, DeviceValue] = {
+        env: dict[Var, DeviceValue] = {
             v: DeviceValue(array=c) for v, c in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, args, strict=True))
 
-        def value(var: Any) -> DeviceValue:
+        def value(var: Var) -> DeviceValue:
             return DeviceValue(array=var.val) if is_literal(var) else env[var]
 
         def one(i: int, cache: Cache) -> None:
@@ -115,7 +122,7 @@ class LocalWalk:
         return [value(v) for v in jaxpr.outvars]
 
     def _again(
-        self, jaxpr: Any, block: Block, env: dict[Any, DeviceValue], one: Callable[[int, Cache], None]
+        self, jaxpr: Jaxpr, block: Block, env: dict[Var, DeviceValue], one: Callable[[int, Cache], None]
     ) -> None:
         """A rematerialised block of equations."""
         import jax
@@ -125,7 +132,7 @@ class LocalWalk:
         outside = dict(env)
         made: list[DeviceValue] = []
 
-        def body(*arrays: Any) -> list[Any]:
+        def body(*arrays: Tree) -> list[Tree]:
             env.update(zip(reads, unpacked(given, arrays), strict=True))
             inside: Cache = {}
             for j in range(block.start, block.stop):
@@ -141,7 +148,7 @@ class LocalWalk:
         env.update(zip(makes, unpacked(made, arrays), strict=True))
 
     def _equation(
-        self, eqn: Any, ins: Sequence[DeviceValue], at: Place, cache: Cache
+        self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
     ) -> Sequence[DeviceValue]:
         name = eqn.primitive.name
         if inlined(eqn):
@@ -170,20 +177,20 @@ class LocalWalk:
         found = {id(op): op for n in names if (op := self.program.maker.get(n)) is not None}
         return list(found.values())
 
-    def _constant(self, eqn: Any, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
+    def _constant(self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
         """A value that does not depend on data, whole on every device; each reader takes its part of it."""
         if not names:
-            raise self.refusal(eqn, "it makes nothing that the plan lays out")
+            raise self.refusal(eqn, "the plan has no layout for its results")
         for h in ins:
             if h.layout is not None and any(s is not None for s in h.layout):
                 raise self.refusal(
-                    eqn, f"its operand '{h.tensor}' is split, and the plan knows of no data in it"
+                    eqn, f"its operand '{h.tensor}' is split, but the plan knows no data in it"
                 )
         outs = rules.plainly(eqn, [h.array for h in ins], self._info)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
     def _op(
-        self, op: LocalOp, eqn: Any, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+        self, op: LocalOp, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> dict[str, DeviceValue]:
         """Tensor -> what one op of an equation computes."""
         wanted = self.matched(op, ins)
@@ -194,7 +201,7 @@ class LocalWalk:
         place = {n: k for k, n in enumerate(names)}
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
 
-        def evaluated(arrays: Sequence[Any], gradient: bool) -> list[Any]:
+        def evaluated(arrays: Sequence[Array], gradient: bool) -> list[Array]:
             call = rules.LocalCall(
                 eqn=eqn,
                 op=op,
@@ -211,7 +218,7 @@ class LocalWalk:
             return self._named(eqn, lambda: rules.evaluate(call, arrays))
 
         outs = evaluated([h.array for h in read], False)
-        shadows: list[Any] = [None] * len(outs)
+        shadows: Sequence[Array | None] = [None] * len(outs)
         if any(h.shadow is not None for h in read):
             shadows = evaluated([h.array if h.shadow is None else h.shadow for h in read], True)
         return {
@@ -222,7 +229,7 @@ class LocalWalk:
             if r is not None
         }
 
-    def _seen(self, op: LocalOp, eqn: Any, value: DeviceValue, cache: Cache) -> DeviceValue:
+    def _seen(self, op: LocalOp, eqn: Eqn, value: DeviceValue, cache: Cache) -> DeviceValue:
         """A value that an op does not read itself. It may read it as another op of the equation has put it: what is
         stacked has one more dim there. Then it is moved in that form and put back."""
         layout = value.layout
@@ -288,12 +295,12 @@ class LocalWalk:
         if not wanted.summed:
             return value
 
-        def back(g: Any) -> Any:
+        def back(g: Array) -> Array:
             return summed(g, wanted.summed)
 
         return replace(value, array=there_and_back(value.array, value.shadow, lambda x: x, back), shadow=None)
 
-    def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Any:
+    def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Array:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
         from that.
         """
@@ -314,8 +321,8 @@ class LocalWalk:
         return replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
 
     def _moved(
-        self, x: Any, moves: Sequence[LocalMove], shape: tuple[int, ...], combine: Combine, what: str
-    ) -> Any:
+        self, x: Array, moves: Sequence[LocalMove], shape: tuple[int, ...], combine: Combine, what: str
+    ) -> Array:
         import jax
 
         try:
@@ -324,14 +331,16 @@ class LocalWalk:
         except PaseError as e:
             raise NotByHand(f"{what} cannot be moved by hand: {e}") from None
 
-    def _sent(self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Any], Any] | None = None) -> Any:
+    def _sent(
+        self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Array], Array] | None = None
+    ) -> Array:
         """Send the value. instead: what the value becomes if it is not moved."""
         shape = self.program.result(t.tensor).shape
 
-        def there(x: Any) -> Any:
+        def there(x: Array) -> Array:
             return self._moved(x, t.forward, shape, t.combine, f"{t.tensor} for {t.dst}")
 
-        def back(g: Any) -> Any:
+        def back(g: Array) -> Array:
             what = f"gradient of {t.tensor} from {t.dst}"
             return self._moved(g, t.backward or (), shape, "sum", what)
 
@@ -339,7 +348,7 @@ class LocalWalk:
             value.array, value.shadow, instead or there, None if t.backward is None else back
         )
 
-    def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Any:
+    def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Array:
         """Zeros in the layout in which an op returns the value's gradient. From there, the gradient moves as in the
         plan.
         """
@@ -347,7 +356,7 @@ class LocalWalk:
 
         here = self._local(handed.shape, handed.gradient)
 
-        def zeros(x: Any) -> Any:
+        def zeros(x: Array) -> Array:
             return jnp.zeros(here, x.dtype)
 
         if handed.transfer is None:
@@ -374,19 +383,19 @@ class LocalWalk:
     def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         return local_shape(shape, layout, self.program.mesh)
 
-    def refusal(self, eqn: Any, why: str) -> NotByHand:
+    def refusal(self, eqn: Eqn, why: str) -> NotByHand:
         """The error for an equation that cannot be lowered."""
         where = source_line(eqn) or "an unknown line"
         return NotByHand(f"'{eqn.primitive.name}' at {where} cannot be lowered by hand: {why}")
 
-    def _named(self, eqn: Any, run: Callable[[], Any]) -> Any:
+    def _named(self, eqn: Eqn, run: Callable[[], Tree]) -> Tree:
         """A rule's reason for refusing an equation, with the equation's name and line."""
         try:
             return run()
         except rules.NotLowered as e:
             raise self.refusal(eqn, str(e)) from None
 
-    def _call(self, eqn: Any, ins: Sequence[DeviceValue], prefix: str, cache: Cache) -> Sequence[DeviceValue]:
+    def _call(self, eqn: Eqn, ins: Sequence[DeviceValue], prefix: str, cache: Cache) -> Sequence[DeviceValue]:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
@@ -394,7 +403,7 @@ class LocalWalk:
             return self.run(jaxpr, consts, ins, prefix, cache)
         made: list[DeviceValue] = []
 
-        def body(*arrays: Any) -> list[Any]:
+        def body(*arrays: Tree) -> list[Tree]:
             made[:] = self.run(jaxpr, consts, unpacked(ins, arrays), prefix, {})
             return packed(made)
 

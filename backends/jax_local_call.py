@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
+from pase.frontends.jax_types import Eqn
 from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
 from pase.machine import Mesh
 from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.extend.core import DebugInfo
+    from jax.sharding import Mesh as JaxMesh
 
 __all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
 
@@ -25,11 +31,11 @@ class LocalCall:
     of the outputs on this device. devices: JAX's mesh.
     """
 
-    eqn: Any
+    eqn: Eqn
     op: LocalOp
     mesh: Mesh
-    devices: Any
-    info: Any
+    devices: JaxMesh
+    info: DebugInfo
     operands: tuple[LocalOperand | None, ...]
     results: tuple[LocalResult | None, ...]
     shapes: tuple[Extents | None, ...]
@@ -44,12 +50,12 @@ class LocalCall:
         return tuple(self.eqn.invars[i].aval.shape)
 
 
-Rule = Callable[[LocalCall, Sequence[Any]], Sequence[Any]]
+Rule: TypeAlias = "Callable[[LocalCall, Sequence[Array]], Sequence[Array]]"
 
 LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
 """Primitive -> how it runs on parts, if that differs from the whole."""
 
 
-def split_dims(call: LocalCall, ins: Sequence[Any], i: int = 0) -> set[int]:
+def split_dims(call: LocalCall, ins: Sequence[Array], i: int = 0) -> set[int]:
     """Dims of an input of which this device has a part."""
     return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

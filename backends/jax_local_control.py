@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_moves import part
 from pase.backends.jax_values import Arrivals, Cache, DeviceValue, packed, unpacked
@@ -16,8 +16,11 @@ from pase.frontends.jax_types import ClosedJaxpr, Eqn
 from pase.frontends.jax_versions import scan_groups
 from pase.ir import Place, PlacePart
 from pase.local.types import local_shape
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.backends.jax_local import LocalWalk
 
 __all__ = ["local_cond", "local_scan", "local_while"]
@@ -43,7 +46,7 @@ def _settled(
 
 def _closed(
     walk: LocalWalk, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
-) -> list[Any]:
+) -> list[Array]:
     """What a body passes to its next turn, in the layouts of the carry."""
     out = []
     for k, (before, h) in enumerate(zip(carried, made, strict=True)):
@@ -75,7 +78,9 @@ def local_scan(
     around = walk.arrivals or Arrivals()
     turns = [around]
 
-    def body(carry: Sequence[Any], x: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[Any], Any]:
+    def body(
+        carry: Sequence[Array], x: tuple[Sequence[Tree], Mapping[str, Tree]]
+    ) -> tuple[list[Array], Tree]:
         inside: Cache = {}
         turns[0] = around.turn(x[1])
         inner = walk if walk.arrivals is None else replace(walk, arrivals=turns[0])
@@ -107,7 +112,7 @@ def _before_slicing(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, cach
     return walk.brought(stack, wanted, cache)
 
 
-def _slice(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, arrays: Any) -> DeviceValue:
+def _slice(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, arrays: Array) -> DeviceValue:
     """One turn's slice of a stack."""
     (name,) = walk.traced.results[at.its("x", k)]
     array, shadow = arrays
@@ -144,13 +149,13 @@ def local_while(
     walk = walk.within("a while loop")
     each = bool(cond.out_avals[0].shape)
 
-    def turned(carry: Sequence[Any]) -> list[DeviceValue]:
+    def turned(carry: Sequence[Array]) -> list[DeviceValue]:
         return [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
 
-    def asked(carry: Sequence[Any]) -> DeviceValue:
+    def asked(carry: Sequence[Array]) -> DeviceValue:
         return walk.run(cond.jaxpr, cond.consts, [*asks, *turned(carry)], f"{at.path}.c.", {})[0]
 
-    def goes_on(carry: Sequence[Any]) -> Any:
+    def goes_on(carry: Sequence[Array]) -> Array:
         answer = asked(carry)
         axes = tuple(
             name
@@ -160,7 +165,7 @@ def local_while(
         here = answer.array.any() if each else answer.array
         return jax.lax.pmax(here.astype("int32"), axes) > 0 if axes else here
 
-    def turn(carry: Sequence[Any]) -> list[Any]:
+    def turn(carry: Sequence[Array]) -> list[Array]:
         inside: Cache = {}
         before = turned(carry)
         made = walk.run(body.jaxpr, body.consts, [*consts, *before], f"{at.path}.b.", inside)
@@ -212,10 +217,10 @@ def local_cond(
     index, *operands = ins
     meets = [walk.program.maker.get(n) for n in names]
     if any(m is None for m in meets):
-        raise walk.refusal(eqn, "a branch returns what no data decides")
+        raise walk.refusal(eqn, "a branch returns a value that depends on no data")
 
-    def branch(k: int, closed: ClosedJaxpr) -> Callable[..., Any]:
-        def run(*arrays: Any) -> list[Any]:
+    def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+        def run(*arrays: Tree) -> list[Array]:
             inside: Cache = {}
             outs = walk.run(
                 closed.jaxpr, closed.consts, unpacked(operands, arrays), f"{at.path}.{k}.", inside

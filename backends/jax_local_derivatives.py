@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
@@ -24,6 +24,8 @@ from pase.local.lower import local_program
 from pase.local.types import Layout, LocalOperand, local_shape
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.backends.jax_local import LocalWalk
 
 __all__ = ["call_with_rule"]
@@ -41,13 +43,13 @@ def call_with_rule(
     ahead, back, smooth = pulled_back(eqn, call.trained)
     kept: list[DeviceValue] = []
 
-    def forward(arrays: Sequence[Any]) -> list[Any]:
+    def forward(arrays: Sequence[Array]) -> list[Array]:
         values = [replace(h, array=x) for h, x in zip(read, arrays, strict=True)]
         outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
         kept[:] = outs[len(smooth) :]
         return [h.array for h in outs[: len(smooth)]]
 
-    def backward(held: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], None]:
+    def backward(held: Sequence[Array], gradients: Sequence[Array]) -> tuple[list[Array], None]:
         given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
         for g, n, on in zip(gradients, call.results, smooth, strict=True):
             if on:
@@ -60,7 +62,8 @@ def call_with_rule(
     made = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
     found = dict(zip(call.results, made, strict=True))
     return [
-        DeviceValue(array=found.get(n), tensor=n, layout=call.made_as(n) if n in found else None)
+        # None where nothing reads it.
+        DeviceValue(array=found.get(n), tensor=n, layout=call.made_as(n) if n in found else None)  # type: ignore[arg-type]
         for n in walk.traced.results[at]
     ]
 
@@ -106,7 +109,7 @@ class _RuledCall:
         wanted = self.reads[i]
         return self.ins[i] if wanted is None else self.walk.brought(self.ins[i], wanted, cache)
 
-    def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Any, Layout]:
+    def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
         """(what receives the gradient of an operand that has one, the layout in which it is returned)."""
         h, program = self.ins[i], self.walk.program
         handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
@@ -131,7 +134,7 @@ class _RuledCall:
             return (None,) * len(program.mesh.names)
         r = program.result(name)
         if local_shape(r.shape, r.layout, program.mesh) != local_shape(r.shape, r.gradient, program.mesh):
-            raise self.walk.refusal(self.eqn, f"its result '{name}' is split otherwise than its gradient")
+            raise self.walk.refusal(self.eqn, f"its result '{name}' and its gradient are split differently")
         return r.gradient
 
 
@@ -197,7 +200,7 @@ def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
     return all(map(alike, jaxpr.eqns))
 
 
-def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Any], here: tuple[int, ...]) -> list[Any]:
+def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...]) -> list[Array]:
     """A pointwise program on parts of this shape."""
     import jax
 

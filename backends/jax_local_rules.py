@@ -7,8 +7,8 @@ maxima over several devices, attention.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
@@ -23,16 +23,19 @@ from pase.local.types import Extents, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.extend.core import DebugInfo
+    from jax.lax import GatherScatterMode
+    from jax.typing import DTypeLike
 
 __all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
 
 
-def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """The equation's results on this device. Raises NotLowered if it cannot run on parts."""
     op, name = call.op.op, call.eqn.primitive.name
     if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
         raise NotLowered(
-            "a dim that its window moves along is split, and no rule says what neighbours exchange"
+            "a dim along which its window moves is split, and no rule says what neighbours exchange"
         )
     rule = {"generate": _generated, "attention": _attention}.get(op.kind) or LOCAL_RULES.get(name) or _alike
     try:
@@ -43,11 +46,11 @@ def evaluate(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
         raise NotLowered(f"JAX refuses it on parts, {str(e).splitlines()[0]}") from e
     for x, shape in zip(outs, call.shapes, strict=True):
         if shape is not None and tuple(x.shape) != shape:
-            raise NotLowered(f"on parts it makes {tuple(x.shape)} where the plan has {shape}")
+            raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
 
 
-def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
+def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
     """Sum at once, if the node that makes it also reads it. The gradient is that of every summand."""
     import jax
 
@@ -55,7 +58,7 @@ def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
     if not over and "partial" not in result.layout:
         return x
     if combine == "other" or (combine != "sum" and call.op.op.kind != "reduce"):
-        raise NotLowered("partial results of it are joined by no collective")
+        raise NotLowered("no collective combines its partial results")
     if not over or combine != "sum":
         return x  # the edge sums it; a maximum's own rule has joined it
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
@@ -63,12 +66,12 @@ def _summed(call: LocalCall, x: Array, result: LocalResult) -> Any:
     return there_and_back(x, None, lambda x: summed(x, over), lambda g: g)
 
 
-def plainly(eqn: Eqn, ins: Sequence[Any], info: Any) -> list[Any]:
+def plainly(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Array]:
     """The equation itself, on whole arrays."""
     return plain(eqn, ins, info)
 
 
-_SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] = {
+_SIZES: dict[str, Callable[[Mapping[str, object], Extents, Sequence[Extents]], dict[str, object]]] = {
     "broadcast_in_dim": lambda p, out, ins: {"shape": out},
     "reshape": lambda p, out, ins: {"new_sizes": out},
     "dynamic_slice": lambda p, out, ins: {"slice_sizes": out},
@@ -76,7 +79,7 @@ _SIZES: dict[str, Callable[[Any, Extents, Sequence[Extents]], dict[str, Any]]] =
 """Primitive -> the values of its size parameters on a part."""
 
 
-def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:
+def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Array]) -> Eqn:
     """The equation with the sizes of the parts."""
     sizes = _SIZES.get(eqn.primitive.name)
     if sizes is None or out is None:
@@ -84,13 +87,13 @@ def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Any]) -> Any:
     return eqn.replace(params={**eqn.params, **sizes(eqn.params, out, [x.shape for x in ins])})
 
 
-def _alike(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _alike(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """The same on a part as on the whole."""
     out = next((s for s in call.shapes if s is not None), None)
     return plain(_resized(call.eqn, out, ins), ins, call.info)
 
 
-def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Arrays made by position: the whole is made, and this device takes its part."""
     made = plain(call.eqn, ins, call.info)
     return [
@@ -100,7 +103,7 @@ def _generated(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 @LOCAL_RULES.register("slice")
-def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _slice(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Dims that are split are either kept whole, or sliced in the same way in all parts."""
     p, whole, here = call.eqn.params, call.whole(), ins[0].shape
     start, limit = (
@@ -112,18 +115,18 @@ def _slice(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 @LOCAL_RULES.register("sharding_constraint")
-def _unconstrained(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _unconstrained(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """The plan has its own layouts, so the constraint is ignored."""
     return list(ins)
 
 
 @LOCAL_RULES.register("shard_map")
-def _by_hand(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
-    raise NotLowered("it is written for a mesh of its own")
+def _by_hand(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    raise NotLowered("it has a mesh of its own")
 
 
 @LOCAL_RULES.register("reduce_max", "reduce_min", "reduce_or", "reduce_and")
-def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
 
     If the edge joins the parts, backward finds these elements again. Whether any, or all, is a maximum of booleans.
@@ -142,15 +145,15 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
         return [here if later else summed(here, over, combine)]
 
     @jax.custom_vjp
-    def extreme(x: Array) -> Any:
+    def extreme(x: Array) -> Array:
         here = plain(call.eqn, [x], call.info)[0]
         return here if later else summed(here, over, combine)
 
-    def forward(x: Array) -> Any:
+    def forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
         top = extreme(x)
         return top, (x, top)
 
-    def backward(kept: Any, g: Array) -> Any:
+    def backward(kept: tuple[Array, Array], g: Array) -> tuple[Array]:
         x, top = kept
         top = summed(top, over, combine) if later else top
         reached = (x == jnp.expand_dims(top, axes)).astype(g.dtype)
@@ -162,7 +165,7 @@ def _extreme(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 @LOCAL_RULES.register("gather")
-def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _gather(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Each device looks up what it has of a split dim and takes zero elsewhere. Then the rows are summed."""
     import jax
     import jax.numpy as jnp
@@ -179,12 +182,12 @@ def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     if not looked_up or operand is None:
         return plain(call.eqn.replace(params=changed), ins, call.info)
     if any(p["slice_sizes"][dim] != 1 for dim in looked_up):
-        raise NotLowered("it looks up more than one element at a time of a dim that is split")
+        raise NotLowered("it looks up more than one element at a time of a split dim")
     here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, p["mode"])
     out = plain(call.eqn.replace(params=changed | {"mode": Mode.CLIP}), [x, here], call.info)[0]
     batch = [i for i in range(out.ndim) if i not in d.offset_dims]
 
-    def over_rows(flags: Any) -> Any:
+    def over_rows(flags: Array) -> Array:
         return jax.lax.broadcast_in_dim(flags, out.shape, batch)
 
     out = jnp.where(over_rows(mine), out, jnp.zeros((), out.dtype))
@@ -201,7 +204,7 @@ def _gather(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     return [out]
 
 
-def _filler(dtype: Any) -> Any:
+def _filler(dtype: DTypeLike) -> int:
     """JAX's fill value for out-of-bounds lookups: the least value of signed integers, the largest of unsigned ones."""
     import numpy as np
 
@@ -212,8 +215,8 @@ def _filler(dtype: Any) -> Any:
 
 
 def _local_ids(
-    call: LocalCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: Any
-) -> tuple[Any, Any, Any]:
+    call: LocalCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
+) -> tuple[Array, Array, Array | None]:
     """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -222,7 +225,7 @@ def _local_ids(
     assert operand is not None
     columns = [ids[..., k] for k in range(ids.shape[-1])]
     mine = jnp.ones(ids.shape[:-1], bool)
-    inside: Any = jnp.ones(ids.shape[:-1], bool)
+    inside: Array = jnp.ones(ids.shape[:-1], bool)
     for k, dim in enumerate(index_map):
         extent = operand.shape[dim]
         if mode == Mode.CLIP:
@@ -236,7 +239,7 @@ def _local_ids(
 
 
 @LOCAL_RULES.register(*SCATTERS)
-def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _scatter(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Each device applies the updates that fall in its part.
 
     If the result is a partial sum, the array that the updates are added to counts only on the first device.
@@ -255,14 +258,14 @@ def _scatter(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     if not fallen:
         return plain(call.eqn, [x, ids, updates], call.info)
     if set(fallen) - set(d.inserted_window_dims):
-        raise NotLowered("it updates more than one element at a time of a dim that is split")
+        raise NotLowered("it updates more than one element at a time of a split dim")
     here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
     nowhere = jnp.asarray(max(x.shape), here.dtype)
     here = jnp.where(mine[..., None], here, nowhere)
     return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
 
 
-def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _attention(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """A device's batch, heads and queries, with the kernel that the program requests."""
     from pase.backends import jax_attention
 
@@ -270,7 +273,7 @@ def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
     assert asked is not None  # the frontend makes no other
     read = [(o.shape, o.layout) for o in call.operands if o is not None]
     if len(read) != len(ins) or any("partial" in layout for _, layout in read):
-        raise NotLowered("it reads a number")
+        raise NotLowered("one of its operands is a number")
     run = jax_attention.on_a_device(
         asked,
         read,  # type: ignore[arg-type]
@@ -279,5 +282,5 @@ def _attention(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
         ins[0].dtype,
     )
     if run is None:
-        raise NotLowered("parts of its heads or of its queries do not make attentions of their own")
+        raise NotLowered("attention on a part of its heads or queries is not a part of the attention")
     return [run(*ins)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.errors import PaseError
@@ -19,6 +19,7 @@ from pase.local.parts import axes_of, window_border
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.typing import ArrayLike
 
 __all__ = ["WINDOWED"]
 
@@ -36,7 +37,7 @@ WindowPadding = list[tuple[int, int]]
 
 
 @LOCAL_RULES.register("conv_general_dilated")
-def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _conv(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Batch, channels, groups and spatial dims may be split."""
     p = call.eqn.params
     d = p["dimension_numbers"]
@@ -51,7 +52,7 @@ def _conv(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
 
 
 @LOCAL_RULES.register(*WINDOWED[1:])
-def _pool(call: LocalCall, ins: Sequence[Any]) -> list[Any]:
+def _pool(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     import jax.numpy as jnp
 
     p, name = call.eqn.params, call.eqn.primitive.name
@@ -78,8 +79,8 @@ def _with_neighbours(
     dims: Sequence[int],
     windows: Sequence[Window],
     padding: Sequence[tuple[int, int]],
-    edge: Any,
-) -> tuple[Any, WindowPadding]:
+    edge: ArrayLike | None,
+) -> tuple[Array, WindowPadding]:
     """(x with the halo rows that its windows read, the padding still to be applied). edge: the value past the ends.
 
     None as the edge means zeros. Dims are extended one after the other, so that corners are included.
@@ -96,7 +97,7 @@ def _with_neighbours(
     return x, left  # type: ignore[return-value]
 
 
-def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edge: Any) -> Any:
+def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edge: ArrayLike | None) -> Array:
     """x with the last rows of the previous device along a dim, and the first rows of the next device."""
     import jax
     import jax.numpy as jnp
@@ -107,7 +108,7 @@ def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edg
     ways = math.prod(call.mesh.sizes[call.mesh.names.index(a)] for a in axes)
     at, rows = jax.lax.axis_index(axes), x.shape[dim]
 
-    def from_neighbour(start: int, count: int, by: int) -> Any:
+    def from_neighbour(start: int, count: int, by: int) -> Array:
         sent = jax.lax.slice_in_dim(x, start, start + count, axis=dim)
         hops = [(i, i + by) for i in range(ways) if 0 <= i + by < ways]
         came = jax.lax.ppermute(sent, axes, hops)  # zeros where nothing comes

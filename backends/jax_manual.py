@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
@@ -14,13 +14,19 @@ from pase.backends.jax_values import Arrivals, DeviceValue, NotByHand
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
+from pase.frontends.jax_types import Var
 from pase.frontends.jax_versions import is_literal
 from pase.ir import Place
 from pase.local.parts import placement, to_whole
 from pase.local.types import Layout, LocalOp, LocalProgram, local_shape
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from typing import Never
+
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
 
     from pase.backends.to_jax import JaxPlan
 
@@ -35,9 +41,9 @@ well enough (``docs/tpu-witness.md``)."""
 def lowered(
     lowering: Lowering,
     mesh: JaxMesh,
-    by_hand: Callable[[], Callable[..., Any]],
-    annotated: Callable[..., Any],
-) -> Callable[..., Any]:
+    by_hand: Callable[[], Callable[..., Tree]],
+    annotated: Callable[..., Tree],
+) -> Callable[..., Tree]:
     """The one of two functions that ``lowering`` asks for on these devices."""
     tpu = mesh.devices.flat[0].platform == "tpu"
     if lowering == "annotated" or (lowering == "auto" and tpu):
@@ -53,11 +59,11 @@ class _ByHandOrNot:
     found out before.
     """
 
-    by_hand: Callable[..., Any]
-    annotated: Callable[..., Any]
+    by_hand: Callable[..., Tree]
+    annotated: Callable[..., Tree]
     refused: bool = False
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Tree:
         if not self.refused:
             try:
                 return self.by_hand(*args)
@@ -92,31 +98,30 @@ class Manual:
             devices=self.mesh,
         )
 
-    def loss(self) -> Callable[..., Any]:
+    def loss(self) -> Callable[..., Tree]:
         """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
         import jax
 
         run = jax.custom_vjp(self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()))
 
-        def refuse(*_: Any) -> Any:
+        def refuse(*_: Tree) -> Never:
             raise PaseError(
-                "the loss that is lowered by hand has no derivative of its own: plan.jax.value_and_grad("
-                "lowering='manual') gives loss and gradients"
+                "the manually lowered loss cannot be differentiated: use plan.jax.value_and_grad(lowering='manual')"
             )
 
         run.defvjp(refuse, refuse)
 
-        def whole(*args: Any) -> Any:
+        def whole(*args: Tree) -> Tree:
             return self.value(run(*self.plan.checked(args)))
 
         return whole
 
-    def value_and_grad(self) -> Callable[..., Any]:
+    def value_and_grad(self) -> Callable[..., Tree]:
         """f(params, *batch) -> (the result of the user's function, gradients of the trained leaves)."""
         import jax
 
-        def local(*leaves: Any) -> Any:
-            def of(carriers: dict[int, Any]) -> tuple[Any, list[Any]]:
+        def local(*leaves: Array) -> Tree:
+            def of(carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
                 outs = self.forward(leaves, carriers)
                 return outs[0], outs
 
@@ -125,13 +130,13 @@ class Manual:
 
         run = self.mapped(local, (self.returns(), self.gradient_specs()))
 
-        def graded(params: Any, *batch: Any) -> Any:
+        def graded(params: Tree, *batch: Tree) -> Tree:
             outs, grads = run(*self.plan.checked((params, *batch)))
             return self.value(outs), self.gradients(grads)
 
         return graded
 
-    def gradients(self, grads: Sequence[Any]) -> Any:
+    def gradients(self, grads: Sequence[Array]) -> Tree:
         """Gradients of the trained leaves, as a tree like params."""
         import jax
 
@@ -139,7 +144,7 @@ class Manual:
         leaves = [found.get(i) for i in range(len(self._names))]
         return jax.tree.unflatten(self.plan.traced.in_tree, leaves)[0]
 
-    def value(self, outs: Sequence[Any]) -> Any:
+    def value(self, outs: Sequence[Array]) -> Tree:
         """What the user's function returns, of its leaves."""
         import jax
 
@@ -147,14 +152,14 @@ class Manual:
         out = combine(jax.tree.unflatten(traced.out_tree, outs), traced.kept_out)
         return out[0] if traced.mode == "train" and not traced.has_aux else out
 
-    def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Any]]:
+    def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Array]]:
         """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of the leaves it takes."""
         closed = self.plan.traced.jaxpr
         eqn, names = closed.jaxpr.eqns[number], self._names
         each = len(closed.jaxpr.outvars) // len(self.plan.traced.programs)
         mine = range(number * each, (number + 1) * each)
 
-        def local(*leaves: Any) -> list[Any]:
+        def local(*leaves: Array) -> list[Array]:
             env = {
                 v: DeviceValue(array=c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
             }
@@ -163,10 +168,10 @@ class Manual:
                 for i, x in zip(given, leaves, strict=True)
             }
 
-            def value(var: Any) -> DeviceValue:
+            def value(var: Var) -> DeviceValue:
                 return DeviceValue(array=var.val) if is_literal(var) else env[var]
 
-            cache: dict[int, Any] = {}
+            cache: dict[int, Array] = {}
             inner, consts = inner_jaxpr(eqn)
             prefix = self.plan.traced.programs[number]
             outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
@@ -178,11 +183,11 @@ class Manual:
 
     def mapped(
         self,
-        fn: Callable[..., Any],
-        outs: Any,
+        fn: Callable[..., Tree],
+        outs: Tree,
         given: Sequence[int] | None = None,
         stacked: Collection[int] = (),
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Tree]:
         """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: of those, which are
         micro-batches one behind the other."""
         import jax
@@ -206,19 +211,21 @@ class Manual:
         avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
         return [i for i, a in enumerate(avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
 
-    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> Any:
+    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
         where = placement(layout, len(shape), self.program.mesh)
         if where is None:
-            raise PaseError(f"the layout {layout} is not of contiguous parts: this is a defect of pase.local")
+            raise PaseError(
+                f"the layout {layout} does not consist of contiguous parts: this is a defect of pase.local"
+            )
         return self.plan.spec(where)
 
-    def gradient_specs(self) -> list[Any]:
+    def gradient_specs(self) -> list[PartitionSpec]:
         """PartitionSpecs of the trained leaves' gradients."""
         return [
             self._spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained
         ]
 
-    def carriers(self, leaves: Sequence[Any]) -> dict[int, Any]:
+    def carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
         """The arrays through which gradients are taken: the parameter, or zeros in the gradient's storage layout."""
         import jax
 
@@ -230,8 +237,8 @@ class Manual:
         return out
 
     def forward(
-        self, leaves: Sequence[Any], carriers: dict[int, Any], arrivals: Arrivals | None = None
-    ) -> list[Any]:
+        self, leaves: Sequence[Array], carriers: dict[int, Array], arrivals: Arrivals | None = None
+    ) -> list[Array]:
         """The model's result on one device. carriers: see there. arrivals: parameters that were gathered before."""
         walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
         values = []
@@ -240,12 +247,12 @@ class Manual:
             own = carriers.get(i)
             beside = r.layout != r.gradient
             values.append(walk.leaf(x if own is None or beside else own, name, own if beside else None))
-        cache: dict[int, Any] = {}
+        cache: dict[int, Array] = {}
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
         ends = [self._end(j) for j in range(len(outs))]
         return [self._out(walk, h, op, cache) for h, op in zip(outs, ends, strict=True)]
 
-    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: dict[int, Any]) -> Any:
+    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: dict[int, Array]) -> Array:
         """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array."""
         if op is not None:
             return walk.brought(value, op.operands[0], cache).array
@@ -259,7 +266,7 @@ class Manual:
             value.array, to_whole(value.layout, self.program.mesh), shape, made.combine, self.program.mesh
         )
 
-    def returns(self) -> list[Any]:
+    def returns(self) -> list[PartitionSpec]:
         """PartitionSpecs of the model's results."""
         specs = []
         for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):

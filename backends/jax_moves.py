@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.local.parts import WireView, digits, pairs, view
@@ -19,8 +19,8 @@ __all__ = ["first", "moved", "part", "places_of", "summed", "there_and_back"]
 
 
 def there_and_back(
-    value: Any, shadow: Any, there: Callable[[Any], Any], back: Callable[[Any], Any] | None
-) -> Any:
+    value: Array, shadow: Array | None, there: Callable[[Array], Array], back: Callable[[Array], Array] | None
+) -> Array:
     """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
     value.
 
@@ -44,12 +44,12 @@ def there_and_back(
     return beside(held, shadow)
 
 
-def moved(value: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, mesh: Mesh) -> Any:
+def moved(value: Array, moves: Sequence[LocalMove], shape: Extents, combine: Combine, mesh: Mesh) -> Array:
     """The value after these moves. shape: the shape of the whole tensor."""
     return reduce(lambda x, move: _step(x, move, shape, combine, mesh), moves, value)
 
 
-def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Any:
+def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Array:
     import jax
 
     match move.kind:
@@ -65,23 +65,24 @@ def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mes
             return _scattered(x, view(move, shape, mesh), move.axes, combine)
         case "all_gather":
             return _gathered(x, view(move, shape, mesh), move.axes)
-        case "all_to_all":
+        case _:
+            assert move.kind == "all_to_all"
             return _exchanged(x, view(move, shape, mesh), move.axes)
 
 
-def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Any:
+def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
     """All-reduced over these axes."""
     import jax
 
     by = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
     if combine not in by:
         raise PaseError(
-            f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
+            f"partial results over {', '.join(axes)} can be combined only by sum, maximum or minimum"
         )
     return by[combine](x, axes)
 
 
-def first(axes: Sequence[str]) -> Any:
+def first(axes: Sequence[str]) -> Array:
     """Whether this is the first device along each of these axes."""
     import jax
 
@@ -92,7 +93,7 @@ def _wide(axes: Sequence[str], mesh: Mesh) -> list[str]:
     return [a for a in axes if mesh.sizes[mesh.names.index(a)] > 1]
 
 
-def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
+def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Array:
     import jax
 
     x = x.reshape(v.seen)
@@ -101,20 +102,20 @@ def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Any:
     return x.reshape(v.shape)
 
 
-def _to_front(x: Array, v: WireView) -> Any:
+def _to_front(x: Array, v: WireView) -> Array:
     """The outgoing digits become the first dim; the rest is unchanged."""
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
     x = x.reshape(v.seen).transpose(*v.leaving, *rest)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
-def _from_front(x: Array, v: WireView) -> Any:
+def _from_front(x: Array, v: WireView) -> Array:
     """The first dim is distributed to the arriving digits, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
-def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Any:
+def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
     """Sums are scattered by one collective.
 
     For maxima and minima, each device receives all candidates for its part, which takes the same number of bytes.
@@ -130,7 +131,7 @@ def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> 
     return (candidates.max(0) if combine == "max" else candidates.min(0)).reshape(v.shape)
 
 
-def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Any:
+def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Array:
     import jax
 
     if v.along is not None and v.along[1] is not None:
@@ -138,7 +139,7 @@ def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Any:
     return _from_front(jax.lax.all_gather(x.reshape(v.seen), tuple(axes), axis=0, tiled=False), v)
 
 
-def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Any:
+def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
     import jax
 
     if v.along is not None and None not in v.along:
@@ -146,7 +147,7 @@ def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Any:
     return _from_front(jax.lax.all_to_all(_to_front(x, v), tuple(axes), 0, 0, tiled=True), v)
 
 
-def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
+def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:
     """This device's part of what all devices hold whole."""
     axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
     if not axes or local_shape(shape, layout, mesh) == shape:
@@ -160,7 +161,7 @@ def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Any:
     )
 
 
-def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Any, Any]:
+def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Array, Array]:
     """Translate indices into a whole tensor dim: (indices into this device's part of it, whether they lie in it)."""
     import jax
     import jax.numpy as jnp

@@ -8,7 +8,7 @@ each micro-batch is walked with parameters that have arrived, and its gradients 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import micro_batch_stack, stacked_outs, threads_of
 from pase.backends.jax_values import Arrivals
@@ -17,15 +17,18 @@ from pase.frontends.jax_types import Tree
 from pase.frontends.jax_versions import called, without_dead_code
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array
+
     from pase.backends.jax_manual import Manual
 
 __all__ = ["graded_once"]
 
-Gathers = Callable[[dict[int, Any]], list[Any]]
+Gathers = Callable[[dict[int, Tree]], list[Tree]]
 """From what carries the parameters' gradients to what their readers have."""
 
 
-def graded_once(manual: Manual) -> Callable[..., Any]:
+def graded_once(manual: Manual) -> Callable[..., Tree]:
     """f(params, *batch) -> (value, gradients): the mean over the plan's micro-batches, as ``jax_accumulate.summed``."""
     import jax
 
@@ -41,7 +44,7 @@ def graded_once(manual: Manual) -> Callable[..., Any]:
         stacked={len(plan.traced.param_paths) + i for i, on in enumerate(split) if on and k > 1},
     )
 
-    def graded(params: Tree, *batch: Tree) -> Any:
+    def graded(params: Tree, *batch: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(arrays(batch))
         one = [
             jax.ShapeDtypeStruct((x.shape[0] // k, *x.shape[1:]), x.dtype) if on else x
@@ -61,7 +64,7 @@ def graded_once(manual: Manual) -> Callable[..., Any]:
     return graded
 
 
-def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
+def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tree:
     """On one device: (loss, other results, those that go on to the next step, gradients of the trained leaves)."""
     import jax
     import jax.numpy as jnp
@@ -75,12 +78,12 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
     smooth = [bool(w) for w in wide]
     each = plan.once == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
 
-    def of(mine: Sequence[Any], own: dict[int, Any], micro: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array]) -> tuple[Array, list[Tree]]:
         given = Arrivals(given=jax.tree.unflatten(tree, _in_place(mine, smooth, arrived)))
         outs = manual.forward([*params, *micro], own, given)
         return outs[0], outs
 
-    def back_to_parameters(grads: Sequence[Any]) -> dict[int, Any]:
+    def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
         """The way back of what parameters became: summed, and laid out as they are stored."""
         turn = iter(grads)
         whole = [
@@ -90,7 +93,7 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
         (found,) = back(whole)
         return found  # type: ignore[no-any-return]
 
-    def micro_batch(micro: Sequence[Any]) -> tuple[list[Any], Any]:
+    def micro_batch(micro: Sequence[Array]) -> tuple[list[Array], Tree]:
         mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
         (_, outs), (there, own) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(mine, carriers, micro)
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
@@ -100,7 +103,7 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
         return outs[0], outs[1:], [], [total[i] for i in manual.trained]
     threads = threads_of(plan)
 
-    def body(so_far: Any, mine: Sequence[Any]) -> Any:
+    def body(so_far: Tree, mine: Sequence[Tree]) -> Tree:
         total, loss, states = so_far
         micro = _in_place(mine, split, batch)
         for (i, _), state in zip(threads, states, strict=True):
@@ -114,7 +117,7 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
     loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
     stacked = [x for x, on in zip(batch, split, strict=True) if on]
     start = (own if each else (there, own), loss, [batch[i] for i, _ in threads])
-    end: Any
+    end: Tree
     end, rest = jax.lax.scan(body, start, stacked)
     total, loss, states = end
     if not each:
@@ -124,15 +127,15 @@ def _local(manual: Manual, leaves: Sequence[Any], split: Sequence[bool]) -> Any:
 
 
 def _gathers(
-    manual: Manual, leaves: Sequence[Any], carriers: dict[int, Any]
-) -> tuple[Gathers, Any, list[str]]:
+    manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]
+) -> tuple[Gathers, Tree, list[str]]:
     """(the program of the gathers, the form of what it finds, for each of it the type in which gradients are added,
     empty where it has none)."""
     import jax
 
-    forms: list[Any] = []
+    forms: list[Tree] = []
 
-    def finding(own: dict[int, Any]) -> list[Any]:
+    def finding(own: dict[int, Array]) -> list[Tree]:
         arrivals = Arrivals()
         manual.forward(leaves, own, arrivals)
         found, tree = jax.tree.flatten(arrivals.found)
@@ -141,19 +144,19 @@ def _gathers(
 
     program = without_dead_code(jax.make_jaxpr(finding)(carriers))
 
-    def gathers(own: dict[int, Any]) -> list[Any]:
+    def gathers(own: dict[int, Array]) -> list[Tree]:
         return called(program)(*jax.tree.leaves(own))
 
     return gathers, forms[0], forms[1]
 
 
-def _in_place(some: Sequence[Any], chosen: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:
     """``others`` with ``some`` in the chosen places."""
     turn = iter(some)
     return [next(turn) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
-def _no_gradient(x: Any) -> Any:
+def _no_gradient(x: Array) -> Array | np.ndarray:
     """What stands for the gradient of what has none."""
     import jax
     import numpy as np

@@ -10,15 +10,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Never
+from typing import TYPE_CHECKING, Never
 
 from pase.backends.jax_pipeline_run import RunningStages
+from pase.backends.jax_plans import traced_by_jax
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
 from pase.backends.jax_stage_homes import StageHomes
 from pase.backends.jax_stage_optimizer import StagedOptimizer
 from pase.backends.jax_stages import Stage, stages_of
 from pase.backends.jax_step import as_linked
-from pase.backends.to_jax import JaxPlan, traced_by_jax
+from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays, trained, untrained
 from pase.ir import named, simplify
@@ -29,7 +30,17 @@ from pase.plan.accesses import access_states, equation_layouts
 from pase.plan.constraints import constraints
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.types import PlanData
+from pase.pytree import Tree
 from pase.tables.itemize import config_of
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from optax import GradientTransformation
+
+    from pase.backends.jax_stage_arrays import StackCut
+    from pase.frontends.from_jax import TracedJax
 
 __all__ = ["JaxPipeline", "StagedStep", "in_stages"]
 
@@ -59,7 +70,7 @@ class JaxPipeline:
     pipeline: PipelinePlan
     splits: tuple[JaxPlan, ...]
     """The model under each of the pipeline's strategies, on one rank's mesh; the model is that of a micro-batch."""
-    _made: dict[Any, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _made: dict[JaxMesh, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         import jax
@@ -68,24 +79,25 @@ class JaxPipeline:
         traced = self.traced
         if traced.mode != "train":
             raise PaseError(
-                f"the plan was compiled with mode='{traced.mode}': stages run a loss and its gradients"
+                f"the plan was compiled with mode='{traced.mode}', but stages run only a loss and its gradients"
             )
         if traced.carried:
             raise PaseError(
-                "what a step hands to the next (carry) cannot be handed on in stages yet: compile with pipeline='none'"
+                "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
             )
         if self.schedule.lockstep:
             raise PaseError(
-                f"schedule '{self.schedule.name}' is one program in lockstep, which is not written yet: choose another"
+                f"schedule '{self.schedule.name}' runs as one program in lockstep, which "
+                "pase does not support yet: choose another"
             )
         if jax.process_count() > 1:
             raise PaseError(
-                "stages are driven by one process that sees all devices: with several processes compile with "
+                "one process that sees all devices must run the stages: for several processes compile with "
                 "pipeline='none'"
             )
 
     @property
-    def traced(self) -> Any:
+    def traced(self) -> TracedJax:
         return self.splits[0].traced
 
     @cached_property
@@ -98,7 +110,7 @@ class JaxPipeline:
         again = [b for s in self.splits for b in s.blocks]
         return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again)
 
-    def mesh(self, devices: Sequence[Any] | None = None) -> Any:
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
         import jax
         import numpy as np
@@ -108,25 +120,25 @@ class JaxPipeline:
         found = jax.devices() if devices is None else devices
         if len(found) < many:
             raise PaseError(
-                f"the plan is for {many} devices and JAX sees {len(found)}: on a CPU, set "
+                f"the plan is for {many} devices, but JAX sees {len(found)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={many} before JAX starts, or compile for fewer"
             )
         grid = np.array(as_linked(found)[:many], dtype=object).reshape(self.pipeline.degree, *inner.sizes)
         return jax.sharding.Mesh(grid, ("stage", *inner.names))
 
-    def device_put(self, params: Any, *batch: Any, mesh: Any | None = None) -> tuple[Any, ...]:
+    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch where the plan stores them. Parameters keep the model's own pytree, with stacks cut."""
         import jax
 
         def mine(
-            x: Any,
-        ) -> Any:  # the step donates its arguments: none may share memory with what the caller holds
+            x: Tree,
+        ) -> Tree:  # the step donates its arguments: none may share memory with what the caller holds
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
         placed = self._on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
-    def gathered(self, tree: Any) -> Any:
+    def gathered(self, tree: Tree) -> Tree:
         """A tree of parameters, gradients or an optimizer's state in the model's own form, without cuts.
 
         The arrays are on the host, for a checkpoint that any plan can read.
@@ -134,20 +146,20 @@ class JaxPipeline:
         import jax
         import numpy as np
 
-        def whole(x: Any) -> Any:
+        def whole(x: Array | StackCut) -> np.ndarray:
             return np.concatenate([np.asarray(p) for p in x.parts]) if is_cut(x) else np.asarray(x)
 
         return jax.tree.map(whole, tree, is_leaf=is_cut)
 
-    def init(self, optimizer: Any, params: Any, mesh: Any | None = None) -> Any:
+    def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
         return StagedOptimizer(homes=self._on(mesh).homes, optimizer=optimizer).init(params)
 
-    def loss(self, mesh: Any | None = None) -> Callable[..., Any]:
+    def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
         return self._on(mesh).loss
 
-    def value_and_grad(self, mesh: Any | None = None) -> Callable[..., Any]:
+    def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads). The gradients are where the trained leaves are.
 
         It runs the stages, and cannot be jitted as a whole.
@@ -155,7 +167,12 @@ class JaxPipeline:
         return self._on(mesh).value_and_grad
 
     def train_step(
-        self, optimizer: Any, mesh: Any | None = None, *, donate: bool = True, lowering: str = "auto"
+        self,
+        optimizer: GradientTransformation,
+        mesh: JaxMesh | None = None,
+        *,
+        donate: bool = True,
+        lowering: str = "auto",
     ) -> StagedStep:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
 
@@ -164,7 +181,7 @@ class JaxPipeline:
         of another.
         """
         if lowering == "manual":
-            raise PaseError(f"stages are split by XLA, led by constraints; not by lowering='{lowering}' yet")
+            raise PaseError(f"stages do not support lowering='{lowering}' yet")
         running = self._on(mesh)
         return StagedStep(
             running=running,
@@ -175,12 +192,13 @@ class JaxPipeline:
     def __getattr__(self, name: str) -> Never:
         if name in _OF_ONE_PROGRAM:
             raise PaseError(
-                f"plan.jax.{name} is of a plan without stages, and this one is a pipeline ({self.pipeline}): it has "
+                f"plan.jax.{name} exists only for plans without stages, and this one is a "
+                f"pipeline ({self.pipeline}). It has "
                 f"device_put, init, train_step, value_and_grad, loss and gathered"
             )
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
-    def _on(self, mesh: Any | None) -> RunningStages:
+    def _on(self, mesh: JaxMesh | None) -> RunningStages:
         """The stages on a mesh from ``mesh``, compiled once."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
@@ -188,7 +206,7 @@ class JaxPipeline:
             if homes.copied:
                 some = ", ".join(homes.copied[:3]) + (", …" if len(homes.copied) > 3 else "")
                 warnings.warn(
-                    f"several stages read {some}: each of their ranks holds it whole. Where these are layers, write "
+                    f"several stages read {some}: each of their ranks holds all of it. If these are layers, write "
                     f"them as a loop (scan) or as leaves of their own",
                     stacklevel=3,
                 )
@@ -204,7 +222,7 @@ class StagedStep:
     optimizer: StagedOptimizer
     donate: bool
 
-    def __call__(self, params: Any, opt_state: Any, *batch: Any) -> tuple[Any, Any, Any]:
+    def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
         homes = self.running.homes
         mine, *given = homes.placed(arrays((params, *batch)))
         state = self.optimizer.placed(opt_state)
@@ -214,7 +232,7 @@ class StagedStep:
 
 
 def in_stages(plan: PlanData) -> JaxPipeline:
-    """A pipelined plan in JAX's terms. Raises PaseError as ``to_jax.jax_plan`` does."""
+    """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
     pipeline, traced = plan.pipeline, traced_by_jax(plan)
     assert pipeline is not None
 

@@ -6,10 +6,10 @@ between the ranks' meshes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_stage_arrays import is_cut, joined, on_rank
 from pase.backends.jax_stage_homes import StageHomes
@@ -18,11 +18,17 @@ from pase.backends.jax_stages import StageWeight
 from pase.backends.jax_walk import JaxprWalk
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays, combine
+from pase.frontends.jax_types import Var
 from pase.frontends.jax_versions import is_literal
 from pase.pipeline.order import order_of
 from pase.pipeline.types import Kind
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.sharding import NamedSharding, Sharding
+    from jax.typing import ArrayLike
+
     from pase.backends.jax_pipeline import JaxPipeline
 
 __all__ = ["RunningStages"]
@@ -56,12 +62,12 @@ class RunningStages:
 
         plan, stage, split = self.plan, self.plan.stages[k], self.homes.split(k)
         rank = plan.schedule.rank_of[k]
-        mesh = self.homes.everywhere.on(rank).mesh
+        mesh = self.homes.everywhere.mesh_of(rank)
         walk = JaxprWalk(plan=split, mesh=mesh)
         m, n = plan.pipeline.micro_batches, len(plan.traced.param_paths)
         divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
 
-        def part(i: int, x: Any, micro: Any) -> Any:
+        def part(i: int, x: Array, micro: Array) -> Array:
             """A micro-batch: every m-th example. Each device already has its own examples."""
             if not divided[i]:
                 return x
@@ -73,11 +79,13 @@ class RunningStages:
             x = jax.lax.with_sharding_constraint(x, home.on(rank))
             return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
 
-        def fn(weights: Any, batch: Any, micro: Any, entered: Any) -> list[Any]:
+        def fn(
+            weights: Sequence[Array], batch: Sequence[Array], micro: Array, entered: Sequence[Array]
+        ) -> list[Array]:
             mine = [part(i, x, micro) for i, x in zip(stage.batch, batch, strict=True)]
             return stage.run(walk, weights, mine, entered)
 
-        def shape(w: StageWeight) -> Any:
+        def shape(w: StageWeight) -> ShapeDtypeStruct:
             s = self.homes.shape(w)
             return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.homes.stored[w].on(rank))
 
@@ -96,12 +104,12 @@ class RunningStages:
         )
 
     @cached_property
-    def zeros(self) -> list[Any]:
+    def zeros(self) -> list[Callable[[], list[Array]]]:
         """For each stage, the function that creates the sums of its gradients before the first micro-batch."""
         import jax
         import jax.numpy as jnp
 
-        def of(k: int) -> Any:
+        def of(k: int) -> Callable[[], list[Array]]:
             rank = self.plan.schedule.rank_of[k]
             ws = [w for w in self.plan.stages[k].weights if w in self.homes.trained_parts]
             shapes = [self.homes.shape(w) for w in ws]
@@ -112,7 +120,7 @@ class RunningStages:
 
         return [of(k) for k in range(len(self.plan.stages))]
 
-    def entry(self, k: int, j: int, x: Any) -> Any:
+    def entry(self, k: int, j: int, x: Array) -> NamedSharding:
         """The layout in which stage k reads its input under its split; otherwise that in which the previous stage made
         it.
         """
@@ -126,7 +134,7 @@ class RunningStages:
         made = x.sharding
         return NamedSharding(mesh, made.spec if isinstance(made, NamedSharding) else PartitionSpec())
 
-    def loss(self, params: Any, *batch: Any) -> Any:
+    def loss(self, params: Tree, *batch: Tree) -> Tree:
         """The mean of the loss over the micro-batches."""
         run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
         for micro in range(self.plan.pipeline.micro_batches):
@@ -135,7 +143,7 @@ class RunningStages:
                 run.forget(k, micro)
         return run.value()
 
-    def value_and_grad(self, params: Any, *batch: Any) -> tuple[Any, Any]:
+    def value_and_grad(self, params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
         """The mean of loss and gradients over the micro-batches, in the order of the schedule's list."""
         run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
         order = order_of(self.plan.schedule)
@@ -149,14 +157,14 @@ class _Step:
     """One pass over all micro-batches: the current values of each stage."""
 
     running: RunningStages
-    args: Sequence[Any]
-    _kept: dict[tuple[int, int], dict[Any, Any]] = field(default_factory=dict)
+    args: Sequence[Tree]
+    _kept: dict[tuple[int, int], dict[Var, Tree]] = field(default_factory=dict)
     """(stage, micro-batch) -> values for its backward."""
-    _entered: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    _cotangents: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    _made_as: dict[int, list[Any]] = field(default_factory=dict)
+    _entered: dict[tuple[int, int], list[Array]] = field(default_factory=dict)
+    _cotangents: dict[tuple[int, int], list[ArrayLike]] = field(default_factory=dict)
+    _made_as: dict[int, list[Sharding]] = field(default_factory=dict)
     """Stage -> layouts of its outputs, in which their gradients return."""
-    _outs: dict[int, list[Any]] = field(default_factory=dict)
+    _outs: dict[int, list[ArrayLike]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         import jax
@@ -170,7 +178,7 @@ class _Step:
             for ws in run.homes.parts_of
             for i, w in enumerate(ws)
         }
-        self._stage: list[dict[Any, Any]] = []
+        self._stage: list[dict[Var, Array]] = []
         rank_of = run.plan.schedule.rank_of
         for k, (stage, p) in enumerate(zip(run.plan.stages, run.programs, strict=True)):
             weights = [on_rank(self._weights[w], run.homes.stored[w], rank_of[k]) for w in stage.weights]
@@ -202,7 +210,7 @@ class _Step:
 
         run = self.running
         p = run.programs[k]
-        env = dict(zip(p.entered, self._entered.pop((k, micro), []), strict=True))
+        env: dict[Var, Tree] = dict(zip(p.entered, self._entered.pop((k, micro), []), strict=True))
         env[p.micro] = np.int32(micro)
         made = _run(p.forward, self._stage[k] | env)
         outs = [v.val if is_literal(v) else made[v] for v in p.leaves]
@@ -243,13 +251,13 @@ class _Step:
         if programs[-1] is p.backward[-1]:
             del self._kept[k, micro]
 
-    def _first_cotangents(self, p: StagePrograms, micro: int) -> list[Any]:
+    def _first_cotangents(self, p: StagePrograms, micro: int) -> list[ArrayLike]:
         """One for the loss, and none for the function's other results."""
         import numpy as np
 
         return [np.full(v.aval.shape, 1 if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)]
 
-    def value(self) -> Any:
+    def value(self) -> Tree:
         """The loss, or (loss, aux): the mean of the loss, and the rest stacked, as without stages."""
         import jax
 
@@ -261,21 +269,21 @@ class _Step:
             return flat[0]
         return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
 
-    def gradients(self) -> Any:
+    def gradients(self) -> Tree:
         """Their mean over the micro-batches, where they are updated. Gradients that several stages have are summed."""
         import jax
         import numpy as np
 
         run = self.running
         m = run.plan.pipeline.micro_batches
-        found: dict[StageWeight, list[Any]] = {}
+        found: dict[StageWeight, list[Array]] = {}
         for k, sums in enumerate(self._sums):
             mine = [w for w in run.plan.stages[k].weights if w in run.homes.trained_parts]
             means = _mean_of(m, tuple(g.sharding for g in sums))(sums)
             for w, g in zip(mine, means, strict=True):
                 found.setdefault(w, []).append(g)
 
-        def of(w: StageWeight) -> Any:
+        def of(w: StageWeight) -> Tree:
             home = run.homes.updated_as[w]
             if w not in found:  # no stage reads it
                 shape = run.homes.shape(w)
@@ -288,25 +296,25 @@ class _Step:
         return run.homes.tree(of)
 
 
-def _run(program: StageProgram, values: Mapping[Any, Any]) -> dict[Any, Any]:
+def _run(program: StageProgram, values: Mapping[Var, ArrayLike]) -> dict[Var, Array]:
     made = program.run([values[v] for v in program.reads])
     return {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
 
 
 def _run_summing(
-    program: StageProgram, sums: list[Any], values: Mapping[Any, Any]
-) -> tuple[list[Any], dict[Any, Any]]:
+    program: StageProgram, sums: list[Array], values: Mapping[Var, ArrayLike]
+) -> tuple[list[Array], dict[Var, Array]]:
     sums, made = program.run(sums, [values[v] for v in program.reads])
     return sums, {v: x for v, x in zip(program.makes, made, strict=True) if not is_literal(v)}
 
 
 @cache
-def _mean_and_rest() -> Any:
+def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
     """What the last stage returned for the micro-batches: the mean of the first value, the others stacked."""
     import jax
     import jax.numpy as jnp
 
-    def fn(outs: list[list[Any]]) -> list[Any]:
+    def fn(outs: list[list[Array]]) -> list[Array]:
         loss = sum((o[0] for o in outs[1:]), outs[0][0]) / len(outs)
         rest = zip(*(o[1:] for o in outs), strict=True)
         return [loss, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
@@ -315,7 +323,7 @@ def _mean_and_rest() -> Any:
 
 
 @cache
-def _mean_of(m: int, shardings: tuple[Any, ...]) -> Any:
+def _mean_of(m: int, shardings: tuple[Sharding, ...]) -> Callable[[list[Array]], list[Array]]:
     """Sums divided by m micro-batches, where they are stored."""
     import jax
 
@@ -323,7 +331,7 @@ def _mean_of(m: int, shardings: tuple[Any, ...]) -> Any:
 
 
 @cache
-def _total_of(sharding: Any) -> Any:
+def _total_of(sharding: Sharding) -> Callable[[list[Array]], Array]:
     import jax
 
     return jax.jit(lambda xs: sum(xs[1:], xs[0]), out_shardings=sharding)

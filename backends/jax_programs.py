@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax_manual import Lowering, Manual, lowered
 from pase.backends.jax_step import Stepper
@@ -11,10 +11,12 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
-from pase.frontends.jax_types import Tree
+from pase.frontends.jax_types import Var
 from pase.frontends.jax_versions import is_literal
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import Mesh as JaxMesh
 
     from pase.backends.to_jax import JaxPlan
@@ -34,18 +36,19 @@ def part_of(
     traced = plan.traced
     if not traced.programs:
         raise PaseError(
-            f"'{traced.graph.name}' is one program: compile pase.Generation(prefill=…, decode=…, tokens=…) for two"
+            f"'{traced.graph.name}' is one program: to get two, compile pase.Generation(prefill=…, decode=…, tokens=…)"
         )
     shardings, number = plan._in_shardings(mesh), _NUMBER[name]
     last = len(shardings)
     takes = (0, *range(1, last - 2)) if name == "prefill" else (0, last - 2, last - 1)
+    assert traced.out_tree is not None  # a program that was traced has one
     state_tree = traced.out_tree.children()[number]
 
-    def annotated(*args: Tree) -> Any:
+    def annotated(*args: Tree) -> Tree:
         outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
         return jax.tree.unflatten(state_tree, outs)
 
-    def by_hand(*args: Tree) -> Any:
+    def by_hand(*args: Tree) -> Tree:
         leaves = _leaves_of_arguments(plan)
         local = Manual(plan=plan, mesh=mesh).part(number, [i for k in takes for i in leaves[k]])
         return jax.tree.unflatten(state_tree, local(*jax.tree.leaves(args)))
@@ -59,13 +62,13 @@ def part_of(
     )
 
 
-def _outs(plan: JaxPlan, number: int, args: Mapping[int, Any], mesh: JaxMesh) -> list[Any]:
+def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -> list[Array]:
     """A program's results, with constraints. args: by their position among all of the model's arguments."""
     import jax
 
     closed, names = plan.traced.jaxpr, plan.leaf_names()
     eqn, walk = closed.jaxpr.eqns[number], JaxprWalk(plan=plan, mesh=mesh)
-    env: dict[Any, Any] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    env: dict[Var, Array] = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
     for k, leaves in enumerate(_leaves_of_arguments(plan)):
         if k in args:
             for i, x in zip(leaves, jax.tree.leaves(args[k]), strict=True):

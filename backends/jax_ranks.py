@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_stage_arrays import Home, joined, on_rank
 from pase.backends.jax_stage_programs import flat
 from pase.errors import PaseError
-from pase.frontends.jax_types import Eqn, Jaxpr
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import function_of, is_dropped, is_literal, opened
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
 
 __all__ = ["OnRanks"]
 
@@ -29,8 +32,8 @@ class OnRanks:
     brought into first. donate: whether the memory of the arguments may be reused.
     """
 
-    fn: Callable[..., Sequence[Any]]
-    given: tuple[Any, ...]
+    fn: Callable[..., Sequence[Array]]
+    given: tuple[ShapeDtypeStruct, ...]
     homes: tuple[Home, ...]
     out_homes: tuple[Home, ...]
     ranks: int
@@ -38,9 +41,9 @@ class OnRanks:
     laid: Mapping[int, Home]
     donate: bool
 
-    def __call__(self, args: Sequence[Any]) -> list[Any]:
+    def __call__(self, args: Sequence[Array]) -> list[Array]:
         jaxpr = self._traced
-        have: dict[tuple[Any, int], Any] = {}
+        have: dict[tuple[Var, int], Array] = {}
         for v, x, home in zip(jaxpr.invars, args, self.homes, strict=True):
             for r in home.ranks:
                 have[v, r] = on_rank(x, home, r)
@@ -54,12 +57,12 @@ class OnRanks:
             for v, home in zip(jaxpr.outvars, self.out_homes, strict=True)
         ]
 
-    def _out(self, have: Mapping[tuple[Any, int], Any], v: Any, rank: int, home: Home) -> Any:
+    def _out(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, home: Home) -> Array:
         import jax
 
         return jax.device_put(v.val if is_literal(v) else self._at(have, v, rank), home.on(rank))
 
-    def _at(self, have: Mapping[tuple[Any, int], Any], v: Any, rank: int) -> Any:
+    def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
         """The value on a rank: its own, or a number from another rank."""
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -71,7 +74,7 @@ class OnRanks:
         return jax.device_put(source, NamedSharding(Mesh(home.grid[rank], home.names), PartitionSpec()))
 
     @cached_property
-    def _closed(self) -> Any:
+    def _closed(self) -> ClosedJaxpr:
         import jax
 
         closed = flat(jax.make_jaxpr(self.fn)(*self.given))
@@ -79,7 +82,7 @@ class OnRanks:
         return closed
 
     @property
-    def _traced(self) -> Any:
+    def _traced(self) -> Jaxpr:
         return opened(self._closed)[0]
 
     @cached_property
@@ -87,10 +90,10 @@ class OnRanks:
         """(equation -> the ranks that run it, equation -> how often numbers were sent before it)."""
         jaxpr = self._traced
         everywhere = frozenset(range(self.ranks))
-        home: dict[Any, frozenset[int]] = {
+        home: dict[Var, frozenset[int]] = {
             v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.homes, strict=True)
         }
-        level: dict[Any, int] = {}
+        level: dict[Var, int] = {}
         can: dict[int, frozenset[int]] = {}
         late: dict[int, int] = {}
         for i, eqn in enumerate(jaxpr.eqns):
@@ -103,8 +106,8 @@ class OnRanks:
                     ranks = frozenset({min(min(home.get(v, everywhere)) for v in reads)})
             if not ranks:
                 raise PaseError(
-                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on parameters of several "
-                    f"stages at once; only numbers, as a norm is, may be made of all of them"
+                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on "
+                    "parameters of several stages at once; only scalars, such as a norm, may depend on all of them"
                 )
             can[i] = ranks
             late[i] = max(
@@ -112,7 +115,7 @@ class OnRanks:
             )
             for v in eqn.outvars:
                 home[v], level[v] = ranks, late[i]
-        need: dict[Any, set[int]] = {}
+        need: dict[Var, set[int]] = {}
         for v, h in zip(jaxpr.outvars, self.out_homes, strict=True):
             if not is_literal(v):
                 need.setdefault(v, set()).update(h.ranks)
@@ -129,7 +132,9 @@ class OnRanks:
         return out, late
 
     @cached_property
-    def _programs(self) -> dict[tuple[int, int], tuple[list[Any], list[Any], Any, list[bool]]]:
+    def _programs(
+        self,
+    ) -> dict[tuple[int, int], tuple[list[Var], list[Var], Callable[..., list[Array]], list[bool]]]:
         """(how often numbers were sent, rank) -> (operands, results, the jitted program, what is donated), in order."""
         jaxpr = self._traced
         runs, late = self._runs
@@ -137,7 +142,7 @@ class OnRanks:
         for i, ranks in sorted(runs.items()):
             for r in ranks:
                 of.setdefault((late[i], r), []).append(i)
-        wanted: dict[Any, set[tuple[int, int] | None]] = {
+        wanted: dict[Var, set[tuple[int, int] | None]] = {
             v: {None} for v in jaxpr.outvars if not is_literal(v)
         }
         for key, equations in of.items():
@@ -146,8 +151,11 @@ class OnRanks:
         return {key: self._program(key, of[key], wanted) for key in sorted(of)}
 
     def _program(
-        self, key: tuple[int, int], equations: Sequence[int], wanted: Mapping[Any, set[Any]]
-    ) -> tuple[list[Any], list[Any], Any, list[bool]]:
+        self,
+        key: tuple[int, int],
+        equations: Sequence[int],
+        wanted: Mapping[Var, set[tuple[int, int] | None]],
+    ) -> tuple[list[Var], list[Var], Callable[..., list[Array]], list[bool]]:
         import jax
 
         jaxpr = self._traced
@@ -171,7 +179,7 @@ class OnRanks:
         fn = function_of(self._closed, mine, reads, makes)
         laid = [self.laid.get(number[v]) if v in number else None for v in reads]
 
-        def run(given: Sequence[Any], kept: Sequence[Any]) -> Any:
+        def run(given: Sequence[Array], kept: Sequence[Array]) -> list[Array]:
             some, others = iter(given), iter(kept)
             values = [next(some) if d else next(others) for d in donated]
             return fn(
@@ -195,8 +203,8 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
 
     Each stage updates only its own layers.
     """
-    rows: dict[Any, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
-    partly: dict[Any, frozenset[tuple[str, int]]] = {}
+    rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
+    partly: dict[Var, frozenset[tuple[str, int]]] = {}
     every = frozenset(parts.values())
 
     def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
@@ -229,7 +237,7 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
                 raise _mixes(name, of)
 
 
-def _keeps_rows(eqn: Eqn, stacks: Sequence[Any]) -> bool:
+def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
     """Whether each row of the results depends only on the same row of the stacks."""
     name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
     if name.startswith("reduce"):
@@ -245,6 +253,6 @@ def _mixes(name: str, parts: frozenset[tuple[str, int]]) -> PaseError:
     stack = min(stack for stack, _ in parts)
     return PaseError(
         f"the optimizer cannot be run in stages: its '{name}' makes the update of each layer of '{stack}' depend on "
-        f"the others, which lie in other stages; write the layers out as leaves of their own, or choose an optimizer "
-        f"that updates elements apart"
+        "the others, which are in other stages; make each layer a leaf of its own, or choose an "
+        "optimizer that updates elements independently"
     )

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 from pase.errors import PaseError
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding, PartitionSpec
 
 __all__ = ["Home", "StackCut", "is_cut", "joined", "merged", "on_rank", "registered", "rows_of"]
 
@@ -20,10 +27,10 @@ class StackCut:
     such leaves again.
     """
 
-    parts: tuple[Any, ...]
+    parts: tuple[Array, ...]
 
 
-def is_cut(x: object) -> bool:
+def is_cut(x: object) -> TypeGuard[StackCut]:
     return isinstance(x, StackCut)
 
 
@@ -47,12 +54,12 @@ class Home:
     """
 
     ranks: tuple[int, ...]
-    grid: Any
+    grid: np.ndarray
     names: tuple[str, ...]
-    spec: Any
+    spec: PartitionSpec
 
     @cached_property
-    def sharding(self) -> Any:
+    def sharding(self) -> NamedSharding:
         """The sharding on all its ranks."""
         from jax.sharding import Mesh, NamedSharding
 
@@ -60,13 +67,19 @@ class Home:
             return self.on(self.ranks[0])
         return NamedSharding(Mesh(self.grid[list(self.ranks)], ("stage", *self.names)), self.spec)
 
-    def on(self, rank: int) -> Any:
+    def on(self, rank: int) -> NamedSharding:
         """The sharding on one of its ranks."""
-        from jax.sharding import Mesh, NamedSharding
+        from jax.sharding import NamedSharding
 
-        return NamedSharding(Mesh(self.grid[rank], self.names), self.spec)
+        return NamedSharding(self.mesh_of(rank), self.spec)
 
-    def put(self, x: Any) -> Any:
+    def mesh_of(self, rank: int) -> JaxMesh:
+        """The mesh of one rank."""
+        from jax.sharding import Mesh
+
+        return Mesh(self.grid[rank], self.names)
+
+    def put(self, x: Tree) -> Array:
         """The array moved to this home; unchanged if it is already there."""
         import jax
 
@@ -74,7 +87,7 @@ class Home:
         return x if there else jax.device_put(x, self.sharding)
 
 
-def on_rank(x: Any, home: Home, rank: int) -> Any:
+def on_rank(x: Array, home: Home, rank: int) -> Array:
     """The part of an array that one rank holds, without a copy."""
     import jax
 
@@ -86,7 +99,7 @@ def on_rank(x: Any, home: Home, rank: int) -> Any:
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard[d] for d in order])
 
 
-def joined(parts: Sequence[Any], home: Home) -> Any:
+def joined(parts: Sequence[Array], home: Home) -> Array:
     """The array whose parts the ranks hold, without a copy."""
     import jax
 
@@ -97,26 +110,26 @@ def joined(parts: Sequence[Any], home: Home) -> Any:
     return jax.make_array_from_single_device_arrays(parts[0].shape, home.sharding, [shard[d] for d in order])
 
 
-def merged(*trees: Any) -> Any:
+def merged(*trees: Tree) -> Tree:
     """Merge trees of one structure, in which each leaf is present in only one of them. Cut stacks are merged too."""
     import jax
 
-    def there(x: Any) -> bool:
+    def there(x: object) -> bool:
         return x is not None and not (is_cut(x) and any(p is None for p in x.parts))
 
-    def first(*leaves: Any) -> Any:
+    def first(*leaves: Tree) -> Tree:
         return next(filter(there, leaves), None)
 
     return jax.tree.map(first, *trees, is_leaf=lambda x: x is None or is_cut(x))
 
 
-def rows_of(x: Any, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Any]:
+def rows_of(x: Tree, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Array]:
     """The parts of a stack, which may already be cut."""
     if is_cut(x):
         sizes = [part.shape[0] for part in x.parts]
         if sizes != [b - a for a, b in rows]:
             raise PaseError(
-                f"'{path}' is cut into {sizes} layers; the plan's stages have {[b - a for a, b in rows]}: put the "
+                f"'{path}' is cut into {sizes} layers, but the plan's stages have {[b - a for a, b in rows]}: put the "
                 f"parameters together with the gathered() of the plan that cut them"
             )
         yield from x.parts

@@ -7,17 +7,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_stage_arrays import Home, StackCut, is_cut, rows_of
 from pase.backends.jax_stages import StageWeight
 from pase.backends.jax_step import shape_and_dtype
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import trained
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array, ShapeDtypeStruct
+    from jax.sharding import PartitionSpec
+    from jax.tree_util import PyTreeDef
+
     from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.to_jax import JaxPlan
+    from pase.plan.constraints import Placement
 
 __all__ = ["StageHomes"]
 
@@ -27,13 +34,13 @@ class StageHomes:
     """The plan on some devices: grid, [ranks, *axes]."""
 
     plan: JaxPipeline
-    grid: Any
+    grid: np.ndarray
 
     @cached_property
     def names(self) -> tuple[str, ...]:
         return self.plan.splits[0].logical_mesh.names
 
-    def _home(self, ranks: Sequence[int], spec: Any) -> Home:
+    def _home(self, ranks: Sequence[int], spec: PartitionSpec) -> Home:
         return Home(ranks=tuple(ranks), grid=self.grid, names=self.names, spec=spec)
 
     @cached_property
@@ -45,7 +52,7 @@ class StageHomes:
     def split(self, stage: int) -> JaxPlan:
         return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
 
-    def _spec(self, stage: int, placements: Mapping[str, Any], name: str, cut: bool) -> Any:
+    def _spec(self, stage: int, placements: Mapping[str, Placement], name: str, cut: bool) -> PartitionSpec:
         """The layout of a tensor in a stage's split. The dim of layers of a stack is not split."""
         where = placements.get(name, ())
         return self.split(stage).spec(((), *where[1:]) if cut and where else where)
@@ -110,13 +117,13 @@ class StageHomes:
             out[w.leaf].append(w)
         return out
 
-    def placed(self, args: Sequence[Any]) -> list[Any]:
+    def placed(self, args: Sequence[Tree]) -> list[Tree]:
         """(params, *batch), or params alone, where the plan stores them."""
         import jax
 
         traced = self.plan.traced
         n = len(traced.param_paths)
-        tree: Any
+        tree: PyTreeDef
         leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_cut)
         wanted = traced.in_tree.children()[: len(args)]
         if tree.children() != wanted:
@@ -129,7 +136,7 @@ class StageHomes:
             out.append(self.put(i, x, self.stored) if i < n else self.arrives[i - n].put(x))
         return list(jax.tree.unflatten(tree, out))
 
-    def put(self, leaf: int, x: Any, homes: Mapping[StageWeight, Home]) -> Any:
+    def put(self, leaf: int, x: Tree, homes: Mapping[StageWeight, Home]) -> Array | StackCut:
         ws = self.parts_of[leaf]
         if ws[0].rows is None and not is_cut(x):
             return homes[ws[0]].put(x)
@@ -137,7 +144,7 @@ class StageHomes:
         parts = rows_of(x, rows, self.plan.traced.param_paths[leaf])
         return StackCut(tuple(homes[w].put(part) for w, part in zip(ws, parts, strict=True)))
 
-    def _check(self, x: Any, shape: tuple[int, ...], dtype: Any, path: str) -> None:
+    def _check(self, x: Tree, shape: tuple[int, ...], dtype: np.dtype, path: str) -> None:
         parts = x.parts if is_cut(x) else (x,)
         got = [shape_and_dtype(part) for part in parts]
         there = (sum(s[0] for s, _ in got), *got[0][0][1:]) if is_cut(x) else got[0][0]
@@ -145,16 +152,16 @@ class StageHomes:
             if is_ != was:
                 raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
 
-    def tree(self, of: Callable[[StageWeight], Any]) -> Any:
+    def tree(self, of: Callable[[StageWeight], Tree]) -> Tree:
         """The tree of the trained parameters, with a value for each part."""
 
-        def whole(i: int) -> Any:
+        def whole(i: int) -> Tree:
             found = [of(w) for w in self.parts_of[i]]
             return found[0] if self.parts_of[i][0].rows is None else StackCut(tuple(found))
 
         return self.leaves(whole)
 
-    def leaves(self, of: Callable[[int], Any]) -> Any:
+    def leaves(self, of: Callable[[int], Tree]) -> Tree:
         """The tree of the trained parameters, with a value for each leaf."""
         import jax
 
@@ -167,11 +174,11 @@ class StageHomes:
         avals = self.plan.traced.jaxpr.in_avals
         return frozenset(i for i in range(len(self.plan.traced.param_paths)) if trained(avals[i]) is not None)
 
-    def shape_of(self, leaf: int) -> Any:
+    def shape_of(self, leaf: int) -> ShapeDtypeStruct:
         """The shape of a whole leaf."""
         return self.shape(StageWeight(leaf))
 
-    def shape(self, w: StageWeight) -> Any:
+    def shape(self, w: StageWeight) -> ShapeDtypeStruct:
         import jax
 
         a = self.plan.traced.jaxpr.in_avals[w.leaf]

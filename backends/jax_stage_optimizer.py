@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_ranks import OnRanks
 from pase.backends.jax_stage_arrays import Home
 from pase.backends.jax_stage_homes import StageHomes
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays, trained
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.tree_util import PyTreeDef
+    from optax import GradientTransformation
 
 __all__ = ["StagedOptimizer"]
 
@@ -21,34 +27,34 @@ class StagedOptimizer:
     """homes: where the parameters are stored. optimizer: from optax."""
 
     homes: StageHomes
-    optimizer: Any
+    optimizer: GradientTransformation
     _updates: dict[bool, OnRanks] = field(default_factory=dict, init=False, repr=False)
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Tree) -> Tree:
         """The state for the trained leaves of these parameters. Each part of it is where it is updated."""
         import jax
 
         (mine,) = self.homes.placed((arrays(params),))
         leaves, tree = jax.tree.flatten(trained(mine))
 
-        def fn(*flat: Any) -> list[Any]:
+        def fn(*flat: Array) -> list[Array]:
             return list(jax.tree.leaves(self.optimizer.init(jax.tree.unflatten(tree, flat))))
 
         made = self._on_ranks(fn, leaves, self._stored, self._state_homes, {}, False)(leaves)
         return jax.tree.unflatten(self._form, made)
 
-    def placed(self, state: Any) -> Any:
+    def placed(self, state: Tree) -> Tree:
         """The state moved to where it is updated. It may come from cut parameters or from the model's own."""
         import jax
         import optax
 
-        given: Any = jax.tree.structure(state)
+        given: PyTreeDef = jax.tree.structure(state)
         if given != self._form:
             own = self.homes.leaves(self.homes.shape_of)
-            form: Any = jax.tree.structure(jax.eval_shape(self.optimizer.init, own))
+            form: PyTreeDef = jax.tree.structure(jax.eval_shape(self.optimizer.init, own))
             if given != form:
                 raise PaseError(
-                    f"the optimizer's state is {given}; the step wants {self._form}: "
+                    f"the optimizer's state is {given}, but the step needs {self._form}: "
                     f"plan.jax.init(optimizer, params) makes it"
                 )
             state = optax.tree_map_params(
@@ -60,14 +66,14 @@ class StagedOptimizer:
         leaves = [h.put(x) for x, h in zip(jax.tree.leaves(state), self._state_homes, strict=True)]
         return jax.tree.unflatten(self._form, leaves)
 
-    def updated(self, grads: Any, state: Any, params: Any, donate: bool) -> tuple[Any, Any]:
+    def updated(self, grads: Tree, state: Tree, params: Tree, donate: bool) -> tuple[Tree, Tree]:
         """(trained parameters, state) after the update, with each part where it is stored."""
         import jax
         import optax
 
         flat, tree = jax.tree.flatten((grads, state, params))
 
-        def fn(*given: Any) -> list[Any]:
+        def fn(*given: Array) -> list[Array]:
             grads, state, params = jax.tree.unflatten(tree, given)
             updates, state = self.optimizer.update(grads, state, params)
             return list(jax.tree.leaves((optax.apply_updates(params, updates), state)))
@@ -83,15 +89,15 @@ class StagedOptimizer:
                 {last + i: home for i, home in enumerate(as_kept)},
                 donate,
             )
-        out: tuple[Any, Any] = jax.tree.unflatten(
+        out: tuple[Tree, Tree] = jax.tree.unflatten(
             jax.tree.structure((params, state)), self._updates[donate](flat)
         )
         return out
 
     def _on_ranks(
         self,
-        fn: Callable[..., Sequence[Any]],
-        given: Sequence[Any],
+        fn: Callable[..., Sequence[Array]],
+        given: Sequence[Array],
         homes: Sequence[Home],
         out_homes: Sequence[Home],
         laid: dict[int, Home],
@@ -127,14 +133,14 @@ class StagedOptimizer:
         return [self.homes.stored[w] for w in self.homes.trained_parts]
 
     @cached_property
-    def _shapes(self) -> Any:
+    def _shapes(self) -> Tree:
         """Shapes of the state for parameters that are cut."""
         import jax
 
         return jax.eval_shape(self.optimizer.init, self.homes.tree(self.homes.shape))
 
     @property
-    def _form(self) -> Any:
+    def _form(self) -> PyTreeDef:
         import jax
 
         return jax.tree.structure(self._shapes)
@@ -149,10 +155,10 @@ class StagedOptimizer:
 
         everywhere = self.homes.everywhere
 
-        def masked(leaf: Any) -> bool:
+        def masked(leaf: object) -> bool:
             return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
 
-        def like(leaf: Any, param: Any, home: Home) -> Any:
+        def like(leaf: Tree, param: ShapeDtypeStruct, home: Home) -> Tree:
             if masked(leaf):
                 return leaf
             return home if leaf.shape == param.shape else replace(home, spec=everywhere.spec)

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
-from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
+from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.sharding import NamedSharding
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
+Item = TypeVar("Item")
 _VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
 _CALLS = {
     "jit": "jaxpr",
@@ -35,9 +41,9 @@ class StageProgram:
     If it also takes sums of gradients, before the other values, it returns the sums with its own gradients added.
     """
 
-    reads: tuple[Any, ...]
-    makes: tuple[Any, ...]
-    run: Callable[..., Any]
+    reads: tuple[Var, ...]
+    makes: tuple[Var, ...]
+    run: Callable[..., Tree]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,22 +57,22 @@ class StagePrograms:
     prepare: StageProgram
     forward: StageProgram
     backward: tuple[StageProgram, ...]
-    weights: tuple[Any, ...]
-    batch: tuple[Any, ...]
-    micro: Any
-    entered: tuple[Any, ...]
-    cotangents: tuple[Any, ...]
-    leaves: tuple[Any, ...]
-    entered_gradients: tuple[Any, ...]
+    weights: tuple[Var, ...]
+    batch: tuple[Var, ...]
+    micro: Var
+    entered: tuple[Var, ...]
+    cotangents: tuple[Var, ...]
+    leaves: tuple[Var, ...]
+    entered_gradients: tuple[Var | None, ...]
 
 
 def stage_programs(
-    fn: Callable[..., list[Any]],
-    weights: Sequence[Any],
-    batch: Sequence[Any],
-    entered: Sequence[Any],
+    fn: Callable[..., list[Array]],
+    weights: Sequence[ShapeDtypeStruct],
+    batch: Sequence[ShapeDtypeStruct],
+    entered: Sequence[ShapeDtypeStruct],
     *,
-    gradient_shardings: Sequence[Any],
+    gradient_shardings: Sequence[NamedSharding | None],
     splits_backward: bool,
     once: bool,
 ) -> StagePrograms:
@@ -83,8 +89,14 @@ def stage_programs(
     out = jax.eval_shape(fn, list(weights), list(batch), 0, list(entered))
     returned = [_inexact(x) for x in out]
 
-    def joint(weights: Any, batch: Any, micro: Any, entered: Any, cotangents: Any) -> Any:
-        def of(some: Any, x: Any) -> Any:
+    def joint(
+        weights: Sequence[Array],
+        batch: Sequence[Array],
+        micro: Array,
+        entered: Sequence[Array],
+        cotangents: Sequence[Array],
+    ) -> Tree:
+        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             mine = _merged(trained, some, weights)
             outs = fn(mine, batch, micro, _merged(smooth, x, entered))
             return [y for y, on in zip(outs, returned, strict=True) if on], [
@@ -101,7 +113,7 @@ def stage_programs(
 
     cotangents = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, on in zip(out, returned, strict=True) if on]
     args = (list(weights), list(batch), jax.ShapeDtypeStruct((), jnp.int32), list(entered), cotangents)
-    closed = jax.make_jaxpr(joint)(*args)
+    closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
     if splits_backward:
         closed = flat(closed)
     groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
@@ -138,14 +150,14 @@ class Cutting:
     """
 
     closed: ClosedJaxpr
-    weights: Mapping[Any, Any]
-    batch: set[Any]
-    activations: set[Any]
+    weights: Mapping[Var, NamedSharding | None]
+    batch: set[Var]
+    activations: set[Var]
     once: bool
-    producer: dict[Any, int] = field(default_factory=dict)
-    heavy: set[Any] = field(default_factory=set)
+    producer: dict[Var, int] = field(default_factory=dict)
+    heavy: set[Var] = field(default_factory=set)
     """Made from activations, or from weights and the batch: computed in only one part."""
-    prepared: set[Any] = field(default_factory=set)
+    prepared: set[Var] = field(default_factory=set)
     """Made from weights alone, and computed once per step."""
 
     def __post_init__(self) -> None:
@@ -165,7 +177,7 @@ class Cutting:
             elif reads & of_weights and self.once and not self._is_view(eqn, where):
                 self.prepared.update(makes)
 
-    def _is_view(self, eqn: Eqn, where: dict[Any, Any]) -> bool:
+    def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
         """Whether it costs nothing to compute again: a view, or a constraint to the layout that is already there."""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
@@ -178,10 +190,10 @@ class Cutting:
                 where[out] = kept
         return name in _VIEWS
 
-    def needed(self, targets: Iterable[Any], given: set[Any]) -> tuple[list[int], dict[Any, None]]:
+    def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
         """(equations that the targets need, what they read of the given values and of the inputs)."""
-        left, seen = [v for v in targets if not is_literal(v)], set[Any]()
-        equations, reads = set[int](), dict[Any, None]()
+        left, seen = [v for v in targets if not is_literal(v)], set[Var]()
+        equations, reads = set[int](), dict[Var, None]()
         eqns = opened(self.closed)[0].eqns
         constants = set(opened(self.closed)[0].constvars)
         while left:
@@ -198,12 +210,17 @@ class Cutting:
         return sorted(equations), reads
 
     def programs(
-        self, y: Sequence[Any], dx: Sequence[Any], dw: Sequence[Any], sums: Sequence[Any], parts: int
+        self,
+        y: Sequence[Var],
+        dx: Sequence[Var],
+        dw: Sequence[Var],
+        sums: Sequence[NamedSharding],
+        parts: int,
     ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
         """(what is computed once, forward, the parts of backward). sums: shardings of the sums of gradients."""
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
-        given, made = set(self.prepared), list[set[Any]]()
+        given, made = set(self.prepared), list[set[Var]]()
         for ts in targets:
             equations, _ = self.needed(ts, given)
             made.append({v for i in equations for v in eqns[i].outvars} & self.heavy)
@@ -224,11 +241,13 @@ class Cutting:
         out.append(self._summing(wanted, equations, reads, len(dw), sums))
         return prepare, out[0], tuple(out[1:])
 
-    def _function(self, makes: Sequence[Any], equations: Sequence[int], reads: Sequence[Any]) -> Any:
+    def _function(
+        self, makes: Sequence[Var], equations: Sequence[int], reads: Sequence[Var]
+    ) -> Callable[..., list[Array]]:
         eqns = opened(self.closed)[0].eqns
         return function_of(self.closed, [eqns[i] for i in equations], reads, makes)
 
-    def _program(self, makes: Sequence[Any], equations: Sequence[int], reads: Iterable[Any]) -> StageProgram:
+    def _program(self, makes: Sequence[Var], equations: Sequence[int], reads: Iterable[Var]) -> StageProgram:
         import jax
 
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
@@ -236,11 +255,11 @@ class Cutting:
 
     def _summing(
         self,
-        makes: Sequence[Any],
+        makes: Sequence[Var],
         equations: Sequence[int],
-        reads: Iterable[Any],
+        reads: Iterable[Var],
         many: int,
-        sums: Sequence[Any],
+        sums: Sequence[NamedSharding],
     ) -> StageProgram:
         """The program that adds the last ``many`` of its results to sums."""
         import jax
@@ -248,7 +267,7 @@ class Cutting:
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
         others = len(makes) - many
 
-        def run(so_far: Any, values: Any) -> Any:
+        def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             outs = fn(*values)
             return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
 
@@ -256,7 +275,7 @@ class Cutting:
         return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
 
 
-def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
+def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
     """The sharding of a weight's row, or of its cast; None if it is not known."""
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -268,11 +287,11 @@ def _sliced_sharding(eqn: Eqn, source: Any) -> Any:
     return None
 
 
-def flat(closed: ClosedJaxpr) -> Any:
+def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The jaxpr with calls and rematerialised regions inlined, so that their contents can be divided."""
     import jax
 
-    def run(jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def run(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
         info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
@@ -286,28 +305,28 @@ def flat(closed: ClosedJaxpr) -> Any:
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)
 
 
-def _inexact(x: Any) -> bool:
+def _inexact(x: ShapeDtypeStruct) -> bool:
     import jax.numpy as jnp
 
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _only(on: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+def _only(on: Sequence[bool], values: Sequence[Item]) -> list[Item]:
     return [x for x, is_on in zip(values, on, strict=True) if is_on]
 
 
-def _merged(on: Sequence[bool], some: Sequence[Any], every: Sequence[Any]) -> list[Any]:
+def _merged(on: Sequence[bool], some: Sequence[Item], every: Sequence[Item]) -> list[Item]:
     """``every``, with the entries that are on replaced by ``some``."""
     turn = iter(some)
     return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
 
 
-def _spread(on: Sequence[bool], others: Sequence[Any]) -> list[Any]:
+def _spread(on: Sequence[bool], others: Sequence[Item]) -> list[Item | None]:
     """The entries that are on, in their places, and None in the others."""
     turn = iter(others)
     return [None if is_on else next(turn) for is_on in on]
 
 
-def _grouped(values: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
+def _grouped(values: Sequence[Item], sizes: Sequence[int]) -> list[list[Item]]:
     turn = iter(values)
     return [[next(turn) for _ in range(n)] for n in sizes]

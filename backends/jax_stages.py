@@ -9,46 +9,32 @@ from stage to stage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
-from pase.frontends.from_jax import TracedJax, inlined, inner_jaxpr
-from pase.frontends.jax_blocks import blocks_of, loops_of
-from pase.frontends.jax_types import Eqn, Jaxpr
-from pase.frontends.jax_versions import is_dropped, is_literal, scan_groups
-from pase.ir import Place, PlacePart
+from pase.frontends.from_jax import TracedJax
+from pase.frontends.jax_types import Aval
+from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from jax import Array
+
     from pase.backends.jax_walk import Copies, JaxprWalk
+from pase.backends.jax_stage_pieces import (
+    TURNS,
+    PieceList,
+    StageEnv,
+    StageKey,
+    StagePiece,
+    StageRows,
+    variables,
+)
 
-__all__ = ["Stage", "StagePiece", "StageRows", "StageWeight", "stages_of"]
-
-Key: TypeAlias = Any
-"""A value: a variable of a jaxpr, an intermediate value of a loop (place, turn, which), or ``StageRows``."""
-Env = dict[Key, Any]
-
-
-@dataclass(frozen=True)
-class StageRows:
-    """The part of a stack, read by the loop over layers, that the turns of one stage read."""
-
-    of: Key
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagePiece:
-    """run: reads its inputs from the environment and writes its results there. block: the index of its block; -1 before
-    the blocks, and their number after them. rows: whether and how it can run on only some rows of stacks.
-    """
-
-    reads: tuple[Key, ...]
-    makes: tuple[Key, ...]
-    block: int
-    run: Callable[[JaxprWalk, Env, Copies], None]
-    by_rows: StagePiece | None = None
+__all__ = ["Stage", "StageWeight", "stages_of"]
 
 
 @dataclass(frozen=True)
@@ -71,18 +57,18 @@ class Stage:
     batch: tuple[int, ...]
     read_whole: frozenset[int]
     alike: Hashable
-    enters: tuple[Key, ...]
-    leaves: tuple[Key, ...]
-    inputs: Mapping[Key, int]
-    names: Mapping[Key, str]
-    constants: Mapping[Key, Any]
-    avals: Mapping[Key, Any]
+    enters: tuple[StageKey, ...]
+    leaves: tuple[StageKey, ...]
+    inputs: Mapping[StageKey, int]
+    names: Mapping[StageKey, str]
+    constants: Mapping[StageKey, Tree]
+    avals: Mapping[StageKey, Aval]
 
     def run(
-        self, walk: JaxprWalk, weights: Sequence[Any], batch: Sequence[Any], entered: Sequence[Any]
-    ) -> list[Any]:
+        self, walk: JaxprWalk, weights: Sequence[Array], batch: Sequence[Array], entered: Sequence[Array]
+    ) -> list[Array]:
         """The outputs of the stage, computed from values (or tracers) of one micro-batch."""
-        env: Env = dict(self.constants)
+        env: StageEnv = dict(self.constants)
         leaf = {i: v for v, i in self.inputs.items()}
         n = len(walk.plan.traced.param_paths)
         for w, x in zip(self.weights, weights, strict=True):
@@ -105,205 +91,15 @@ def stages_of(
 
     Raises PaseError if the program does not have these blocks one after the other.
     """
-    listing = _Listing(traced=traced, blocks=sum(cuts), again=again)
+    listing = PieceList(traced=traced, blocks=sum(cuts), again=again)
     return _Cut(listing=listing, leaf_names=leaf_names, cuts=tuple(cuts)).stages()
-
-
-@dataclass(kw_only=True)
-class _Listing:
-    """The program's pieces, in order."""
-
-    traced: TracedJax
-    blocks: int
-    again: Sequence[Block]
-    names: dict[Key, str] = field(default_factory=dict)
-    constants: dict[Key, Any] = field(default_factory=dict)
-    avals: dict[Key, Any] = field(default_factory=dict)
-    loop: str = ""
-    """Path of the loop over layers; else the blocks are ``runs``."""
-    runs: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(prefix, first equation) of a written-out block -> the equation after its last."""
-    reverse: bool = False
-    _met: int = -1
-    _bodies: int = 0
-
-    def __post_init__(self) -> None:
-        loops = loops_of(self.traced, self.blocks)
-        if len(loops) == 1:
-            self.loop = loops[0]
-            return
-        found = blocks_of(self.traced)
-        if loops or len(found) != self.blocks or len({b.prefix for b in found}) != 1:
-            raise PaseError(
-                f"'{self.traced.graph.name}' cannot be run in stages: of {self.blocks} equal blocks in a row there "
-                f"are {len(loops)} loops, and {len(found)} written out"
-            )
-        self.runs = {(b.prefix, b.start): b.stop for b in found}
-
-    def pieces(self) -> list[StagePiece]:
-        closed = self.traced.jaxpr
-        self.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        return list(self._of(closed.jaxpr, ""))
-
-    def _holds_blocks(self, path: str) -> bool:
-        return self.loop.startswith(f"{path}.") or any(p.startswith(f"{path}.") for p, _ in self.runs)
-
-    def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[StagePiece]:
-        i = 0
-        while i < len(jaxpr.eqns):
-            eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
-            if path == self.loop:
-                yield from self._turns(eqn, Place(path))
-            elif inlined(eqn) and self._holds_blocks(path):
-                inner, consts = inner_jaxpr(eqn)
-                self.constants.update(zip(inner.constvars, consts, strict=True))
-                yield from map(self._alias, eqn.invars, inner.invars)
-                yield from self._of(inner, f"{path}.")
-                yield from map(self._alias, inner.outvars, eqn.outvars)
-            else:
-                is_block = (prefix, i) in self.runs
-                if is_block:
-                    stop, self._met = self.runs[prefix, i], self._met + 1
-                    self._bodies += 1
-                else:
-                    stop = max(
-                        (b.stop for b in self.again if (b.prefix, b.start) == (prefix, i)), default=i + 1
-                    )
-                yield self._span(jaxpr, prefix, i, stop, is_block)
-            i = stop
-
-    def _here(self) -> int:
-        """The place of a piece that is not a block: before, between, or after the blocks."""
-        return self.blocks if self._bodies == self.blocks else self._met
-
-    def _alias(self, source: Any, target: Any) -> StagePiece:
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            env[target] = source.val if is_literal(source) else env[source]
-
-        self.avals[target] = target.aval
-        if not is_literal(source) and source in self.names:
-            self.names[target] = self.names[source]
-        return StagePiece(reads=_variables([source]), makes=_variables([target]), block=self._here(), run=run)
-
-    def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
-        """Equations of one list, as one piece."""
-        mine = jaxpr.eqns[start:stop]
-        makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
-        reads = tuple(
-            dict.fromkeys(v for v in _variables([v for e in mine for v in e.invars]) if v not in makes)
-        )
-        for i, e in enumerate(mine, start):
-            for v, name in zip(e.outvars, self.traced.results[Place(f"{prefix}{i}")], strict=True):
-                self.names[v], self.avals[v] = name, v.aval
-
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            walk.span(jaxpr, env, start, stop, prefix, copies)
-
-        def some(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            inner: Env = {v: env[StageRows(v) if v.aval.shape else v] for v in reads}
-            walk.span(jaxpr, inner, start, stop, prefix, {})
-            env.update({StageRows(v): inner[v] for v in makes})
-
-        by_rows = None
-        if not is_block and stop == start + 1 and _elementwise(mine[0]):
-            by_rows = StagePiece(
-                reads=tuple(StageRows(v) if v.aval.shape else v for v in reads),
-                makes=tuple(map(StageRows, makes)),
-                block=self._here(),
-                run=some,
-            )
-        block = self._met if is_block else self._here()
-        return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
-
-    def _turns(self, eqn: Eqn, at: Place) -> Iterator[StagePiece]:
-        """The loop over layers: its operands as the body takes them, its turns, its results."""
-        nc, nk = scan_groups(eqn)
-        self.reverse = bool(eqn.params["reverse"])
-        operands, names = list(eqn.invars), self.traced.operands[at]
-        consts: list[Key] = [(at.path, "const", k) for k in range(nc)]
-        stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
-        carry: list[list[Key]] = [
-            [(at.path, "carry", t, k) for k in range(nk)] for t in range(self.blocks + 1)
-        ]
-        made = eqn.params["jaxpr"].jaxpr.outvars
-        for keys in carry:
-            for k, key in enumerate(keys):
-                self.avals[key] = made[k].aval
-                self.names[key] = self.traced.results[at.its("carry", k)][0]
-        parts: list[tuple[PlacePart, int, Key]] = [("const", k, key) for k, key in enumerate(consts)]
-        parts += [("carry", k, key) for k, key in enumerate(carry[0])]
-        for (part, k, key), var, name in zip(parts, operands, names, strict=False):
-            yield self._settled(at.its(part, k), var, var, key, key, name)
-        for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
-            yield self._settled(at.its("xs", k), var, StageRows(var), key, StageRows(key), name)
-        ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(self.blocks)]
-        for t in range(self.blocks):
-            self._met = t
-            for k, key in enumerate(ys[t]):
-                self.avals[key] = made[nk + k].aval
-            yield self._turn(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
-        self._bodies = self.blocks
-        results = self.traced.results[at]
-        for k, var in enumerate(eqn.outvars):
-            if not is_dropped(var):
-                turns = ys[::-1] if self.reverse else ys
-                last = [carry[-1][k]] if k < nk else [y[k - nk] for y in turns]
-                yield self._result(var, last, results[k], k >= nk)
-
-    def _settled(self, at: Place, var: Any, reads: Key, key: Key, makes: Key, name: str | None) -> StagePiece:
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            env[makes] = walk.settled(at, var.val if is_literal(var) else env[reads], name, copies)
-
-        self.avals[key] = var.aval
-        return StagePiece(
-            reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run
-        )
-
-    def _turn(self, eqn: Eqn, at: Place, t: int, reads: Any, makes: Any) -> StagePiece:
-        consts, carry, stacks = reads
-
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            first, stop = env[_TURNS]
-            row = stop - 1 - t if self.reverse else t - first
-            x = [env[StageRows(key)][row] for key in stacks]
-            carried, ys = walk.turn(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
-            env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
-
-        return StagePiece(
-            reads=(*consts, *carry, *map(StageRows, stacks)), makes=(*makes[0], *makes[1]), block=t, run=run
-        )
-
-    def _result(self, var: Any, reads: Sequence[Key], name: str, stacked: bool) -> StagePiece:
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
-            import jax.numpy as jnp
-
-            values = [env[key] for key in reads]
-            env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
-
-        self.names[var], self.avals[var] = name, var.aval
-        return StagePiece(reads=tuple(reads), makes=(var,), block=self.blocks, run=run)
-
-
-_TURNS = ("turns",)
-"""The key in the environment for the first of a stage's turns, and the end."""
-_ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
-
-
-def _elementwise(eqn: Eqn) -> bool:
-    """Whether each row of the result depends only on the same row of the operands."""
-    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
-    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
-
-
-def _variables(values: Sequence[Any]) -> tuple[Key, ...]:
-    return tuple(v for v in values if not is_literal(v))
 
 
 @dataclass(kw_only=True)
 class _Cut:
     """Assigns pieces to stages."""
 
-    listing: _Listing
+    listing: PieceList
     leaf_names: Sequence[str]
     cuts: tuple[int, ...]
 
@@ -316,15 +112,15 @@ class _Cut:
         every = listing.pieces()
         pinned = self._pinned(every, inputs)
         many = len(self.cuts)
-        wanted: list[list[Key]] = [[] for _ in range(many)]
+        wanted: list[list[StageKey]] = [[] for _ in range(many)]
         for p, s in pinned.items():
             wanted[s] += p.reads
-        wanted[-1] += _variables(jaxpr.outvars)
+        wanted[-1] += variables(jaxpr.outvars)
         made_in = {key: s for p, s in pinned.items() for key in p.makes}
         cross = [self._crossing(wanted, made_in, s) for s in range(1, many)]
         enters = [(), *cross]
         leaves = [*cross, tuple(jaxpr.outvars)]
-        whole: set[Key] = set()
+        whole: set[StageKey] = set()
         while True:
             plans = [
                 self._of_stage(every, pinned, s, wanted[s], enters[s], inputs, whole) for s in range(many)
@@ -348,7 +144,7 @@ class _Cut:
             out.append(replace(made, alike=same) if turns_alone else made)
         return tuple(out)
 
-    def _counted(self, keys: Sequence[Key], stage: int) -> tuple[Hashable, ...]:
+    def _counted(self, keys: Sequence[StageKey], stage: int) -> tuple[Hashable, ...]:
         """Values, with the turns that make them counted from the stage's first."""
         first = self._turns_of(stage)[0]
         return tuple(
@@ -365,11 +161,11 @@ class _Cut:
         n = self.listing.blocks
         return (n - stop, n - first) if self.listing.reverse else (first, stop)
 
-    def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[Key, int]) -> dict[StagePiece, int]:
+    def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[StageKey, int]) -> dict[StagePiece, int]:
         """Pieces that work on activations -> their stage."""
         n = len(self.listing.traced.param_paths)
-        of_weights: set[Key] = {v for v, i in inputs.items() if i < n}
-        of_batch: set[Key] = {v for v, i in inputs.items() if i >= n}
+        of_weights: set[StageKey] = {v for v, i in inputs.items() if i < n}
+        of_batch: set[StageKey] = {v for v, i in inputs.items() if i >= n}
         out: dict[StagePiece, int] = {}
         stage_of = [s for s, many in enumerate(self.cuts) for _ in range(many)]
         for p in every:
@@ -382,16 +178,17 @@ class _Cut:
             if keys & of_weights and keys & of_batch:
                 if any(isinstance(k, StageRows) for k in p.makes):
                     raise PaseError(
-                        f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over layers slices a "
-                        f"stack that is made of the batch and of parameters; hand it on from layer to layer instead"
+                        f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over "
+                        "layers slices a stack that is computed from the batch and parameters; "
+                        "pass it on from layer to layer instead"
                     )
                 inside = 0 <= p.block < self.listing.blocks
                 out[p] = stage_of[p.block] if inside else 0 if p.block < 0 else len(self.cuts) - 1
         return out
 
     def _crossing(
-        self, wanted: Sequence[Sequence[Key]], made_in: Mapping[Key, int], stage: int
-    ) -> tuple[Key, ...]:
+        self, wanted: Sequence[Sequence[StageKey]], made_in: Mapping[StageKey, int], stage: int
+    ) -> tuple[StageKey, ...]:
         """Values that are made before this stage and read in it or after it."""
         later = dict.fromkeys(key for keys in wanted[stage:] for key in keys)
         return tuple(key for key in later if made_in.get(key, stage) < stage)
@@ -401,15 +198,15 @@ class _Cut:
         every: Sequence[StagePiece],
         pinned: Mapping[StagePiece, int],
         stage: int,
-        wanted: Sequence[Key],
-        enters: Sequence[Key],
-        inputs: Mapping[Key, int],
-        whole: set[Key],
-    ) -> tuple[list[StagePiece], list[Key]]:
+        wanted: Sequence[StageKey],
+        enters: Sequence[StageKey],
+        inputs: Mapping[StageKey, int],
+        whole: set[StageKey],
+    ) -> tuple[list[StagePiece], list[StageKey]]:
         """(the stage's pieces in order, the leaves that they read, whole or by rows)."""
         producer = {key: p for p in every for key in p.makes}
         number = {p: i for i, p in enumerate(every)}
-        have, needs = set(enters) | set(self.listing.constants), dict[Key, None]()
+        have, needs = set(enters) | set(self.listing.constants), dict[StageKey, None]()
         placed = {p: i for p, i in number.items() if pinned.get(p) == stage}
         have |= {key for p in placed for key in p.makes}
         left = list(wanted)
@@ -431,12 +228,12 @@ class _Cut:
 
     def _maker(
         self,
-        key: Key,
+        key: StageKey,
         stage: int,
-        producer: Mapping[Key, StagePiece],
+        producer: Mapping[StageKey, StagePiece],
         pinned: Mapping[StagePiece, int],
-        inputs: Mapping[Key, int],
-        whole: set[Key],
+        inputs: Mapping[StageKey, int],
+        whole: set[StageKey],
     ) -> StagePiece | None:
         """The piece that makes a value in a stage; None if it is a leaf, or the stage's rows of a leaf of the
         parameters.
@@ -456,7 +253,7 @@ class _Cut:
         """The stage's rows of a stack that it has whole."""
         first, stop = self._rows_of(stage)
 
-        def run(walk: JaxprWalk, env: Env, copies: Copies) -> None:
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[key] = env[key.of][first:stop]
 
         return StagePiece(reads=(key.of,), makes=(key,), block=-1, run=run)
@@ -464,12 +261,12 @@ class _Cut:
     def _stage(
         self,
         pieces: Sequence[StagePiece],
-        needs: Sequence[Key],
-        of_blocks: Sequence[Key],
+        needs: Sequence[StageKey],
+        of_blocks: Sequence[StageKey],
         stage: int,
-        inputs: Mapping[Key, int],
-        enters: tuple[Key, ...],
-        leaves: tuple[Key, ...],
+        inputs: Mapping[StageKey, int],
+        enters: tuple[StageKey, ...],
+        leaves: tuple[StageKey, ...],
     ) -> Stage:
         n = len(self.listing.traced.param_paths)
         weights, batch = [], []
@@ -489,6 +286,6 @@ class _Cut:
             leaves=leaves,
             inputs=inputs,
             names=self.listing.names,
-            constants={**self.listing.constants, _TURNS: self._turns_of(stage)},
+            constants={**self.listing.constants, TURNS: self._turns_of(stage)},
             avals=self.listing.avals,
         )

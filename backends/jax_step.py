@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
-from pase.frontends.jax_types import Tree
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Device as JaxDevice
 
 __all__ = ["Stepper", "as_linked", "shape_and_dtype"]
 
@@ -51,8 +54,8 @@ class Stepper:
             form: Tree = jax.tree.structure(x)
             if form != jax.tree.structure(s):
                 raise PaseError(
-                    f"argument {k} of the step is {form}; it wants {jax.tree.structure(s)}. The state of an optimizer "
-                    f"is made by plan.jax.init(optimizer, params)"
+                    f"argument {k} of the step is {form}, but must be {jax.tree.structure(s)}. To make "
+                    "the optimizer's state, call plan.jax.init(optimizer, params)"
                 )
         placed = jax.tree.map(_placed, given, self.in_shardings)
         return self.whole(self.jitted(*placed))
@@ -76,7 +79,7 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
 
 
-def as_linked(devices: Sequence[Any]) -> list[Any]:
+def as_linked(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
     """TPU chips in the order of machine files, along the longest dim of the slice first. Other devices are
     unchanged.
     """
@@ -85,13 +88,13 @@ def as_linked(devices: Sequence[Any]) -> list[Any]:
     extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
     outer_first = sorted(range(len(extent)), key=lambda i: (extent[i], i))
 
-    def place(d: Any) -> tuple[int, ...]:
+    def place(d: JaxDevice) -> tuple[int, ...]:
         return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
 
     return sorted(devices, key=place)
 
 
-def shape_and_dtype(leaf: Any) -> tuple[Any, Any]:
+def shape_and_dtype(leaf: Tree) -> tuple[tuple[int, ...], object]:
     """The shape and dtype as JAX will see them: 64-bit numbers become 32-bit ones unless x64 is enabled."""
     import jax
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from pase.errors import PaseError
 from pase.local.types import Layout, LocalTransfer
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
 
 __all__ = ["Arrivals", "Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
 
-Cache = dict[int, Any]
+Cache: TypeAlias = "dict[int, Array]"
 """Results of transfers so far in the body of this loop, branch or rematerialised region: number -> array."""
 
 
@@ -31,10 +35,10 @@ class DeviceValue:
     gradient, if the gradient has another layout.
     """
 
-    array: Any
+    array: Array
     tensor: str | None = None
     layout: Layout | None = None
-    shadow: Any = None
+    shadow: Array | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +50,12 @@ class Arrivals:
     where it has none. barred: what this is inside of, if nothing can be taken out of it.
     """
 
-    given: Mapping[str, Any] | None = None
-    found: dict[str, Any] = field(default_factory=dict)
-    wide: dict[str, Any] = field(default_factory=dict)
+    given: Mapping[str, Tree] | None = None
+    found: dict[str, Tree] = field(default_factory=dict)
+    wide: dict[str, Tree] = field(default_factory=dict)
     barred: str = ""
 
-    def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Any]) -> Any:
+    def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Tree]) -> Tree:
         """What arrives. stored: the type that the parameter is stored in; make: gathers it."""
         if self.barred:
             raise PaseError(
@@ -65,25 +69,25 @@ class Arrivals:
             self.wide[key] = "" if transfer.backward is None else stored
         return self.found[key]
 
-    def turn(self, given: Mapping[str, Any]) -> Arrivals:
+    def turn(self, given: Mapping[str, Tree]) -> Arrivals:
         """Those of one turn of a loop. given: of this turn, while they are given."""
         return Arrivals(given=None if self.given is None else given, barred=self.barred)
 
-    def stacked(self, loop: str) -> Mapping[str, Any]:
+    def stacked(self, loop: str) -> Mapping[str, Tree]:
         """Those of a loop that are given, stacked over its turns."""
         return {} if self.given is None else self.given.get(loop, {})
 
-    def leave(self, loop: str, turn: Arrivals, found: Mapping[str, Any]) -> None:
+    def leave(self, loop: str, turn: Arrivals, found: Mapping[str, Tree]) -> None:
         """Take what was found in a loop. turn: of its last turn; found: the same, stacked."""
         if found:
             self.found[loop], self.wide[loop] = found, turn.wide
 
 
-def packed(values: Sequence[DeviceValue]) -> list[Any]:
+def packed(values: Sequence[DeviceValue]) -> list[Tree]:
     """Their arrays, as a pytree."""
     return [(h.array, h.shadow) for h in values]
 
 
-def unpacked(values: Sequence[DeviceValue], arrays: Sequence[Any]) -> list[DeviceValue]:
+def unpacked(values: Sequence[DeviceValue], arrays: Sequence[Tree]) -> list[DeviceValue]:
     """The values with these arrays."""
     return [replace(h, array=a, shadow=s) for h, (a, s) in zip(values, arrays, strict=True)]

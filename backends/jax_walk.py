@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends import jax_attention, jax_convolution
 from pase.backends.jax_equations import KEPT, boundary
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["JaxprWalk"]
 
-Copies = dict[str, Any]
+Copies: TypeAlias = "dict[str, Array]"
 """Copy -> its value."""
 
 
-def _value(var: Any, env: dict[Var, Array]) -> Any:
+def _value(var: Var, env: dict[Var, Array]) -> Array:
     return var.val if is_literal(var) else env[var]
 
 
@@ -46,23 +46,23 @@ class JaxprWalk:
     plan: JaxPlan
     mesh: JaxMesh
 
-    def _through(self, value: Any, placements: Sequence[Placement]) -> Any:
+    def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
 
         for placement in placements:
             value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
         return value
 
-    def _led(self, value: Any, route: Route) -> Any:
+    def _led(self, value: Array, route: Route) -> Array:
         """The value after a route's layouts."""
         if route.gradient is None:
             return self._through(value, route.layouts)
         return self._gathered(value, route.layouts, route.gradient)
 
-    def defined(self, value: Any, tensor: str | None) -> Any:
+    def defined(self, value: Array, tensor: str | None) -> Array:
         return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
 
-    def _read(self, value: Any, at: Place, tensor: str | None, copies: Copies) -> Any:
+    def _read(self, value: Array, at: Place, tensor: str | None, copies: Copies) -> Array:
         """The value as the equation reads it. If it reads a shared copy, the value of that copy."""
         if tensor in self.plan.slices:
             value = self.defined(value, tensor)
@@ -76,14 +76,14 @@ class JaxprWalk:
             value, key = copies[copy], Reading(at, copy)
         return self._led(value, self.plan.constraints.read.get(key, Route()))
 
-    def _gathered(self, value: Any, through: Sequence[Placement], straight: Placement) -> Any:
+    def _gathered(self, value: Array, through: Sequence[Placement], straight: Placement) -> Array:
         """The value after these layouts. Its gradient goes directly into the layout in which it is kept, not back the
         same way.
         """
         import jax
 
         @jax.custom_vjp
-        def gathered(x: Array) -> Any:
+        def gathered(x: Array) -> Array:
             return self._through(x, through)
 
         gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, (straight,)),))
@@ -146,8 +146,9 @@ class JaxprWalk:
 
         reads, makes = boundary(jaxpr, block)
 
-        def body(*args: Any) -> list[Array]:
-            inside, mine = Copies(), dict(env) | dict(zip(reads, args, strict=True))
+        def body(*args: Array) -> list[Array]:
+            inside: Copies = {}
+            mine = dict(env) | dict(zip(reads, args, strict=True))
             for j in range(block.start, block.stop):
                 self._one(jaxpr, j, mine, block.prefix, inside)
             return [mine[v] for v in makes]
@@ -158,7 +159,7 @@ class JaxprWalk:
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 
-    def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Any] | None:
+    def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Array] | None:
         """The plan's split of what XLA cannot split: an attention kernel or a grouped convolution.
 
         None if XLA splits the equation.
@@ -183,7 +184,7 @@ class JaxprWalk:
         if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
             return self.run(jaxpr, consts, ins, prefix, copies)
 
-        def body(*args: Any) -> list[Array]:
+        def body(*args: Array) -> list[Array]:
             return self.run(jaxpr, consts, args, prefix, {})
 
         p = eqn.params
@@ -204,7 +205,7 @@ class JaxprWalk:
             for k, (x, name) in enumerate(zip(values, names, strict=True))
         ]
 
-    def settled(self, at: Place, value: Any, name: str | None, copies: Copies) -> Any:
+    def settled(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
         """A value in the layout of this part of a loop."""
         results = self.plan.traced.results
         value = self._read(value, at, name, copies)
@@ -231,7 +232,8 @@ class JaxprWalk:
     ) -> tuple[list[Array], list[Array]]:
         """One turn of a scan: (carries, results that are stacked)."""
         closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
-        outs, inside = self.plan.traced.results[at.its("outs")], Copies()
+        outs = self.plan.traced.results[at.its("outs")]
+        inside: Copies = {}
         carry = self._settled(at, "carry", carry, [None] * nk, inside)
         made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
         carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
@@ -250,10 +252,10 @@ class JaxprWalk:
 
         each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
 
-        def asked(carry: Sequence[Array]) -> Any:
+        def asked(carry: Sequence[Array]) -> Array:
             return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
 
-        def goes_on(carry: Sequence[Array]) -> Any:
+        def goes_on(carry: Sequence[Array]) -> Array:
             return asked(carry).any() if each else asked(carry)
 
         def turn(carry: Sequence[Array]) -> list[Array]:
@@ -271,7 +273,7 @@ class JaxprWalk:
         carry = jax.lax.while_loop(goes_on, turn, init)
         return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
 
-    def _held(self, at: Place, on: Any, new: Any, before: Any, copies: Copies) -> Any:
+    def _held(self, at: Place, on: Array, new: Array, before: Array, copies: Copies) -> Array:
         """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
         import jax
         import jax.numpy as jnp
@@ -288,8 +290,8 @@ class JaxprWalk:
         traced = self.plan.traced
         index, *operands = ins
 
-        def branch(k: int, closed: ClosedJaxpr) -> Callable[..., Any]:
-            def run(*args: Any) -> list[Array]:
+        def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+            def run(*args: Array) -> list[Array]:
                 inside: Copies = {}
                 outs = self.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
                 keys = [at.its("out", k, j) for j in range(len(outs))]

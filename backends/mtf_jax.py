@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from pase.backends.mtf_program import Input, MeshTfProgram, MeshTfValue, SourceO
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_attention import call_of
+from pase.frontends.jax_types import Eqn, Var
 from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir.places import NOWHERE, Place
 
@@ -120,7 +120,7 @@ def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     table, ids = p.arg(op, 0), p.arg(op, 1)
     dims = p.written(op.outputs[0])
     if len(d.start_index_map) != 1 or len(d.collapsed_slice_dims) != 1 or dims is None:
-        raise refuse(op, "of JAX's gathers, those that pick whole rows by one index can be expressed")
+        raise refuse(op, "of JAX's gathers, only those that pick whole rows by one index can be expressed")
     axis = d.start_index_map[0]
     ids = MeshTfValue(ids.code, ids.order, ids.dims[:-1], ids.dtype)
     return lower.lookup(p, op, table, ids, axis, dims)
@@ -131,7 +131,9 @@ def _conv(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     a = op.attrs
     lhs, rhs, out = (tuple(x) for x in a["dimension_numbers"])
     if len(lhs) != 4 or a["feature_group_count"] != 1 or {*a["lhs_dilation"], *a["rhs_dilation"]} != {1}:
-        raise refuse(op, "of convolutions, two-dimensional ones without groups and dilation can be expressed")
+        raise refuse(
+            op, "of convolutions, only two-dimensional ones without groups and dilation can be expressed"
+        )
     x, w = p.arg(op, 0), p.arg(op, 1)
     b, c, h, v = lhs
     x = MeshTfValue(x.code, x.order, tuple(x.dims[i] for i in (b, h, v, c)), x.dtype)
@@ -150,7 +152,8 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     dilated = {*(a.get("base_dilation") or (1,)), *(a.get("window_dilation") or (1,))} != {1}
     if len(window) != 4 or window[0] != 1 or window[3] != 1 or dilated or any(sum(q) for q in padding):
         raise refuse(
-            op, "of windowed reductions, pools over rows and columns (NHWC) without padding can be expressed"
+            op,
+            "of windowed reductions, only pools over rows and columns (NHWC) without padding can be expressed",
         )
     x = p.arg(op, 0)
     kind = "MAX" if op.name.endswith("max") else "AVG"
@@ -174,7 +177,7 @@ def source_ops(traced: TracedJax, roles: Mapping[str, str]) -> Iterator[SourceOp
     walk = _JaxprReader(traced, roles)
     names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind in ("parameter", "input")]
     jaxpr = traced.jaxpr.jaxpr
-    env: dict[Any, Input] = {}
+    env: dict[Var, Input] = {}
     for var, name in zip(jaxpr.invars, names, strict=False):
         env[var] = Input(tensor=name, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
     for var, value in zip(jaxpr.constvars, traced.jaxpr.consts, strict=True):
@@ -191,9 +194,9 @@ class _JaxprReader:
         self.traced, self.roles, self.fresh, self.line = traced, roles, 0, NOWHERE
 
     def eqns(
-        self, eqns: Sequence[Any], env: dict[Any, Input], prefix: str, inside: str = ""
+        self, eqns: Sequence[Eqn], env: dict[Var, Input], prefix: str, inside: str = ""
     ) -> Iterator[SourceOp]:
-        def read(var: Any) -> Input:
+        def read(var: Var) -> Input:
             return (
                 _value(np.asarray(var.val, getattr(var.aval, "dtype", None))) if is_literal(var) else env[var]
             )
@@ -243,10 +246,10 @@ class _JaxprReader:
                 env[v] = Input(tensor=t, shape=tuple(v.aval.shape), dtype=str(v.aval.dtype))
             yield op
 
-    def _named(self, var: Any, tensor: str) -> Input:
+    def _named(self, var: Var, tensor: str) -> Input:
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
-    def _returned(self, eqn: Any, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
+    def _returned(self, eqn: Eqn, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
         """What a call returns that is one op to the graph bears the graph's names from here on."""
         for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
             given = self._named(var, name)
@@ -260,12 +263,12 @@ class _JaxprReader:
                 dtypes=(given.dtype,),
             )
 
-    def _inner(self, var: Any) -> str:
+    def _inner(self, var: Var) -> str:
         """A name for what the graph has no name for: a value inside a call that is kept whole."""
         self.fresh += 1
         return f"inner{self.fresh}"
 
-    def _known(self, eqn: Any, ins: Sequence[Input], at: Place, inside: str) -> list[Input]:
+    def _known(self, eqn: Eqn, ins: Sequence[Input], at: Place, inside: str) -> list[Input]:
         out = eqn.primitive.bind(*(x.value for x in ins), **eqn.params)
         made = out if eqn.primitive.multiple_results else [out]
         names = () if inside else self.traced.results.get(at, ())

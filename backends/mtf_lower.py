@@ -80,14 +80,12 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
     elif name in rules.views:
         made = nests(p, op)
     else:
-        raise refuse(
-            op, f"there is no Mesh-TensorFlow translation of this op; add one to backends/{rules.file}"
-        )
+        raise refuse(op, f"this op has no Mesh-TensorFlow translation; add one to backends/{rules.file}")
     p.settle(op, [made] if isinstance(made, MeshTfValue) else made)
 
 
 def refuse(op: SourceOp, why: str) -> PaseError:
-    return PaseError(f"the Mesh-TensorFlow program cannot have {op.where}: {why}")
+    return PaseError(f"{op.where} cannot be in a Mesh-TensorFlow program: {why}")
 
 
 # --- elementwise
@@ -195,7 +193,7 @@ def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     if made is None:  # nothing moves and nothing is computed
         made = p.arg(op, 0)
         if made.shape != op.shapes[0]:
-            raise refuse(op, "the plan's graph does not have its result")
+            raise refuse(op, "the plan's graph does not contain its result")
     return made
 
 

@@ -222,7 +222,7 @@ def summed(
 
         def gradient(self, grad_ys: list[Tensor]) -> list[Tensor]:
             if gradient is None:
-                raise NotImplementedError(f"{name} is a gradient, and has none itself")
+                raise NotImplementedError(f"{name} is a gradient, and has no gradient itself")
             return gradient(grad_ys[0])
 
         def lower(self, lowering: Lowering) -> None:

@@ -272,7 +272,7 @@ class MeshTfProgram:
         v = op.inputs[k].value
         if v is None:
             raise PaseError(
-                f"{op.where}: operand {k} depends on data; a Mesh-TensorFlow program needs it known when it is built"
+                f"{op.where}: operand {k} depends on data, but a Mesh-TensorFlow program needs it when it is built"
             )
         return v
 
@@ -362,7 +362,7 @@ def comment(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 
-def _literal(x: Any) -> str:
+def _literal(x: object) -> str:
     if isinstance(x, float) and not np.isfinite(x):
         return f'float("{x}")'
     return repr(x)

@@ -36,7 +36,7 @@ def check_layout(mesh_shape: str, layout_rules: str) -> tuple[dict[str, int], di
     mesh: dict[str, int] = {}
     for axis, size in parse_pairs(mesh_shape, "mesh_shape"):
         if axis in mesh:
-            raise PaseError(f"mesh_shape '{mesh_shape}': axis '{axis}' stands there twice")
+            raise PaseError(f"mesh_shape '{mesh_shape}': axis '{axis}' occurs twice")
         if not size.isdecimal() or int(size) < 1:
             raise PaseError(f"mesh_shape '{mesh_shape}': axis '{axis}' has size '{size}'")
         mesh[axis] = int(size)
@@ -44,7 +44,7 @@ def check_layout(mesh_shape: str, layout_rules: str) -> tuple[dict[str, int], di
     for dim, axis in parse_pairs(layout_rules, "layout_rules"):
         if axis not in mesh:
             raise PaseError(
-                f"layout_rules: dim '{dim}' goes to mesh axis '{axis}', which the mesh {mesh_shape} has not"
+                f"layout_rules: dim '{dim}' goes to mesh axis '{axis}', which the mesh {mesh_shape} does not have"
             )
         if layout.setdefault(dim, axis) != axis:
             raise PaseError(
@@ -80,4 +80,4 @@ def check_tensor(
             raise PaseError(f"{what}: this op cannot split '{name}', and the layout has it over '{axis}'")
         seen[axis] = name
     if len({n for n, _ in dims}) != len(dims):
-        raise PaseError(f"{what}: a dim's name stands twice in {[n for n, _ in dims]}")
+        raise PaseError(f"{what}: a dim's name occurs twice in {[n for n, _ in dims]}")

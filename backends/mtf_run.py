@@ -5,14 +5,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from pase.backends.mtf_rules import check_layout
 from pase.backends.mtf_shim import mesh_tensorflow
+from pase.pytree import Tree
 
-__all__ = ["MeshTfRun", "demo", "lowered", "run"]
+__all__ = ["EmittedModel", "MeshTfRun", "demo", "lowered", "run"]
+
+
+class EmittedModel(Protocol):
+    """A module that ``emit`` wrote, or anything with its names."""
+
+    MESH_SHAPE: str
+    LAYOUT_RULES: str
+    INPUTS: Mapping[str, tuple[list[int], str]]
+    PARAMETERS: Mapping[str, tuple[list[int], str]]
+
+    def model(
+        self, mesh: object, inputs: Mapping[str, object], values: Mapping[str, object] | None
+    ) -> tuple[Tree, Tree]:
+        """(loss, parameters), tensors of Mesh-TF."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +43,11 @@ class MeshTfRun:
 
 
 def lowered(
-    program: Any, inputs: Mapping[str, Any], values: Mapping[str, Any] | None, learning_rate: float
-) -> Any:
+    program: EmittedModel,
+    inputs: Mapping[str, np.ndarray],
+    values: Mapping[str, np.ndarray] | None,
+    learning_rate: float,
+) -> tuple[Tree, ...]:
     """(Mesh-TF's graph, its lowering, loss, parameters, gradients, assignments) in TensorFlow's current graph."""
     mtf, _ = mesh_tensorflow()
     mesh, _ = check_layout(program.MESH_SHAPE, program.LAYOUT_RULES)
@@ -44,7 +63,7 @@ def lowered(
 
 
 def run(
-    program: Any,
+    program: EmittedModel,
     inputs: Mapping[str, np.ndarray],
     values: Mapping[str, np.ndarray] | None = None,
     *,
@@ -93,7 +112,7 @@ def run(
     )
 
 
-def demo(program: Any, steps: int = 3) -> None:
+def demo(program: EmittedModel, steps: int = 3) -> None:
     """What a generated program does when it is run: a few steps on made-up data."""
     rng = np.random.default_rng(0)
 

@@ -16,14 +16,17 @@ from __future__ import annotations
 import logging
 import os
 import types
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError, install_line
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 __all__ = ["mesh_tensorflow"]
 
 
-def mesh_tensorflow() -> tuple[Any, Any]:
+def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
     """(mesh_tensorflow, tensorflow.compat.v1), imported. PaseError where one is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:

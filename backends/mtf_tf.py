@@ -147,7 +147,7 @@ def _add_n(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 def _clip(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     low, high = p.scalar(op, 1), p.scalar(op, 2)
     if low is None or high is None:
-        raise refuse(op, "its bounds are no numbers")
+        raise refuse(op, "its bounds are not numbers")
     x = p.arg(op, 0)
     return p.let(
         f"ops.cwise(lambda x: tf.clip_by_value(x, {low}, {high}), {x.code})", x.order, x.dims, x.dtype
@@ -199,10 +199,10 @@ def _cross_entropy(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
 def _conv(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     strides, dilation = _ints(op, "strides"), _ints(op, "dilations") or [1] * 4
     if _text(op, "data_format", "NHWC") != "NHWC":
-        raise refuse(op, "its images are NCHW, which TensorFlow's own CPU kernels do not take either")
+        raise refuse(op, "its images are NCHW, which TensorFlow's own CPU kernels do not support either")
     x, w = op.inputs[0].shape, op.inputs[1].shape
     if dilation != [1] * 4 or w[2] != x[3]:
-        raise refuse(op, "it has dilation or groups, which Mesh-TensorFlow's conv2d has not")
+        raise refuse(op, "it has dilation or groups, which Mesh-TensorFlow's conv2d does not support")
     pads = _pads(op, _text(op, "padding"), x[1:3], w[:2], strides[1:3])
     return images.conv2d(p, op, p.arg(op, 0), p.arg(op, 1), op.shapes[0], strides=strides[1:3], padding=pads)
 
@@ -225,7 +225,8 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     plain = window[0] == window[3] == 1 and _text(op, "data_format", "NHWC") == "NHWC"
     if not plain or padding not in ("SAME", "VALID"):
         raise refuse(
-            op, "of pools, those over rows and columns (NHWC), padded SAME or VALID, can be expressed"
+            op,
+            "of pools, only those over rows and columns (NHWC) with padding SAME or VALID can be expressed",
         )
     return images.pool2d(
         p,
@@ -333,7 +334,7 @@ RULES.rule("pase:same")(lower.same)
 def _pad(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     x, pads = p.arg(op, 0), p.static(op, 1)
     if op.name == "PadV2" and p.scalar(op, 2) != "0.0":
-        raise refuse(op, "Mesh-TensorFlow pads with zeros")
+        raise refuse(op, "Mesh-TensorFlow pads only with zeros")
     for axis, (low, high) in enumerate(pads.tolist()):
         if not low and not high:
             continue
@@ -379,9 +380,9 @@ def _one_hot(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     dims = p.written(op.outputs[0])
     axis = int(op.attrs["axis"].i) % len(op.shapes[0]) if "axis" in op.attrs else len(op.shapes[0]) - 1
     if (on, off) not in (("1.0", "0.0"), ("1", "0")) or dims is None or op.dtypes[0] != "float32":
-        raise refuse(op, "of one-hot vectors, those of 32-bit ones and zeros can be expressed")
+        raise refuse(op, "of one-hot vectors, only those of 32-bit ones and zeros can be expressed")
     ids = p.to(p.arg(op, 0), (*dims[:axis], *dims[axis + 1 :])) if op.inputs[0].value is None else None
     if ids is None:
-        raise refuse(op, "its indices are known")
+        raise refuse(op, "its indices are constants")
     code = f"mtf.einsum(ops.one_hot({ids.code}, {p.shape(dims[axis])}, tf.float32), output_shape={p.shape(flat(dims))})"
     return p.let(code, flat(dims), dims, op.dtypes[0])

@@ -228,14 +228,14 @@ class _GraphWalk:
         for turn in range(_MOST_TURNS + 1):
             answer: list[_WalkedValue] = []
             for op in self.body(condition, now, f"{path}/cond/", answer):
-                raise _data(node, path, f"whether it goes on depends on data ({op.where})")
+                raise _data(node, path, f"the number of its iterations depends on data ({op.where})")
             go = answer[0]
             if not isinstance(go, Input) or go.value is None:
-                raise _data(node, path, "whether it goes on depends on data")
+                raise _data(node, path, "the number of its iterations depends on data")
             if not go.value.reshape(()):
                 break
             if turn == _MOST_TURNS:
-                raise _data(node, path, f"it has more than {_MOST_TURNS} turns, and loops are unrolled")
+                raise _data(node, path, f"it has more than {_MOST_TURNS} iterations, and loops are unrolled")
             for k, v in enumerate(now):  # what a turn reads bears the names of the plan's loop
                 for kind in _READ_BY_TURNS:
                     names = self.names(at.its(kind, k))
@@ -302,7 +302,7 @@ class _GraphWalk:
         elif op == "TensorListSetItem":
             at, x = _index(node, ins[1], path), ins[2]
             if held.stacked is not None or not isinstance(x, Input):
-                raise _data(node, path, "it overwrites an element of a list that came as one tensor")
+                raise _data(node, path, "it overwrites an element of a list that was given as one tensor")
             kept = x
             if x.value is None:  # the name will hold another turn's value later
                 self.snapshots += 1
@@ -321,7 +321,7 @@ class _GraphWalk:
             yield self.own("stack", Place(path), xs, name, (n, *xs[0].shape))
             out.append(Input(tensor=name, shape=(n, *xs[0].shape), dtype=xs[0].dtype))
         else:
-            raise _data(node, path, "there is no translation of this op on lists")
+            raise _data(node, path, "this op has no translation for lists")
 
 
 class _Attributes(Mapping[str, Any]):

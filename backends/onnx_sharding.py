@@ -13,11 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.machine import Mesh
 from pase.plan.accesses import Digit, Digits
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, ShardingSpecProto
 
 __all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_spec"]
 
@@ -39,7 +42,9 @@ def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[
         for blocks, a in mine:
             gap, rest = divmod(blocks, cut * mesh.sizes[a])
             if rest or gap < 1:
-                raise PaseError(f"axis {mesh.names[a]} cuts dim {dim} of {list(shape)} across another axis")
+                raise PaseError(
+                    f"axis {mesh.names[a]} splits dim {dim} of {list(shape)} across the parts of another axis"
+                )
             if gap > 1 or not entries:
                 if entries:  # the factor before ends here, with what is whole of it
                     entries[-1] = (entries[-1][0] * gap, entries[-1][1])
@@ -60,7 +65,7 @@ def _coordinates(mesh: Mesh) -> list[tuple[int, ...]]:
     return list(itertools.product(*(range(n) for n in mesh.sizes)))
 
 
-def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Any:
+def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> ShardingSpecProto:
     """The ShardingSpecProto of a tensor of this shape in this layout."""
     import onnx
 
@@ -85,7 +90,7 @@ def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Any:
     return spec
 
 
-def from_spec(spec: Any, mesh: Mesh) -> Digits:
+def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
     """The layout that a ShardingSpecProto states; PaseError where no assignment of mesh axes to dims gives it."""
     groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
     ways = [(d.axis, s.dim_value, s.num_shards) for d in spec.sharded_dim for s in d.simple_sharding]
@@ -120,9 +125,11 @@ def from_spec(spec: Any, mesh: Mesh) -> Digits:
         full = [shape.get(i, 1) for i in range(max(shape, default=-1) + 1)]
         again = to_spec(spec.tensor_name, full, tuple(digits), mesh)
     except (KeyError, ValueError, ZeroDivisionError) as e:
-        raise PaseError(f"the sharding of '{spec.tensor_name}' is no layout on the mesh {mesh.sizes}") from e
+        raise PaseError(
+            f"the sharding of '{spec.tensor_name}' is not a layout on the mesh {mesh.sizes}"
+        ) from e
     if again != spec:
-        raise PaseError(f"the sharding of '{spec.tensor_name}' is no layout on the mesh {mesh.sizes}")
+        raise PaseError(f"the sharding of '{spec.tensor_name}' is not a layout on the mesh {mesh.sizes}")
     return tuple(digits)
 
 
@@ -152,7 +159,7 @@ def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mes
     return tuple(out)
 
 
-def check(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+def check(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
     """Raise PaseError unless a ModelProto's multi-device annotations are sound.
 
     shapes: what is known of the tensors' shapes; those declared in the model are known.
@@ -160,14 +167,14 @@ def check(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> None
     configurations: dict[str, int] = {}
     for conf in model.configuration:
         if not conf.name or conf.name in configurations:
-            raise PaseError(f"device configuration '{conf.name}': it has no name, or one that is taken")
+            raise PaseError(f"device configuration '{conf.name}': its name is missing or already used")
         if conf.num_devices < 1 or (conf.device and len(conf.device) != conf.num_devices):
             raise PaseError(
-                f"device configuration '{conf.name}': {conf.num_devices} devices, {len(conf.device)} named"
+                f"device configuration '{conf.name}': it has {conf.num_devices} devices, but names {len(conf.device)}"
             )
         configurations[conf.name] = conf.num_devices
     if configurations and model.ir_version < 11:
-        raise PaseError(f"device configurations need IR version 11; the model says {model.ir_version}")
+        raise PaseError(f"device configurations need IR version 11, but the model has {model.ir_version}")
     known = dict(shapes or {})
     for v in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         dims = v.type.tensor_type.shape.dim
@@ -188,12 +195,15 @@ def check(model: Any, shapes: Mapping[str, Sequence[int]] | None = None) -> None
                 _check_spec(spec, configurations[conf.configuration_id], known.get(spec.tensor_name), where)
 
 
-def _check_spec(spec: Any, devices: int, shape: Sequence[int] | None, where: str) -> None:
+def _check_spec(spec: ShardingSpecProto, devices: int, shape: Sequence[int] | None, where: str) -> None:
     where = f"{where}: tensor '{spec.tensor_name}'"
     groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
     held = [d for entry in spec.device for d in groups.get(entry, [entry])]
     if any(not 0 <= d < devices for d in held):
-        raise PaseError(f"{where}: device {next(d for d in held if not 0 <= d < devices)} of {devices}")
+        raise PaseError(
+            f"{where}: device {next(d for d in held if not 0 <= d < devices)} does "
+            f"not exist among {devices} devices"
+        )
     if len(set(held)) != len(held):
         raise PaseError(f"{where}: a device holds two shards")
     seen: set[int] = set()
@@ -204,7 +214,7 @@ def _check_spec(spec: Any, devices: int, shape: Sequence[int] | None, where: str
         axis = dim.axis
         if shape is not None:
             if not -len(shape) <= axis < len(shape):
-                raise PaseError(f"{where}: axis {axis} of a tensor of {len(shape)} dims")
+                raise PaseError(f"{where}: axis {axis} is out of range for a tensor of {len(shape)} dims")
             axis %= len(shape)
         if axis in seen:
             raise PaseError(f"{where}: axis {axis} is sharded twice")
@@ -212,12 +222,16 @@ def _check_spec(spec: Any, devices: int, shape: Sequence[int] | None, where: str
         extent = 1
         for s in dim.simple_sharding:
             if s.num_shards < 1 or (s.HasField("dim_value") and s.dim_value % s.num_shards):
-                raise PaseError(f"{where}: {s.dim_value} elements in {s.num_shards} shards")
+                raise PaseError(
+                    f"{where}: {s.dim_value} elements cannot be divided into {s.num_shards} shards"
+                )
             shards *= s.num_shards
             extent = extent * s.dim_value if s.HasField("dim_value") else 0
         if shape is not None and extent and shape[axis] != extent:
             raise PaseError(
-                f"{where}: axis {axis} has {shape[axis]} elements, and its sharding is of {extent}"
+                f"{where}: axis {axis} has {shape[axis]} elements, but its sharding is for {extent}"
             )
     if spec.sharded_dim and len(spec.device) != shards:
-        raise PaseError(f"{where}: {shards} shards on {len(spec.device)} devices or groups of them")
+        raise PaseError(
+            f"{where}: {shards} shards do not match {len(spec.device)} devices or groups of devices"
+        )

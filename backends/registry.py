@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pase.registry import Registry
 
@@ -19,7 +19,7 @@ __all__ = ["BACKENDS", "Backend", "Emit", "emit"]
 
 
 class Emit(Protocol):
-    def __call__(self, plan: PlanData, path: Path, *, model: Any) -> str:
+    def __call__(self, plan: PlanData, path: Path, *, model: object) -> str:
         """Write ``path``, whole or not at all, and return one line that says what was written.
 
         model: what the plan was compiled from (a file's path, say): what the user gave, else the plan's own name of
@@ -41,7 +41,7 @@ class Backend:
 BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends", prefix="to_")
 
 
-def emit(plan: PlanData, to: str, path: str | Path, model: Any = None) -> str:
+def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str:
     """Write the plan for another program. PaseError where no backend has that name, or what it cannot express."""
     backend = BACKENDS[to]
     if not backend.stages:

@@ -8,14 +8,17 @@ express the plan, and that is an error; ``target="dtensor"`` of ``pase.compile``
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from pase.plan.constraints import Placement
     from pase.plan.types import PlanData
 
 __all__ = ["emit", "layouts", "to_json"]
@@ -25,7 +28,7 @@ UNSHARDED = "unsharded"
 """DTensor's term for a dim that is not split."""
 
 
-def to_json(plan: PlanData) -> dict[str, Any]:
+def to_json(plan: PlanData) -> JsonObject:
     """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "state": {…},
     "inputs": {…}}. state: of the variables whose gradient and optimizer state are split further than they are.
 
@@ -41,7 +44,7 @@ def to_json(plan: PlanData) -> dict[str, Any]:
         name = joined[axis]
         mesh[name] = mesh.get(name, 1) * sizes[axis]
 
-    def layout(placement: Any) -> list[str]:
+    def layout(placement: Placement) -> list[str]:
         return [joined[axes[0]] if axes else UNSHARDED for axes in placement]
 
     return {
@@ -59,7 +62,7 @@ def _other_step(plan: PlanData, mesh: Mapping[str, int]) -> bool:
     return any(axes and "_".join(axes) not in mesh for n in plan.nodes for axes in n.split.values())
 
 
-def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
+def _joined(plan: PlanData, tensors: Sequence[tuple[str, Placement]]) -> dict[str, str]:
     """Mesh axis -> the dim of DTensor's mesh that contains it."""
     names = list(plan.mesh.names)
     groups = {axes for _, placement in tensors for axes in placement if axes}
@@ -71,20 +74,21 @@ def _joined(plan: PlanData, tensors: Any) -> dict[str, str]:
                 where = next(path for path, p in tensors if axes in p or owner[a] in p)
                 wide = " and ".join(axes if len(axes) > len(owner[a]) else owner[a])
                 raise PaseError(
-                    f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one of '{where}' along "
-                    f"{wide}, which it also uses apart: compile for it with --for dtensor (target='dtensor'), which "
+                    f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one of '{where}' along "
+                    f"{wide}, which it also uses separately: compile for it with --for "
+                    "dtensor (target='dtensor'), which "
                     f"searches only what DTensor can express, or emit --to names"
                 )
         if at != list(range(at[0], at[0] + len(at))):
             raise PaseError(
-                f"DTensor splits a tensor's dim along one mesh dim, and this plan splits one along {', '.join(axes)}, "
-                f"which are not neighbours in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile for it with "
+                f"DTensor splits a tensor's dim along one mesh dim, but this plan splits one along {', '.join(axes)}, "
+                f"which are not adjacent in its mesh {'×'.join(map(str, plan.mesh.sizes))}: compile for it with "
                 f"--for dtensor (target='dtensor'), or emit --to names"
             )
     return {a: "_".join(owner.get(a, (a,))) for a in names}
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the layouts. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
@@ -99,7 +103,7 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     return said
 
 
-def layouts(data: Mapping[str, Any], devices: list[str] | None = None) -> tuple[Any, dict[str, Any]]:
+def layouts(data: JsonObject, devices: list[str] | None = None) -> tuple[Tree, dict[str, Tree]]:
     """(tf.experimental.dtensor.Mesh, {path: Layout}) from the result of ``to_json``, for variables and inputs.
 
     devices: DTensor device names, as many as the plan has devices; by default, DTensor's own choice of logical devices.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pprint
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.backends.torch_styles import DataStyle, data_style, units_of
@@ -48,11 +48,11 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
     style = data_style(plan, "FSDP2")
     if not style.shard:
         raise PaseError(
-            "this plan is not FSDP2: it splits no parameter, nor its state: it is DistributedDataParallel"
+            "this plan is not FSDP2: it splits neither parameters nor their state, so it is DistributedDataParallel"
         )
     if plan.accumulate > 1 or plan.remat:
         raise PaseError(
-            "this plan is more than FSDP2: it has micro-batches or computes blocks again; plan.torch runs it as it is"
+            "FSDP2 cannot express this plan: it has micro-batches or recomputed blocks; plan.torch runs it as it is"
         )
     order = [a for a in plan.mesh.names if a in (*style.replicate, *style.shard)]
     if order != [*style.replicate, *style.shard]:
@@ -73,7 +73,7 @@ def source(plan: PlanData) -> tuple[str, DataStyle]:
     return text, style
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the file. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed
 from pase.backends.jax_manual import Lowering, Manual, lowered
@@ -20,7 +20,6 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
-from pase.frontends.jax_types import Tree
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
 from pase.local.lower import program_of
@@ -28,12 +27,18 @@ from pase.local.types import LocalProgram
 from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
-from pase.plan.types import PlanData
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh as JaxMesh
+    from pathlib import Path
 
-__all__ = ["JaxPlan", "Lowering", "jax_plan", "traced_by_jax"]
+    from jax import Array, ShapeDtypeStruct
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding, PartitionSpec
+    from optax import GradientTransformation
+
+__all__ = ["JaxPlan", "Lowering"]
 
 _STORAGE_ALONE = (
     "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
@@ -76,7 +81,7 @@ class JaxPlan:
         """Equations whose results are kept for backward, in blocks of which only light work is recomputed."""
         return kept_results(self.traced.graph, self.blocks)
 
-    def mesh(self, devices: Sequence[Any] | None = None) -> Any:
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
         import jax
         import numpy as np
@@ -86,18 +91,18 @@ class JaxPlan:
             devices = jax.devices()
         if len(devices) < m.devices:
             raise PaseError(
-                f"the plan is for {m.devices} devices and JAX sees {len(devices)}: on a CPU, set "
+                f"the plan is for {m.devices} devices, but JAX sees {len(devices)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
             )
         grid = np.array(as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
-    def sharding(self, placement: Placement, mesh: JaxMesh) -> Any:
+    def sharding(self, placement: Placement, mesh: JaxMesh) -> NamedSharding:
         from jax.sharding import NamedSharding
 
         return NamedSharding(mesh, self.spec(placement))
 
-    def spec(self, placement: Placement) -> Any:
+    def spec(self, placement: Placement) -> PartitionSpec:
         """The PartitionSpec of a placement."""
         from jax.sharding import PartitionSpec
 
@@ -123,7 +128,7 @@ class JaxPlan:
         return frozenset(made[0] for at, made in results.items() if at.part == "x")
 
     @cached_property
-    def specs(self) -> tuple[Any, ...]:
+    def specs(self) -> tuple[PartitionSpec, ...]:
         """(params, *batch) pytrees of PartitionSpec: how parameters are stored, and how the batch arrives."""
         import jax
 
@@ -131,7 +136,7 @@ class JaxPlan:
         flat = [self.spec(storage.get(t, ())) for t in self.leaf_names()]
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
-    def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
+    def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """(params, *batch) pytrees of NamedSharding: how arguments are stored, for use with a function of this plan in
         jax.jit(in_shardings=…). Warns if no such function was made, because the functions contain the rest of the plan.
         """
@@ -139,7 +144,7 @@ class JaxPlan:
             warnings.warn(_STORAGE_ALONE, stacklevel=2)
         return self._in_shardings(mesh)
 
-    def _in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
+    def _in_shardings(self, mesh: JaxMesh | None = None) -> tuple[NamedSharding, ...]:
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -148,7 +153,7 @@ class JaxPlan:
             lambda s: NamedSharding(mesh, s), self.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
 
-    def gradient_shardings(self, mesh: JaxMesh | None = None) -> Any:
+    def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
         """Pytree of NamedSharding like params: how gradients and optimizer state are kept, which may be split further
         than the parameters. None for a parameter that is not trained."""
         import jax
@@ -163,7 +168,7 @@ class JaxPlan:
         ]
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
-    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Any]:
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
         """The user's function: loss(params, *batch) -> scalar, or (scalar, aux). For a step in micro-batches, it takes
         one micro-batch. For a model that is not trained, it returns what the model returns.
 
@@ -175,13 +180,13 @@ class JaxPlan:
             lowering = "annotated"
         return lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
 
-    def _constrained(self, mesh: JaxMesh) -> Callable[..., Any]:
+    def _constrained(self, mesh: JaxMesh) -> Callable[..., Tree]:
         """The user's function with constraints."""
         import jax
 
         closed = self.traced.jaxpr
 
-        def constrained(*args: Tree) -> Any:
+        def constrained(*args: Tree) -> Tree:
             leaves = self.checked(args)
             walk = JaxprWalk(plan=self, mesh=mesh)
             leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
@@ -202,7 +207,7 @@ class JaxPlan:
         """For a ``pase.Generation``: decode(params, token, cache) -> (token, cache). The cache is donated."""
         return part_of(self, "decode", self.mesh())
 
-    def checked(self, args: Tree) -> list[Any]:
+    def checked(self, args: Tree) -> list[Array]:
         """The arguments' arrays, leaf by leaf. Raises PaseError if they are not those of the plan."""
         import jax
 
@@ -219,7 +224,7 @@ class JaxPlan:
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Tree]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
         gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
         stacked, except that values that ``carry`` threads are those of the last micro-batch."""
@@ -237,10 +242,10 @@ class JaxPlan:
             return graded_once(Manual(plan=self, mesh=mesh))
         kept, fn, aux = self.gradient_shardings(mesh), self._constrained(mesh), self.traced.has_aux
 
-        def graded(params: Tree, *batch: Tree) -> Any:
+        def graded(params: Tree, *batch: Tree) -> Tree:
             rest = untrained(arrays(params))
 
-            def of(mine: Tree) -> Any:
+            def of(mine: Tree) -> Tree:
                 return fn(combine(mine, rest, params), *batch)
 
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
@@ -263,7 +268,7 @@ class JaxPlan:
         split = split_inputs(self.traced)
         return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
 
-    def state_shardings(self, optimizer: Any, mesh: JaxMesh | None = None) -> Any:
+    def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
         """Shardings of the optimizer's state. State that mirrors a parameter is stored like its gradient."""
         import jax
         import optax
@@ -274,10 +279,10 @@ class JaxPlan:
         state = jax.eval_shape(optimizer.init, params)
         whole = NamedSharding(mesh, PartitionSpec())
 
-        def masked(leaf: Any) -> bool:
+        def masked(leaf: object) -> bool:
             return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
 
-        def like(leaf: Any, param: Any, sharding: Any) -> Any:
+        def like(leaf: Tree, param: Tree, sharding: Tree) -> Tree:
             return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
 
         return optax.tree_map_params(
@@ -290,7 +295,7 @@ class JaxPlan:
             is_leaf=masked,
         )
 
-    def init(self, optimizer: Any, params: Tree, mesh: JaxMesh | None = None) -> Any:
+    def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
         trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays that are elsewhere.)"""
         import jax
@@ -298,7 +303,7 @@ class JaxPlan:
         shardings = self.state_shardings(optimizer, mesh)
         return jax.jit(optimizer.init, out_shardings=shardings)(trained(arrays(params)))
 
-    def _shapes(self) -> tuple[Any, ...]:
+    def _shapes(self) -> tuple[Tree, ...]:
         import jax
 
         given = self.traced.jaxpr.in_avals
@@ -308,7 +313,7 @@ class JaxPlan:
 
     def train_step(
         self,
-        optimizer: Any,
+        optimizer: GradientTransformation,
         mesh: JaxMesh | None = None,
         *,
         donate: bool = True,
@@ -333,7 +338,7 @@ class JaxPlan:
         updated_as = self.gradient_shardings(mesh)
         graded = self.value_and_grad(mesh, lowering=lowering)
 
-        def step(params: Tree, opt_state: Tree, *batch: Tree) -> Any:
+        def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
             value, grads = graded(params, *batch)
             # Each device updates the part whose state it has; out_shardings then gather the parameters.
             mine = trained(params)
@@ -345,7 +350,7 @@ class JaxPlan:
 
         kept, kept_out = self.traced.kept[0], self.traced.kept_out
 
-        def whole(out: Tree) -> Any:
+        def whole(out: Tree) -> Tree:
             params, opt_state, value = out
             return (
                 combine(params, kept),
@@ -361,14 +366,14 @@ class JaxPlan:
             whole=whole,
         )
 
-    def _returned(self, mesh: JaxMesh) -> Any:
+    def _returned(self, mesh: JaxMesh) -> Tree:
         """Shardings of what the function returns. The loss is whole; values for the next call have their input layout;
         the others are XLA's choice, None."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
         arrive = jax.tree.leaves(self._in_shardings(mesh))
-        flat: list[Any] = [None] * len(self.traced.jaxpr.out_avals)
+        flat: list[NamedSharding | None] = [None] * len(self.traced.jaxpr.out_avals)
         for i, j in self.traced.carried.items():
             flat[j] = arrive[i]
         if self.traced.mode == "train":
@@ -383,7 +388,7 @@ class JaxPlan:
         *batch); for mode="inference", f(params, *inputs). Values that are passed in again (a train step's state, or
         what ``carry`` threads, such as a KV cache) are donated and returned in their input layouts."""
         if self.traced.mode == "train":
-            raise PaseError("the plan is of a loss: plan.jax.train_step(optimizer) makes a step of it")
+            raise PaseError("the plan is for a loss: use plan.jax.train_step(optimizer)")
         mesh = mesh if mesh is not None else self.mesh()
         fn, kept = self.loss(mesh, lowering=lowering), self.traced.kept_out
         return Stepper(
@@ -401,8 +406,8 @@ class JaxPlan:
         return self.step(donate=False)
 
     def lower_train_step(
-        self, optimizer: Any, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
-    ) -> Any:
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Tree:
         """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
         import jax
 
@@ -411,7 +416,7 @@ class JaxPlan:
         state = jax.eval_shape(optimizer.init, trained(shapes[0]))
         return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
 
-    def restore(self, path: Any, mesh: JaxMesh | None = None) -> Any:
+    def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
         """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts:
         each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
         import jax
@@ -421,7 +426,7 @@ class JaxPlan:
         except ModuleNotFoundError as e:
             raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
 
-        def wanted(shape: Any, sharding: Any) -> Any:
+        def wanted(shape: ShapeDtypeStruct, sharding: NamedSharding) -> ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
         target = jax.tree.map(wanted, self._shapes()[0], self._in_shardings(mesh)[0])
@@ -434,7 +439,7 @@ class JaxPlan:
             ) from e
         return combine(found, self.traced.kept[0])
 
-    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Any, ...]:
+    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch in the plan's storage layouts, as global arrays (each process has all values)."""
         import jax
         import numpy as np
@@ -442,7 +447,7 @@ class JaxPlan:
         shardings = self._in_shardings(mesh)
         given = arrays((params, *batch))
 
-        def put(leaf: Any, sharding: Any) -> Any:
+        def put(leaf: Tree, sharding: NamedSharding) -> Array:
             if jax.process_count() == 1:
                 # The step donates its arguments: none may share memory with what the caller holds.
                 mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
@@ -454,45 +459,3 @@ class JaxPlan:
             shardings = shardings[: len(given)]
         placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))
-
-
-def traced_by_jax(plan: PlanData) -> TracedJax:
-    """The model on one micro-batch. Raises PaseError if the plan was loaded without it, or if it is not a JAX
-    program."""
-    from pase.frontends.jax_blocks import micro
-
-    traced = plan.traced
-    if traced is None:
-        raise PaseError(
-            f"the plan for '{plan.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
-        )
-    if not isinstance(traced, TracedJax):
-        raise PaseError(
-            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program of it to "
-            f"constrain: 'pase emit' writes the plan for other frameworks"
-        )
-    return micro(traced, plan.accumulate)
-
-
-def jax_plan(plan: PlanData) -> JaxPlan:
-    """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
-    pipeline. (For a pipeline, see ``in_stages``.)"""
-    plan.check_emitted()
-    traced = traced_by_jax(plan)
-    names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
-    return JaxPlan(
-        traced=traced,
-        accumulate=plan.accumulate,
-        blocks=plan.remat,
-        once=plan.once,
-        accesses=plan.accesses,
-        strategy=plan.strategy,
-        logical_mesh=plan.mesh,
-        constraints=Constraints(
-            storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},
-            state={names[p]: t.state for p, t in plan.parameters.items() if t.state is not None},
-            define=plan.define,
-            read=plan.read,
-            copies=plan.copies,
-        ),
-    )

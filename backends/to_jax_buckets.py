@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from pase.backends.to_jax import jax_plan
+from pase.backends.jax_plans import jax_plan
 from pase.backends.to_jax_buckets_moves import ManualRegion, Moves, moves_of, path_of, placement_of
 from pase.errors import PaseError
-from pase.frontends.jax_types import Tree
+from pase.pytree import Tree
 from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import ScheduleProblem
 
@@ -107,7 +107,7 @@ def step_from_plan(
     made = buckets if buckets is not None else schedule_of(plan)
     if made is None:
         raise PaseError(
-            f"the plan for '{plan.model}' moves no parameter: plan.jax.train_step is all it needs"
+            f"the plan for '{plan.model}' moves no parameter, so it needs no buckets: use plan.jax.train_step"
         )
     axes = data_axes_of(plan)
     jp = jax_plan(plan)
@@ -161,7 +161,9 @@ class BucketRunner:
         if missing or not self.data_axes:
             raise PaseError(f"data axes {self.data_axes} are not in the mesh {dict(self.mesh.shape)}")
         if self.plan.updates[0].first:
-            raise PaseError("a plan that runs counts its iterations from its first update's first batch, 0")
+            raise PaseError(
+                "an executed plan must count its iterations from 0, the first batch of its first update"
+            )
 
     @cached_property
     def ways(self) -> int:

@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.plan.constraints import Placement
@@ -49,7 +49,7 @@ class Slot:
     """Whether this is the second gather of the pass, for backward."""
 
 
-def path_of(keys: Any) -> str:
+def path_of(keys: tuple[object, ...]) -> str:
     """``blocks.0.w``: the name of a parameter in layouts and problems."""
     import jax
 
@@ -128,7 +128,7 @@ class ManualRegion:
             ready = next((i for i in waiting if self._can_send(i)), None)
             if ready is None:
                 raise PaseError(
-                    f"plan '{self.moves.plan.policy}': messages {waiting} wait for stages that no message carries"
+                    f"plan '{self.moves.plan.policy}': messages {waiting} wait for stages that no message contains"
                 )
             waiting.remove(ready)
             link = self.moves.plan.messages[ready].link
@@ -351,11 +351,10 @@ def _slots(
         leaf = where.get(t.name) if exact else where.get(m["path"])
         if leaf is None:
             raise PaseError(
-                f"tensor '{t.name}' of '{problem.name}' is no parameter; there are {', '.join(paths)}"
+                f"tensor '{t.name}' of '{problem.name}' is not a parameter; there are {', '.join(paths)}"
             )
         leaf_of.append(leaf)
-        over = t.axes.partition("/")[0]
-        axes = tuple(over.split(",")) if over else data_axes
+        axes = t.axes.names or data_axes
         mine = tuple(a for a in data_axes if a in axes)
         if not mine:
             slots.append(None)

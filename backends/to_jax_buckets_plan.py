@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from pase.backends.to_jax import jax_plan
+from pase.backends.jax_plans import jax_plan
 from pase.backends.to_jax_buckets_moves import Placement, placement_of
 from pase.errors import PaseError
-from pase.frontends.jax_types import Tree
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
@@ -72,7 +72,7 @@ def data_axes_of(plan: PlanData) -> tuple[str, ...]:
             why.append(f"'{a}' splits no input")
         elif [c for c in crossing if c not in scalars] or len(crossing) > 1:
             c = next((c for c in crossing if c not in scalars), crossing[-1])
-            why.append(f"over '{a}' node '{c.node}' needs {c.kind} of {c.tensor}, which is no parameter")
+            why.append(f"over '{a}' node '{c.node}' needs {c.kind} of {c.tensor}, which is not a parameter")
         else:
             out.append(a)
     if not out:
@@ -116,8 +116,8 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ..
     traced = trace(loss_fn, params, *local, name=plan.model, unknown="replicate")
     if traced.operands != jp.traced.operands or traced.results != jp.traced.results:
         raise PaseError(
-            f"'{plan.model}' is another program at a shard's batch ({_batch(local)}) than at the whole one: the plan's "
-            f"constraints do not fit it. A larger batch, or fewer data shards, may help"
+            f"'{plan.model}' is a different program on a shard's batch ({_batch(local)}) than on the "
+            "whole batch, so the plan's constraints do not fit it. A larger batch, or fewer data shards, may help"
         )
     c = jp.constraints
 

@@ -27,7 +27,7 @@ from pase.errors import PaseError
 from pase.ir import Graph
 
 if TYPE_CHECKING:
-    from pase.plan.types import PlanData
+    from pase.plan.types import PlanData, TensorPlan
 
 __all__ = ["MeshTfLayout", "emit", "layout", "program"]
 
@@ -42,7 +42,7 @@ class MeshTfLayout:
     """Parameter or input -> (name, size) of its Mesh-TF dims."""
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the program; see ``backends.registry``."""
     from pase.files.atomic import write_atomically
 
@@ -62,7 +62,7 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
     """
     if plan.traced is None:
         raise PaseError(
-            f"the plan for '{plan.model}' was loaded without its model, which the Mesh-TensorFlow program is made of"
+            f"the plan for '{plan.model}' was loaded without its model, from which the Mesh-TensorFlow program is made"
         )
     graph = plan.split_graph
     rules, ops = _source(plan.traced, graph)
@@ -78,7 +78,7 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
 def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
     """The scalar that the model returns, or the mean of its result if that is not a scalar."""
     if not outputs:
-        raise PaseError("the model returns nothing that the Mesh-TensorFlow program makes")
+        raise PaseError("the Mesh-TensorFlow program computes none of the model's results")
     if len(outputs) == 1 and not outputs[0].order:
         return outputs[0]
     p.lines += ["", "# The model returns no scalar: the mean of what it returns stands for its loss."]
@@ -86,7 +86,7 @@ def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
     return p.let(" + ".join(terms), (), (), outputs[0].dtype, "loss")
 
 
-def _with_model(plan: PlanData, model: Any) -> PlanData:
+def _with_model(plan: PlanData, model: object) -> PlanData:
     if plan.traced is not None:
         return plan
     from pase.frontends import registry
@@ -109,7 +109,7 @@ def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]
 
         return mtf_tf.RULES, mtf_tf.source_ops(traced, roles)
     raise PaseError(
-        f"Mesh-TensorFlow programs are made of TensorFlow and JAX models, not of {frontend or 'this one'}"
+        f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}"
     )
 
 
@@ -213,7 +213,7 @@ def _text(
 ) -> str:
     import pase
 
-    def table(tensors: Mapping[str, Any]) -> str:
+    def table(tensors: Mapping[str, TensorPlan]) -> str:
         return "\n".join(
             f'    {k!r}: ({list(t.shape)}, "{t.dtype}"),' for k, t in tensors.items() if k in leaves
         )

@@ -15,17 +15,21 @@ A spec has, for each dim of the tensor, the mesh axes that split it, major to mi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.codec import read_json
+from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
-    from pase.ir import Place
-    from pase.plan.types import PlanData
+    from jax import Device as JaxDevice
+    from jax.sharding import NamedSharding
+
+    from pase.ir import Place, Tensor
+    from pase.plan.types import PlanData, TensorPlan
 
 __all__ = ["SCHEMA", "emit", "jax_shardings", "load", "to_json"]
 
@@ -48,7 +52,7 @@ _TENSOR = {
     },
 }
 _TENSORS = {"type": "object", "additionalProperties": _TENSOR}
-SCHEMA: dict[str, Any] = {
+SCHEMA: JsonObject = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "Shardings by name",
     "type": "object",
@@ -70,14 +74,14 @@ SCHEMA: dict[str, Any] = {
 """The JSON Schema of the file."""
 
 
-def to_json(plan: PlanData) -> dict[str, Any]:
+def to_json(plan: PlanData) -> JsonObject:
     """The plan's shardings as the object that ``load`` reads.
 
     Activations need the model's trace. A plan that was loaded from a file has none, so its ``activations`` are empty.
     """
 
-    def tensor(t: Any, *, stored: bool) -> dict[str, Any]:
-        out = {"shape": t.shape, "dtype": t.dtype, "spec": t.storage}
+    def tensor(t: TensorPlan, *, stored: bool) -> JsonObject:
+        out: JsonObject = {"shape": t.shape, "dtype": t.dtype, "spec": t.storage}
         return out | ({"used_as": t.used_as, "state": t.state} if stored else {})
 
     out = {
@@ -94,11 +98,11 @@ def to_json(plan: PlanData) -> dict[str, Any]:
             if t.name in plan.define and plan.define[t.name].layouts
         },
     }
-    plain: dict[str, Any] = json.loads(json.dumps(out))
+    plain: JsonObject = json.loads(json.dumps(out))
     return plain
 
 
-def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
+def _named(plan: PlanData) -> Iterator[tuple[str, Tensor]]:
     """(the framework's name, tensor) of each activation: NODE:OUTPUT. If an activation has several names, the first is
     used.
     """
@@ -114,7 +118,7 @@ def _named(plan: PlanData) -> Iterator[tuple[str, Any]]:
                 yield f"{where}:{k}", tensors[name]
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the file. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 
@@ -132,7 +136,7 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     return f"{path}: {len(data['parameters'])} parameters, {split} of them split, {len(data['inputs'])} inputs, {known}"
 
 
-def load(path: str | Path) -> dict[str, Any]:
+def load(path: str | Path) -> JsonObject:
     """Read such a file. Raises PaseError if it is not one, or if its contents are inconsistent."""
     import jsonschema
 
@@ -152,7 +156,7 @@ def load(path: str | Path) -> dict[str, Any]:
     return data  # type: ignore[no-any-return]
 
 
-def jax_shardings(data: Mapping[str, Any], devices: Any = None) -> dict[str, Any]:
+def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) -> dict[str, NamedSharding]:
     """name -> jax.sharding.NamedSharding of every parameter, input and activation of a file that ``load`` read.
 
     devices: as many as the plan has, with the mesh's last axis innermost; JAX's own devices by default.
@@ -164,7 +168,7 @@ def jax_shardings(data: Mapping[str, Any], devices: Any = None) -> dict[str, Any
     wanted = int(np.prod(list(data["mesh"].values()), dtype=int))
     have = np.array(jax.devices() if devices is None else devices).reshape(-1)
     if len(have) < wanted:
-        raise PaseError(f"the plan is for {wanted} devices, and JAX has {len(have)}")
+        raise PaseError(f"the plan is for {wanted} devices, but JAX has {len(have)}")
     mesh = Mesh(have[:wanted].reshape(tuple(data["mesh"].values())), tuple(data["mesh"]))
     return {
         name: NamedSharding(mesh, PartitionSpec(*(tuple(axes) or None for axes in t["spec"])))

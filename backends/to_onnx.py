@@ -15,7 +15,7 @@ import mmap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.onnx_sharding import Digits, check, from_spec, restated, to_spec
 from pase.backends.registry import BACKENDS, Backend
@@ -25,6 +25,10 @@ from pase.frontends import from_onnx
 from pase.frontends.onnx_wire import Buffer, Malformed, fields, varint
 from pase.machine import Mesh
 from pase.plan.types import PlanData
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from onnx import ModelProto
 
 __all__ = ["Annotated", "emit", "layouts", "read"]
 
@@ -74,15 +78,15 @@ def emit(plan: PlanData, path: Path, *, model: Any) -> str:
     if not isinstance(plan.traced, from_onnx.TracedOnnx):
         if not from_onnx.reads(model):
             raise PaseError(
-                f"'{model}' is not an ONNX model, and --to onnx annotates the ONNX file that was compiled (pase "
-                f"compile model.onnx): for other models there is --to names, dtensor or mesh-tf; see pase emit --help"
+                f"'{model}' is not an ONNX model. --to onnx annotates the ONNX file that was compiled "
+                "(pase compile model.onnx); for other models use --to names, dtensor or mesh-tf (see pase emit --help)"
             )
         dims = json.loads(plan.provenance.get("dims", "{}"))
         plan = plan.with_model(from_onnx.trace(model, name=plan.model, dims=dims or None))
     found = layouts(plan)
     if isinstance(model, (str, Path)):
         if Path(model).resolve() == path.resolve():
-            raise PaseError(f"{path} is the model itself: write to another file")
+            raise PaseError(f"{path} is the model itself: choose another output file")
         try:
             with Path(model).open("rb") as f:
                 view = memoryview(mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ))
@@ -220,7 +224,7 @@ def _head(number: int, value: int) -> bytes:
     return _number(number << 3) + _number(value)
 
 
-def read(model: Any) -> Annotated:
+def read(model: ModelProto | str | Path) -> Annotated:
     """The layouts in an annotated file or ModelProto, checked. Raises PaseError if it has no annotations from pase."""
     import onnx
 
@@ -230,7 +234,7 @@ def read(model: Any) -> Annotated:
     check(proto)
     about = next((json.loads(p.value) for p in proto.metadata_props if p.key == _KEY), None)
     if about is None:
-        raise PaseError("the model has no layout of pase's in its metadata")
+        raise PaseError("the model's metadata contains no layout from pase")
     mesh = Mesh(names=tuple(about["mesh"]), sizes=tuple(about["mesh"].values()))
     return Annotated(
         mesh=mesh,
@@ -239,7 +243,7 @@ def read(model: Any) -> Annotated:
     )
 
 
-def _specs(proto: Any, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, str], Digits]]:
+def _specs(proto: Message, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, str], Digits]]:
     for i, node in enumerate(proto.graph.node):
         for conf in node.device_configurations:
             if conf.configuration_id == name:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, Piece, check_plan
@@ -62,7 +62,7 @@ def gradient_problem(
     return problem_from_layers(layers, tuple(links), name=name)
 
 
-def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, Any]:
+def ddp_options(problem: ScheduleProblem, plan: BucketPlan) -> dict[str, object]:
     """Arguments for DistributedDataParallel that come closest to the plan without a hook.
 
     If this PyTorch accepts a list, it gets a cap for each bucket in the order of sending. DDP follows that order after
@@ -122,17 +122,20 @@ class BucketHook:
     def __post_init__(self) -> None:
         check_plan(self.problem, self.plan)
         if self.plan.updates[0].first:
-            raise PaseError("a plan that runs counts its iterations from its first update's first batch, 0")
+            raise PaseError(
+                "an executed plan must count its iterations from 0, the first batch of its first update"
+            )
         named = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         for t in self.problem.tensors:
             if t.kind != "all_reduce" or t.lag != 1 or t.follows:
                 raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is a {t.kind}: DDP all-reduces gradients of whole "
-                    f"parameters; a plan that scatters and gathers runs in JAX (pase.backends.to_jax_buckets)"
+                    f"tensor '{t.name}' of '{self.problem.name}' is a {t.kind}, but DDP only "
+                    "all-reduces gradients of whole parameters. Run a plan that scatters and "
+                    "gathers in JAX (pase.backends.to_jax_buckets)"
                 )
             if t.name.removesuffix(".grad.all_reduce") not in named:
                 raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is no parameter; there are {', '.join(named)}"
+                    f"tensor '{t.name}' of '{self.problem.name}' is not a parameter; there are {', '.join(named)}"
                 )
         self._parameters = [named[t.name.removesuffix(".grad.all_reduce")] for t in self.problem.tensors]
         lost = sorted(set(named) - {t.name.removesuffix(".grad.all_reduce") for t in self.problem.tensors})
@@ -146,7 +149,7 @@ class BucketHook:
                 )
             if group.size() != self.group.size():
                 raise PaseError(
-                    f"the group of link '{link}' has {group.size()} ranks, the module's {self.group.size()}"
+                    f"the group of link '{link}' has {group.size()} ranks, but the module's has {self.group.size()}"
                 )
         self._index = {id(p): i for i, p in enumerate(self._parameters)}
         self._ready: set[int] = set()

@@ -8,7 +8,6 @@ receives itself. The program provides the modules of the stages, cut as ``cuts``
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
@@ -19,7 +18,7 @@ from pase.plan.types import PlanData
 __all__ = ["emit"]
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the list of actions. Raises PaseError for a plan without stages."""
     p = plan.pipeline
     if p is None:

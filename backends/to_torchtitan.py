@@ -6,7 +6,7 @@ torchtitan's tensor parallelism splits positions between layers (sequence parall
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.backends.to_tp_plan import tensor_axis
@@ -35,7 +35,7 @@ def to_toml(plan: PlanData) -> str:
     target = "torchtitan's"
     if plan.accumulate > 1 or plan.remat:
         raise PaseError(
-            "this plan has micro-batches or computes blocks again, which torchtitan's [parallelism] does not say; "
+            "this plan has micro-batches or recomputed blocks, which torchtitan's [parallelism] cannot express; "
             "plan.torch runs it as it is"
         )
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
@@ -56,7 +56,7 @@ def to_toml(plan: PlanData) -> str:
     )
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the TOML. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.registry import BACKENDS, Backend
 from pase.backends.torch_styles import TensorStyle, data_style, tensor_style
@@ -24,7 +24,8 @@ def tensor_axis(plan: PlanData, target: str) -> str:
     if len(others) != 1:
         raise PaseError(
             f"this plan is not {target}: {len(others)} axes of its mesh "
-            f"{'×'.join(map(str, plan.mesh.sizes))} do not split the batch, and tensor parallelism has one"
+            f"{'×'.join(map(str, plan.mesh.sizes))} do not split the batch, but "
+            "tensor parallelism has only one such axis"
         )
     return others[0]
 
@@ -38,22 +39,22 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
     data = data_style(plan, target, beside=(axis,))
     if data.shard:
         raise PaseError(
-            f"this plan is more than a tp_plan: parameters or their state are split over {', '.join(data.shard)}, too; "
-            f"plan.torch runs it as it is, and emit --to torchtitan may say it"
+            "a tp_plan cannot express this plan: parameters or their state are also split over "
+            f"{', '.join(data.shard)}; plan.torch runs it as it is, and emit --to torchtitan may express it"
         )
     out: dict[str, TensorStyle] = {}
     for path, style in tensor_style(plan, target, axis, sequence=False).items():
         pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
         if out.setdefault(pattern, style) != style:
             raise PaseError(
-                f"this plan is not a tp_plan: '{path}' is {style}, and others of '{pattern}' are {out[pattern]}"
+                f"this plan is not a tp_plan: '{path}' is {style}, but others of '{pattern}' are {out[pattern]}"
             )
     if not out:
         raise PaseError(f"this plan is not a tp_plan: it splits no layer over {axis}")
     return out
 
 
-def emit(plan: PlanData, path: Path, *, model: Any) -> str:
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
     """Write the tp_plan as JSON. An interrupted write leaves no partial file."""
     from pase.files.atomic import write_atomically
 

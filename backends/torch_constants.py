@@ -6,15 +6,24 @@ Each rank computes the whole constant, and each reader takes its part of it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_rules import seeded
 from pase.backends.torch_values import NotOnParts, steps_from
 from pase.frontends.torch_lower import TorchScope
+from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Value
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor
+    from torch.fx import Graph as FxGraph
+    from torch.fx import GraphModule
 
 __all__ = ["Constants", "NodeIndex"]
 
@@ -29,24 +38,24 @@ class NodeIndex:
     data: frozenset[str]
 
     @cached_property
-    def paths(self) -> dict[Any, str]:
+    def paths(self) -> dict[FxNode, str]:
         """Node -> its place."""
         return {n: path for n, path, _ in self._every(self.scope, "")}
 
     @cached_property
-    def values(self) -> dict[Any, Value | list[Value | None]]:
+    def values(self) -> dict[FxNode, Value | list[Value | None]]:
         """Node -> what it was lowered to."""
         return {n: v for scope in self._scopes for n, v in scope.values.items()}
 
     @cached_property
-    def outer(self) -> dict[Any, Any]:
+    def outer(self) -> dict[FxNode, FxNode]:
         """Placeholder of a decomposed op's graph -> the node outside."""
         return {k: v for scope in self._scopes for k, v in scope.leaves.items()}
 
     @cached_property
-    def modules(self) -> dict[Any, Any]:
+    def modules(self) -> dict[FxGraph, GraphModule]:
         """Graph -> its module, which holds its constants."""
-        return {scope.module.graph: scope.module for scope in self._scopes}
+        return {scope.module.graph: scope.module for scope in self._scopes if scope.module is not None}
 
     @cached_property
     def _scopes(self) -> list[TorchScope]:
@@ -55,14 +64,14 @@ class NodeIndex:
             found.extend(scope.inner.values())
         return found
 
-    def _every(self, scope: TorchScope, prefix: str) -> Any:
+    def _every(self, scope: TorchScope, prefix: str) -> Iterator[tuple[FxNode, str, TorchScope]]:
         for i, n in enumerate(scope.nodes):
             path = f"{prefix}{i}"
             yield n, path, scope
             if path in scope.inner:
                 yield from self._every(scope.inner[path], f"{path}.")
 
-    def decided(self, n: Any) -> bool:
+    def decided(self, n: FxNode) -> bool:
         """Whether the node depends on data."""
         found = self.values.get(n)
         every = found if isinstance(found, list) else [found]
@@ -79,18 +88,18 @@ class Constants:
     """Constants, computed when something reads them. buffers: placeholder -> tensor. seeds: place of a node -> seed."""
 
     index: NodeIndex
-    buffers: Mapping[str, Any]
-    device: Any
-    seed_at: Any
-    made: dict[Any, Any] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor]
+    device: torch.device
+    seed_at: Callable[[str], int]
+    made: dict[FxNode, Tensor] = field(default_factory=dict)
 
-    def of(self, n: Any) -> Any:
+    def of(self, n: FxNode) -> Tensor:
         """The whole value of a node."""
         if n not in self.made:
             self.made[n] = self._worked_out(n)
         return self.made[n]
 
-    def _worked_out(self, n: Any) -> Any:
+    def _worked_out(self, n: FxNode) -> Tensor:
         import torch
 
         if n.op == "placeholder":
@@ -98,7 +107,7 @@ class Constants:
                 return self.of(self.index.outer[n])
             if n.name not in self.buffers:
                 raise NotOnParts(
-                    f"its operand '{n.name}' is none of the plan's op, so the plan lays it out nowhere"
+                    f"its operand '{n.name}' is not an operand of the plan's op, so the plan has no layout for it"
                 )
             return self.buffers[n.name]
         if n.op == "get_attr":
@@ -115,7 +124,7 @@ class Constants:
             with seeded(self.seed_at(self.index.paths.get(n, n.name)), self.device):
                 return n.target(*args, **kwargs)
 
-    def _operand(self, m: Any, reader: Any) -> Any:
+    def _operand(self, m: FxNode, reader: FxNode) -> Tensor:
         """An operand. If it depends on data, only its shape may be used, as in zeros_like."""
         import torch
 
@@ -123,6 +132,6 @@ class Constants:
             return self.of(m)
         value = self.index.values.get(reader)
         if not (isinstance(value, Value) and value.note == ("filled",)):
-            raise NotOnParts(f"{reader.target} is known without data, and reads some")
+            raise NotOnParts(f"{reader.target} is known without data, but reads data")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

@@ -7,13 +7,19 @@ derivatives are never used (that of an all-reduce would sum the loss of all rank
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.local.types import Combine
 from pase.machine import Mesh
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["AxisGroups", "axis_groups"]
 
@@ -26,7 +32,7 @@ class AxisGroups:
     """
 
     mesh: Mesh
-    devices: Any
+    devices: DeviceMesh
     names: dict[tuple[str, ...], str] = field(default_factory=dict)
     place: tuple[int, ...]
 
@@ -55,17 +61,17 @@ class AxisGroups:
             raise PaseError(f"no process group over {', '.join(wide)}: this is a defect of pase.backends")
         return self.names[wide]
 
-    def all_reduce(self, x: Any, axes: Sequence[str], combine: Combine = "sum") -> Any:
+    def all_reduce(self, x: Tensor, axes: Sequence[str], combine: Combine = "sum") -> Tensor:
         """The sum (or maximum, or minimum) over these axes."""
         if combine == "other":
             raise PaseError(
-                f"no collective joins partial results over {', '.join(axes)} but sums, maxima and minima"
+                f"partial results over {', '.join(axes)} can be combined only by sum, maximum or minimum"
             )
         if not self.wide(axes):
             return x
         return self._waited(self._ops().all_reduce(x.contiguous(), combine, self._group(axes)))
 
-    def all_gather(self, x: Any, axes: Sequence[str]) -> Any:
+    def all_gather(self, x: Tensor, axes: Sequence[str]) -> Tensor:
         """[...] on each rank -> [ways, ...]."""
         n = self.ways(axes)
         if n == 1:
@@ -73,7 +79,7 @@ class AxisGroups:
         made = self._sent(x[None], lambda w: self._ops().all_gather_into_tensor(w, n, self._group(axes)))
         return made.reshape(n, *x.shape)
 
-    def reduce_scatter(self, x: Any, axes: Sequence[str]) -> Any:
+    def reduce_scatter(self, x: Tensor, axes: Sequence[str]) -> Tensor:
         """[ways, ...] is summed over the ranks, and each rank gets its own row -> [...]."""
         n = self.ways(axes)
         if n == 1:
@@ -81,12 +87,12 @@ class AxisGroups:
         made = self._ops().reduce_scatter_tensor(x.contiguous(), "sum", n, self._group(axes))
         return self._waited(made).reshape(x.shape[1:])
 
-    def all_to_all(self, x: Any, axes: Sequence[str]) -> Any:
+    def all_to_all(self, x: Tensor, axes: Sequence[str]) -> Tensor:
         """[ways, ...]: row i goes to rank i, and row i of the result comes from rank i."""
         n = self.ways(axes)
         return x if n == 1 else self._exchanged(x, [1] * n, [1] * n, axes)
 
-    def permute(self, x: Any, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Any:
+    def permute(self, x: Tensor, axes: Sequence[str], pairs: Iterable[tuple[int, int]]) -> Tensor:
         """Each rank's tensor goes to one other rank. pairs: (from, to) in the group.
 
         It is sent as an exchange in which only one part is not empty, because NCCL and Gloo have no permutation.
@@ -110,7 +116,7 @@ class AxisGroups:
             at = at * self.ways([a]) + self.index(a)
         return at
 
-    def shift(self, x: Any, axes: Sequence[str], by: int) -> Any:
+    def shift(self, x: Tensor, axes: Sequence[str], by: int) -> Tensor:
         """The tensor of the rank ``by`` places before this one; zeros if there is no such rank."""
         n, mine = self.ways(axes), self.number(axes)
         to, come = [0] * n, [0] * n
@@ -121,11 +127,11 @@ class AxisGroups:
         came = self._exchanged(x[None][: sum(to)], come, to, axes)
         return came[0] if sum(come) else x.new_zeros(x.shape)
 
-    def _exchanged(self, x: Any, come: list[int], go: list[int], axes: Sequence[str]) -> Any:
+    def _exchanged(self, x: Tensor, come: list[int], go: list[int], axes: Sequence[str]) -> Tensor:
         group = self._group(axes)
         return self._sent(x, lambda w: self._ops().all_to_all_single(w, come, go, group))
 
-    def _sent(self, x: Any, send: Any) -> Any:
+    def _sent(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
         """Booleans are sent as bytes, because not every library can send them."""
         import torch
 
@@ -135,13 +141,13 @@ class AxisGroups:
         return self._waited(send(wire))
 
     @staticmethod
-    def _ops() -> Any:
+    def _ops() -> ModuleType:
         import torch
 
         return torch.ops._c10d_functional
 
     @staticmethod
-    def _waited(x: Any) -> Any:
+    def _waited(x: Tensor) -> Tensor:
         import torch
 
         return torch.ops._c10d_functional.wait_tensor(x)
@@ -159,11 +165,12 @@ def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> A
 
     if not dist.is_initialized():
         raise PaseError(
-            "no process group: start the program by torchrun, and call torch.distributed.init_process_group() first"
+            "there is no process group: start the program with torchrun, and call "
+            "torch.distributed.init_process_group() first"
         )
     if dist.get_world_size() != mesh.devices:
         raise PaseError(
-            f"the plan is for {mesh.devices} devices and there are {dist.get_world_size()} ranks: start as many "
+            f"the plan is for {mesh.devices} devices, but there are {dist.get_world_size()} ranks: start as many "
             f"(torchrun --nproc-per-node), or compile for devices={dist.get_world_size()}"
         )
     ranks = torch.arange(mesh.devices).reshape(mesh.sizes)

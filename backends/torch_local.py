@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_groups import AxisGroups
@@ -29,6 +29,11 @@ from pase.frontends.values import Value
 from pase.ir import Place
 from pase.ir.blocks import Block, holders
 from pase.local.types import LocalOperand, LocalProgram
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["Body", "Keeping", "RankWalk"]
 
@@ -58,7 +63,7 @@ class Body:
 
     constants: Constants
     values: dict[str, RankValue] = field(default_factory=dict)
-    sent: dict[int, Any] = field(default_factory=dict)
+    sent: dict[int, Tensor] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
 
 
@@ -92,7 +97,7 @@ class RankWalk:
         return found
 
     def body(
-        self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Any], device: Any, seed: int
+        self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Tensor], device: torch.device, seed: int
     ) -> Body:
         """The initial state of a walk. leaves: parameters and inputs by tensor.
 
@@ -128,12 +133,12 @@ class RankWalk:
 
         keeping = Keeping()
 
-        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
         made: list[RankValue] = []
 
-        def inside() -> tuple[Any, ...]:
+        def inside() -> tuple[Tensor, ...]:
             mine = Body(constants=body.constants, values=dict(body.values), keeping=keeping)
             for j in range(block.start, block.stop):
                 self._node(self.traced.scope, j, "", mine)
@@ -209,7 +214,7 @@ class RankWalk:
         )
         return replace(value, array=array, shadow=None)
 
-    def _transferred(self, value: RankValue, number: int, body: Body) -> Any:
+    def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
         from that.
         """
@@ -222,10 +227,10 @@ class RankWalk:
             value = replace(value, array=self._transferred(value, copy.transfer, body), shadow=None)
         shape = self.program.result(t.tensor).shape
 
-        def there(x: Any) -> Any:
+        def there(x: Tensor) -> Tensor:
             return moved(x, t.forward, shape, t.combine, self.groups)
 
-        def back(g: Any) -> Any:
+        def back(g: Tensor) -> Tensor:
             return moved(g, t.backward or (), shape, "sum", self.groups)
 
         body.sent[number] = there_and_back(
@@ -233,16 +238,16 @@ class RankWalk:
         )
         return body.sent[number]
 
-    def output(self, value: Value, body: Body) -> Any:
+    def output(self, value: Value, body: Body) -> Tensor:
         """What the model returns, in the plan's layout."""
         for made, steps in steps_from(value):
             op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
             if op is not None:
                 got = self.read(op.operands[0], body)
                 return led(got.array, got.layout, steps, self.program.mesh)
-        raise PaseError(f"'{self.program.name}' returns what its plan does not lay out")
+        raise PaseError(f"'{self.program.name}' returns a value for which its plan has no layout")
 
-    def next_value(self, leaf: str, value: Value, body: Body) -> Any:
+    def next_value(self, leaf: str, value: Value, body: Body) -> Tensor:
         """The next value of a buffer that the step writes, in the layout of the buffer."""
         takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
         wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
@@ -250,4 +255,4 @@ class RankWalk:
             if made.tensor is not None and made.tensor.name in wanted:
                 got = self.read(wanted[made.tensor.name], body)
                 return led(got.array, got.layout, steps, self.program.mesh).detach()
-        raise PaseError(f"the next value of a buffer of '{self.program.name}' is not laid out by its plan")
+        raise PaseError(f"the next value of a buffer of '{self.program.name}' has no layout in its plan")

@@ -8,51 +8,56 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.backends.torch_groups import AxisGroups
 from pase.errors import PaseError
 from pase.local.parts import WireView, digits, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.autograd import Function as TorchFunction
+
 __all__ = ["moved", "part", "places_of", "positions", "summed", "there_and_back"]
 
-Way = Callable[[Any], Any]
+Way: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 @cache
-def _functions() -> tuple[Any, Any]:
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
     """The two autograd classes of an edge. They are made on first use, because they need PyTorch."""
     import torch
 
     class Edge(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any, there: Way, back: Way) -> Any:
+        def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
             ctx.back = back
             made = there(x)
             return made.view_as(made) if made is x else made
 
         @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             return ctx.back(g), None, None
 
     class Beside(torch.autograd.Function):
         """The gradient goes to another tensor than the value."""
 
         @staticmethod
-        def forward(ctx: Any, x: Any, shadow: Any, there: Way, back: Way) -> Any:
+        def forward(ctx: Any, x: Tensor, shadow: Tensor, there: Way, back: Way) -> Tensor:
             ctx.back = back
             made = there(x)
             return made.view_as(made) if made is x else made
 
         @staticmethod
-        def backward(ctx: Any, g: Any) -> Any:
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             return None, ctx.back(g), None, None
 
     return Edge, Beside
 
 
-def there_and_back(value: Any, shadow: Any, there: Way, back: Way | None) -> Any:
+def there_and_back(value: Tensor, shadow: Tensor | None, there: Way, back: Way | None) -> Tensor:
     """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
     value.
 
@@ -67,12 +72,14 @@ def there_and_back(value: Any, shadow: Any, there: Way, back: Way | None) -> Any
     return beside.apply(value.detach(), shadow, there, back)
 
 
-def moved(x: Any, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups) -> Any:
+def moved(
+    x: Tensor, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups
+) -> Tensor:
     """The value after these moves. shape: the shape of the whole tensor."""
     return reduce(lambda now, move: _step(now, move, shape, combine, groups), moves, x)
 
 
-def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Any:
+def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
     mesh, axes = groups.mesh, groups.wide(move.axes)
     match move.kind:
         case "all_reduce":
@@ -91,39 +98,40 @@ def _step(x: Any, move: LocalMove, shape: Extents, combine: Combine, groups: Axi
         case "all_gather":
             v = view(move, shape, mesh)
             return _from_front(groups.all_gather(x.reshape(v.seen), axes), v)
-        case "all_to_all":
+        case _:
+            assert move.kind == "all_to_all"
             v = view(move, shape, mesh)
             return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
 
 
-def _sliced(x: Any, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Any:
+def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Tensor:
     x = x.reshape(v.seen)
     for axis, at in zip(axes, v.leaving, strict=True):
         x = x.narrow(at, groups.index(axis), 1)
     return x.reshape(v.shape)
 
 
-def _to_front(x: Any, v: WireView) -> Any:
+def _to_front(x: Tensor, v: WireView) -> Tensor:
     """The outgoing digits become the first dim; the rest is unchanged."""
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
     x = x.reshape(v.seen).permute(*v.leaving, *rest)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
-def _from_front(x: Any, v: WireView) -> Any:
+def _from_front(x: Tensor, v: WireView) -> Tensor:
     """The first dim is distributed to the arriving digits, each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
 
 
-def summed(x: Any, axes: tuple[str, ...], groups: AxisGroups) -> Any:
+def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
     """All-reduced, if the node that makes it also reads it. The gradient is that of every summand."""
     if not x.is_floating_point():
         return groups.all_reduce(x, axes)
     return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
 
 
-def part(x: Any, shape: Extents, layout: Layout, groups: AxisGroups) -> Any:
+def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tensor:
     """This rank's part of what all ranks hold whole. Dims of size 1 that are larger in the whole tensor are kept."""
     mesh = groups.mesh
     states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
@@ -132,12 +140,14 @@ def part(x: Any, shape: Extents, layout: Layout, groups: AxisGroups) -> Any:
     if not axes or local_shape(full, states, mesh) == full:
         return x
     if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
-        raise PaseError(f"a tensor of {list(full)} is no whole of {list(shape)}")
+        raise PaseError(f"a tensor of shape {list(full)} does not fit the whole shape {list(shape)}")
     move = LocalMove(kind="slice", axes=axes, before=(None,) * len(states), after=states)
     return moved(x, [move], full, "sum", groups)
 
 
-def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, groups: AxisGroups) -> tuple[Any, Any]:
+def places_of(
+    ids: Tensor, dim: int, shape: Extents, layout: Layout, groups: AxisGroups
+) -> tuple[Tensor, Tensor]:
     """Translate indices into a whole tensor dim: (indices into this rank's part of it, whether they lie in it)."""
     here, mine, stride = ids.new_zeros(ids.shape), (ids >= 0) & (ids < shape[dim]), 1
     for d in reversed([d for d in digits(shape, layout, layout, groups.mesh) if d.dim == dim]):
@@ -149,7 +159,7 @@ def places_of(ids: Any, dim: int, shape: Extents, layout: Layout, groups: AxisGr
     return here, mine
 
 
-def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: Any) -> Any:
+def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: torch.device) -> Tensor:
     """Which elements of a whole tensor dim this rank has: int64 [elements here]."""
     import torch
 

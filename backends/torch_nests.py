@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import places_of
 from pase.backends.torch_values import NotOnParts
 from pase.ir import Op
 from pase.local.types import Extents, LocalOp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pase.ir.types import Walk
 
 __all__ = ["numbers_missing", "run_nest"]
 
@@ -24,7 +30,7 @@ _MISSING = {"select": 3}
 
 
 @cache
-def _functions() -> dict[str, Callable[..., Any]]:
+def _functions() -> dict[str, Callable[..., Tensor]]:
     """Function -> what computes it, given all of its operands."""
     import torch
 
@@ -56,8 +62,13 @@ def numbers_missing(op: Op) -> int:
 
 
 def run_nest(
-    op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, numbers: Iterator[float], groups: AxisGroups
-) -> Any:
+    op: Op,
+    local: LocalOp,
+    ins: Sequence[Tensor],
+    shape: Extents,
+    numbers: Iterator[float],
+    groups: AxisGroups,
+) -> Tensor:
     """The op's result on this rank. op: as it was traced. local: how it is split.
 
     shape: of the result on this rank. numbers: its operands that are plain numbers.
@@ -75,31 +86,31 @@ def run_nest(
             return _picked(op, local, ins, shape, groups)
         case "view" if op.name == "concatenate":
             return _joined(op, ins)
-    raise NotOnParts(f"'{op.name}' in it is not run apart from the rest")
+    raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> torch.dtype:
     import torch
 
     return getattr(torch, name)
 
 
-def _elementwise(op: Op, local: LocalOp, ins: Sequence[Any], numbers: Iterator[float]) -> Any:
+def _elementwise(op: Op, local: LocalOp, ins: Sequence[Tensor], numbers: Iterator[float]) -> Tensor:
     name = op.function.name
     if name not in _functions():
-        raise NotOnParts(f"'{name}' in it is not run apart from the rest")
-    given = list(ins)
+        raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")
+    given: list[Any] = list(ins)
     for _ in range(numbers_missing(op)):
         number = next(numbers, None)
         if number is None:
-            raise NotOnParts(f"a number that '{name}' in it takes is not known")
+            raise NotOnParts(f"a number that '{name}' in it needs is not known")
         given.append(
             given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
         )
     return _functions()[name](*given)
 
 
-def _reduce(op: Op, x: Any) -> Any:
+def _reduce(op: Op, x: Tensor) -> Tensor:
     """Reduce over the dims that the result does not have. The caller sums what is still partial."""
     axes = tuple(
         i
@@ -115,11 +126,11 @@ def _reduce(op: Op, x: Any) -> Any:
         case "reduce_min":
             made = x.amin(axes, keepdim=True) if axes else x
         case other:
-            raise NotOnParts(f"'{other}' in it is not run apart from the rest")
+            raise NotOnParts(f"'{other}' in it cannot be run separately from the rest")
     return made if keep else made.reshape(_kept(op, made))
 
 
-def _kept(op: Op, x: Any) -> list[int]:
+def _kept(op: Op, x: Tensor) -> list[int]:
     """The sizes of a reduction's result, from which dims of size 1 are left out in order."""
     walked = [w.dims for w in op.reads[0].map.walks]
     out = []
@@ -134,13 +145,13 @@ def _kept(op: Op, x: Any) -> list[int]:
     return out
 
 
-def _product(op: Op, ins: Sequence[Any], shape: Extents) -> Any:
+def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
     """Compute by its maps, as an einsum. Dims of size 1 have no letter."""
     import torch
 
     letters: dict[str, int] = {}
 
-    def term(x: Any, walks: Any) -> tuple[Any, list[int]]:
+    def term(x: Tensor, walks: Sequence[Walk]) -> tuple[Tensor, list[int]]:
         kept = [i for i, w in enumerate(walks) if w.dims]
         names = [letters.setdefault(d, len(letters)) for i in kept for d in walks[i].dims]
         return x.reshape([x.shape[i] for i in kept]), names
@@ -150,7 +161,7 @@ def _product(op: Op, ins: Sequence[Any], shape: Extents) -> Any:
     return torch.einsum(*terms, out).reshape(shape)
 
 
-def _view(op: Op, x: Any, shape: Extents) -> Any:
+def _view(op: Op, x: Tensor, shape: Extents) -> Tensor:
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
     if op.name == "transpose":
         left = list(range(len(read)))
@@ -167,18 +178,18 @@ def _view(op: Op, x: Any, shape: Extents) -> Any:
     return x.reshape(shape)
 
 
-def _joined(op: Op, ins: Sequence[Any]) -> Any:
+def _joined(op: Op, ins: Sequence[Tensor]) -> Tensor:
     """Concatenate along the dim that the result indexes differently from its parts."""
     import torch
 
     read, written = op.reads[0].map.walks, op.writes[0].map.walks
     apart = [i for i, (r, w) in enumerate(zip(read, written, strict=True)) if r != w]
     if len(apart) != 1:
-        raise NotOnParts("what it joins is not run apart from the rest")
+        raise NotOnParts("what it joins cannot be run separately from the rest")
     return torch.cat(list(ins), apart[0])
 
 
-def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: AxisGroups) -> Any:
+def _picked(op: Op, local: LocalOp, ins: Sequence[Tensor], shape: Extents, groups: AxisGroups) -> Tensor:
     """Elements of a table at vectors of indices, in dims that the result does not have; zero if another rank has them.
 
     If the indices share a dim with the table, each is looked up at its own position in that dim.
@@ -192,7 +203,7 @@ def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: 
     looked_up = [i for i, w in enumerate(walks) if w.dims and not set(w.dims) & made]
     shared = {i: k for k, v in enumerate(of_ids[:-1]) for i, w in enumerate(walks) if w.dims and w == v}
     if len(looked_up) != ids.shape[-1]:
-        raise NotOnParts("a lookup in it is not run apart from the rest")
+        raise NotOnParts("a lookup in it cannot be run separately from the rest")
     table, lead = local.operands[0], ids.shape[:-1]
     index, mine = {}, torch.ones(lead, dtype=torch.bool, device=x.device)
     for column, dim in enumerate(looked_up):
@@ -208,7 +219,7 @@ def _picked(op: Op, local: LocalOp, ins: Sequence[Any], shape: Extents, groups: 
     return _ordered(found, [*of_ids[:-1], *(walks[i] for i in rest)], written).reshape(shape)
 
 
-def _ordered(x: Any, stands: Sequence[Any], wanted: Sequence[Any]) -> Any:
+def _ordered(x: Tensor, stands: Sequence[Walk], wanted: Sequence[Walk]) -> Tensor:
     """Dims in the wanted order. Dims of size 1 are left to a reshape."""
     kept = [i for i, w in enumerate(stands) if w.dims]
     x = x.reshape([x.shape[i] for i in kept])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pase.backends import torch_windows  # noqa: F401, the rules of convolutions and pools
 from pase.backends.torch_moves import part, summed
@@ -28,13 +28,19 @@ from pase.backends.torch_values import (
     through_reshape,
 )
 from pase.errors import PaseError
+from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import arguments
 from pase.frontends.values import Value
 from pase.ir import Op, Place
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from pase.backends.torch_local import Body, RankWalk
+    from pase.frontends.torch_values import TorchOperand
 
 __all__ = ["NodeOps", "OpPair"]
 
@@ -72,7 +78,7 @@ class NodeOps:
     """A node of the graph, at its place, with what the walk has computed before it."""
 
     walk: RankWalk
-    node: Any
+    node: FxNode
     path: str
     body: Body
 
@@ -144,7 +150,7 @@ class NodeOps:
         work: Sequence[OpPair],
         before: Sequence[OpPair],
         anchors: Sequence[Anchor | None],
-        fixed: Mapping[str, Any],
+        fixed: Mapping[str, TorchOperand],
     ) -> None:
         reads = _Reads.of(self, work, before)
         arrays = self._computed(work, reads, anchors, fixed, gradient=False)
@@ -160,10 +166,10 @@ class NodeOps:
         work: Sequence[OpPair],
         reads: _Reads,
         anchors: Sequence[Anchor | None],
-        fixed: Mapping[str, Any],
+        fixed: Mapping[str, TorchOperand],
         *,
         gradient: bool,
-    ) -> dict[str, Any]:
+    ) -> dict[str, TorchOperand]:
         """Tensor -> what the op computes. gradient: the tensors that receive the operands' gradients."""
         mesh = self.walk.program.mesh
         results = {r.tensor: r for pair in work for r in pair.local.results}
@@ -192,29 +198,29 @@ class NodeOps:
         except PaseError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as e:
-            raise NotOnParts(f"PyTorch refuses it on parts: {' '.join(str(e).split())[:300]}") from e
-        out: dict[str, Any] = {}
+            raise NotOnParts(f"PyTorch cannot run it on parts: {' '.join(str(e).split())[:300]}") from e
+        out: dict[str, TorchOperand] = {}
         for x, a, where in zip(made, anchors, outs, strict=False):
             if a is not None and where is not None and a[0] not in out:
                 out[a[0]] = self._checked(led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient)
         return out
 
-    def _checked(self, x: Any, r: LocalResult, gradient: bool) -> Any:
+    def _checked(self, x: Tensor, r: LocalResult, gradient: bool) -> Tensor:
         want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
         if tuple(x.shape) != want:
-            raise NotOnParts(f"on parts it makes {list(x.shape)} where the plan has {list(want)}")
+            raise NotOnParts(f"on parts it makes {list(x.shape)}, but the plan has {list(want)}")
         return x
 
-    def _settled(self, local: LocalOp, r: LocalResult, x: Any) -> Any:
+    def _settled(self, local: LocalOp, r: LocalResult, x: Tensor) -> Tensor:
         """Sum at once, if the node that makes it also reads it."""
         partial = r.summed or "partial" in r.layout
         if partial and local.combine != "sum" and local.op.function.name not in ("reduce_max", "reduce_min"):
-            raise NotOnParts("partial results of it are joined by no collective")
+            raise NotOnParts("no collective combines its partial results")
         if not r.summed or local.combine != "sum":
             return x  # the edge sums it; a maximum's own rule has joined it
         return summed(x, r.summed, self.walk.groups)
 
-    def _keep(self, r: LocalResult, x: Any, shadow: Any) -> None:
+    def _keep(self, r: LocalResult, x: Tensor, shadow: Tensor | None) -> None:
         self.body.values[r.tensor] = RankValue(
             array=x, tensor=r.tensor, shape=r.shape, layout=r.layout, shadow=shadow, gradient=r.gradient
         )
@@ -226,7 +232,7 @@ class NodeOps:
         return str(self.node.target._schema.name).removeprefix("aten::")
 
     @cached_property
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, TorchOperand]:
         return arguments(self.node.target, self.node.args, self.node.kwargs)
 
     @property
@@ -239,12 +245,12 @@ class NodeOps:
         """Run one of its ops."""
         op, local = pair
         if any(o.halo for o in local.operands) or len(local.results) != 1:
-            raise NotOnParts(f"'{op.name}' in it is not run apart from the rest")
+            raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
         known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
 
-        def computed(arrays: Sequence[Any], layout: Layout) -> Any:
+        def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
             source = numbers if known is None else iter(known)
             with self.body.keeping.of(Place(self.path) in self.walk.kept):
@@ -276,7 +282,7 @@ class NodeOps:
         if whole is None:
             alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
             if len(alike) != 1:
-                raise NotOnParts("a constant that it reads is not found again")
+                raise NotOnParts("a constant that it reads is missing")
             whole = alike[0].reshape(o.shape)
         x = part(whole, o.shape, o.layout, self.walk.groups)
         return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
@@ -322,11 +328,13 @@ class _Reads:
     def shadowed(self) -> bool:
         return any(v.shadow is not None for v in self.values.values())
 
-    def given(self, outs: Sequence[Laid | None], gradient: bool) -> tuple[dict[str, Any], dict[str, Laid]]:
+    def given(
+        self, outs: Sequence[Laid | None], gradient: bool
+    ) -> tuple[dict[str, TorchOperand], dict[str, Laid]]:
         """The op's operands on this rank, and the layouts of those that are tensors."""
         laid: dict[str, Laid] = {}
 
-        def operand(name: str, v: Any) -> Any:
+        def operand(name: str, v: TorchOperand) -> TorchOperand:
             if isinstance(v, (list, tuple)):
                 return [operand("", x) for x in v]
             if not _is_node(v):
@@ -336,7 +344,7 @@ class _Reads:
 
         return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, laid
 
-    def _one(self, m: Any, outs: Sequence[Laid | None], gradient: bool) -> tuple[Any, Laid]:
+    def _one(self, m: FxNode, outs: Sequence[Laid | None], gradient: bool) -> tuple[Tensor | None, Laid]:
         walk = self.of_node.walk
         mesh, value = walk.program.mesh, walk.index.values.get(m)
         if not isinstance(value, Value):
@@ -350,14 +358,14 @@ class _Reads:
             return None, (value.shape, (None,) * len(mesh.names))  # of which only the shape counts
         return self._constant(m, value, outs)
 
-    def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Any, Laid]:
+    def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Tensor, Laid]:
         mesh = self.of_node.walk.program.mesh
-        beside = gradient and v.shadow is not None
-        layout = v.gradient if beside else v.layout
-        x = led(v.shadow if beside else v.array, layout, steps, mesh)
+        beside = v.shadow if gradient else None
+        layout = v.layout if beside is None else v.gradient
+        x = led(v.array if beside is None else beside, layout, steps, mesh)
         return x, (value.shape, laid_through(layout, steps, mesh))
 
-    def _constant(self, m: Any, value: Value, outs: Sequence[Laid | None]) -> tuple[Any, Laid]:
+    def _constant(self, m: FxNode, value: Value, outs: Sequence[Laid | None]) -> tuple[Tensor, Laid]:
         """The constant as an operand of its shape is read; next to a pointwise result, in the layout of the result."""
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)
@@ -427,17 +435,17 @@ def _elements(shape: tuple[int, ...]) -> int:
     return n
 
 
-def _is_node(v: Any) -> bool:
+def _is_node(v: object) -> bool:
     import torch
 
     return isinstance(v, torch.fx.Node)
 
 
-def _dtype(name: str) -> Any:
+def _dtype(name: str) -> torch.dtype:
     import torch
 
     return getattr(torch, name)
 
 
-def _values(x: Any) -> list[Any]:
+def _values(x: Tree) -> list[Tensor]:
     return list(x) if isinstance(x, (tuple, list)) else [x]

@@ -8,7 +8,7 @@ and ``torch.distributed.checkpoint`` therefore work on them. DTensor itself comp
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -28,8 +28,16 @@ from pase.local.lower import program_of
 from pase.local.parts import placement
 from pase.local.types import Layout, LocalMove, LocalOp, LocalProgram, local_shape
 from pase.machine import Mesh
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
     from pase.plan.types import PlanData
 
 __all__ = ["ParallelModule", "TorchPlan", "TorchStep", "torch_plan"]
@@ -77,7 +85,7 @@ class TorchPlan:
             kept=kept_results(self.traced.graph, self.blocks),
         )
 
-    def parallelize(self, module: Any, *, device: Any = None) -> ParallelModule:
+    def parallelize(self, module: Module, *, device: torch.device | str | None = None) -> ParallelModule:
         """Shard a module's parameters in place, as the plan stores them, and return its step.
 
         Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` on a DTensor
@@ -93,7 +101,12 @@ class TorchPlan:
         return ParallelModule.of(self, module, device)
 
     def train_step(
-        self, module: Any, optimizer_class: Any, *, device: Any = None, **settings: Any
+        self,
+        module: Module,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        **settings: object,
     ) -> TorchStep:
         """step(*batch) -> loss, including the optimizer's update.
 
@@ -110,9 +123,9 @@ class ParallelModule:
     """A module with sharded parameters, and its step on this rank. module: the user's own module, changed in place."""
 
     plan: TorchPlan
-    module: Any
+    module: Module
     walk: RankWalk
-    device: Any
+    device: torch.device
     seed: int
     steps: int = 0
     """How often the step ran. Random values depend on this and on ``seed``."""
@@ -120,7 +133,7 @@ class ParallelModule:
     """Tensor -> the DTensor in the module."""
 
     @classmethod
-    def of(cls, plan: TorchPlan, module: Any, device: Any) -> ParallelModule:
+    def of(cls, plan: TorchPlan, module: Module, device: torch.device | str | None) -> ParallelModule:
         import torch
 
         first = next(module.parameters(), None)
@@ -130,28 +143,29 @@ class ParallelModule:
         _Storage(parallel=made).replace()
         return made
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Tree) -> Tensor:
         """The loss of a batch, the same on every rank; call ``backward`` on it.
 
         The tensors of the batch are whole, or this rank's part. For a step in micro-batches, see ``backward``.
         """
         if self.plan.accumulate > 1:
             raise PaseError(
-                f"the plan has {self.plan.accumulate} micro-batches: loss = step.backward(*batch) makes their gradients"
+                f"the plan has {self.plan.accumulate} micro-batches: use loss = step.backward(*batch)"
             )
         return self._loss(self._parameters(), self._inputs(batch, 0))
 
-    def backward(self, *batch: Any) -> Any:
+    def backward(self, *batch: Tree) -> Tensor:
         """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
-        k, total = self.plan.accumulate, 0.0
+        k = self.plan.accumulate
+        losses: list[Tensor] = []
         held = self._parameters()
         for i in range(k):
             loss = self._loss(held, self._inputs(batch, i)) / k
             loss.backward()
-            total = total + loss.detach()
-        return total
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
 
-    def _loss(self, parameters: Mapping[str, RankValue], inputs: Mapping[str, RankValue]) -> Any:
+    def _loss(self, parameters: Mapping[str, RankValue], inputs: Mapping[str, RankValue]) -> Tensor:
         body = self.body({**parameters, **inputs})
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
@@ -212,7 +226,7 @@ class ParallelModule:
             yield LocalMove(kind="all_gather", axes=s.axes, before=now, after=after)
             now = after
 
-    def _inputs(self, batch: Sequence[Any], turn: int) -> dict[str, RankValue]:
+    def _inputs(self, batch: Sequence[Tree], turn: int) -> dict[str, RankValue]:
         """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
         part.
         """
@@ -221,7 +235,9 @@ class ParallelModule:
         k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
         given, names = tree_leaves(tuple(batch)), list(self.plan.traced.program.inputs)
         if len(given) != len(names):
-            raise PaseError(f"the plan was compiled for a batch of {len(names)} tensors, got {len(given)}")
+            raise PaseError(
+                f"the plan was compiled for a batch of {len(names)} tensors, but got {len(given)}"
+            )
         out = {}
         for x, name in zip(given, names, strict=True):
             if name not in leaves:
@@ -235,8 +251,8 @@ class ParallelModule:
                 x = part(x, r.shape, r.layout, self.walk.groups)
             if tuple(x.shape) != here:
                 raise PaseError(
-                    f"'{name}' has shape {list(x.shape)}; the plan was compiled for {list(r.shape)}, of which this "
-                    f"rank has {list(here)}"
+                    f"'{name}' has shape {list(x.shape)}; the plan was compiled for "
+                    f"{list(r.shape)}, and this rank has {list(here)} of it"
                 )
             out[r.tensor] = RankValue(array=x, tensor=r.tensor, shape=r.shape, layout=r.layout)
         return out | self._kept()
@@ -271,14 +287,14 @@ class TorchStep:
     """A train step on this rank: step(*batch) -> loss."""
 
     parallel: ParallelModule
-    optimizer: Any
+    optimizer: Optimizer
 
     @property
-    def module(self) -> Any:
+    def module(self) -> Module:
         """The user's module, whose parameters are DTensors."""
         return self.parallel.module
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Tree) -> Tensor:
         """Make one update. Returns the loss before it, the same on every rank. batch: see ``ParallelModule``."""
         self.optimizer.zero_grad()
         loss = self.parallel.backward(*batch)
@@ -286,7 +302,7 @@ class TorchStep:
         return loss
 
 
-def _agreed_seed(device: Any) -> int:
+def _agreed_seed(device: torch.device) -> int:
     """Rank 0's seed, on all ranks. Random ops must agree across the ranks."""
     import torch
     import torch.distributed as dist
@@ -302,7 +318,7 @@ class _Storage:
     """How a module's tensors become DTensors. meshes: the meshes with another order of axes than the plan's."""
 
     parallel: ParallelModule
-    meshes: dict[tuple[str, ...], Any] = field(default_factory=dict)
+    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
     def replace(self) -> None:
         import torch
@@ -311,7 +327,8 @@ class _Storage:
         p = self.parallel
         program, leaves = p.plan.traced.program, p.plan.leaves
         tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
-        made: dict[int, Any] = {}
+        made: dict[int, Parameter] = {}
+        old: Tensor
         for path, old in list(p.module.named_parameters(remove_duplicate=False)):
             if id(old) not in made:
                 self._check(path, old, tensor.get(path))
@@ -322,7 +339,7 @@ class _Storage:
             self._owner(path)._parameters[path.rpartition(".")[2]] = made[id(old)]
         if missing := sorted(set(tensor.values()) - set(p._stored)):
             path = next(k for k, v in tensor.items() if v == missing[0])
-            raise PaseError(f"the module has no parameter '{path}': it is not the model of the plan")
+            raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
         kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
         for path, old in list(p.module.named_buffers()):
             if path in program.mutated.values():
@@ -332,17 +349,17 @@ class _Storage:
             elif isinstance(old, torch.Tensor):
                 self._owner(path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
 
-    def _owner(self, path: str) -> Any:
+    def _owner(self, path: str) -> Module:
         return self.parallel.module.get_submodule(path.rpartition(".")[0])
 
-    def _check(self, path: str, old: Any, tensor: str | None) -> None:
+    def _check(self, path: str, old: Tensor, tensor: str | None) -> None:
         if tensor is None:
             return
         shape = self.parallel.plan.program.result(tensor).shape
         if tuple(old.shape) != shape:
             raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
 
-    def _distributed(self, old: Any, tensor: str | None, *, gradient: bool) -> Any:
+    def _distributed(self, old: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
         """A DTensor with rank 0's values. A tensor that the step does not read is whole on every rank."""
         import torch.distributed as dist
         from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -400,7 +417,7 @@ class _Storage:
         except CycleError:
             return None
 
-    def _devices(self, order: tuple[str, ...]) -> Any:
+    def _devices(self, order: tuple[str, ...]) -> DeviceMesh:
         """PyTorch's mesh in a given order of its axes."""
         import torch
         from torch.distributed.device_mesh import DeviceMesh
@@ -441,8 +458,8 @@ def torch_plan(plan: PlanData) -> TorchPlan:
         )
     if not isinstance(traced, TracedTorch):
         raise PaseError(
-            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no PyTorch module to run: "
-            f"plan.jax runs a JAX function, and 'pase emit' writes the plan for other frameworks"
+            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no PyTorch module "
+            "to run: use plan.jax for a JAX function, and 'pase emit' for other frameworks"
         )
     return TorchPlan(
         traced=micro(traced, plan.accumulate),

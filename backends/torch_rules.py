@@ -10,13 +10,20 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import part, places_of, positions
 from pase.backends.torch_values import NotOnParts
+from pase.frontends.torch_values import TorchOperand
 from pase.local.types import Extents, Layout, LocalOp, local_shape
+from pase.pytree import Tree
 from pase.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
 
 __all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
 
@@ -33,16 +40,16 @@ class RankCall:
     results' shapes and dtypes on all ranks, as fake tensors.
     """
 
-    target: Any
+    target: Callable[..., Tree]
     ops: Sequence[LocalOp]
-    given: Mapping[str, Any]
+    given: Mapping[str, TorchOperand]
     laid: Mapping[str, Laid]
     outs: Sequence[Laid | None]
     groups: AxisGroups
     seed: int
-    whole: Sequence[Any]
+    whole: Sequence[Tensor]
 
-    def run(self, /, **changes: Any) -> Any:
+    def run(self, /, **changes: TorchOperand) -> Tree:
         """Run the op itself, with other operands."""
         return self.target(**{**self.given, **changes})
 
@@ -59,7 +66,7 @@ class RankCall:
         here = local_shape(*self.laid[name], self.groups.mesh)
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
 
-    def places(self, name: str, dim: int, ids: Any) -> tuple[Any, Any]:
+    def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
         return places_of(ids, dim, *self.laid[name], self.groups)
 
@@ -69,16 +76,16 @@ class RankCall:
         return [axis for axis, s in states if isinstance(s, tuple) and s[0] == dim]
 
 
-RankRule = Callable[[RankCall], Any]
+RankRule = Callable[[RankCall], Tree]
 RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
 """Op -> how it runs on parts, if that differs from the whole."""
 
 
-def evaluate(name: str, call: RankCall) -> list[Any]:
+def evaluate(name: str, call: RankCall) -> list[Tensor]:
     """The op's results on this rank. Raises NotOnParts if the op cannot run on parts."""
     rule = RANK_RULES.get(name)
     if rule is None and any(o.halo for op in call.ops for o in op.operands):
-        raise NotOnParts("a dim that its window moves along is split")
+        raise NotOnParts("a dim along which its window moves is split")
     made = call.run() if rule is None else rule(call)
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
@@ -88,7 +95,7 @@ def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
 
 
 @RANK_RULES.register("copy")
-def _copy(call: RankCall) -> Any:
+def _copy(call: RankCall) -> Tensor:
     """Only the dtype of the overwritten tensor matters."""
     return call.given["src"].to(call.whole[0].dtype)
 
@@ -97,31 +104,31 @@ def _copy(call: RankCall) -> Any:
 
 
 @RANK_RULES.register("slice", "narrow", "select")
-def _slice(call: RankCall) -> Any:
+def _slice(call: RankCall) -> Tensor:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
         return call.run()
     whole, here = call.laid["self"][0][dim], x.shape[dim]
     if call.given.get("step", 1) != 1 or "index" in call.given or "length" in call.given:
-        raise NotOnParts("it takes a part of a dim that is split")
+        raise NotOnParts("it takes a part of a split dim")
     start, stop, _ = slice(call.given["start"], call.given["end"]).indices(whole)
     return x.narrow(dim, start * here // whole, (stop - start) * here // whole)
 
 
 @RANK_RULES.register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split")
-def _split(call: RankCall) -> Any:
+def _split(call: RankCall) -> Tensor:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
         return call.run()
     here, whole = x.shape[dim], call.laid["self"][0][dim]
     sizes = [t.shape[dim] * here // whole for t in call.whole]
     if sum(sizes) != here:
-        raise NotOnParts("it cuts a dim that is split in unlike parts")
+        raise NotOnParts("it cuts a split dim into unequal parts")
     return x.split(sizes, dim)
 
 
 @RANK_RULES.register("tril", "triu")
-def _triangle(call: RankCall) -> Any:
+def _triangle(call: RankCall) -> Tensor:
     """Mask by the positions in the last two dims."""
     shape, layout = call.laid["self"]
     x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
@@ -132,13 +139,13 @@ def _triangle(call: RankCall) -> Any:
 
 
 @RANK_RULES.register("one_hot")
-def _one_hot(call: RankCall) -> Any:
+def _one_hot(call: RankCall) -> Tensor:
     laid = call.outs[0]
     made = call.run()
     return made if laid is None else _last(made, laid, call.groups)
 
 
-def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
+def _last(x: Tensor, laid: Laid, groups: AxisGroups) -> Tensor:
     """This rank's part of a last dim that is made whole."""
     shape, layout = laid
     last = len(shape) - 1
@@ -150,7 +157,7 @@ def _last(x: Any, laid: Laid, groups: AxisGroups) -> Any:
 
 
 @RANK_RULES.register("amax", "amin")
-def _extreme(call: RankCall) -> Any:
+def _extreme(call: RankCall) -> Tensor:
     """All elements that attain the extreme share its gradient, as on one rank."""
     import torch
 
@@ -174,7 +181,7 @@ def _extreme(call: RankCall) -> Any:
     return top + ours.sum(sorted(axes), keepdim=bool(call.given.get("keepdim")))
 
 
-def _unsqueezed(x: Any, axes: Sequence[int]) -> Any:
+def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:
     for a in axes:
         x = x.unsqueeze(a)
     return x
@@ -184,7 +191,7 @@ def _unsqueezed(x: Any, axes: Sequence[int]) -> Any:
 
 
 @RANK_RULES.register("embedding")
-def _embedding(call: RankCall) -> Any:
+def _embedding(call: RankCall) -> Tensor:
     import torch
 
     if 0 not in call.split("weight"):
@@ -198,14 +205,14 @@ def _embedding(call: RankCall) -> Any:
 
 
 @RANK_RULES.register("index_select")
-def _index_select(call: RankCall) -> Any:
+def _index_select(call: RankCall) -> Tensor:
     dim = _dim(call)
     if dim not in call.split():
         return call.run()
     return _taken(call, dim, call.given["index"])
 
 
-def _taken(call: RankCall, dim: int, ids: Any) -> Any:
+def _taken(call: RankCall, dim: int, ids: Tensor) -> Tensor:
     """x at these indices of a dim that is split. The shape of the indices takes the place of the dim."""
     import torch
 
@@ -216,23 +223,23 @@ def _taken(call: RankCall, dim: int, ids: Any) -> Any:
     return torch.where(mask, found, found.new_zeros(()))
 
 
-def _positive(ids: Any, extent: int) -> Any:
+def _positive(ids: Tensor, extent: int) -> Tensor:
     return ids + extent * (ids < 0)
 
 
 @RANK_RULES.register("index", "_unsafe_index")
-def _index(call: RankCall) -> Any:
+def _index(call: RankCall) -> Tensor:
     given = call.given["indices"]
     at = [i for i, v in enumerate(given) if v is not None]
     if not set(at) & call.split():
         return call.run()
     if len(at) > 1:
-        raise NotOnParts("it looks up several dims at once, of which one is split")
+        raise NotOnParts("it looks up several dims at once, and one of them is split")
     return _taken(call, at[0], given[at[0]])
 
 
 @RANK_RULES.register("gather")
-def _gather(call: RankCall) -> Any:
+def _gather(call: RankCall) -> Tensor:
     import torch
 
     dim = _dim(call)
@@ -246,7 +253,7 @@ def _gather(call: RankCall) -> Any:
 @RANK_RULES.register(
     "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
 )
-def _scatter(call: RankCall) -> Any:
+def _scatter(call: RankCall) -> Tensor:
     """If the result is a partial sum, the tensor that the updates are added to counts only on the first rank."""
     x = call.given["self"]
     if "indices" in call.given:
@@ -255,7 +262,7 @@ def _scatter(call: RankCall) -> Any:
         at = {_dim(call)}
     parted = at & call.split()
     if parted and not ("indices" in call.given or "source" in call.given):
-        raise NotOnParts("it updates a dim that is split")
+        raise NotOnParts("it updates a split dim")
     (result,) = call.ops[-1].results
     names = call.groups.mesh.names
     partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
@@ -264,13 +271,15 @@ def _scatter(call: RankCall) -> Any:
     return _put(call, x, sorted(parted)) if parted else call.run(self=x)
 
 
-def _put(call: RankCall, x: Any, parted: Sequence[int]) -> Any:
+def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
     """Update a tensor of which this rank has a part along some of the indexed dims. What is for other ranks goes into
     a place behind the part, which is cut off again."""
     import torch
 
     several = "indices" in call.given
-    given = list(call.given["indices"]) if several else [None] * parted[0] + [call.given["index"]]
+    given: TorchOperand = (
+        list(call.given["indices"]) if several else [None] * parted[0] + [call.given["index"]]
+    )
     mine = torch.ones((), dtype=torch.bool, device=x.device)
     for d in parted:
         given[d], here = call.places("self", d, _positive(given[d], call.laid["self"][0][d]))
@@ -287,7 +296,7 @@ def _put(call: RankCall, x: Any, parted: Sequence[int]) -> Any:
 
 
 @RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
-def _grouped(call: RankCall) -> Any:
+def _grouped(call: RankCall) -> Tensor:
     """The rank's rows that belong to its groups, in the order of these; zeros for its other rows."""
     import torch
 
@@ -310,13 +319,13 @@ def _grouped(call: RankCall) -> Any:
 
 
 @RANK_RULES.register("scaled_dot_product_attention")
-def _attention(call: RankCall) -> Any:
+def _attention(call: RankCall) -> Tensor:
     """A rank has a part of the batch, heads and queries; keys are whole."""
     q, k = call.given["query"], call.given["key"]
     whole = call.laid["key"][0]
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
-        raise NotOnParts("parts of its keys or heads do not make attentions of their own")
-    changes: dict[str, Any] = {}
+        raise NotOnParts("attention on a part of its keys or heads is not a part of the attention")
+    changes: dict[str, TorchOperand] = {}
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
     shape, layout = call.laid["query"]
@@ -334,7 +343,7 @@ def _attention(call: RankCall) -> Any:
 
 
 @RANK_RULES.register("group_norm", "native_group_norm")
-def _group_norm(call: RankCall) -> Any:
+def _group_norm(call: RankCall) -> Tensor:
     x, whole = call.given["input"], call.laid["input"][0]
     name = "num_groups" if "num_groups" in call.given else "group"
     changes = {name: call.given[name] * x.shape[1] // whole[1]}
@@ -349,7 +358,7 @@ _DRAWING = threading.Lock()
 
 
 @contextlib.contextmanager
-def seeded(seed: int, device: Any) -> Iterator[None]:
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
     """Random values drawn here follow from the seed, on every rank and on recomputation.
 
     The program's own random state is restored afterwards.
@@ -363,7 +372,7 @@ def seeded(seed: int, device: Any) -> Iterator[None]:
 
 
 @RANK_RULES.register("native_dropout", "dropout")
-def _dropout(call: RankCall) -> Any:
+def _dropout(call: RankCall) -> Tensor | tuple[Tensor, ...]:
     import torch
 
     x = call.given["input"]
@@ -378,11 +387,13 @@ def _dropout(call: RankCall) -> Any:
 
 # Numbers that are part of an op, in the order in which the traced graph has no operand for them.
 
-Numbers = Callable[[Mapping[str, Any], Mapping[str, Extents]], Iterator[float]]
+Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, Extents]], Iterator[float]]
 _NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
 
 
-def numbers_of(name: str, given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def numbers_of(
+    name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
+) -> Iterator[float]:
     """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
     tensors.
     """
@@ -390,7 +401,7 @@ def numbers_of(name: str, given: Mapping[str, Any], shapes: Mapping[str, Extents
     return iter(() if found is None else tuple(found(given, shapes)))
 
 
-def _count(shape: Extents, dims: Any) -> int:
+def _count(shape: Extents, dims: int | Sequence[int] | None) -> int:
     n = 1
     for d in [dims] if isinstance(dims, int) else dims or range(len(shape)):
         n *= shape[d]
@@ -398,12 +409,12 @@ def _count(shape: Extents, dims: Any) -> int:
 
 
 @_NUMBERS.register("mean", "mse_loss", "l1_loss")
-def _mean(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     yield _count(shapes["self"], given.get("dim"))
 
 
 @_NUMBERS.register("var", "std", "var_mean", "std_mean")
-def _variance(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     n = _count(shapes["self"], given.get("dim"))
     correction = given.get("correction")
     yield n
@@ -411,7 +422,7 @@ def _variance(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterat
 
 
 @_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
-def _layer_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     import torch
 
     axes = given["normalized_shape"]
@@ -424,14 +435,14 @@ def _layer_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iter
 
 
 @_NUMBERS.register("group_norm", "native_group_norm")
-def _of_group_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _of_group_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     shape = shapes["input"]
     n = _count(shape, list(range(1, len(shape)))) // int(given.get("num_groups") or given["group"])
     yield from (n, n, given["eps"])
 
 
 @_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
-def _batch_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     shape, m = shapes["input"], given["momentum"]
     n = _count(shape, [i for i in range(len(shape)) if i != 1])
     yield from (n, n, given["eps"])
@@ -439,16 +450,16 @@ def _batch_norm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iter
 
 
 @_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
-def _cross_entropy(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _cross_entropy(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     """Ignored labels add zero."""
     if given.get("weight") is not None or given.get("label_smoothing"):
-        raise NotOnParts("it weights classes or smooths labels, and is summed over ranks")
+        raise NotOnParts("it weights classes or smooths labels, but is summed over ranks")
     yield given.get("ignore_index", -100)
     yield 0.0
 
 
 @_NUMBERS.register("addmm", "baddbmm")
-def _addmm(given: Mapping[str, Any], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     if given.get("beta", 1) != 1:
-        raise NotOnParts("it scales what is added, and is summed over ranks")
+        raise NotOnParts("it scales what it adds, but is summed over ranks")
     yield given.get("alpha", 1)

@@ -65,8 +65,8 @@ def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> 
         if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
             continue
         raise PaseError(
-            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over {', '.join(c.axes)}, and "
-            f"data parallelism sends parameters and gradients alone. {_INSTEAD}"
+            f"this plan is not {target}: '{c.node}' sends a {c.kind} of activations over "
+            f"{', '.join(c.axes)}, but data parallelism sends only parameters and gradients. {_INSTEAD}"
         )
     kept = {path: _placed(t.state or t.storage, batch) for path, t in plan.parameters.items()}
     shard = tuple(a for a in batch if any(a in axes for axes, _ in kept.values()))
@@ -86,8 +86,8 @@ def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> 
     stored = {path for path, t in plan.parameters.items() if _placed(t.storage, batch)[0]}
     if stored and stored != set(dims):
         raise PaseError(
-            f"this plan is not {target}: '{min(set(dims) - stored)}' is stored whole and its state split, others are "
-            f"split. {_INSTEAD}"
+            f"this plan is not {target}: '{min(set(dims) - stored)}' is replicated with its "
+            f"state split, but others are split. {_INSTEAD}"
         )
     replicate = tuple(a for a in batch if a not in shard)
     return DataStyle(replicate=replicate, shard=shard, dims=dims, whole=tuple(whole), gathered=bool(stored))
@@ -123,7 +123,7 @@ def _check_small(plan: PlanData, target: str, whole: list[str]) -> None:
     if whole and sum(sizes[p] for p in whole) > _SMALL * sum(sizes.values()):
         most = max(whole, key=lambda p: sizes[p])
         raise PaseError(
-            f"this plan is not {target}: it keeps '{most}' whole, and splits other parameters. {_INSTEAD}"
+            f"this plan is not {target}: it replicates '{most}' and splits other parameters. {_INSTEAD}"
         )
 
 

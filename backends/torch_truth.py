@@ -6,13 +6,23 @@ The step may run on fake tensors over a process group that sends nothing, for ex
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_plan import ParallelModule, TorchPlan
 from pase.local.account import program_collectives
 from pase.local.types import LocalProgram, local_shape
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pase.frontends.torch_values import TorchOperand
 
 __all__ = ["SentCounts", "planned", "recorded", "sent_by_one_rank"]
 
@@ -38,7 +48,7 @@ def planned(program: LocalProgram) -> SentCounts:
 
 
 @cache
-def _recorder() -> Any:
+def _recorder() -> type[TorchDispatchMode]:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
@@ -47,7 +57,13 @@ def _recorder() -> Any:
             self.sent: SentCounts = Counter()
             self._axes = {name: axes for axes, name in groups.names.items()}
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[TorchOperand, ...] = (),
+            kwargs: dict[str, TorchOperand] | None = None,
+        ) -> Tree:
             made = func(*args, **(kwargs or {}))
             name = func._schema.name.rpartition("::")[2]
             if func.namespace == "_c10d_functional" and name in _KINDS:
@@ -61,7 +77,7 @@ def _recorder() -> Any:
     return Recorder
 
 
-def recorded(groups: AxisGroups) -> Any:
+def recorded(groups: AxisGroups) -> TorchDispatchMode:
     """A context manager: ``with recorded(groups) as found: …``. Afterwards ``found.sent`` is what was sent over these
     groups.
     """
@@ -87,20 +103,20 @@ class _Imagined(ParallelModule):
 class _ImaginedTensor:
     """A stand-in for a DTensor."""
 
-    def __init__(self, local: Any) -> None:
+    def __init__(self, local: Tensor) -> None:
         self._local = local
 
-    def to_local(self) -> Any:
+    def to_local(self) -> Tensor:
         return self._local
 
-    def to(self, device: Any) -> Any:
+    def to(self, device: torch.device) -> Tensor:
         return self._local
 
-    def copy_(self, x: Any) -> None:
+    def copy_(self, x: Tensor) -> None:
         """Do nothing: the next value has no data either."""
 
 
-def _fake(shape: Any, dtype: Any, requires_grad: bool = False) -> Any:
+def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
     import torch
 
     return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad)
@@ -113,7 +129,7 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
 
     device = torch.device("cpu")
     groups = plan.groups("cpu")
-    step = _Imagined(plan=plan, module=None, walk=plan.walk(groups), device=device, seed=0)
+    step = _Imagined(plan=plan, module=torch.nn.Module(), walk=plan.walk(groups), device=device, seed=0)
     tensors = plan.traced.graph.tensors
     dtypes = {t: getattr(torch, tensors[t].dtype) for t in plan.leaves.values()}
     with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
@@ -123,7 +139,7 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
                 shape = local_shape(r.shape, r.gradient, plan.mesh)
                 trained = tensors[r.tensor].needs_grad
                 step._stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
-        batch: list[Any] = []
+        batch: list[Tensor | None] = []
         for name in plan.traced.program.inputs:
             if name not in plan.leaves:
                 batch.append(None)

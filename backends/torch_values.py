@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.values import Value
 from pase.local.types import Extents, Layout, local_shape
 from pase.machine import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "NotOnParts",
@@ -37,11 +40,11 @@ class RankValue:
     For example, a parameter whose optimizer state is split further has a shadow in the layout ``gradient``.
     """
 
-    array: Any
+    array: Tensor
     tensor: str
     shape: Extents
     layout: Layout
-    shadow: Any = None
+    shadow: Tensor | None = None
     gradient: Layout = ()
 
 
@@ -81,7 +84,7 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
         value = base
 
 
-def led(x: Any, layout: Layout, steps: Steps, mesh: Mesh) -> Any:
+def led(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
     """Apply views to a rank's part. The result is the part of the views' result."""
     for step in steps:
         layout = _laid(layout, step, mesh)
@@ -140,4 +143,4 @@ def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
         inner = math.prod(new[dim + 1 :])
         if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
             return dim, inner * extent // low
-    raise NotOnParts(f"what one mesh axis holds lies across dims of {list(new)}")
+    raise NotOnParts(f"what one mesh axis holds is spread over several dims of {list(new)}")

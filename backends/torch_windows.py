@@ -8,7 +8,7 @@ same way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_moves import there_and_back
 from pase.backends.torch_rules import RANK_RULES, RankCall
@@ -16,6 +16,9 @@ from pase.backends.torch_values import NotOnParts
 from pase.errors import PaseError
 from pase.ir import Window
 from pase.local.parts import axes_of, window_border
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__: list[str] = []
 
@@ -32,7 +35,7 @@ _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
 
 
 @RANK_RULES.register(*_CONVOLUTIONS)
-def _convolution(call: RankCall) -> Any:
+def _convolution(call: RankCall) -> Tensor:
     """Batch, channels, groups and spatial dims may be split."""
     x, w = call.given["input"], call.given["weight"]
     if call.given.get("transposed"):
@@ -42,7 +45,7 @@ def _convolution(call: RankCall) -> Any:
     if not call.split("input") & set(range(x.dim() - n, x.dim())):
         return call.run(**changes)
     if isinstance(call.given["padding"], str):
-        raise NotOnParts("its padding is a word, and a dim that its window moves along is split")
+        raise NotOnParts("its padding is given as a word, and a dim along which its window moves is split")
     stride, padding, dilation = (_each(call.given[k], n) for k in ("stride", "padding", "dilation"))
     windows = [
         Window(extent=(k - 1) * d + 1, stride=s)
@@ -53,7 +56,7 @@ def _convolution(call: RankCall) -> Any:
 
 
 @RANK_RULES.register(*_POOLS)
-def _pool(call: RankCall) -> Any:
+def _pool(call: RankCall) -> Tensor:
     n, largest = int(str(call.target).partition("_pool")[2][0]), "max_pool" in str(call.target)
     x = call.given["self"]
     if not call.split("self") & set(range(x.dim() - n, x.dim())):
@@ -62,7 +65,9 @@ def _pool(call: RankCall) -> Any:
     stride = _each(call.given.get("stride") or kernel, n)
     padding, dilation = _each(call.given.get("padding", 0), n), _each(call.given.get("dilation", 1), n)
     if call.given.get("ceil_mode") or (any(padding) and not call.given.get("count_include_pad", True)):
-        raise NotOnParts("its windows at the ends are not as others, and a dim that they move along is split")
+        raise NotOnParts(
+            "its windows at the borders differ from the others, and a dim along which they move is split"
+        )
     windows = [
         Window(extent=(k - 1) * d + 1, stride=s) for k, d, s in zip(kernel, dilation, stride, strict=True)
     ]
@@ -70,20 +75,20 @@ def _pool(call: RankCall) -> Any:
     return call.run(self=x, padding=left)
 
 
-def _unsplit(call: RankCall, name: str) -> Any:
+def _unsplit(call: RankCall, name: str) -> Tensor:
     if any(o.halo for op in call.ops for o in op.operands):
-        raise NotOnParts("a dim that its window moves along is split, and it is transposed")
+        raise NotOnParts("it is transposed, and a dim along which its window moves is split")
     return call.run()
 
 
-def _each(given: Any, n: int) -> list[int]:
+def _each(given: int | Sequence[int], n: int) -> list[int]:
     found = [given] if isinstance(given, int) else list(given)
     return found * n if len(found) == 1 else found
 
 
 def _with_neighbours(
     call: RankCall, name: str, windows: Sequence[Window], padding: Sequence[int], edge: float
-) -> tuple[Any, list[int]]:
+) -> tuple[Tensor, list[int]]:
     """(the operand with the halo rows that its windows read, the padding still to be applied).
 
     edge: the value past the ends. Dims are extended one after the other, so that corners are included.
@@ -105,17 +110,19 @@ def _with_neighbours(
     return x, left
 
 
-def _extended(call: RankCall, name: str, x: Any, dim: int, before: int, behind: int, edge: float) -> Any:
+def _extended(
+    call: RankCall, name: str, x: Tensor, dim: int, before: int, behind: int, edge: float
+) -> Tensor:
     """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
     import torch
 
     groups = call.groups
     axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
     if list(axes) != sorted(axes, key=groups.mesh.names.index):
-        raise NotOnParts("a dim that its window moves along is split in another order than the mesh's")
+        raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
     at, last = groups.number(axes), groups.ways(axes) - 1
 
-    def from_neighbour(start: int, count: int, by: int) -> Any:
+    def from_neighbour(start: int, count: int, by: int) -> Tensor:
         rows = x.narrow(dim, start, count)
         came = there_and_back(
             rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)

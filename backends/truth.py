@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_pipeline import in_stages
-from pase.backends.to_jax import Lowering, jax_plan
-from pase.frontends.jax_types import Tree
+from pase.backends.jax_plans import jax_plan
+from pase.backends.to_jax import Lowering
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
 from pase.plan.types import PlanData
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
@@ -250,7 +251,7 @@ def sharded_step(
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
-        compiled = jp.lower_train_step(kept, mesh, lowering=lowering).compile()
+        compiled = jp.lower_train_step(kept, mesh, lowering=lowering or "auto").compile()
     placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)

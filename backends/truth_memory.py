@@ -8,7 +8,7 @@ once, whole, since it forms no reduce-scatter either. And around convolutions no
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from pase.ir import Access, Node, Scope, functions
 from pase.memory.account import held
 from pase.plan.types import PlanData
 from pase.tables.layouts import local_bytes
+
+if TYPE_CHECKING:
+    from jax.stages import Compiled
+
+    from pase.plan.types import TensorPlan
 
 __all__ = ["Peak", "compare_memory"]
 
@@ -38,10 +43,11 @@ class Peak:
         return (self.on_cpu - self.compiled) / self.compiled
 
 
-def compare_memory(plan: PlanData, compiled: Any, lowering: Lowering = "annotated") -> Peak:
+def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "annotated") -> Peak:
     """compiled: what ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` gave, on host devices, with the
     plan's optimizer. Lowered by hand, gradients are reduced as in the plan: whole ones are not held beside it."""
     a, m = compiled.memory_analysis(), plan.memory
+    assert a is not None  # host devices have it
     sums = _sums_at_once(plan) if lowering == "annotated" else 0
     batch = sum(_local(plan, t) for t in plan.inputs.values())
     return Peak(
@@ -56,7 +62,7 @@ def compare_memory(plan: PlanData, compiled: Any, lowering: Lowering = "annotate
     )
 
 
-def _local(plan: PlanData, t: Any) -> int:
+def _local(plan: PlanData, t: TensorPlan) -> int:
     from pase.ir.types import itemsize
 
     sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))

@@ -1,6 +1,6 @@
 if __name__ != "pase.costmodels":  # a second copy of every module would follow, silently
     raise ImportError(
-        "import pase.costmodels, not costmodels (the folder at the repository's top is pase's own)"
+        "import pase.costmodels, not costmodels (the folder at the top of the repository is linked into pase)"
     )
 
 from pase.costmodels.registry import get, names, register

@@ -130,7 +130,7 @@ class Analytic:
         """Seconds of the cheapest algorithm for each size; see ``costmodels/collectives.py``."""
         axes, nbytes = np.asarray(axes), np.asarray(nbytes, dtype=float)
         if axes.size and (axes.min() < 0 or axes.max() >= 1 << len(mesh.sizes)):
-            raise ValueError(f"axis sets of mesh {mesh.names} lie in 0..{(1 << len(mesh.sizes)) - 1}")
+            raise ValueError(f"the axis sets of mesh {mesh.names} must be in 0..{(1 << len(mesh.sizes)) - 1}")
         alpha, beta = self._table(kind, mesh)
         out = np.full(np.broadcast_shapes(axes.shape, nbytes.shape), np.inf)
         for a, b in zip(alpha, beta, strict=True):

@@ -259,7 +259,7 @@ def lines(kind: CollectiveKind, machine: Machine, g: DeviceGroup, *, flat: bool 
         found += [(a1 + a2, b1 + b2) for a1, b1 in first for a2, b2 in second]
     if not found:
         raise PaseError(
-            f"machine {machine.name} lists no algorithm for {kind} over ways {list(g.ways)}; add an "
-            f"[[algorithms]] entry that serves it, or drop them all for the default ones"
+            f"machine {machine.name} has no algorithm for {kind} over ways {list(g.ways)}; add an "
+            "[[algorithms]] entry for it, or remove all entries to use the defaults"
         )
     return np.array(_undominated(found))

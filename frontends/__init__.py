@@ -1,4 +1,4 @@
 if __name__ != "pase.frontends":  # a second copy of every module would follow, silently
     raise ImportError(
-        "import pase.frontends, not frontends (the folder at the repository's top is pase's own)"
+        "import pase.frontends, not frontends (the folder at the top of the repository is linked into pase)"
     )

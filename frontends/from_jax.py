@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
@@ -20,12 +20,17 @@ from pase.frontends.jax_generation import Generation, programs_of
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
-from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
+from pase.frontends.jax_types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.tree_util import PyTreeDef
 
 __all__ = [
     "INLINED",
@@ -67,14 +72,14 @@ class TracedJax(registry.Traced):
 
     jaxpr: ClosedJaxpr
     """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
-    in_tree: Any
+    in_tree: PyTreeDef
     """Treedef of (params, *batch)."""
     operands: Mapping[Place, tuple[str | None, ...]]
     """Equation -> tensor name of each input (None: a literal)."""
     results: Mapping[Place, tuple[str, ...]]
     """Equation -> tensor name of each output; and of each part of a loop or a branch. Equations inside of calls that
     are kept whole have places here, too."""
-    fn: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    fn: Callable[..., Tree] | None = field(default=None, repr=False, compare=False)
     """What was traced, to trace it on a part of the batch."""
     unknown: Unknown = "error"
     mode: Mode = "train"
@@ -88,11 +93,11 @@ class TracedJax(registry.Traced):
     """Input leaf -> the output leaf that is its next value."""
     programs: tuple[str, ...] = ()
     """Of a ``Generation``: what the paths of prefill's equations begin with, and of decode's."""
-    kept: Any = field(default=None, repr=False, compare=False)
+    kept: Tree = field(default=None, repr=False, compare=False)
     """The arguments' static leaves, in their place; None elsewhere."""
-    out_tree: Any = None
+    out_tree: PyTreeDef | None = None
     """Treedef of what the jaxpr returns: of a loss, of (loss, aux)."""
-    kept_out: Any = field(default=None, repr=False, compare=False)
+    kept_out: Tree = field(default=None, repr=False, compare=False)
     """The static leaves of what the function returns."""
 
     @property
@@ -101,7 +106,7 @@ class TracedJax(registry.Traced):
         return self.mode == "train" and len(self.jaxpr.out_avals) > 1
 
 
-def reads(model: Any) -> bool:
+def reads(model: object) -> bool:
     """Any callable."""
     return callable(model)
 
@@ -117,12 +122,12 @@ def inlined(eqn: Eqn) -> bool:
     return name in INLINED and name not in KEPT_WHOLE and jax_attention.call_of(eqn) is None
 
 
-def inner_jaxpr(eqn: Eqn) -> Any:
+def inner_jaxpr(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]]:
     """The jaxpr that a call equation calls: (jaxpr, consts)."""
     return jax_versions.opened(eqn.params[INLINED[eqn.primitive.name]])
 
 
-def _paths(tree: Any, alone: str = "params") -> tuple[str, ...]:
+def _paths(tree: Tree, alone: str = "params") -> tuple[str, ...]:
     """``blocks.0.w`` for each leaf; of a pytree that is one leaf, ``alone``."""
     import jax
 
@@ -131,9 +136,9 @@ def _paths(tree: Any, alone: str = "params") -> tuple[str, ...]:
 
 
 def trace(
-    fn: Callable[..., Any],
-    params: Any = None,
-    *batch: Any,
+    fn: Callable[..., Tree],
+    params: Tree = None,
+    *batch: Tree,
     name: str | None = None,
     unknown: Unknown = "error",
     dims: DimSizes | None = None,
@@ -209,8 +214,8 @@ def trace(
 
 
 def _arguments(
-    fn: Any, args: tuple[Any, ...], dims: DimSizes | None, called: str
-) -> tuple[Any, dict[str, int], set[str]]:
+    fn: Callable[..., Tree], args: tuple[Tree, ...], dims: DimSizes | None, called: str
+) -> tuple[Tree, dict[str, int], set[str]]:
     """The arrays among the arguments as shapes, what of ``dims`` is none of their sizes, and those sizes."""
     import jax
 
@@ -240,13 +245,13 @@ def _no_gradient(called: str, loops: bool) -> str:
 
 
 def from_jax(
-    fn: Callable[..., Any], params: Any, *batch: Any, name: str | None = None, unknown: Unknown = "error"
+    fn: Callable[..., Tree], params: Tree, *batch: Tree, name: str | None = None, unknown: Unknown = "error"
 ) -> Graph:
     """The raw graph of ``fn(params, *batch)``; see ``trace``."""
     return trace(fn, params, *batch, name=name, unknown=unknown).graph
 
 
-def _check_leaves(tree: Any, what: str) -> None:
+def _check_leaves(tree: Tree, what: str) -> None:
     import jax
     import numpy as np
 
@@ -268,7 +273,7 @@ def _check_leaves(tree: Any, what: str) -> None:
                 )
 
 
-def _shape_struct(leaf: Any) -> Any:
+def _shape_struct(leaf: Tree) -> ShapeDtypeStruct:
     import jax
     import numpy as np
 
@@ -278,7 +283,7 @@ def _shape_struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
 
 
-def _bound(leaf: Any, dims: DimSizes) -> Any:
+def _bound(leaf: ShapeDtypeStruct, dims: DimSizes) -> ShapeDtypeStruct:
     """The leaf with integers for the sizes that ``dims`` settles."""
     import jax
 
@@ -287,11 +292,11 @@ def _bound(leaf: Any, dims: DimSizes) -> Any:
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def shape_of(aval: Any) -> tuple[Size, ...]:
+def shape_of(aval: Aval) -> tuple[Size, ...]:
     return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in aval.shape)
 
 
-def dtype_of(aval: Any) -> str:
+def dtype_of(aval: Aval) -> str:
     text = str(aval.dtype)
     return "key" if text.startswith("key<") else text
 
@@ -300,7 +305,7 @@ def dtype_of(aval: Any) -> str:
 class _JaxLowering:
     b: GraphBuilder
     unknown: Unknown
-    env: dict[Any, Tensor | None] = field(default_factory=dict)
+    env: dict[Var, Tensor | None] = field(default_factory=dict)
     """None: a number known from shapes alone, as good as a literal."""
     operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
     results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
@@ -310,17 +315,17 @@ class _JaxLowering:
     """Turns of while loops and chances of branches, as far as they are known."""
     programs: Mapping[str, int] = field(default_factory=dict)
     """See ``programs_of``."""
-    policy: Any = None
+    policy: Callable[..., object] | None = None
     """The enclosing rematerialised region's policy: which results are saved."""
 
     def inner(self) -> _JaxLowering:
         return replace(self, env={})
 
-    def read(self, var: Any) -> Tensor | None:
+    def read(self, var: Var) -> Tensor | None:
         """The tensor of a variable; None for a literal, which is part of the op."""
         return None if jax_versions.is_literal(var) else self.env[var]
 
-    def write(self, variables: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    def write(self, variables: Sequence[Var], tensors: Sequence[Tensor]) -> None:
         self.env.update(zip(variables, tensors, strict=True))
 
     def leaves(self, jaxpr: Jaxpr, param_paths: Sequence[str], input_paths: Sequence[str]) -> None:
@@ -343,7 +348,7 @@ class _JaxLowering:
                     with self.b.region("program", path, times=times):
                         self.b.thread(held, value)
 
-    def eqns(self, eqns: Sequence[Any], prefix: str) -> None:
+    def eqns(self, eqns: Sequence[Eqn], prefix: str) -> None:
         for i, eqn in enumerate(eqns):
             # A cached inner jaxpr has lost its lines.
             self.b.source = jax_versions.source_line(eqn) or self.b.source
@@ -416,11 +421,11 @@ class _JaxLowering:
         for var in jaxpr.constvars:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
-    def bind(self, inner: _JaxLowering, names: Sequence[Any], values: Sequence[Any]) -> None:
+    def bind(self, inner: _JaxLowering, names: Sequence[Var], values: Sequence[Var]) -> None:
         for var, value in zip(names, values, strict=True):
             inner.env[var] = self.of(value)
 
-    def _return(self, inner: _JaxLowering, names: Sequence[Any], outs: Sequence[Any]) -> None:
+    def _return(self, inner: _JaxLowering, names: Sequence[Var], outs: Sequence[Var]) -> None:
         for name, out in zip(names, outs, strict=True):
             self.env[out] = inner.of(name)
 
@@ -428,7 +433,7 @@ class _JaxLowering:
         """To lower a body by itself, for its price."""
         return _JaxLowering(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
 
-    def of(self, var: Any) -> Tensor:
+    def of(self, var: Var) -> Tensor:
         """The tensor of a variable; a literal becomes a constant."""
         tensor = self.read(var)
         return tensor if tensor is not None else self.b.constant(shape_of(var.aval), dtype_of(var.aval))
@@ -439,7 +444,7 @@ class _JaxLowering:
         self.write(eqn.outvars, nests.opaque(self.b, eqn.primitive.name, inputs, outs, flops=flops))
 
 
-def _saves(policy: Any, eqn: Eqn) -> bool:
+def _saves(policy: Callable[..., object], eqn: Eqn) -> bool:
     """Does a jax.checkpoint policy save this equation's results? (It is asked as JAX asks it.)"""
     if eqn.primitive.name in INLINED or eqn.primitive.name in CONTROL:
         return False  # asked of the equations inside

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from pase.ir.types import is_floating
 from pase.ops import GraphBuilder, nests
 
 if TYPE_CHECKING:
-    from onnx import FunctionProto, GraphProto, NodeProto, TensorProto, ValueInfoProto
+    from onnx import AttributeProto, FunctionProto, GraphProto, NodeProto, TensorProto, ValueInfoProto
 
 __all__ = ["OnnxLowering", "TracedOnnx", "coverage", "lowered", "reads", "trace"]
 
@@ -86,7 +86,7 @@ def trace(
     except ModuleNotFoundError:
         raise PaseError(f"reading an ONNX model needs the onnx package: {install_line('onnx')}") from None
     if args:
-        raise PaseError("an ONNX model brings its inputs along: give no arguments with it")
+        raise PaseError("an ONNX model contains its inputs: give no arguments after it")
     with uncollected():
         return _trace(load(model, dims, name), unknown)
 
@@ -115,7 +115,7 @@ def _trace(m: OnnxModel, unknown: Unknown) -> TracedOnnx:
     outs: list[Tensor] = []
     for o in m.graph.output:
         if o.name not in low.env:
-            raise PaseError(f"{m.name}: output '{o.name}' is made by no node")
+            raise PaseError(f"{m.name}: output '{o.name}' is not made by any node")
         for v in low.env[o.name].items or (low.env[o.name],):
             if v.tensor is None and v.make is not None and v.note and v.note[0] != "initializer":
                 v.tensor = v.make()
@@ -156,7 +156,7 @@ class OnnxLowering:
     captured: dict[str, Value] | None = None
     """In a body lowered apart: values of the graphs around it that it reads."""
     depth: int = 0
-    attributes: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, AttributeProto] = field(default_factory=dict)
     """Inside of a function: what its call gave."""
     absent: set[str] = field(default_factory=set)
     """Inside of a function: inputs that its call left out."""
@@ -188,14 +188,14 @@ class OnnxLowering:
         where = f"{self.model.name}: input '{v.name}'"
         if v.type.WhichOneof("value") != "tensor_type":
             raise PaseError(
-                f"{where} is a {v.type.WhichOneof('value') or 'value of no type'}: tensors alone are read"
+                f"{where} is a {v.type.WhichOneof('value') or 'value without a type'}: pase reads only tensors"
             )
         dtype = dtype_name(v.type.tensor_type.elem_type, where)
         shape = self.model.shape(v)
         if shape is None:
             raise PaseError(f"{where} has no shape: give it one (onnx.tools.update_model_dims)")
         if dtype == "string":
-            raise PaseError(f"{where} is text, which has no price; cut it off the model")
+            raise PaseError(f"{where} is text, which pase cannot price: remove it from the model")
         out = Value(shape=shape, dtype=dtype)
         if out.elements > 1 << 50:
             raise PaseError(f"{where} has shape {list(shape)}: too large to compute with")
@@ -207,7 +207,7 @@ class OnnxLowering:
         if name in self.env:
             return self.env[name]
         if self.outer is None:
-            raise PaseError(f"{place}: it reads '{name}', which nothing before it makes")
+            raise PaseError(f"{place}: it reads '{name}', which no node before it makes")
         v = self.outer.find(name, place)
         if self.captured is not None:
             self.captured[name] = v
@@ -253,11 +253,11 @@ class OnnxLowering:
             at = at.outer
         return False
 
-    def lower(self, n: NodeProto, path: str, declared: Mapping[str, Any]) -> None:
+    def lower(self, n: NodeProto, path: str, declared: Mapping[str, ValueInfoProto]) -> None:
         self.left[0] -= 1
         if self.left[0] < 0:
             raise PaseError(
-                f"{self.model.name}: its functions unfold to far more nodes than the file has: refused"
+                f"{self.model.name}: its functions expand to far more nodes than the file has, so it is refused"
             )
         place = f"{self.model.name}: {n.op_type} '{n.name or path}'"
         self.b.source, self.b.eqn = _source(n) or SourceLine(f"{n.op_type} {n.name or path}"), Place(path)
@@ -286,7 +286,7 @@ class OnnxLowering:
                     f"Add one to frontends/onnx_rules*.py, or pass unknown='replicate' (the op is then not split)."
                 )
         if len(outs) < len([o for o in n.output if o]):
-            raise c.fail(f"it has {len(n.output)} outputs, and such an op {len(outs)}")
+            raise c.fail(f"it has {len(n.output)} outputs, but this op makes {len(outs)}")
         for name, v in zip(n.output, outs, strict=False):
             if name and v is not None:
                 self.env[name] = v
@@ -319,7 +319,7 @@ class OnnxLowering:
     def inner(self, c: OnnxCall) -> OnnxLowering:
         if self.depth >= _MOST_DEPTH:
             raise c.fail(
-                f"functions and graphs are nested more than {_MOST_DEPTH} deep; does it call itself?"
+                f"functions and graphs are nested more than {_MOST_DEPTH} deep: does one call itself?"
             )
         return OnnxLowering(
             b=self.b,
@@ -338,7 +338,7 @@ class OnnxLowering:
         self,
         c: OnnxCall,
         flops: float,
-        declared: Mapping[str, Any],
+        declared: Mapping[str, ValueInfoProto],
         outs: Sequence[tuple[tuple[int, ...], str]] = (),
         more: Sequence[Value] = (),
     ) -> list[Value]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends import registry, tf_sources
@@ -26,6 +25,7 @@ from pase.frontends.tf_values import Absent, Handle, Reshaped, TfValue
 from pase.ir import Graph, Place, Tensor
 from pase.ir.types import is_floating
 from pase.ops import GraphBuilder
+from pase.pytree import Tree
 
 __all__ = ["TracedTf", "coverage", "from_tf", "reads", "trace"]
 
@@ -59,7 +59,11 @@ def coverage() -> dict[str, list[str]]:
 
 
 def trace(
-    model: Any, *args: Any, name: str | None = None, unknown: Unknown = "error", dims: DimSizes | None = None
+    model: object,
+    *args: Tree,
+    name: str | None = None,
+    unknown: Unknown = "error",
+    dims: DimSizes | None = None,
 ) -> TracedTf:
     """Read a TensorFlow model.
 
@@ -133,7 +137,7 @@ class _ModelVariables:
         if v.path not in self._handles:
             if any(s < 1 for s in v.shape):
                 raise PaseError(
-                    f"variable '{v.path}' has shape {v.shape}: a dim of no elements cannot be split"
+                    f"variable '{v.path}' has shape {v.shape}: a dim without elements cannot be split"
                 )
             floats = is_floating(v.dtype)
             make = self.b.parameter if v.trainable and floats else self.b.input
@@ -156,7 +160,7 @@ class _ModelVariables:
         return self.tensor(Variable(path=_unfrozen(node.name), shape=shape, dtype=dtype))
 
 
-def from_tf(model: Any, *args: Any, unknown: Unknown = "error", dims: DimSizes | None = None) -> Graph:
+def from_tf(model: object, *args: Tree, unknown: Unknown = "error", dims: DimSizes | None = None) -> Graph:
     """The raw graph of a TensorFlow model; see ``trace``."""
     return trace(model, *args, unknown=unknown, dims=dims).graph
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
@@ -18,11 +18,16 @@ from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type
 from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch_lower import TorchLowering, TorchScope, live
 from pase.frontends.torch_rules import RULES
+from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Value
 from pase.garbage import uncollected
 from pase.ir import Tensor
 from pase.ir.blocks import Block, rematerialised
 from pase.ops import GraphBuilder
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 __all__ = ["TracedTorch", "coverage", "lowered", "reads", "trace"]
 
@@ -34,14 +39,14 @@ class TracedTorch(registry.Traced):
     program: TorchProgram = field(repr=False, compare=False)
     scope: TorchScope = field(repr=False, compare=False)
     module: Any = field(repr=False, compare=False)
-    batch: tuple[Any, ...] = field(repr=False, compare=False)
-    loss: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
+    batch: tuple[Tree, ...] = field(repr=False, compare=False)
+    loss: Callable[..., Tree] | None = field(default=None, repr=False, compare=False)
     unknown: Unknown = "error"
     marked: tuple[Block, ...] = ()
     """Nodes that the model itself computes again in backward (``torch.utils.checkpoint``)."""
 
 
-def reads(model: Any) -> bool:
+def reads(model: object) -> bool:
     """A torch.nn.Module, or the name of a transformers model: hf:CLASS?setting=value&…"""
     if isinstance(model, str):
         return model.startswith(torch_hf.PREFIX)
@@ -54,12 +59,12 @@ def coverage() -> dict[str, list[str]]:
 
 
 def trace(
-    model: Any,
-    *batch: Any,
+    model: Module,
+    *batch: Tree,
     name: str | None = None,
     unknown: Unknown = "error",
     dims: DimSizes | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Tree] | None = None,
 ) -> TracedTorch:
     """Read a module's step: ``loss(model, *batch)``, else what the model returns on the batch, which is its loss.
 
@@ -76,7 +81,7 @@ def trace(
         raise PaseError(f"reading a PyTorch model needs PyTorch: {install_line('torch')}") from None
     if isinstance(model, str):
         if batch or loss is not None:
-            raise PaseError(f"'{model}' brings its batch and its loss along: give no arguments with it")
+            raise PaseError(f"'{model}' contains its batch and its loss: give no arguments after it")
         name = name or model
         model, batch = torch_hf.build(model)
     if batch and loss is None and callable(batch[-1]) and not _is_tensor(batch[-1]):
@@ -91,7 +96,7 @@ def trace(
     return replace(made, module=model, batch=batch, loss=loss)
 
 
-def _is_tensor(x: Any) -> bool:
+def _is_tensor(x: object) -> bool:
     return "torch.Tensor" in type_names(x)
 
 
@@ -167,7 +172,7 @@ def _tensor(value: Value) -> Tensor | None:
     return value.tensor
 
 
-def _outputs(low: TorchLowering, nodes: list[Any], name: str) -> list[Tensor]:
+def _outputs(low: TorchLowering, nodes: list[FxNode], name: str) -> list[Tensor]:
     made = (_tensor(v) for v in (low.env[n] for n in nodes) if isinstance(v, Value))
     outs = [t for t in made if t is not None]
     if not any(low.b.tensors[t.name].needs_grad for t in outs):

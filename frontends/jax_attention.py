@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import attention_by, static_arguments
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
 
 __all__ = ["Asked", "AttentionCall", "call_of", "named"]
 
@@ -45,7 +47,7 @@ class AttentionCall:
     causal: bool
     scale: float
     asked: Asked
-    blocks: Any = None
+    blocks: BlockSizes | None = None
 
     @property
     def name(self) -> str:
@@ -90,7 +92,7 @@ def named() -> Iterator[None]:
     """
     thread = threading.get_ident()
 
-    def stand_in(theirs: Callable[..., Any], xla: Callable[..., Any]) -> _Named:
+    def stand_in(theirs: Callable[..., Array], xla: Callable[..., Array]) -> _Named:
         return _Named(theirs=theirs, plain=xla, thread=thread)
 
     with _lock, attention_by(stand_in, __file__):
@@ -101,13 +103,20 @@ def named() -> Iterator[None]:
 class _Named:
     """Stands for one of JAX's implementations. plain: the one of XLA, which any device can be traced for."""
 
-    theirs: Callable[..., Any]
-    plain: Callable[..., Any]
+    theirs: Callable[..., Array]
+    plain: Callable[..., Array]
     thread: int
 
     def __call__(
-        self, q: Array, k: Array, v: Array, bias: Any, mask: Any, *lengths: Any, **settings: Any
-    ) -> Any:
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None,
+        mask: Array | None,
+        *lengths: Array | None,
+        **settings: Tree,
+    ) -> Array:
         special = settings.get("return_residual") or settings.get("dropout_rate")
         if threading.get_ident() != self.thread or special:
             return self.theirs(q, k, v, bias, mask, *lengths, **settings)
@@ -125,12 +134,18 @@ class _Named:
         return _jitted(self.plain, (q, k, v), (bias, mask), asked, settings)
 
 
-def _jitted(plain: Callable[..., Any], qkv: Any, beside: Any, asked: Asked, settings: dict[str, Any]) -> Any:
+def _jitted(
+    plain: Callable[..., Array],
+    qkv: Sequence[Array],
+    beside: Sequence[Array | None],
+    asked: Asked,
+    settings: dict[str, Tree],
+) -> Array:
     """A call of ``plain`` under a name that says what it is; lengths, windows and scales that are no numbers have
     none, and stay inlined."""
     import jax
 
-    def attention(qkv: Any, beside: Any) -> Any:
+    def attention(qkv: Sequence[Array], beside: Sequence[Array | None]) -> Array:
         return plain(*qkv, *beside, **settings)
 
     unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax_leaves import combine
-from pase.frontends.jax_types import Eqn, Jaxpr
+from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["batch_size", "blocks_of", "loops_of", "micro"]
 
@@ -85,15 +88,15 @@ def _token(eqn: Eqn) -> object:
 
 def _crossing(jaxpr: Jaxpr) -> np.ndarray:
     """Bytes made before equation i and used from there on: int64 [equations + 1]."""
-    made: dict[Any, int] = {}
-    last: dict[Any, int] = {}
+    made: dict[Var, int] = {}
+    last: dict[Var, int] = {}
     for i, eqn in enumerate(jaxpr.eqns):
         last.update({v: i for v in eqn.invars if not is_literal(v)})
         made.update({v: i for v in eqn.outvars})
     n = len(jaxpr.eqns)
     last.update({v: n for v in jaxpr.outvars if not is_literal(v)})
 
-    def nbytes(v: Any) -> int:
+    def nbytes(v: Var) -> int:
         return int(np.prod(v.aval.shape, dtype=float)) * getattr(v.aval.dtype, "itemsize", 4)
 
     return crossing(made, last, nbytes, n)
@@ -108,13 +111,13 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
         return traced
     if traced.fn is None:
         raise PaseError(
-            f"'{traced.graph.name}' was not traced from a function: it cannot be traced on a part of a batch"
+            f"'{traced.graph.name}' was not traced from a function, so it cannot be traced on a part of a batch"
         )
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.jaxpr.in_avals]
     n = len(traced.param_paths)
     size = batch_size(traced)
     if size % micro_batches:
-        raise PaseError(f"a batch of {size} does not divide in {micro_batches} micro-batches")
+        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
     part = [
         jax.ShapeDtypeStruct((size // micro_batches, *a.shape[1:]), a.dtype) if split else a
         for a, split in zip(avals[n:], split_inputs(traced), strict=True)
@@ -149,5 +152,5 @@ def batch_size(traced: TracedJax) -> int:
         a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.carried and a.shape
     ]
     if not shapes:
-        raise PaseError(f"'{traced.graph.name}' has no batch: none of its inputs has a dim")
+        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
     return int(Counter(s[0] for s in shapes).most_common(1)[0][0])

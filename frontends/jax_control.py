@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax_rules import _dtype, _shape, _size
-from pase.frontends.jax_types import Eqn, Jaxpr
+from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import Chances, Control, lowers_bodies
 from pase.ir import Place, PlacePart, Tensor, functions
@@ -22,6 +22,8 @@ from pase.ops import branches, indexed, loops, nests
 from pase.registry import Registry
 
 if TYPE_CHECKING:
+    from jax.sharding import PartitionSpec
+
     from pase.frontends.from_jax import _JaxLowering
     from pase.ops import GraphBuilder
 
@@ -56,7 +58,7 @@ class AtRunTime:
         if known is None:
             b.remarks.append(
                 f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one turn: how often it turns "
-                f"is not known before it runs; say so with dims={{'{name}': N}}, or --trips {name}=N"
+                f"is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N"
             )
         return 1 if known is None else known
 
@@ -162,7 +164,7 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     if len(bodies) > 1 and eqn.outvars and name not in lower.told.chances:
         b.remarks.append(
             f"of the {len(bodies)} branches of '{name}' at {source or 'an unknown line'}, number {likely.index(1.0)} "
-            f"(from 0), the most expensive, is priced as taken every time; say otherwise with "
+            f"(from 0), the most expensive, is priced as if it were taken every time; to change this use "
             f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}"
         )
     made: list[list[Tensor]] = []
@@ -206,7 +208,7 @@ def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
 
 
-def by_body(lower: _JaxLowering, eqn: Eqn, body: Any) -> None:
+def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
     """Not split, with the work of its body, a jaxpr; a backend keeps it whole."""
     flops = _flops(lower, body, lower.told)
     lower.b.remarks.append(
@@ -222,7 +224,7 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     b, p = lower.b, eqn.params
     axes = {name: int(size) for name, size in p["mesh"].shape.items()}
 
-    def split(spec: Any) -> list[tuple[str, ...]]:
+    def split(spec: PartitionSpec) -> list[tuple[str, ...]]:
         return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
 
     inputs = [(lower.of(v), split(s)) for v, s in zip(eqn.invars, p["in_specs"], strict=True)]
@@ -237,8 +239,8 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 def _settled(
     lower: _JaxLowering,
     inner: _JaxLowering,
-    names: Sequence[Any],
-    values: Sequence[Any],
+    names: Sequence[Var],
+    values: Sequence[Var],
     at: Place,
     part: PlacePart,
 ) -> None:
@@ -252,7 +254,7 @@ def _settled(
 
 
 def _carried(
-    lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Any], values: Sequence[Any], at: Place
+    lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Var], values: Sequence[Var], at: Place
 ) -> list[Tensor]:
     out: list[Tensor] = []
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
@@ -307,7 +309,7 @@ def _turns(eqn: Eqn) -> int | None:
     if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt" or cond.outvars != cond.eqns[0].outvars:
         return None
 
-    def before(var: Any) -> Any:
+    def before(var: Var) -> Var | None:
         """What the condition reads, before the loop, where the body does not change it; else None."""
         if is_literal(var):
             return var
@@ -324,7 +326,7 @@ def _turns(eqn: Eqn) -> int | None:
     k = -1 if is_literal(counter) else cond.invars.index(counter) - nc
     high = before(limit)
     low = init[k] if k >= 0 else None
-    if low is None or not is_literal(low) or not is_literal(high):
+    if low is None or high is None or not is_literal(low) or not is_literal(high):
         return None
     step = next((e for e in body.eqns if body.outvars[k] in e.outvars), None)
     if step is None or step.primitive.name != "add" or step.invars[0] is not body.invars[nb + k]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.jax_types import ClosedJaxpr
 from pase.frontends.jax_versions import opened
+from pase.pytree import Tree
 
 __all__ = ["Generation", "programs_of"]
 
@@ -23,17 +23,17 @@ class Generation:
     steps of decoding as ``tokens`` says.
     """
 
-    prefill: Callable[..., Any]
-    decode: Callable[..., Any]
+    prefill: Callable[..., Tree]
+    decode: Callable[..., Tree]
     tokens: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.tokens, int) or self.tokens < 1:
             raise PaseError(
-                f"tokens, the steps of decoding to one prefill, must be a positive number, not {self.tokens!r}"
+                f"tokens, the number of decoding steps per prefill, must be positive, not {self.tokens!r}"
             )
 
-    def state(self, params: Any, prompt: Sequence[Any]) -> tuple[Any, Any]:
+    def state(self, params: Tree, prompt: Sequence[Tree]) -> tuple[Tree, Tree]:
         """Shapes of (token, cache), as prefill leaves them."""
         import jax
 
@@ -42,16 +42,16 @@ class Generation:
             raise PaseError(f"prefill must return (token, cache), a tuple of two, not {type(made).__name__}")
         return made
 
-    def __call__(self, params: Any, *given: Any) -> tuple[Any, Any]:
+    def __call__(self, params: Tree, *given: Tree) -> tuple[Tree, Tree]:
         """What prefill returns for the prompt, and decode for (token, cache): given = (*prompt, token, cache)."""
         import jax
 
         *prompt, token, cache = given
 
-        def prefill(*args: Any) -> Any:
+        def prefill(*args: Tree) -> Tree:
             return self.prefill(*args)
 
-        def decode(*args: Any) -> Any:
+        def decode(*args: Tree) -> Tree:
             return self.decode(*args)
 
         return jax.jit(prefill)(params, *prompt), jax.jit(decode)(params, token, cache)
@@ -61,11 +61,11 @@ class Generation:
         return f"{getattr(self.decode, '__name__', 'decode')}"
 
 
-def programs_of(fn: Any, jaxpr: ClosedJaxpr) -> Mapping[str, int]:
+def programs_of(fn: Tree, jaxpr: ClosedJaxpr) -> Mapping[str, int]:
     """Path of each program's equations -> how often it runs; empty where the model is one program."""
     if not isinstance(fn, Generation):
         return {}
     eqns = opened(jaxpr)[0].eqns
     if [e.params.get("name") for e in eqns] != ["prefill", "decode"]:
-        raise PaseError("prefill and decode must each compute something of their arguments")
+        raise PaseError("prefill and decode must each compute something from their arguments")
     return {"0.": 1, "1.": fn.tokens}

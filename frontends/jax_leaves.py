@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pase.frontends.jax_types import Tree
+from pase.pytree import Tree
 
 __all__ = ["arrays", "combine", "loss_and_aux", "static", "trained", "untrained", "value_and_grad"]
 

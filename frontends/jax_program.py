@@ -9,7 +9,8 @@ from typing import Literal
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
-from pase.frontends.jax_types import ClosedJaxpr, Tree
+from pase.frontends.jax_types import ClosedJaxpr
+from pase.pytree import Tree
 
 __all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
 
@@ -120,7 +121,7 @@ def program_of(
     except Exception as e:
         if "cudnn" in str(e).lower():
             raise PaseError(
-                f"{called} asks for the attention of cuDNN, which JAX traces only where it finds a GPU ({e}): compile "
+                f"{called} asks for cuDNN's attention, which JAX traces only if it finds a GPU ({e}): compile "
                 f"the plan there, or with implementation='xla' in jax.nn.dot_product_attention, which has the same cost"
             ) from e
         e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
@@ -141,7 +142,7 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
         got = ", ".join(str(a) for a in outs[:4]) or "nothing"
         raise PaseError(
             f"{called} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss); for "
-            f"what has no loss there are mode='inference' and mode='step'"
+            f"a program without a loss use mode='inference' or mode='step'"
         )
     if "float" not in str(outs[0].dtype):
         raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pase.frontends.jax_types import Eqn, Var
 from pase.ir import Size, Tensor, functions, parse_size
@@ -431,5 +430,5 @@ def _count(shape: Sequence[Size]) -> float:
     return float(math.prod(s if isinstance(s, int) else 1024 for s in shape))
 
 
-def _size(x: Any) -> Size:
+def _size(x: object) -> Size:
     return int(x) if isinstance(x, int) else parse_size(str(x))

@@ -4,7 +4,6 @@ what Equinox adds."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.jax_rules import RULES, _count, _dtype, _kept, _opaque, _operand, _shape, _tensors, lowers
@@ -38,7 +37,7 @@ def register_kernel(name: str, nest: KernelRule | float) -> None:
 
         def whole(
             b: GraphBuilder, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]]
-        ) -> Any:
+        ) -> Sequence[Tensor]:
             return nests.opaque(b, name, inputs, outs, flops=flops)
 
         nest = whole

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "LiteralVar", "Primitive", "Tree", "Var"]
+from pase.pytree import Tree
 
-Tree: TypeAlias = Any
-"""A pytree: containers, registered or not, of leaves. Python's types have no word for it."""
+__all__ = ["Aval", "ClosedJaxpr", "Eqn", "Jaxpr", "LiteralVar", "Primitive", "Var"]
 
 
 class Aval(Protocol):
@@ -19,6 +18,7 @@ class Aval(Protocol):
     shape: tuple[Any, ...]
     dtype: np.dtype
     weak_type: bool
+    size: int
 
     @property
     def ndim(self) -> int:
@@ -55,7 +55,7 @@ class Eqn(Protocol):
     primitive: Primitive
     invars: Sequence[Var]
     outvars: Sequence[Var]
-    params: Mapping[str, Any]
+    params: dict[str, Any]
     source_info: Any
     effects: frozenset[object]
 

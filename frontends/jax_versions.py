@@ -16,11 +16,17 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 from pase.errors import PaseError, install_line
-from pase.frontends.jax_types import Eqn, LiteralVar, Var
+from pase.frontends.jax_types import Aval, ClosedJaxpr, Eqn, Jaxpr, LiteralVar, Var
 from pase.ir.places import NOWHERE, SourceLine
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
+    from jax.extend.core import DebugInfo
 
 __all__ = [
     "KNOWN",
@@ -76,11 +82,11 @@ def check(version: str | None = None) -> None:
         )
 
 
-def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     """(jaxpr with constvars, invars, eqns and outvars; the values of its constvars) of an open or a closed jaxpr."""
     from jax.extend.core import ClosedJaxpr
 
-    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # type: ignore[return-value]
 
 
 def scan_groups(eqn: Eqn) -> tuple[int, int]:
@@ -99,7 +105,7 @@ def is_literal(var: Var) -> TypeGuard[LiteralVar]:
     return isinstance(var, Literal)
 
 
-def is_dropped(var: Any) -> bool:
+def is_dropped(var: Var) -> bool:
     """A result that nothing reads."""
     return type(var).__name__ == "DropVar"
 
@@ -114,7 +120,7 @@ def source_line(eqn: Eqn) -> SourceLine:
         return NOWHERE
 
 
-def static_arguments(eqn: Eqn) -> tuple[Any, ...] | None:
+def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
     """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
 
     It stands with the rule for backward, which is given it first; None where that is not found.
@@ -125,7 +131,7 @@ def static_arguments(eqn: Eqn) -> tuple[Any, ...] | None:
     return None
 
 
-Attention = Callable[..., Any]
+Attention: TypeAlias = "Callable[..., Array]"
 
 
 @contextmanager
@@ -149,7 +155,7 @@ def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: st
         namespace.update(kept)
 
 
-def cudnn_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tuple[Any, Any]:
+def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
     """cuDNN's kernel on [b, positions, heads, d]: the result, and the logarithm of each query's sum [b, heads, q]."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -159,8 +165,8 @@ def cudnn_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> tu
 
 
 def cudnn_attention_backward(
-    q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float
-) -> tuple[Any, Any, Any]:
+    q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array, *, causal: bool, scale: float
+) -> tuple[Array, Array, Array]:
     """Its backward kernel, told what result and sums are: gradients of q, k and v."""
     import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -184,7 +190,9 @@ def cudnn_attention_backward(
     return dq, dk, dv
 
 
-def flash_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float, blocks: Any) -> tuple[Any, Any]:
+def flash_attention(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, blocks: BlockSizes
+) -> tuple[Array, Array]:
     """Pallas' kernel for TPUs on [b, heads, positions, d]: the result, and the logarithms of the sums [b, heads, q]."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
@@ -194,8 +202,17 @@ def flash_attention(q: Any, k: Any, v: Any, *, causal: bool, scale: float, block
 
 
 def flash_attention_backward(
-    q: Any, k: Any, v: Any, result: Any, sums: Any, gradient: Any, *, causal: bool, scale: float, blocks: Any
-) -> tuple[Any, Any, Any]:
+    q: Array,
+    k: Array,
+    v: Array,
+    result: Array,
+    sums: Array,
+    gradient: Array,
+    *,
+    causal: bool,
+    scale: float,
+    blocks: BlockSizes,
+) -> tuple[Array, Array, Array]:
     """Its backward kernels, told what result and sums are: gradients of q, k and v."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
@@ -205,7 +222,7 @@ def flash_attention_backward(
     return dq, dk, dv
 
 
-def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
+def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
     """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
 
     wrt: of each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and what it
@@ -220,20 +237,20 @@ def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[Any, Any, list[bool]]:
     used = [v.aval for v in eqn.outvars if not is_dropped(v)]
     smooth = [bool(jnp.issubdtype(a.dtype, jnp.inexact)) for a in used]
 
-    def forward(*args: Any) -> Any:
-        def of(*mine: Any) -> list[Any]:
+    def forward(*args: Array) -> Tree:
+        def of(*mine: Array) -> list[Array]:
             own = iter(mine)
             ins = [next(own) if on else x for x, on in zip(args, wrt, strict=True)]
             return [y for y in evaluate(eqn, ins, info) if y is not None]
 
         return jax.vjp(of, *(x for x, on in zip(args, wrt, strict=True) if on))
 
-    def backward(pull: Any, *gradients: Any) -> Any:
+    def backward(pull: Callable[..., Tree], *gradients: Array) -> Tree:
         found, none = iter(gradients), jax.dtypes.float0
         whole = [next(found) if on else np.zeros(a.shape, none) for a, on in zip(used, smooth, strict=True)]
         return pull(whole)
 
-    def shapes(avals: Sequence[Any]) -> list[Any]:
+    def shapes(avals: Sequence[Aval]) -> list[ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
 
     ahead, made = jax.make_jaxpr(forward, return_shape=True)(*shapes([v.aval for v in eqn.invars]))
@@ -247,16 +264,17 @@ def without_dead_code(closed: Any) -> Any:
     from jax.interpreters.partial_eval import dce_jaxpr
 
     jaxpr, consts = opened(closed)
-    return ClosedJaxpr(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0], consts)
+    needed, *_ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # type: ignore[arg-type]
+    return ClosedJaxpr(needed, consts)
 
 
-def _debug_info_inside(eqn: Eqn) -> Any:
+def _debug_info_inside(eqn: Eqn) -> DebugInfo:
     """That of the jaxpr which a call calls, to run the call by itself."""
-    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
+    jaxpr: Any = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
 
 
-def implementation(eqn: Eqn) -> Any:
+def implementation(eqn: Eqn) -> Jaxpr | None:
     """The jaxpr of a primitive that a library defines by JAX code of its own; None: it is one of JAX's."""
     import jax
 
@@ -268,7 +286,7 @@ def implementation(eqn: Eqn) -> Any:
     return jax.make_jaxpr(lambda *args: code(*args, **eqn.params))(*given).jaxpr
 
 
-def called(closed: Any) -> Callable[..., list[Any]]:
+def called(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
     """The function that a program is: f(*arrays) -> arrays."""
     from jax.extend.core import jaxpr_as_fun
 
@@ -276,24 +294,33 @@ def called(closed: Any) -> Callable[..., list[Any]]:
 
 
 def function_of(
-    closed: Any, eqns: Sequence[Any], reads: Sequence[Any], makes: Sequence[Any]
-) -> Callable[..., Any]:
+    closed: ClosedJaxpr, eqns: Sequence[Eqn], reads: Sequence[Var], makes: Sequence[Var]
+) -> Callable[..., list[Array]]:
     """Some equations of a jaxpr as a function: from values of the variables ``reads`` to those of ``makes``."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr
-
     jaxpr, consts = opened(closed)
-    effects = frozenset[Any]().union(*(e.effects for e in eqns))
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
-    part = Jaxpr(jaxpr.constvars, list(reads), list(makes), list(eqns), effects, info)
-    return called(ClosedJaxpr(part, consts))
+    return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
 
 
-def evaluate(eqn: Any, ins: Sequence[Any], info: Any) -> list[Any]:
+def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
     """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr."""
-    from jax.extend.core import ClosedJaxpr, Jaxpr
-
     args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not is_literal(v)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
-    alone = Jaxpr((), list(args), kept, [eqn], eqn.effects, info)
-    outs = iter(called(ClosedJaxpr(alone, ()))(*args.values()))
+    outs = iter(called(_assembled((), list(args), kept, [eqn], info, ()))(*args.values()))
     return [None if is_dropped(v) else next(outs) for v in eqn.outvars]
+
+
+def _assembled(
+    constvars: Sequence[Var],
+    reads: Sequence[Var],
+    makes: Sequence[Var],
+    eqns: Sequence[Eqn],
+    info: DebugInfo,
+    consts: Sequence[Array],
+) -> ClosedJaxpr:
+    """A jaxpr of these equations, in JAX's own classes."""
+    from jax.extend import core
+
+    effects = frozenset[object]().union(*(e.effects for e in eqns))
+    jaxpr: Any = core.Jaxpr
+    return core.ClosedJaxpr(jaxpr(constvars, list(reads), list(makes), list(eqns), effects, info), consts)

@@ -6,11 +6,15 @@ import json
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.files.codec import parse_json
+from pase.files.json_values import Json
 from pase.frontends.tf_sources import short
+
+if TYPE_CHECKING:
+    from keras import Model as KerasModel
 
 __all__ = ["keras_model"]
 
@@ -19,7 +23,7 @@ _MOST_BYTES = 64 << 20
 _OWN = "keras"
 
 
-def keras_model(path: Path) -> Any:
+def keras_model(path: Path) -> KerasModel:
     """The file's model, with fresh weights, and with the loss that it was compiled with.
 
     PaseError where it is no such file, or names a class of its author's: that would have to be imported.
@@ -28,8 +32,8 @@ def keras_model(path: Path) -> Any:
     for module in _modules(config):
         if module != _OWN and not module.startswith(f"{_OWN}."):
             raise PaseError(
-                f"{path} holds an object of '{module}', which is not Keras's own and is not imported for a file: load "
-                f"the model yourself, and give it to pase.compile"
+                f"{path} holds an object of '{module}', which is not part of Keras, and pase imports nothing for a "
+                f"file: load the model yourself and give it to pase.compile"
             )
     import keras
 
@@ -56,14 +60,14 @@ def _config(path: Path) -> bytes:
             with archive.open(_CONFIG) as f:
                 return f.read(_MOST_BYTES + 1)
     except KeyError as e:
-        raise PaseError(f"{path} is not a Keras file: it holds no {_CONFIG}") from e
+        raise PaseError(f"{path} is not a Keras file: it does not contain {_CONFIG}") from e
     except (zipfile.BadZipFile, RuntimeError, NotImplementedError, EOFError) as e:  # damaged, or encrypted
         raise PaseError(f"{path} is not a Keras file that can be read: {short(e)}") from e
     except OSError as e:
         raise PaseError(f"cannot read {path}: {e.strerror or e}") from e
 
 
-def _modules(config: Any) -> Iterator[str]:
+def _modules(config: Json) -> Iterator[str]:
     """The modules of all objects that a configuration names, however deep."""
     left = [config]
     while left:

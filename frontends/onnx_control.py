@@ -7,7 +7,7 @@ as much as the work inside: the most expensive branch, or the body times the num
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.registry import Control, lowers_bodies
@@ -17,6 +17,8 @@ from pase.ops.loops import body_flops
 from pase.registry import Registry
 
 if TYPE_CHECKING:
+    from onnx import GraphProto, ValueInfoProto
+
     from pase.frontends.from_onnx import OnnxLowering
 
 __all__ = ["CONTROL", "apart_value", "captures"]
@@ -30,7 +32,7 @@ def apart_value(v: Value) -> Value:
     return Value(shape=v.shape, dtype=v.dtype, settled=v.settled, items=items, _data=v.data)
 
 
-def captures(n: Any) -> set[str]:
+def captures(n: GraphProto) -> set[str]:
     """What the graphs inside of a node may read of those around it."""
     out: set[str] = set()
     stack = [g for a in n.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
@@ -44,7 +46,7 @@ def captures(n: Any) -> set[str]:
 
 
 def _apart(
-    low: OnnxLowering, c: OnnxCall, graph: Any, ins: Sequence[Value], path: str
+    low: OnnxLowering, c: OnnxCall, graph: GraphProto, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], float, dict[str, Value]]:
     """A body lowered by itself: its results, the FLOPs of one turn, and what it reads of the graphs around."""
     inner = low.inner(c)
@@ -54,7 +56,7 @@ def _apart(
         inner.captured[t.name] = v = low.initializer(t, f"{c.node.name or path}.")
         inner.env[t.name] = apart_value(v)
     if len(graph.input) > len(ins):
-        raise c.fail(f"its body wants {len(graph.input)} inputs and gets {len(ins)}")
+        raise c.fail(f"its body takes {len(graph.input)} inputs, but it is given {len(ins)}")
     for v, value in zip(graph.input, ins, strict=False):
         inner.env[v.name] = apart_value(value)
     inner.nodes(graph, "")
@@ -62,7 +64,7 @@ def _apart(
     return outs, body_flops(inner.b), inner.captured
 
 
-def _within(low: OnnxLowering, c: OnnxCall, graph: Any, path: str) -> list[Value | None]:
+def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str) -> list[Value | None]:
     """A branch that is taken for certain, inlined."""
     inner = low.inner(c)
     for t in graph.initializer:
@@ -72,9 +74,11 @@ def _within(low: OnnxLowering, c: OnnxCall, graph: Any, path: str) -> list[Value
 
 
 @lowers_bodies(CONTROL, "If", listed="opaque")
-def _if(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _if(
+    low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
+) -> Sequence[Value | None]:
     """The branch that is taken, where that is known; else not split, at the price of the more expensive branch."""
-    then, other = c.attribute("then_branch").g, c.attribute("else_branch").g
+    then, other = c.subgraph("then_branch"), c.subgraph("else_branch")
     cond = c.x().data
     if cond is not None and cond.size == 1:
         return _within(low, c, then if cond.reshape(()) else other, path)
@@ -88,9 +92,11 @@ def _if(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) 
 
 
 @lowers_bodies(CONTROL, "Loop", listed="opaque")
-def _loop(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _loop(
+    low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
+) -> Sequence[Value | None]:
     """Not split; the work of its body times the trip count, once where that is not known."""
-    body = c.attribute("body").g
+    body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
     turns = int(c.number_of(0, 0.0))
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
@@ -104,24 +110,28 @@ def _loop(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]
         told = declared.get(name)
         shape = None if told is None else low.model.shape(told)
         if shape is None:
-            raise c.fail(f"how often it runs is not known, so neither is the shape of '{name}': declare it")
+            raise c.fail(
+                f"the number of its iterations is not known, so the shape of '{name}' is not either: declare it"
+            )
         results.append((c.shape(shape), v.dtype))
     return low.replicate(c, max(flops, 1.0) * max(turns, 1), {}, results, list(more.values()))
 
 
 @lowers_bodies(CONTROL, "Scan", listed="opaque")
-def _scan(low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, Any]) -> Sequence[Value | None]:
+def _scan(
+    low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
+) -> Sequence[Value | None]:
     """Not split; the work of its body at every step."""
-    body, n = c.attribute("body").g, c.integer("num_scan_inputs")
+    body, n = c.subgraph("body"), c.integer("num_scan_inputs")
     first = 1 if c.version < 9 else 0  # sequence lengths; and a batch dim stood before all
     values = [c.x(i) for i in range(first, len(c.ins))]
     if not 0 < n <= len(values):
-        raise c.fail(f"{n} scanned inputs among {len(values)}")
+        raise c.fail(f"it scans {n} inputs, but has only {len(values)}")
     states, scanned = values[:-n], values[-n:]
     axes = c.ints("scan_input_axes") or [first] * n
     out_axes = c.ints("scan_output_axes") or [first] * len(c.node.output)
     if len(axes) != n:
-        raise c.fail(f"{len(axes)} axes for {n} scanned inputs")
+        raise c.fail(f"it has {len(axes)} axes for {n} scanned inputs")
     turns, slices = 0, []
     for v, a in zip(scanned, axes, strict=True):
         axis = c.axis(a, len(v.shape))

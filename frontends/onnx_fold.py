@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -14,11 +13,11 @@ from pase.registry import Registry
 
 __all__ = ["FOLDS", "fold"]
 
-OnnxFold = Callable[[OnnxCall, list[np.ndarray]], Any]
+OnnxFold = Callable[[OnnxCall, list[np.ndarray]], np.ndarray | list[np.ndarray] | None]
 FOLDS: Registry[OnnxFold] = Registry("rule for small values of ONNX op")
 _folds = FOLDS.register
 
-_BINARY: dict[str, Any] = {
+_BINARY: dict[str, Callable[..., np.ndarray]] = {
     "Add": np.add,
     "Sub": np.subtract,
     "Mul": np.multiply,
@@ -32,7 +31,7 @@ _BINARY: dict[str, Any] = {
     "Or": np.logical_or,
     "Xor": np.logical_xor,
 }
-_UNARY: dict[str, Any] = {
+_UNARY: dict[str, Callable[..., np.ndarray]] = {
     "Neg": np.negative,
     "Abs": np.abs,
     "Floor": np.floor,
@@ -50,8 +49,8 @@ _UNARY: dict[str, Any] = {
     "IsNaN": np.isnan,
     "IsInf": np.isinf,
 }
-_VARIADIC: dict[str, Any] = {"Max": np.maximum, "Min": np.minimum, "Sum": np.add}
-_REDUCE: dict[str, Any] = {
+_VARIADIC: dict[str, Callable[..., np.ndarray]] = {"Max": np.maximum, "Min": np.minimum, "Sum": np.add}
+_REDUCE: dict[str, Callable[..., np.ndarray]] = {
     "ReduceProd": np.prod,
     "ReduceSum": np.sum,
     "ReduceMax": np.max,
@@ -79,8 +78,8 @@ def fold(c: OnnxCall) -> list[Value] | None:
             out = FOLDS[c.op](c, arrays)
     except (_Unfit, ValueError, IndexError, TypeError, OverflowError, ZeroDivisionError):
         return None  # the op's own rule says what is wrong with it
-    made = out if isinstance(out, list) else [out]
-    if any(a.size > MOST_KNOWN for a in map(np.asarray, made)):
+    made = out if isinstance(out, list) else [np.asarray(out)]
+    if any(np.size(a) > MOST_KNOWN for a in made):
         return None
     return [known(a) for a in made]
 
@@ -162,7 +161,7 @@ def slice_arguments(c: OnnxCall, rank: int) -> tuple[list[int], list[int], list[
     axes = list(range(len(starts))) if axes is None else axes
     steps = [1] * len(starts) if steps is None else steps
     if not len(starts) == len(ends) == len(axes) == len(steps) or 0 in steps:
-        raise c.fail("starts, ends, axes and steps do not fit together")
+        raise c.fail("its starts, ends, axes and steps do not match")
     return starts, ends, c.axes(axes, rank), steps
 
 
@@ -198,16 +197,16 @@ def reshaped(c: OnnxCall, shape: Sequence[int]) -> list[int]:
     for i, t in enumerate(target):
         if t == 0 and not c.integer("allowzero"):
             if i >= len(shape):
-                raise c.fail(f"shape {target[:8]} keeps dim {i} of a tensor of {len(shape)} dims")
+                raise c.fail(f"its shape {target[:8]} keeps dim {i}, but the tensor has {len(shape)} dims")
             t = shape[i]
         out.append(t)
     if out.count(-1) > 1 or any(t < -1 for t in out):
-        raise c.fail(f"shape {target[:8]} is not one")
+        raise c.fail(f"its shape {target[:8]} is not valid")
     if -1 in out:
         rest = math.prod(t for t in out if t != -1)
         total = math.prod(shape)
         if rest == 0 or total % rest:
-            raise c.fail(f"{list(shape)} cannot become {target[:8]}: another number of elements")
+            raise c.fail(f"{list(shape)} cannot be reshaped to {target[:8]}: the number of elements differs")
         out[out.index(-1)] = total // rest
     return out
 
@@ -248,11 +247,13 @@ def split_sizes(c: OnnxCall, size: int) -> list[int]:
     if given is None:
         n = c.integer("num_outputs", len(c.node.output))
         if n < 1 or n != len(c.node.output):
-            raise c.fail(f"{n} parts for {len(c.node.output)} outputs")
+            raise c.fail(f"it makes {n} parts, but has {len(c.node.output)} outputs")
         part = -(-size // n)
         given = [part] * (n - 1) + [size - part * (n - 1)]
     if sum(given) != size or any(g < 0 for g in given) or len(given) != len(c.node.output):
-        raise c.fail(f"parts of {given[:8]} of a dim of {size} elements, for {len(c.node.output)} outputs")
+        raise c.fail(
+            f"its parts {given[:8]} do not match a dim of {size} elements and {len(c.node.output)} outputs"
+        )
     return given
 
 
@@ -283,7 +284,7 @@ def _cumsum(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
     return np.cumsum(a[0], int(a[1].reshape(())), dtype=a[0].dtype)
 
 
-def _broadcasts(f: Any) -> OnnxFold:
+def _broadcasts(f: Callable[..., np.ndarray]) -> OnnxFold:
     def out(c: OnnxCall, a: list[np.ndarray]) -> np.ndarray:
         _small(*np.broadcast_shapes(*(x.shape for x in a)))
         if c.has("axis") or c.integer("broadcast"):  # opsets before 7 broadcast in a way of their own

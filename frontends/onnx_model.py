@@ -18,6 +18,8 @@ from pase.ir.sizes import bind_size, free_symbols
 if TYPE_CHECKING:
     from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
+    from pase.ir import Size
+
 __all__ = ["DTYPES", "OnnxModel", "dtype_name", "load", "ordered", "sizes_of", "skeleton_of", "symbols"]
 
 _MOST_BYTES = 64 << 30
@@ -95,13 +97,13 @@ def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxMode
         name = name or str(model)
         proto = skeleton_of(Path(model))
     if not proto.HasField("graph") or not (proto.graph.node or proto.graph.output):
-        raise PaseError(f"{name}: there is no graph in it; is it an ONNX model?")
+        raise PaseError(f"{name}: it contains no graph: is it an ONNX model?")
     _check_text(proto.graph, str(name))
     for f in proto.functions:
         _check_text(f, str(name))
     for o in (*proto.opset_import, *(o for f in proto.functions for o in f.opset_import)):
         if not isinstance(o.domain, str):
-            raise PaseError(f"{name}: a domain is not text; is the file damaged?")
+            raise PaseError(f"{name}: a domain is not text: is the file damaged?")
     opsets = {_domain(o.domain): o.version for o in proto.opset_import} or {"": 1}
     functions: dict[tuple[str, str], FunctionProto] = {}
     for f in proto.functions:
@@ -131,7 +133,7 @@ def skeleton_of(path: Path) -> ModelProto:
         with path.open("rb") as f:
             size = f.seek(0, 2)
             if not 0 < size <= _MOST_BYTES:
-                raise PaseError(f"{path}: {size} bytes; is it an ONNX model?")
+                raise PaseError(f"{path}: {size} bytes: is it an ONNX model?")
             with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as m, memoryview(m) as view:
                 small = skeleton(view)
     except OSError as e:
@@ -150,7 +152,7 @@ def _check_text(graph: GraphProto, where: str) -> None:
     def check(*names: str) -> None:
         for n in names:
             if not isinstance(n, str):
-                raise PaseError(f"{where}: the name {n[:40]!r} is not text; is the file damaged?")
+                raise PaseError(f"{where}: the name {n[:40]!r} is not text: is the file damaged?")
 
     check(graph.name)
     for v in (*graph.input, *graph.output, *getattr(graph, "value_info", ())):
@@ -175,7 +177,8 @@ def _check_initializer(t: TensorProto, name: str) -> None:
     dtype_name(t.data_type, where)
     if len(t.dims) > _MOST_RANK or any(d < 0 for d in t.dims):
         raise PaseError(
-            f"{where} has shape {list(t.dims)[:8]}: sizes are not negative, and {_MOST_RANK} dims at most"
+            f"{where} has shape {list(t.dims)[:8]}: sizes must not be negative, and "
+            f"there may be at most {_MOST_RANK} dims"
         )
     if t.data_location != 1:
         return
@@ -188,14 +191,14 @@ def _check_initializer(t: TensorProto, name: str) -> None:
         or PureWindowsPath(location).anchor
     ):
         raise PaseError(
-            f"{where} keeps its data in '{location}', outside of the model's folder: refused (it was not opened)"
+            f"{where} keeps its data in '{location}', outside the model's folder: pase refuses to open it"
         )
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
-def _dim(text: str) -> Any:
+def _dim(text: str) -> Size:
     """A symbolic dim: an expression over symbols where it can be read as one, else a symbol of this very name."""
     if _NAME.fullmatch(text):
         return text
@@ -206,12 +209,12 @@ def _dim(text: str) -> Any:
     return size
 
 
-def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Any]] | None:
+def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Size]] | None:
     """(axis, number or symbolic size) of each declared dim; None where no shape is declared."""
     kind = value_info.type.WhichOneof("value")
     if kind != "tensor_type" or not value_info.type.tensor_type.HasField("shape"):
         return None
-    out: list[tuple[int, Any]] = []
+    out: list[tuple[int, Size]] = []
     for i, d in enumerate(value_info.type.tensor_type.shape.dim):
         if d.HasField("dim_value") and d.dim_value >= 0:
             out.append((i, int(d.dim_value)))
@@ -220,7 +223,7 @@ def _declared_dims(value_info: ValueInfoProto) -> list[tuple[int, Any]] | None:
         else:
             out.append((i, f"{value_info.name}.{i}"))
     if len(out) > _MOST_RANK:
-        raise PaseError(f"'{value_info.name}' has {len(out)} dims; {_MOST_RANK} at most are read")
+        raise PaseError(f"'{value_info.name}' has {len(out)} dims, but pase reads at most {_MOST_RANK}")
     return out
 
 
@@ -235,12 +238,12 @@ def symbols(inputs: Iterable[ValueInfoProto], given: set[str]) -> dict[str, str]
     return out
 
 
-def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Any, ...] | None:
+def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Size, ...] | None:
     """The declared shape, symbols bound as far as ``dims`` goes; None where no shape is declared."""
     declared = _declared_dims(value_info)
     if declared is None:
         return None
-    out: list[Any] = []
+    out: list[Size] = []
     for _, s in declared:
         if isinstance(s, str):
             out.append(dims.get(s, s))
@@ -268,7 +271,7 @@ def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list
         for p in {producer[x] for x in n.input if x in producer}:
             feeds[p].append(i)
     ready = [i for i, w in enumerate(waits) if w == 0]
-    out: list[tuple[int, Any]] = []
+    out: list[tuple[int, NodeProto]] = []
     for i in ready:  # grows while it is walked
         out.append((i, nodes[i]))
         for f in feeds[i]:
@@ -278,6 +281,6 @@ def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list
     if len(out) != len(nodes):
         stuck = next(n for n, w in zip(nodes, waits, strict=True) if w)
         raise PaseError(
-            f"{name}: the graph is cyclic: {stuck.op_type} '{stuck.name}' depends on what it makes itself"
+            f"{name}: the graph is cyclic: {stuck.op_type} '{stuck.name}' depends on its own result"
         )
     return out

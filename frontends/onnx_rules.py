@@ -212,7 +212,7 @@ def _all_finite(c: OnnxCall) -> Value:
 def _identity(c: OnnxCall) -> Value:
     v = c.opt(0)
     if v is None:
-        raise c.fail("an optional without a value")
+        raise c.fail("it is an optional without a value")
     return v
 
 
@@ -229,7 +229,7 @@ def _cast(c: OnnxCall) -> Value:
         dtype = c.text("to", x.dtype).lower().replace("float", "float32") or x.dtype
         dtype = re.sub("float32(16|64)", r"float\1", dtype)
     if dtype == "string" or x.dtype == "string":
-        raise c.fail("text has no price; cut it off the model")
+        raise c.fail("pase cannot price text: remove it from the model")
     if dtype == x.dtype:
         return x
     if x.note[:1] == ("initializer",) and x.tensor is None and x.settled:

@@ -31,9 +31,12 @@ def _gather_nd(c: OnnxCall) -> Value:
     x, ids, batch = c.x(0), c.x(1), c.integer("batch_dims")
     k = ids.shape[-1] if ids.shape else 0
     if not 0 <= batch < max(len(ids.shape), 1) or not 0 < k <= len(x.shape) - batch:
-        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)} with {batch} batch dims")
+        raise c.fail(
+            f"its indices have shape {list(ids.shape)} and its data {list(x.shape)}, "
+            f"which {batch} batch dims do not fit"
+        )
     if ids.shape[:batch] != x.shape[:batch]:
-        raise c.fail(f"batch dims of {list(ids.shape)} and {list(x.shape)} differ")
+        raise c.fail(f"the batch dims of {list(ids.shape)} and {list(x.shape)} differ")
     found = list(range(batch, batch + k))
     n = len(ids.shape) - 1
     shape = c.shape((*ids.shape[:-1], *x.shape[batch + k :]))
@@ -98,7 +101,9 @@ def _tensor_scatter(c: OnnxCall) -> Value:
     x, update = c.x(0), c.x(1)
     axis = c.axis(c.integer("axis", -2), len(x.shape))
     if len(update.shape) != len(x.shape):
-        raise c.fail(f"an update {list(update.shape)} of {list(x.shape)}")
+        raise c.fail(
+            f"its updates have shape {list(update.shape)}, which does not fit data of shape {list(x.shape)}"
+        )
     kept = [i != axis and update.shape[i] == x.shape[i] for i in range(len(x.shape))]
     return c.value(nests.restrict(c.b, "dynamic_update_slice", c.tensors(x, update), x.shape, kept))
 
@@ -109,7 +114,7 @@ def _top_k(c: OnnxCall) -> Sequence[Value]:
     axis = c.axis(c.integer("axis", -1), len(x.shape))
     k = c.integer("k") if c.version < 10 else c.ints_of(1, "k")[0]
     if not 0 <= k <= x.shape[axis]:
-        raise c.fail(f"the largest {k} of {x.shape[axis]}")
+        raise c.fail(f"it takes the largest {k} of {x.shape[axis]} elements")
     shape = c.shape([k if i == axis else s for i, s in enumerate(x.shape)])
     if math.prod(shape) == 0:
         return [nothing(shape, x.dtype), nothing(shape, "int64")]
@@ -184,7 +189,7 @@ def _unique(c: OnnxCall) -> list[Value]:
 def _suppress(c: OnnxCall) -> list[Value]:
     boxes, scores = c.x(0), c.x(1)
     if len(boxes.shape) != 3 or len(scores.shape) != 3:
-        raise c.fail(f"boxes {list(boxes.shape)} and scores {list(scores.shape)}")
+        raise c.fail(f"its boxes {list(boxes.shape)} do not fit its scores {list(scores.shape)}")
     n, classes, found = scores.shape
     most = min(int(c.number_of(2, float(found))) if c.opt(2) is not None else 0, found)
     work = 10.0 * float(n) * classes * found * max(most, 1)

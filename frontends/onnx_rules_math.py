@@ -44,14 +44,18 @@ def _fused_matmul(c: OnnxCall) -> Value:
 def _gemm(c: OnnxCall) -> Value:
     x, y = c.x(0), c.x(1)
     if len(x.shape) != 2 or len(y.shape) != 2:
-        raise c.fail(f"{list(x.shape)} times {list(y.shape)}: both must be matrices")
+        raise c.fail(f"it multiplies {list(x.shape)} by {list(y.shape)}: both must be matrices")
     ka, kb = (0 if c.integer("transA") else 1), (1 if c.integer("transB") else 0)
     if x.shape[ka] != y.shape[kb]:
-        raise c.fail(f"{list(x.shape)} times {list(y.shape)}: {x.shape[ka]} columns meet {y.shape[kb]} rows")
+        raise c.fail(
+            f"it multiplies {list(x.shape)} by {list(y.shape)}: {x.shape[ka]} columns do not match {y.shape[kb]} rows"
+        )
     bias = c.opt(2) if c.real("beta", 1.0) != 0.0 else None
     shape = c.shape((x.shape[1 - ka], y.shape[1 - kb]))
     if bias is not None and c.broadcast(shape, bias.shape) != shape:
-        raise c.fail(f"a bias of shape {list(bias.shape)} on a product of shape {list(shape)}")
+        raise c.fail(
+            f"its bias has shape {list(bias.shape)}, which does not fit a product of shape {list(shape)}"
+        )
     if ka == 1 and (bias is None or math.prod(bias.shape[:-1]) == 1):
         x = c.unmerged(x)
     out = c.value(nests.contract(c.b, c.tensor(x), c.tensor(y), ([len(x.shape) - 1 if ka else 0], [kb])))
@@ -157,7 +161,7 @@ def _loss(c: OnnxCall) -> Sequence[Value | None]:
     x, labels = c.x(0), c.x(1)
     rank = len(x.shape)
     if rank < 2 or labels.shape != (x.shape[0], *x.shape[2:]):
-        raise c.fail(f"scores {list(x.shape)} and labels {list(labels.shape)} do not fit together")
+        raise c.fail(f"its scores {list(x.shape)} do not fit its labels {list(labels.shape)}")
     logp = x
     if c.op == "SoftmaxCrossEntropyLoss":
         logp = c.value(composites.log_softmax(c.b, c.tensor(x), [1]))

@@ -17,14 +17,14 @@ __all__ = ["opaque_per_batch"]
 def _positive(c: OnnxCall, name: str, n: int) -> list[int]:
     out = c.ints(name) or [1] * n
     if len(out) != n or any(not 0 < k < 2**31 for k in out):
-        raise c.fail(f"{name} {out[:6]} for {n} spatial dims")
+        raise c.fail(f"its {name} {out[:6]} do not match {n} spatial dims")
     return out
 
 
 def _pads(c: OnnxCall, n: int) -> list[int]:
     out = c.ints("pads") or [0] * (2 * n)
     if len(out) != 2 * n or any(abs(p) > 2**31 for p in out):
-        raise c.fail(f"pads {out[:6]} for {n} spatial dims")
+        raise c.fail(f"its pads {out[:6]} do not match {n} spatial dims")
     return out
 
 
@@ -41,7 +41,7 @@ def _windows(c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Seq
             continue
         free = size - reach + (pads[i] + pads[i + n] if auto != "VALID" else 0)
         if free < 0:
-            raise c.fail(f"a window of {reach} on a dim of {size} elements")
+            raise c.fail(f"its window of {reach} does not fit a dim of {size} elements")
         rounded = -(-free // s) if c.integer("ceil_mode") else free // s
         if c.integer("ceil_mode") and rounded * s >= size + pads[i]:
             rounded -= 1  # a window that begins in the padding behind the data does not count
@@ -52,13 +52,13 @@ def _windows(c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Seq
 def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Value:
     n = len(x.shape) - 2
     if n < 1 or len(w.shape) != n + 2:
-        raise c.fail(f"a filter {list(w.shape)} on {list(x.shape)}")
+        raise c.fail(f"its filter {list(w.shape)} does not fit an input {list(x.shape)}")
     groups = c.integer("group", 1)
     if groups < 1 or x.shape[1] != w.shape[1] * groups or w.shape[0] % groups:
-        raise c.fail(f"a filter {list(w.shape)} in {groups} groups on {x.shape[1]} channels")
+        raise c.fail(f"its filter {list(w.shape)} in {groups} groups does not fit {x.shape[1]} channels")
     kernel, dilation = w.shape[2:], _positive(c, "dilations", n)
     if (told := c.ints("kernel_shape")) and tuple(told) != kernel:
-        raise c.fail(f"kernel_shape {told[:6]} and a filter {list(w.shape)}")
+        raise c.fail(f"its kernel_shape {told[:6]} differs from its filter {list(w.shape)}")
     shape = c.shape((x.shape[0], w.shape[0], *_windows(c, x.shape[2:], kernel, dilation)))
     if math.prod(shape) == 0 or x.elements == 0 or w.elements == 0:
         return nothing(shape, dtype or x.dtype)
@@ -82,7 +82,7 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
 def _channels(c: OnnxCall, v: Value, rank: int) -> Value:
     """A value a channel, as [c 1 1 ...] to broadcast against [n c ...]."""
     if len(v.shape) != 1:
-        raise c.fail(f"a value of shape {list(v.shape)} where one a channel is wanted")
+        raise c.fail(f"it needs one value per channel, but gets shape {list(v.shape)}")
     return c.reshape(v, (v.shape[0], *[1] * (rank - 2)))
 
 
@@ -91,7 +91,7 @@ def _biased(c: OnnxCall, out: Value, i: int) -> Value:
     if bias is None:
         return out
     if bias.shape != (out.shape[1],):
-        raise c.fail(f"a bias {list(bias.shape)} for {out.shape[1]} channels")
+        raise c.fail(f"its bias {list(bias.shape)} does not fit {out.shape[1]} channels")
     return c.elementwise([out, _channels(c, bias, len(out.shape))], functions.ADD)
 
 
@@ -117,7 +117,7 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
     """A filter for each channel over the last dim, which looks back only; what came before is a state."""
     x, w = c.x(0), c.x(1)
     if len(x.shape) < 3 or w.shape[:2] != (x.shape[1], 1) or len(w.shape) != len(x.shape):
-        raise c.fail(f"a filter {list(w.shape)} on {list(x.shape)}")
+        raise c.fail(f"its filter {list(w.shape)} does not fit an input {list(x.shape)}")
     n = len(x.shape) - 2
     dims = tuple(range(2, n + 2))
     made = windows.conv(
@@ -141,11 +141,11 @@ def _conv_transpose(c: OnnxCall) -> Value:
     x, w = c.x(0), c.x(1)
     n, groups = len(x.shape) - 2, c.integer("group", 1)
     if n < 1 or len(w.shape) != n + 2 or groups < 1 or x.shape[1] != w.shape[0] or w.shape[0] % groups:
-        raise c.fail(f"a filter {list(w.shape)} in {groups} groups on {list(x.shape)}")
+        raise c.fail(f"its filter {list(w.shape)} in {groups} groups does not fit an input {list(x.shape)}")
     strides, dilation, pads = _positive(c, "strides", n), _positive(c, "dilations", n), _pads(c, n)
     extra = c.ints("output_padding") or [0] * n
     if len(extra) != n:
-        raise c.fail(f"output_padding {extra[:6]} for {n} spatial dims")
+        raise c.fail(f"its output_padding {extra[:6]} does not match {n} spatial dims")
     auto, told = c.text("auto_pad", "NOTSET"), c.ints("output_shape")
     spatial = []
     for i, size in enumerate(x.shape[2:]):
@@ -192,7 +192,7 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
     n = len(x.shape) - 2
     kernel = c.ints("kernel_shape") or []
     if n < 1 or len(kernel) != n:
-        raise c.fail(f"a window {kernel[:6]} on {list(x.shape)}")
+        raise c.fail(f"its window {kernel[:6]} does not fit an input {list(x.shape)}")
     kernel, dilation = _positive(c, "kernel_shape", n), _positive(c, "dilations", n)
     shape = c.shape((*x.shape[:2], *_windows(c, x.shape[2:], kernel, dilation)))
     if c.op == "LpPool":
@@ -214,7 +214,7 @@ def _global_pool(c: OnnxCall) -> Value:
     x = c.x()
     axes = list(range(2, len(x.shape)))
     if not axes:
-        raise c.fail(f"a pool over the space of {list(x.shape)}")
+        raise c.fail(f"it pools over the spatial dims of {list(x.shape)}, which has none")
     if c.op == "GlobalLpPool":
         x = c.elementwise([x], functions.INTEGER_POW)
     function = functions.REDUCE_MAX if c.op == "GlobalMaxPool" else functions.SUM
@@ -227,7 +227,7 @@ def _lrn(c: OnnxCall) -> Value:
     """x / (k + alpha times the sum of squares over neighbouring channels) ** beta."""
     x, size = c.x(), c.integer("size", 1)
     if len(x.shape) < 2 or not 0 < size < 2**31:
-        raise c.fail(f"{size} neighbouring channels of {list(x.shape)}")
+        raise c.fail(f"it cannot take {size} neighbouring channels of {list(x.shape)}")
     square = c.elementwise([x], functions.SQUARE)
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
     total = windows.window_reduce(
@@ -246,7 +246,7 @@ def _batch_norm(c: OnnxCall) -> Sequence[Value | None]:
     rank = len(x.shape)
     training = bool(c.integer("training_mode")) or (c.version < 7 and c.integer("is_test", 1) == 0)
     if rank < 2:
-        raise c.fail(f"channels of {list(x.shape)}")
+        raise c.fail(f"its input {list(x.shape)} has no channels")
     for i in range(1, 5):
         if c.x(i).shape != (x.shape[1],):
             raise c.fail(f"input {i} is {list(c.x(i).shape)} for {x.shape[1]} channels")
@@ -269,14 +269,14 @@ def _moments(c: OnnxCall) -> Value:
         axes = c.axes(c.ints("axes") or ([0, 2, 3] if rank == 4 else [0]), rank)
         return c.value(composites.normalize(c.b, c.tensor(x), axes).value)
     if rank < 3:
-        raise c.fail(f"the space of {list(x.shape)}")
+        raise c.fail(f"its input {list(x.shape)} has no spatial dims")
     scale, shift = c.x(1), c.x(2)
     if c.op == "InstanceNormalization":
         y = c.value(composites.normalize(c.b, c.tensor(x), list(range(2, rank))).value)
         return _affine(c, y, _channels(c, scale, rank), _channels(c, shift, rank))
     groups = c.integer("num_groups", 1)
     if groups < 1 or x.shape[1] % groups:
-        raise c.fail(f"{x.shape[1]} channels in {groups} groups")
+        raise c.fail(f"its {x.shape[1]} channels cannot be divided into {groups} groups")
     cut = c.reshape(x, (x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]))
     y = c.value(composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1))).value)
     if scale.shape == (groups,) != (x.shape[1],):  # before opset 21, one scale a group
@@ -392,7 +392,7 @@ def _images(c: OnnxCall) -> list[Value]:
     elif c.op == "Col2Im":
         block = c.ints_of(2, "block_shape")
         if x.shape[1] % max(math.prod(block), 1):
-            raise c.fail(f"{x.shape[1]} columns in blocks {block[:6]}")
+            raise c.fail(f"its {x.shape[1]} columns do not match blocks {block[:6]}")
         shape = (x.shape[0], x.shape[1] // math.prod(block), *c.ints_of(1, "image_shape"))
         values = values[:1]
     else:

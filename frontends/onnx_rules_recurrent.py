@@ -26,7 +26,7 @@ def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
     gates, ways = _GATES[c.op], {"bidirectional": 2}.get(c.text("direction", "forward"), 1)
     if len(x.shape) != 3 or len(w.shape) != 3 or len(r.shape) != 3:
         raise c.fail(
-            f"inputs {list(x.shape)}, weights {list(w.shape)} and {list(r.shape)}: three dims each are wanted"
+            f"inputs {list(x.shape)}, weights {list(w.shape)} and {list(r.shape)}: each must have three dims"
         )
     if batch_first:
         x = c.transpose(x, [1, 0, 2])
@@ -34,11 +34,11 @@ def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
     hidden = r.shape[2]
     if w.shape != (ways, gates * hidden, width) or r.shape != (ways, gates * hidden, hidden) or not steps:
         raise c.fail(
-            f"weights {list(w.shape)} and {list(r.shape)} on inputs {list(x.shape)}, {ways} directions"
+            f"its weights {list(w.shape)} and {list(r.shape)} do not fit inputs {list(x.shape)} in {ways} directions"
         )
     bias = c.opt(3)
     if bias is not None and bias.shape != (ways, 2 * gates * hidden):
-        raise c.fail(f"a bias {list(bias.shape)} for {gates} gates of {hidden}")
+        raise c.fail(f"its bias {list(bias.shape)} does not fit {gates} gates of {hidden}")
     many, last, cells = [], [], []
     for way in range(ways):
         wd = c.reshape(_direction(c, w, way), (gates, hidden, width))
@@ -171,7 +171,7 @@ def _heads(c: OnnxCall, v: Value, n: int, order: Sequence[int]) -> Value:
     if len(v.shape) == 4:
         return v
     if len(v.shape) != 3 or n < 1 or v.shape[2] % n:
-        raise c.fail(f"{n} heads in {list(v.shape)}")
+        raise c.fail(f"{list(v.shape)} cannot be divided into {n} heads")
     apart = c.reshape(v, (*v.shape[:2], n, v.shape[2] // n))
     return c.transpose(apart, [0, 2, 1, 3]) if order == _FIRST else apart
 
@@ -189,9 +189,7 @@ def _attend(
     q, k, v = qkv
     (b, s, h, d), (of_b, t, groups, of_d) = ([x.shape[i] for i in order] for x in (q, k))
     if of_b != b or of_d != d or v.shape[:3] != k.shape[:3] or not groups or h % groups:
-        raise c.fail(
-            f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not fit together"
-        )
+        raise c.fail(f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} do not match")
     biases = []
     if mask is not None and mask.elements > 1:
         if mask.shape[-1] < t and mask.shape[-1] != 1:  # what it leaves out is masked
@@ -199,7 +197,7 @@ def _attend(
             kept = [i < len(wide) - 1 for i in range(len(wide))]
             mask = c.value(nests.restrict(c.b, "pad", [c.tensor(mask)], wide, kept))
         if c.broadcast(mask.shape, (b, h, s, t)) != (b, h, s, t):
-            raise c.fail(f"a mask {list(mask.shape)} on scores {[b, h, s, t]}")
+            raise c.fail(f"its mask {list(mask.shape)} does not fit scores {[b, h, s, t]}")
         biases.append(c.tensor(c.reshape(mask, (1,) * (4 - len(mask.shape)) + tuple(mask.shape))))
     if math.prod(q.shape) * math.prod(v.shape) == 0:
         return nothing((*q.shape[:3], v.shape[3]), q.dtype)
@@ -235,7 +233,7 @@ def _grown(c: OnnxCall, past: Value | None, new: Value) -> Value:
     if past is None or not past.elements:
         return new
     if len(past.shape) != 4 or (*past.shape[:2], past.shape[3]) != (*new.shape[:2], new.shape[3]):
-        raise c.fail(f"a cache {list(past.shape)} before {list(new.shape)}")
+        raise c.fail(f"its cache {list(past.shape)} does not fit {list(new.shape)}")
     return c.value(nests.concat(c.b, c.tensors(past, new), 2))
 
 
@@ -296,7 +294,7 @@ def _rotary(c: OnnxCall) -> Value:
         tables = [v for v in (c.opt(1), c.opt(2), c.opt(3)) if v is not None and len(v.shape) > 1]
         d = 2 * tables[0].shape[-1] if tables and not heads else x.shape[2] // max(heads, 1)
         if not d or x.shape[2] % d:
-            raise c.fail(f"heads of {d} in {list(x.shape)}")
+            raise c.fail(f"{list(x.shape)} cannot be divided into heads of {d}")
         cut = c.reshape(x, (*x.shape[:2], x.shape[2] // d, d))
     kept = [i < len(cut.shape) - 1 for i in range(len(cut.shape))]
     turned = c.value(nests.restrict(c.b, "rotate", [c.tensor(cut)], cut.shape, kept))

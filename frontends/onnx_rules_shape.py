@@ -32,7 +32,7 @@ def _flatten(c: OnnxCall) -> Value:
     axis = c.integer("axis", 1)
     axis = axis + len(x.shape) if axis < 0 else axis
     if not 0 <= axis <= len(x.shape):
-        raise c.fail(f"axis {axis} of a tensor of {len(x.shape)} dims")
+        raise c.fail(f"its axis {axis} is out of range for a tensor of {len(x.shape)} dims")
     return c.reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
 
 
@@ -42,7 +42,7 @@ def _squeeze(c: OnnxCall) -> Value:
     axes = axes_of(c, len(x.shape))
     axes = [i for i, s in enumerate(x.shape) if s == 1] if axes is None else axes
     if any(x.shape[i] != 1 for i in axes):
-        raise c.fail(f"dims {axes} of {list(x.shape)} are not all of one element")
+        raise c.fail(f"its dims {axes} of {list(x.shape)} do not all have one element")
     return c.reshape(x, [s for i, s in enumerate(x.shape) if i not in axes])
 
 
@@ -62,7 +62,7 @@ def _transpose(c: OnnxCall) -> Value:
     order = c.ints("perm")
     order = list(reversed(range(len(x.shape)))) if order is None else c.axes(order, len(x.shape))
     if len(order) != len(x.shape):
-        raise c.fail(f"an order of {len(order)} dims for {len(x.shape)}")
+        raise c.fail(f"it orders {len(order)} dims of a tensor that has {len(x.shape)}")
     if x.elements == 0:
         return nothing([x.shape[i] for i in order], x.dtype)
     return c.transpose(x, order)
@@ -117,7 +117,7 @@ def _tile(c: OnnxCall) -> Value:
     else:
         repeats = c.ints_of(1, "repeats")
     if len(repeats) != len(x.shape):
-        raise c.fail(f"{len(repeats)} repeats for {len(x.shape)} dims")
+        raise c.fail(f"it has {len(repeats)} repeats for {len(x.shape)} dims")
     shape = c.shape([s * r for s, r in zip(x.shape, repeats, strict=True)])
     if math.prod(shape) == 0 or all(s == 1 or r == 1 for s, r in zip(x.shape, repeats, strict=True)):
         return spread(c, x, shape)
@@ -132,7 +132,7 @@ def _pad(c: OnnxCall) -> Value:
     pads = c.ints_of(1, "pads") if pads is None else pads
     axes = c.axes(c.ints_of(3, "axes"), rank) if c.opt(3) is not None else list(range(rank))
     if len(pads) != 2 * len(axes):
-        raise c.fail(f"{len(pads)} pads for {len(axes)} dims")
+        raise c.fail(f"it has {len(pads)} pads for {len(axes)} dims")
     n = len(axes)
     shape, kept = list(x.shape), [True] * rank
     for k, axis in enumerate(axes):
@@ -163,15 +163,17 @@ def _crop(c: OnnxCall) -> Value:
 def _blocks(c: OnnxCall) -> Value:
     x, s = c.x(), c.integer("blocksize", 1)
     if len(x.shape) != 4 or s < 1:
-        raise c.fail(f"a block of {s} of a tensor of {len(x.shape)} dims: an image [n c h w] is wanted")
+        raise c.fail(
+            f"it takes blocks of {s} from a tensor of {len(x.shape)} dims: it needs an image [n c h w]"
+        )
     n, ch, h, w = x.shape
     if c.op == "SpaceToDepth":
         if h % s or w % s:
-            raise c.fail(f"an image of {h} by {w} in blocks of {s}")
+            raise c.fail(f"an image of {h} by {w} cannot be divided into blocks of {s}")
         cut = c.transpose(c.reshape(x, (n, ch, h // s, s, w // s, s)), [0, 3, 5, 1, 2, 4])
         return c.reshape(cut, (n, ch * s * s, h // s, w // s))
     if ch % (s * s):
-        raise c.fail(f"{ch} channels in blocks of {s} by {s}")
+        raise c.fail(f"its {ch} channels cannot be divided into blocks of {s} by {s}")
     rest = ch // (s * s)
     if c.text("mode", "DCR") == "DCR":
         cut = c.transpose(c.reshape(x, (n, s, s, rest, h, w)), [0, 3, 4, 1, 5, 2])
@@ -212,7 +214,7 @@ def _resize(c: OnnxCall) -> Value:
         sizes = c.ints_of(3, "sizes")
     given = factors if sizes is None else sizes
     if given is None or len(given) != len(axes) or any(not 0 <= g < 2**40 for g in given):
-        raise c.fail(f"scales or sizes for {len(axes)} dims are wanted")
+        raise c.fail(f"it needs scales or sizes for {len(axes)} dims")
     policy = c.text("keep_aspect_ratio_policy", "stretch")
     if sizes is not None and policy != "stretch" and sizes:
         ratios = [size / x.shape[axis] for size, axis in zip(sizes, axes, strict=True)]
@@ -248,7 +250,7 @@ def _constant(c: OnnxCall) -> Value:
             return known(np.array(numbers, np.int64 if "int" in key else np.float32))
     a = c.attribute("value") or c.attribute("sparse_value")
     if a is None:
-        raise c.fail("a text, which has no price, or no value at all; cut it off the model")
+        raise c.fail("it is text, which pase cannot price, or has no value: remove it from the model")
     if a.HasField("sparse_tensor"):
         return nothing(c.shape(a.sparse_tensor.dims), dtype_name(a.sparse_tensor.values.data_type, c.place))
     t = a.t
@@ -334,7 +336,7 @@ def _construct(c: OnnxCall) -> Value:
 def _position(c: OnnxCall, i: int, n: int) -> int:
     at = c.ints_of(i, "position")[0]
     if not -n <= at < n:
-        raise c.fail(f"position {at} of a sequence of {n}")
+        raise c.fail(f"it takes position {at} of a sequence of {n}")
     return at % n
 
 
@@ -370,7 +372,7 @@ def _split_to(c: OnnxCall) -> Value:
     if c.opt(1) is not None and not c.x(1).shape and parts[0] > 0:
         parts = [parts[0]] * (size // parts[0]) + ([size % parts[0]] if size % parts[0] else [])
     if sum(parts) != size or any(p < 0 for p in parts) or len(parts) > MOST_KNOWN:
-        raise c.fail(f"parts of {parts[:8]} of a dim of {size} elements")
+        raise c.fail(f"its parts {parts[:8]} do not match a dim of {size} elements")
     out, at = [], 0
     for p in parts:
         shape = [p if i == axis else s for i, s in enumerate(x.shape)]

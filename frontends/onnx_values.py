@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.frontends.onnx_model import dtype_name
 from pase.frontends.values import Site, Value
@@ -13,6 +13,8 @@ from pase.ir import Tensor
 from pase.ops import GraphBuilder
 
 if TYPE_CHECKING:
+    from onnx import AttributeProto, GraphProto, NodeProto
+
     from pase.frontends.from_onnx import OnnxLowering
 
 __all__ = ["MOST_KNOWN", "OnnxCall"]
@@ -43,18 +45,18 @@ class OnnxCall(Site):
     """One ONNX node, as its rule sees it."""
 
     low: OnnxLowering
-    node: Any
+    node: NodeProto
     op: str
     version: int
     ins: list[Value | None]
     place: str
     """Which node of which model, for messages."""
-    _attributes: dict[str, Any] = field(default_factory=dict)
+    _attributes: dict[str, AttributeProto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._attributes = {a.name: a for a in self.node.attribute}
 
-    def resolve(self, given: Mapping[str, Any]) -> None:
+    def resolve(self, given: Mapping[str, AttributeProto]) -> None:
         """Inside of a function: put what its call gave in the place of references to it."""
         for name, a in list(self._attributes.items()):
             if a.ref_attr_name:
@@ -76,8 +78,8 @@ class OnnxCall(Site):
             or len(self.node.output) > outs
         ):
             raise self.fail(
-                f"{len(self.node.input)} inputs and {len(self.node.output)} outputs; opset {self.version} wants "
-                f"{fewest} to {most} inputs, at most {outs} outputs"
+                f"{len(self.node.input)} inputs and {len(self.node.output)} outputs; opset {self.version} allows "
+                f"{fewest} to {most} inputs and at most {outs} outputs"
             )
         for name, a in self._attributes.items():
             if name in types and a.type not in (types[name], 0):
@@ -97,7 +99,7 @@ class OnnxCall(Site):
         if v is None:
             raise self.fail(f"input {i} is missing")
         if v.items is not None:
-            raise self.fail(f"input {i} is a sequence of tensors, where a tensor is needed")
+            raise self.fail(f"input {i} is a sequence of tensors, but must be a tensor")
         return v
 
     def opt(self, i: int) -> Value | None:
@@ -116,10 +118,10 @@ class OnnxCall(Site):
         if data is None:
             raise self.fail(
                 f"its {what} is computed from the model's data, or too large to read: pase needs it as numbers; "
-                f"bind the model's symbolic sizes, or fold constants (onnxsim, onnxruntime) before"
+                f"bind the model's symbolic sizes, or fold constants (onnxsim, onnxruntime) first"
             )
         if data.dtype.kind not in "iub":
-            raise self.fail(f"its {what} is {data.dtype}, where integers are needed")
+            raise self.fail(f"its {what} has dtype {data.dtype}, but must be integers")
         return [int(n) for n in data.reshape(-1)]
 
     def number_of(self, i: int, default: float) -> float:
@@ -153,8 +155,11 @@ class OnnxCall(Site):
         a = self._attributes.get(name)
         return None if a is None else [int(i) for i in a.ints]
 
-    def attribute(self, name: str) -> Any:
+    def attribute(self, name: str) -> AttributeProto | None:
         return self._attributes.get(name)
+
+    def subgraph(self, name: str) -> GraphProto:
+        return self._attributes[name].g
 
     def dtype(self, name: str, default: str) -> str:
         a = self._attributes.get(name)

@@ -76,7 +76,7 @@ def fields(buf: Buffer, start: int, end: int) -> Iterator[Field]:
             length, payload = varint(buf, payload, end)
             stop = payload + length
         else:
-            raise Malformed(f"a field of wire type {wire}")
+            raise Malformed(f"a field has the unknown wire type {wire}")
         if stop > end or number == 0:
             raise Malformed("a field reaches beyond the end: the file is cut off or damaged")
         yield Field(number, wire, at, payload, stop)

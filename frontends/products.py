@@ -15,11 +15,13 @@ __all__ = ["einsum", "matmul"]
 def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
     """numpy's matmul: the last two dims multiply, those before are batch dims and broadcast."""
     if not x.shape or not y.shape:
-        raise c.fail("a product of numbers that are no tensors")
+        raise c.fail("it multiplies numbers that are not tensors")
     a = c.reshape(x, (1, *x.shape)) if len(x.shape) == 1 else x
     b = c.reshape(y, (*y.shape, 1)) if len(y.shape) == 1 else y
     if a.shape[-1] != b.shape[-2]:
-        raise c.fail(f"{list(x.shape)} times {list(y.shape)}: {a.shape[-1]} columns meet {b.shape[-2]} rows")
+        raise c.fail(
+            f"it multiplies {list(x.shape)} by {list(y.shape)}: {a.shape[-1]} columns do not match {b.shape[-2]} rows"
+        )
     lead = c.broadcast(a.shape[:-2], b.shape[:-2])
     full = c.shape((*lead, a.shape[-2], b.shape[-1]))
     out = list(full)
@@ -76,7 +78,7 @@ def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
     left, arrow, right = text.partition("->")
     terms = left.split(",")
     if len(terms) != len(values) or len(text) > 400:
-        raise c.fail(f"equation '{text[:60]}' for {len(values)} operands")
+        raise c.fail(f"equation '{text[:60]}' does not match {len(values)} operands")
     names: list[list[str]] = []
     dots = 0
     for t, v in zip(terms, values, strict=True):
@@ -95,12 +97,12 @@ def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
     else:
         out = [*spread, *sorted(x for x in set(every) if every.count(x) == 1 and x not in spread)]
     if len(set(out)) != len(out) or any(x not in every for x in out):
-        raise c.fail(f"equation '{text[:60]}' has a result that its operands do not make")
+        raise c.fail(f"equation '{text[:60]}' has a dim in its result that no operand has")
     sizes: dict[str, int] = {}
     for letters_of, v in zip(names, values, strict=True):
         for x, s in zip(letters_of, v.shape, strict=True):
             if sizes.setdefault(x, s) not in (s, 1) and s != 1:
-                raise c.fail(f"equation '{text[:60]}': dim '{x}' is {sizes[x]} and {s}")
+                raise c.fail(f"equation '{text[:60]}': dim '{x}' has both size {sizes[x]} and {s}")
             sizes[x] = max(sizes[x], s)
     shape = c.shape([sizes[x] for x in out])
     if math.prod(sizes.values()) == 0:

@@ -12,6 +12,7 @@ from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pase.errors import PaseError
+from pase.pytree import Tree
 from pase.registry import Registry
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ __all__ = [
 
 Unknown = Literal["error", "replicate"]
 DimSizes = Mapping[str, int]
-C = TypeVar("C", bound=Callable[..., Any])
+C = TypeVar("C", bound=Callable[..., object])
 Chances = Mapping[str, Sequence[float]]
 """Conditional, cond0, … in the order of the program -> how likely each of its branches is."""
 
@@ -79,7 +80,7 @@ class Frontend:
     modules: a model is a module that need not return its loss: ``trace`` then takes ``loss``.
     """
 
-    reads: Callable[[Any], bool]
+    reads: Callable[[object], bool]
     trace: Callable[..., Traced]
     coverage: Callable[[], dict[str, list[str]]]
     programs: bool = False
@@ -108,21 +109,21 @@ def lowers_bodies(controls: Registry[Control], *ops: str, listed: str) -> Callab
     return add
 
 
-def frontend_of(model: Any) -> Frontend | None:
+def frontend_of(model: object) -> Frontend | None:
     """The frontend that reads this model; None where none does."""
     return next((f for f in FRONTENDS.values() if f.reads(model)), None)
 
 
 def trace(
-    model: Any,
-    *args: Any,
+    model: object,
+    *args: Tree,
     name: str | None = None,
     unknown: Unknown = "error",
     dims: DimSizes | None = None,
     mode: str = "train",
-    carry: Mapping[int, Any] | None = None,
+    carry: Mapping[int, Tree] | None = None,
     chances: Chances | None = None,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., Tree] | None = None,
 ) -> Traced:
     """Read a model by whichever frontend reads it.
 
@@ -168,7 +169,7 @@ def check_dims(dims: DimSizes | None, known: Iterable[str], model: str) -> dict[
     return dict(dims or {})
 
 
-def type_names(model: Any) -> set[str]:
+def type_names(model: object) -> set[str]:
     """``module.Class`` of the object's type and of all that it derives from, nothing imported."""
     return {f"{t.__module__}.{t.__qualname__}" for t in type(model).__mro__}
 
@@ -179,15 +180,17 @@ def coverage() -> dict[str, dict[str, list[str]]]:
 
 
 def by_nest(
-    rules: Mapping[str, Callable[..., Any]], controls: Mapping[str, Control] | None = None
+    rules: Mapping[str, Callable[..., object]], controls: Mapping[str, Control] | None = None
 ) -> dict[str, list[str]]:
     """loop nest -> ops, read off what the rules' code calls: op -> rule in, nothing kept by hand."""
     from pase.ops import composites, indexed, loops, nests, windows
 
-    known: dict[str, Any] = dict.fromkeys((*nests.__all__, *indexed.__all__, *windows.__all__))
+    known: dict[str, Callable[..., object] | None] = dict.fromkeys(
+        (*nests.__all__, *indexed.__all__, *windows.__all__)
+    )
     known |= {n: getattr(m, n) for m in (composites, loops) for n in m.__all__}
     out: dict[str, list[str]] = {}
-    found: dict[Any, set[str]] = {}
+    found: dict[Callable[..., object], set[str]] = {}
     for op, rule in rules.items():
         for nest in found.setdefault(rule, _calls(rule, known, set())) or {"no work"}:
             out.setdefault(nest, []).append(op)
@@ -196,7 +199,7 @@ def by_nest(
     return {k: sorted(out[k]) for k in sorted(out)}
 
 
-def _calls(rule: Any, known: Mapping[str, Any], seen: set[Any]) -> set[str]:
+def _calls(rule: object, known: Mapping[str, Callable[..., object] | None], seen: set[object]) -> set[str]:
     """The nest builders that a function may call, by itself or through functions of its package. known: name -> None
     for a builder, else the function that calls some."""
     rule = getattr(rule, "func", rule)  # functools.partial

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -11,6 +12,8 @@ __all__ = ["crossing", "equal_runs"]
 _FEWEST = 3
 """So many equal runs of equations are a repeated block."""
 _LONGEST = 20_000
+
+Crossing = TypeVar("Crossing")
 
 
 def equal_runs(
@@ -45,7 +48,7 @@ def equal_runs(
 
 
 def crossing(
-    made: Mapping[object, int], last: Mapping[object, int], nbytes: Callable[[object], int], n: int
+    made: Mapping[Crossing, int], last: Mapping[Crossing, int], nbytes: Callable[[Crossing], int], n: int
 ) -> np.ndarray:
     """Bytes made before equation i and used from there on: int64 [equations + 1]. made, last: value -> the equation
     that makes it, and the last that reads it."""

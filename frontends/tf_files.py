@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from pase.errors import PaseError
 from pase.frontends.registry import DimSizes
@@ -14,8 +14,15 @@ from pase.frontends.tf_graph import dtype_name, static_shape
 from pase.frontends.tf_graph_def import graph_of
 from pase.frontends.tf_sources import InputSpec, TfSource, Variable, bound, distinct
 
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+    from tensorflow.core.framework.graph_pb2 import GraphDef
+    from tensorflow.core.framework.node_def_pb2 import NodeDef
+    from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
+
 __all__ = ["from_path", "frozen"]
 
+Proto = TypeVar("Proto", bound="Message")
 _MOST_BYTES = 2 << 30
 """What a protobuf message can hold."""
 
@@ -50,7 +57,7 @@ def from_path(path: Path, name: str, dims: DimSizes) -> TfSource:
             return frozen(graph_def, name, dims)
     saved = _parsed(_protos().SavedModel, data, path, "SavedModel")
     if not saved.meta_graphs:
-        raise PaseError(f"{path} holds no graph: a frozen GraphDef or a SavedModel does")
+        raise PaseError(f"{path} contains no graph: give a frozen GraphDef or a SavedModel")
     return _saved_model(saved, name, dims)
 
 
@@ -76,7 +83,7 @@ def _protos() -> _Protos:
     return _Protos()
 
 
-def _parsed(kind: Any, data: bytes, path: Path, what: str) -> Any:
+def _parsed(kind: type[Proto], data: bytes, path: Path, what: str) -> Proto:
     from google.protobuf.message import DecodeError
 
     try:
@@ -88,7 +95,7 @@ def _parsed(kind: Any, data: bytes, path: Path, what: str) -> Any:
 # -- frozen graphs --
 
 
-def frozen(graph_def: Any, name: str, dims: DimSizes) -> TfSource:
+def frozen(graph_def: GraphDef, name: str, dims: DimSizes) -> TfSource:
     """A GraphDef whose variables have become constants: those are the parameters again, by their own names.
 
     Constants that freezing made (read through ``…/read`` or ``…/ReadVariableOp``) are parameters; where there is
@@ -139,7 +146,7 @@ def frozen(graph_def: Any, name: str, dims: DimSizes) -> TfSource:
     )
 
 
-def _needed(graph_def: Any, outputs: list[str]) -> set[str]:
+def _needed(graph_def: GraphDef, outputs: list[str]) -> set[str]:
     """Names of the nodes that the outputs depend on."""
     inputs = {n.name: [r.partition(":")[0] for r in n.input if not r.startswith("^")] for n in graph_def.node}
     seen: set[str] = set()
@@ -152,13 +159,13 @@ def _needed(graph_def: Any, outputs: list[str]) -> set[str]:
     return seen
 
 
-def _is_weight(node: Any) -> bool:
+def _is_weight(node: NodeDef) -> bool:
     tensor = node.attr["value"].tensor
     sizes = [d.size for d in tensor.tensor_shape.dim]
     return tensor.dtype in (1, 2, 14, 19) and any(s > 1 for s in sizes)
 
 
-def _variables(graph_def: Any, trainable: dict[str, bool]) -> dict[str, Variable]:
+def _variables(graph_def: GraphDef, trainable: dict[str, bool]) -> dict[str, Variable]:
     """Variables that are nodes of the graph, with the shape that the node states."""
     found: dict[str, Variable] = {}
     nodes = [n for n in graph_def.node if n.op in ("VarHandleOp", "VariableV2", "Variable")]
@@ -176,7 +183,7 @@ def _variables(graph_def: Any, trainable: dict[str, bool]) -> dict[str, Variable
 # -- SavedModel --
 
 
-def _saved_model(saved: Any, name: str, dims: DimSizes) -> TfSource:
+def _saved_model(saved: SavedModel, name: str, dims: DimSizes) -> TfSource:
     """The serving signature of the first graph that has one, as ``saved_model_cli show`` lists it."""
     graphs = sorted(saved.meta_graphs, key=lambda m: "serve" not in m.meta_info_def.tags)
     meta = graphs[0]

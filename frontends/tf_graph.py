@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.attr_value_pb2 import AttrValue
+    from tensorflow.core.framework.function_pb2 import FunctionDef
+    from tensorflow.core.framework.node_def_pb2 import NodeDef
+    from tensorflow.core.framework.tensor_shape_pb2 import TensorShapeProto
 
 __all__ = ["CALLS", "TfBody", "TfGraph", "TfNode", "data_inputs", "dtype_name", "ordered", "static_shape"]
 
@@ -76,10 +82,10 @@ def dtype_name(number: int) -> str:
     try:
         return _DTYPES[number - 100 if number > 100 else number]
     except KeyError:
-        raise PaseError(f"TensorFlow's DataType {number} is not known to pase") from None
+        raise PaseError(f"TensorFlow's DataType {number} is unknown to pase") from None
 
 
-def static_shape(proto: Any) -> tuple[int | None, ...] | None:
+def static_shape(proto: TensorShapeProto) -> tuple[int | None, ...] | None:
     """A TensorShapeProto: sizes, None where unknown; None where not even the rank is known."""
     if proto.unknown_rank:
         return None
@@ -94,7 +100,7 @@ class TfNode:
     op: str
     inputs: tuple[str, ...]
     """``node:k`` of each data input; control inputs are left out."""
-    attr: Mapping[str, Any]
+    attr: Mapping[str, AttrValue]
 
     def hint(self, k: int) -> tuple[int | None, ...] | None:
         """The shape that TensorFlow itself wrote beside the node for output k, where it did."""
@@ -120,7 +126,7 @@ class TfGraph:
     """A main body and a library of functions, each converted when it is first asked for."""
 
     main: TfBody
-    library: Mapping[str, Any]
+    library: Mapping[str, FunctionDef]
     """name -> FunctionDef"""
     made: dict[str, TfBody] = field(default_factory=dict)
     """Bodies so far, and those of loops raised from version 1 of control flow."""
@@ -151,13 +157,13 @@ class TfGraph:
         total = self._expanded(self.main, ("the graph",))
         if total > _MOST_NODES:
             raise PaseError(
-                f"with its functions inlined the graph has {total} nodes, more than the {_MOST_NODES} that are read"
+                f"with its functions inlined the graph has {total} nodes, but pase reads at most {_MOST_NODES}"
             )
 
     def _expanded(self, body: TfBody, stack: tuple[str, ...]) -> int:
         if len(stack) > 100:
             raise PaseError(
-                f"functions call each other more than 100 deep, by way of {', '.join(stack[-3:])}"
+                f"functions call each other more than 100 levels deep, through {', '.join(stack[-3:])}"
             )
         total = len(body.nodes)
         for node in body.nodes:
@@ -220,7 +226,7 @@ def ordered(
     return tuple(out)
 
 
-def _function(definition: Any, library: Mapping[str, Any]) -> TfBody:
+def _function(definition: FunctionDef, library: Mapping[str, FunctionDef]) -> TfBody:
     """A FunctionDef as a body."""
     name = definition.signature.name
     args = [a.name for a in definition.signature.input_arg]
@@ -255,7 +261,7 @@ def _function(definition: Any, library: Mapping[str, Any]) -> TfBody:
     return TfBody(name=name, nodes=ordered(nodes, wanted, refs, where), args=refs, outputs=wanted)
 
 
-def _offsets(node: Any, library: Mapping[str, Any]) -> dict[str, int]:
+def _offsets(node: NodeDef, library: Mapping[str, FunctionDef]) -> dict[str, int]:
     """Named output of an op -> number of its first tensor among all outputs."""
     if node.op in library:
         return {o.name: k for k, o in enumerate(library[node.op].signature.output_arg)}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.tf_graph import TfBody, TfGraph, TfNode, data_inputs, ordered
 from pase.frontends.tf_v1 import raise_loops
 
+if TYPE_CHECKING:
+    from tensorflow.core.framework.graph_pb2 import GraphDef
+
 __all__ = ["graph_of"]
 
 
-def graph_of(graph_def: Any, outputs: Sequence[str], args: Sequence[str] = ()) -> TfGraph:
+def graph_of(graph_def: GraphDef, outputs: Sequence[str], args: Sequence[str] = ()) -> TfGraph:
     """The part of a GraphDef that ``outputs`` (``node:k``) need.
 
     args: placeholders whose values come from outside; what feeds them in the graph is not looked at.
@@ -39,5 +42,5 @@ def _plain(ref: str) -> str:
     if not colon:
         return f"{ref}:0"
     if not k.isdecimal() or len(k) > 6:
-        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor: NODE or NODE:NUMBER is")
+        raise PaseError(f"'{ref[:200]}' is not a reference to a tensor: it must be NODE or NODE:NUMBER")
     return f"{name}:{int(k)}"

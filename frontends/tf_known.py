@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -14,11 +14,17 @@ from pase.frontends.tf_slices import positions
 from pase.frontends.tf_values import MOST_KNOWN
 from pase.registry import Registry
 
+if TYPE_CHECKING:
+    from onnx import TensorProto
+
+
 __all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
 
 Array = np.ndarray
-TfFold = Callable[..., Any]
-"""Of a node and its operands' values makes its results; None: not to be worked out."""
+FoldResult: TypeAlias = "Array | tuple[Array, ...] | list[Array] | None"
+"""A result, or a list of several; None: not to be worked out."""
+TfFold = Callable[..., FoldResult]
+"""From a node and the values of its operands to its results."""
 
 KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
 _rule = KNOWN.register
@@ -40,7 +46,7 @@ def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
     return [np.asarray(a) for a in out] if all(np.size(a) <= MOST_KNOWN for a in out) else None
 
 
-def constant(node: TfNode, proto: Any, shape: Sequence[int]) -> Array | None:
+def constant(node: TfNode, proto: TensorProto, shape: Sequence[int]) -> Array | None:
     """The value of a small Const; None where it holds no numbers."""
     from tensorflow.python.framework import tensor_util
 
@@ -49,7 +55,7 @@ def constant(node: TfNode, proto: Any, shape: Sequence[int]) -> Array | None:
     try:
         a = np.asarray(tensor_util.MakeNdarray(proto))
     except (ValueError, TypeError, IndexError, OverflowError, AttributeError) as e:
-        raise PaseError(f"TensorFlow op 'Const' at {node.name} holds no readable value: {e}") from e
+        raise PaseError(f"TensorFlow op 'Const' at {node.name} has no readable value: {e}") from e
     if a.shape != tuple(shape):
         raise PaseError(
             f"TensorFlow op 'Const' at {node.name} holds shape {a.shape}, declared {tuple(shape)}"
@@ -57,7 +63,7 @@ def constant(node: TfNode, proto: Any, shape: Sequence[int]) -> Array | None:
     return a
 
 
-def numpy_dtype(name: str) -> Any:
+def numpy_dtype(name: str) -> np.dtype:
     """The numpy dtype of a name; TensorFlow knows those that numpy does not (bfloat16)."""
     try:
         return np.dtype(name)
@@ -76,11 +82,11 @@ def _add_rules(**rules: TfFold) -> None:
         KNOWN.add(op, lambda node, *a, f=f: f(*a))
 
 
-def _trunc_div(a: Array, b: Array) -> Array:
+def _trunc_div(a: Array, b: Array) -> FoldResult:
     return np.trunc(np.true_divide(a, b)).astype(a.dtype)
 
 
-def _divide(a: Array, b: Array) -> Array:
+def _divide(a: Array, b: Array) -> FoldResult:
     return _trunc_div(a, b) if a.dtype.kind in "iu" else np.true_divide(a, b).astype(a.dtype)
 
 
@@ -142,115 +148,115 @@ _add_rules(
 
 
 @_rule("IdentityN", "ShapeN")
-def _each_result(node: TfNode, *a: Array) -> Any:
+def _each_result(node: TfNode, *a: Array) -> list[Array]:
     return list(a) if node.op == "IdentityN" else [np.array(x.shape, _out_type(node)) for x in a]
 
 
-def _out_type(node: TfNode, key: str = "out_type") -> Any:
+def _out_type(node: TfNode, key: str = "out_type") -> np.dtype:
     return numpy_dtype(dtype_name(node.attr[key].type)) if key in node.attr else np.dtype("int32")
 
 
 @_rule("Shape")
-def _shape(node: TfNode, a: Array) -> Any:
+def _shape(node: TfNode, a: Array) -> FoldResult:
     return np.array(a.shape, _out_type(node))
 
 
 @_rule("Size")
-def _size(node: TfNode, a: Array) -> Any:
+def _size(node: TfNode, a: Array) -> FoldResult:
     return np.array(a.size, _out_type(node))
 
 
 @_rule("Rank")
-def _rank(node: TfNode, a: Array) -> Any:
+def _rank(node: TfNode, a: Array) -> FoldResult:
     return np.array(a.ndim, np.int32)
 
 
 @_rule("Cast")
-def _cast(node: TfNode, a: Array) -> Any:
+def _cast(node: TfNode, a: Array) -> FoldResult:
     return a.astype(_out_type(node, "DstT"))
 
 
 @_rule("Pack")
-def _pack(node: TfNode, *a: Array) -> Any:
+def _pack(node: TfNode, *a: Array) -> FoldResult:
     return np.stack(a, int(node.attr["axis"].i) if "axis" in node.attr else 0)
 
 
 @_rule("Unpack")
-def _unpack(node: TfNode, a: Array) -> Any:
+def _unpack(node: TfNode, a: Array) -> FoldResult:
     axis = int(node.attr["axis"].i) if "axis" in node.attr else 0
     return [np.take(a, k, axis) for k in range(a.shape[axis])]
 
 
 @_rule("ConcatV2")
-def _concat_v2(node: TfNode, *a: Array) -> Any:
+def _concat_v2(node: TfNode, *a: Array) -> FoldResult:
     return np.concatenate(a[:-1], int(a[-1]))
 
 
 @_rule("Concat")
-def _concat(node: TfNode, *a: Array) -> Any:
+def _concat(node: TfNode, *a: Array) -> FoldResult:
     return np.concatenate(a[1:], int(a[0]))
 
 
 @_rule("ExpandDims")
-def _expand(node: TfNode, a: Array, axis: Array) -> Any:
+def _expand(node: TfNode, a: Array, axis: Array) -> FoldResult:
     return np.expand_dims(a, int(axis.reshape(())))
 
 
 @_rule("Squeeze")
-def _squeeze(node: TfNode, a: Array) -> Any:
+def _squeeze(node: TfNode, a: Array) -> FoldResult:
     axes = tuple(int(i) for i in node.attr["squeeze_dims"].list.i) if "squeeze_dims" in node.attr else ()
     return np.squeeze(a, axes or None)
 
 
 @_rule("Reshape")
-def _reshape(node: TfNode, a: Array, shape: Array) -> Any:
+def _reshape(node: TfNode, a: Array, shape: Array) -> FoldResult:
     return a.reshape([int(s) for s in shape])
 
 
 @_rule("Transpose")
-def _transpose(node: TfNode, a: Array, perm: Array) -> Any:
+def _transpose(node: TfNode, a: Array, perm: Array) -> FoldResult:
     return a.transpose([int(p) for p in perm])
 
 
 @_rule("Fill")
-def _fill(node: TfNode, dims: Array, value: Array) -> Any:
+def _fill(node: TfNode, dims: Array, value: Array) -> FoldResult:
     shape = [int(d) for d in dims]
     return np.full(shape, value) if min(shape, default=0) >= 0 and _small(math.prod(shape)) else None
 
 
 @_rule("Range")
-def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> Any:
+def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> FoldResult:
     if not delta or not _small(int(abs((limit - start) / delta))):
         return None
     return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
 
 
 @_rule("Tile")
-def _tile(node: TfNode, a: Array, reps: Array) -> Any:
+def _tile(node: TfNode, a: Array, reps: Array) -> FoldResult:
     times = [int(r) for r in reps]
     return np.tile(a, times) if min(times, default=0) >= 0 and _small(a.size * math.prod(times)) else None
 
 
 @_rule("BroadcastTo")
-def _broadcast_to(node: TfNode, a: Array, shape: Array) -> Any:
+def _broadcast_to(node: TfNode, a: Array, shape: Array) -> FoldResult:
     wide = [int(s) for s in shape]
     return np.broadcast_to(a, wide) if min(wide, default=0) >= 0 and _small(math.prod(wide)) else None
 
 
 @_rule("BroadcastArgs")
-def _broadcast_args(node: TfNode, a: Array, b: Array) -> Any:
+def _broadcast_args(node: TfNode, a: Array, b: Array) -> FoldResult:
     return np.array(np.broadcast_shapes(tuple(map(int, a)), tuple(map(int, b))), a.dtype)
 
 
 @_rule("Sum", "Prod", "Max", "Min", "Mean", "All", "Any")
-def _reduce(node: TfNode, a: Array, axes: Array) -> Any:
+def _reduce(node: TfNode, a: Array, axes: Array) -> FoldResult:
     f = getattr(np, node.op.lower())
     keep = bool(node.attr["keep_dims"].b) if "keep_dims" in node.attr else False
     return np.asarray(f(a, axis=tuple(int(i) for i in axes.reshape(-1)), keepdims=keep)).astype(a.dtype)
 
 
 @_rule("StridedSlice")
-def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Array) -> Any:
+def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Array) -> FoldResult:
     picks = positions(node, a.shape, begin, end, strides)
     index = tuple(
         slice(None) if p is None else (p.picked[0] if p.shrink else np.array(list(p.picked), np.int64))
@@ -270,20 +276,20 @@ def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Ar
 
 
 @_rule("Slice")
-def _slice(node: TfNode, a: Array, begin: Array, size: Array) -> Any:
+def _slice(node: TfNode, a: Array, begin: Array, size: Array) -> FoldResult:
     spans = zip(a.shape, begin, size, strict=True)
     return a[tuple(slice(int(b), n if s < 0 else int(b + s)) for n, b, s in spans)]
 
 
 @_rule("GatherV2", "Gather")
-def _gather(node: TfNode, a: Array, ids: Array, axis: Array | None = None) -> Any:
+def _gather(node: TfNode, a: Array, ids: Array, axis: Array | None = None) -> FoldResult:
     if int(node.attr["batch_dims"].i if "batch_dims" in node.attr else 0):
         return None
     return np.take(a, ids, 0 if axis is None else int(axis))
 
 
 @_rule("Split", "SplitV")
-def _split(node: TfNode, *a: Array) -> Any:
+def _split(node: TfNode, *a: Array) -> FoldResult:
     if node.op == "Split":
         return list(np.split(a[1], int(node.attr["num_split"].i), int(a[0])))
     sizes = [int(s) for s in a[1]]
@@ -291,24 +297,24 @@ def _split(node: TfNode, *a: Array) -> Any:
 
 
 @_rule("ListDiff")
-def _list_diff(node: TfNode, x: Array, y: Array) -> Any:
+def _list_diff(node: TfNode, x: Array, y: Array) -> FoldResult:
     kept = ~np.isin(x, y)
     return [x[kept], np.flatnonzero(kept).astype(np.int32)]
 
 
 @_rule("MatrixBandPart")
-def _band(node: TfNode, a: Array, lower: Array, upper: Array) -> Any:
+def _band(node: TfNode, a: Array, lower: Array, upper: Array) -> FoldResult:
     i, j = np.indices(a.shape[-2:])
     keep = ((lower < 0) | (i - j <= lower)) & ((upper < 0) | (j - i <= upper))
     return np.where(keep, a, np.zeros((), a.dtype))
 
 
 @_rule("ReverseV2")
-def _reverse(node: TfNode, a: Array, axes: Array) -> Any:
+def _reverse(node: TfNode, a: Array, axes: Array) -> FoldResult:
     return np.flip(a, tuple(int(i) for i in axes))
 
 
 @_rule("ArgMax", "ArgMin")
-def _arg(node: TfNode, a: Array, axis: Array) -> Any:
+def _arg(node: TfNode, a: Array, axis: Array) -> FoldResult:
     f = np.argmax if node.op == "ArgMax" else np.argmin
     return f(a, axis=int(axis)).astype(_out_type(node, "output_type"))

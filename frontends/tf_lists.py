@@ -44,7 +44,7 @@ def _reserve(c: TfCall) -> Sequence[TfValue]:
 def _from_tensor(c: TfCall) -> Sequence[TfValue]:
     x = c.x(0)
     if not x.shape:
-        raise c.fail("a scalar is no stack of tensors")
+        raise c.fail("a scalar is not a stack of tensors")
     n, *element = c.shape(0)
     return [TensorList(length=n, element=tuple(element), dtype=x.dtype, stacked=x)]
 
@@ -61,12 +61,12 @@ def stacked(c: TfCall, a: TensorList) -> Tensor:
     parts = dict(a.parts)
     if not parts:
         if a.element is None or a.length is None:
-            raise c.fail("nothing was put into the list, and its shape is not known")
+            raise c.fail("the list is empty and its shape is not known")
         return c.b.constant(c.make((a.length, *a.element)), a.dtype)
     first = next(iter(parts.values()))
     n = a.length if a.length is not None else max(parts) + 1
     if n > 10_000 or not all(0 <= k < n for k in parts):
-        raise c.fail(f"a list of {n} tensors, set one by one at {sorted(parts)[:5]}")
+        raise c.fail(f"only the elements {sorted(parts)[:5]} of its list of {n} tensors are set")
     rest = None if len(parts) == n else c.b.constant(first.shape, first.dtype)
     return pack(c, [parts.get(k) or rest for k in range(n)], 0)  # type: ignore[misc]
 
@@ -81,7 +81,7 @@ def _get(c: TfCall) -> Sequence[TfValue]:
     whole = stacked(c, a)
     if n is not None:
         if a.length is not None and not 0 <= n < a.length:
-            raise c.fail(f"element {n} of a list of {a.length}")
+            raise c.fail(f"it reads element {n} of a list of {a.length}")
         return [take(c, whole, 0)]
     return [loops.unstack(c.b, whole)]
 
@@ -97,7 +97,7 @@ def _set(c: TfCall) -> Sequence[TfValue]:
         return [replace(a, stacked=made)]
     n = -1 if at is None else c.number(1, "index")
     if at is not None and (n < 0 or (a.length is not None and n >= a.length)):
-        raise c.fail(f"element {n} of a list of {a.length}")
+        raise c.fail(f"it reads element {n} of a list of {a.length}")
     element = tuple(int(s) for s in x.shape if isinstance(s, int))
     parts = (*[p for p in a.parts if p[0] != n], (n, x))
     return [replace(a, parts=parts, element=element, dtype=x.dtype)]

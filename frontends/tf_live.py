@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import DimSizes
@@ -22,11 +22,19 @@ from pase.frontends.tf_sources import (
     shape_of,
     short,
 )
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from keras import Model as KerasModel
+    from tensorflow import TensorSpec
+    from tensorflow.python.framework.func_graph import FuncGraph
+    from tensorflow.types.experimental import ConcreteFunction
+    from tensorflow.types.experimental import PolymorphicFunction as TfFunction
 
 __all__ = ["from_function", "from_keras", "keras_paths"]
 
 
-def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
+def from_keras(model: KerasModel, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
     """The model as it is trained (training=True); with the loss that it was compiled with, where it was."""
     import tensorflow as tf
 
@@ -37,7 +45,7 @@ def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes
         inputs = getattr(model, "inputs", None)
         if not inputs:
             raise PaseError(
-                f"Keras model '{title}' does not know its inputs yet: give an example, "
+                f"Keras model '{title}' does not know its inputs yet: give an example: "
                 f"pase.compile(model, tf.TensorSpec((8, 224, 224, 3)), …), or build it from keras.Input"
             )
         names = distinct([str(i.name).partition(":")[0] for i in inputs])
@@ -52,11 +60,11 @@ def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes
         given = [tf.nest.pack_sequence_as(structure, flat)]
     loss = getattr(model, "loss", None)
 
-    def step(*x: Any) -> Any:
+    def step(*x: Tree) -> Tree:
         y = model(*x, training=True)
         return y
 
-    def with_loss(labels: Any, *x: Any) -> Any:
+    def with_loss(labels: Tree, *x: Tree) -> Tree:
         return model.compute_loss(x=x, y=labels, y_pred=model(*x, training=True))
 
     try:
@@ -70,7 +78,7 @@ def from_keras(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes
     return _concrete(concrete, title, {}, keras_paths(model))
 
 
-def _labels(loss: Any, concrete: Any) -> Any:
+def _labels(loss: Callable[..., Tree] | str, concrete: ConcreteFunction) -> TensorSpec | None:
     """A spec for the labels of a compiled model's loss: as the output, or, for a sparse loss, without its last dim."""
     import tensorflow as tf
 
@@ -83,7 +91,7 @@ def _labels(loss: Any, concrete: Any) -> Any:
     return tf.TensorSpec(outputs[0].shape, outputs[0].dtype, name="labels")
 
 
-def keras_paths(model: Any) -> dict[int, Variable]:
+def keras_paths(model: KerasModel) -> dict[int, Variable]:
     """id of a variable's handle -> the variable, by Keras' own path (``dense/kernel``)."""
     variables = list(getattr(model, "variables", []))
     paths = distinct([str(getattr(v, "path", None) or v.name).partition(":")[0] for v in variables])
@@ -102,7 +110,7 @@ def keras_paths(model: Any) -> dict[int, Variable]:
     return out
 
 
-def from_function(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
+def from_function(model: TfFunction, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
     import tensorflow as tf
 
     title = name or str(getattr(model, "__name__", "function"))
@@ -120,7 +128,7 @@ def from_function(model: Any, args: Sequence[Any], name: str | None, dims: DimSi
             raise PaseError(f"TensorFlow cannot trace {title} on these shapes: {short(e)}") from e
         dims = {} if args else dims
     elif args:
-        raise PaseError(f"'{title}' is a ConcreteFunction: its shapes are settled, give no further arguments")
+        raise PaseError(f"'{title}' is a ConcreteFunction, whose shapes are fixed: give no further arguments")
     return _concrete(concrete, title, dims, _closed_over(getattr(model, "python_function", None)))
 
 
@@ -144,7 +152,7 @@ def _closed_over(function: Any) -> dict[int, Variable]:
     return out
 
 
-def _specs(args: Sequence[Any], dims: DimSizes, title: str) -> list[Any]:
+def _specs(args: Sequence[Tree], dims: DimSizes, title: str) -> list[Tree]:
     """Example arguments as TensorSpecs: tensors, arrays, specs, anything with shape and dtype, nested as they are."""
     import tensorflow as tf
 
@@ -168,11 +176,13 @@ def _specs(args: Sequence[Any], dims: DimSizes, title: str) -> list[Any]:
         tf.TensorSpec(s.shape, s.dtype, name=re.sub(r"[^\w.]", "_", s.name))
         for s in bound(found, dims, title)
     ]
-    packed: list[Any] = tf.nest.pack_sequence_as(list(args), specs)
+    packed: list[Tree] = tf.nest.pack_sequence_as(list(args), specs)
     return packed
 
 
-def _concrete(concrete: Any, title: str, dims: DimSizes, paths: Mapping[int, Variable]) -> TfSource:
+def _concrete(
+    concrete: ConcreteFunction, title: str, dims: DimSizes, paths: Mapping[int, Variable]
+) -> TfSource:
     """A traced function: placeholders for its arguments, then for the variables and arrays that it closes over."""
     graph = concrete.graph
     closed: dict[str, Variable | InputSpec] = {}
@@ -210,7 +220,7 @@ def _concrete(concrete: Any, title: str, dims: DimSizes, paths: Mapping[int, Var
     graph_def = graph.as_graph_def(add_shapes=True)
     outputs = [t.name for t in graph.outputs if not t.dtype.is_integer and t.dtype.is_floating]
     if not outputs:
-        raise PaseError(f"'{title}' returns no floating-point tensor, which its loss would be")
+        raise PaseError(f"'{title}' returns no floating-point tensor that could be its loss")
     scalars = [t.name for t in graph.outputs if t.dtype.is_floating and t.shape.rank == 0]
     return TfSource(
         name=title,
@@ -221,7 +231,7 @@ def _concrete(concrete: Any, title: str, dims: DimSizes, paths: Mapping[int, Var
     )
 
 
-def _lines(graph: Any) -> dict[str, str]:
+def _lines(graph: FuncGraph) -> dict[str, str]:
     """Node -> the user's line: the innermost frame that is no library's."""
     out: dict[str, str] = {}
     for op in graph.get_operations():

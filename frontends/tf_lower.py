@@ -5,9 +5,9 @@ Every node has a stable path, ``CALL/CALL/NODE``: its name behind those of the c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from pase.frontends.tf_values import (
 )
 from pase.ir import Place, SourceLine, Tensor
 from pase.ops import GraphBuilder
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 __all__ = ["PASSED_ON", "TfLowering"]
 
@@ -124,7 +127,7 @@ class TfLowering:
             return env[ref]
         except KeyError:
             who = f"node '{node.name}'" if node else "an output of the graph"
-            raise PaseError(f"{who} reads '{ref}', and that node has no such output") from None
+            raise PaseError(f"{who} reads '{ref}', but that node has no such output") from None
 
     def _source(self, path: str, name: str) -> SourceLine:
         """``dense/MatMul (dense)``; before it the user's line, where the frontend knows it."""
@@ -180,13 +183,13 @@ class TfLowering:
 
     def _value(self, c: TfCall, a: np.ndarray) -> TfValue:
         if 0 in a.shape and a.size == 0 and a.ndim > 1:
-            raise c.fail(f"gives a tensor of shape {a.shape}: a dim of no elements cannot be parallelized")
+            raise c.fail(f"gives a tensor of shape {a.shape}: a dim without elements cannot be parallelized")
         return StaticValue(a)
 
     def _variable(self, c: TfCall) -> Tensor:
         v = c.value(0)
         if not isinstance(v, Handle):
-            raise c.fail("reads what is not a variable")
+            raise c.fail("it reads something that is not a variable")
         return v.tensor
 
     def _const(self, node: TfNode) -> TfValue:
@@ -208,7 +211,7 @@ class TfLowering:
             if a is not None:
                 return StaticValue(a)
         if any(s < 1 for s in whole):
-            raise PaseError(f"TensorFlow op 'Const' at {node.name} has shape {whole}: a dim of no elements")
+            raise PaseError(f"TensorFlow op 'Const' at {node.name} has shape {whole}: a dim without elements")
         return self.b.constant(whole, dtype)
 
     def _replicate(self, c: TfCall) -> Sequence[TfValue]:
@@ -238,7 +241,7 @@ def _output_types(c: TfCall) -> list[str]:
         count = len(c.node.attr["_output_shapes"].list.shape) if "_output_shapes" in c.node.attr else 1
         return [c.type("T", "dtype")] * count
     out: list[str] = []
-    attr: Any = c.node.attr
+    attr: Mapping[str, AttrValue] = c.node.attr
     for arg in found.output_arg:
         if arg.type_list_attr:
             out += [dtype_name(t) for t in attr[arg.type_list_attr].list.type]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from pase.errors import PaseError, install_line
 from pase.frontends import keras_files, tf_files, tf_live
 from pase.frontends.registry import DimSizes
 from pase.frontends.tf_sources import KERAS_SUFFIX, TfSource, is_graph_def, is_keras
+from pase.pytree import Tree
 
 __all__ = ["read_source"]
 
 
-def read_source(model: Any, args: Sequence[Any], name: str | None, dims: DimSizes) -> TfSource:
+def read_source(model: object, args: Sequence[Tree], name: str | None, dims: DimSizes) -> TfSource:
     """Whatever ``tf_sources.reads`` accepts. dims: sizes for dims that are not known, see ``bound``."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # its greetings on standard error
     try:
@@ -24,7 +24,7 @@ def read_source(model: Any, args: Sequence[Any], name: str | None, dims: DimSize
         raise PaseError(f"reading TensorFlow models needs TensorFlow ({e}): {install_line('tf')}") from e
     if isinstance(model, (str, Path)):
         if args:
-            raise PaseError(f"'{model}' names a model: give no further arguments with it")
+            raise PaseError(f"'{model}' names a model: give no further arguments after it")
         if Path(model).suffix == KERAS_SUFFIX:
             return tf_live.from_keras(keras_files.keras_model(Path(model)), (), name or str(model), dims)
         return tf_files.from_path(Path(model), name or str(model), dims)

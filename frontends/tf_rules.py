@@ -221,9 +221,9 @@ def _shape_of(c: TfCall) -> Sequence[TfValue]:
         return [StaticValue(np.array(len(shape), np.int32))]
     dtype = c.type("out_type") if "out_type" in c.node.attr else "int32"
     if c.node.op == "Size" and elements(shape) > np.iinfo(dtype).max:
-        raise c.fail(f"a tensor of shape {shape} has more elements than an {dtype} counts")
+        raise c.fail(f"a tensor of shape {shape} has more elements than {dtype} can count")
     if any(s > np.iinfo(dtype).max for s in shape):
-        raise c.fail(f"a dim of shape {shape} is larger than an {dtype} counts")
+        raise c.fail(f"a dim of shape {shape} is larger than {dtype} can count")
     return [StaticValue(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
 
 
@@ -243,7 +243,7 @@ def _bias_add(c: TfCall) -> Sequence[TfValue]:
     c.rank(1, 1)
     at = 1 if c.text("data_format", "NHWC").startswith("NC") else len(x.shape) - 1
     if not 0 <= at < len(x.shape) or x.shape[at] != bias.shape[0]:
-        raise c.fail(f"a bias of {c.shape(1)} for a tensor of {c.shape(0)}")
+        raise c.fail(f"its bias of shape {c.shape(1)} does not fit a tensor of shape {c.shape(0)}")
     if at != len(x.shape) - 1:
         bias = nests.reshape(c.b, bias, (bias.shape[0], *[1] * (len(x.shape) - 1 - at)))
     return nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name="BiasAdd", shape=x.shape)

@@ -57,12 +57,12 @@ def _conv(c: TfCall) -> Sequence[TfValue]:
     batch, channel, spatial = _layout(c, rank, form)
     if c.node.op == "DepthwiseConv2dNative":
         if filters[2] != shape[channel]:
-            raise c.fail(f"filters of shape {filters} for {shape[channel]} channels")
+            raise c.fail(f"its filters of shape {filters} do not fit {shape[channel]} channels")
         filters = (*filters[:2], 1, filters[2] * filters[3])
         w = nests.reshape(c.b, w, filters)
     inner, outer = filters[-2:]
     if shape[channel] % inner:
-        raise c.fail(f"filters of shape {filters} for {shape[channel]} channels")
+        raise c.fail(f"its filters of shape {filters} do not fit {shape[channel]} channels")
     strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
     out = [0] * rank
     out[batch], out[channel] = shape[batch], outer
@@ -108,7 +108,7 @@ def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
         elif op in _FUSED:
             x = ACTIVATIONS[_FUSED[op]](c.b, x)
         else:
-            raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before it is optimized")
+            raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before optimizing it")
     return x
 
 
@@ -190,7 +190,9 @@ def _batch_norm(c: TfCall) -> Sequence[TfValue]:
     for i in range(1, 5):
         used = i < 3 or not c.flag("is_training", True)
         if used and c.shape(i) != (x.shape[channel],):
-            raise c.fail(f"operand {i} has shape {c.shape(i)} for {x.shape[channel]} channels")
+            raise c.fail(
+                f"operand {i} has shape {c.shape(i)}, which does not fit {x.shape[channel]} channels"
+            )
     y = x if dtype == "float32" else _cast(c, x, "float32")
     if c.flag("is_training", True):
         found = composites.normalize(c.b, y, around)
@@ -226,9 +228,9 @@ def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
     (rows, classes) = c.rank(0, 2)
     sparse = c.node.op.startswith("Sparse")
     if sparse and c.shape(1) != (rows,):
-        raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
     if not sparse and c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
-        raise c.fail(f"labels of shape {c.shape(1)} for logits of shape {c.shape(0)}")
+        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
     x, labels = _rows_apart(c, sparse)
     n = len(x.shape) - 1
     if sparse:
@@ -269,7 +271,7 @@ def _resize(c: TfCall) -> Sequence[TfValue]:
     batch, _, _, channels = c.rank(0, 4)
     size = c.numbers(1, "size")
     if len(size) != 2:
-        raise c.fail(f"its size {size} is not rows and columns")
+        raise c.fail(f"its size {size} must be rows and columns")
     dtype = x.dtype if c.node.op == "ResizeNearestNeighbor" else "float32"
     flops = {"ResizeNearestNeighbor": 1.0, "ResizeBilinear": 8.0}.get(c.node.op, 32.0)
     made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
@@ -307,7 +309,7 @@ def _matrix(c: TfCall) -> Sequence[TfValue]:
     xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
     shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
     if len(shape) < 2:
-        raise c.fail(f"matrices are needed, got shape {shape}")
+        raise c.fail(f"it needs matrices, but got shape {shape}")
     lead, rows, columns = shape[:-2], shape[-2], shape[-1]
     small = min(rows, columns)
     full = c.flag("full_matrices")

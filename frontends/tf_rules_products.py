@@ -22,7 +22,7 @@ def _matmul(c: TfCall) -> Sequence[TfValue]:
     if not batched:
         c.rank(0, 2), c.rank(1, 2)
     if len(c.shape(0)) < 2 or len(c.shape(1)) < 2:
-        raise c.fail(f"matrices are needed, got shapes {c.shape(0)} and {c.shape(1)}")
+        raise c.fail(f"it needs matrices, but got shapes {c.shape(0)} and {c.shape(1)}")
     return [matmul(c, *adjoint, dtype=c.type("Tout", "T"))]
 
 
@@ -31,7 +31,7 @@ def matmul(c: TfCall, adj_x: bool, adj_y: bool, dtype: str) -> TfValue:
     sx, sy = c.shape(0), c.shape(1)
     kx, ky = len(sx) - (2 if adj_x else 1), len(sy) - (1 if adj_y else 2)
     if sx[kx] != sy[ky]:
-        raise c.fail(f"shapes {sx} and {sy} do not multiply")
+        raise c.fail(f"shapes {sx} and {sy} cannot be multiplied")
     lead = broadcast_shape(c, [sx[:-2], sy[:-2]])
     letters = [f"b{i}" for i in range(len(lead))]
 
@@ -131,7 +131,7 @@ def _einsum(c: TfCall) -> Sequence[TfValue]:
     left, arrow, out = equation.partition("->")
     terms = left.split(",")
     if not arrow or len(terms) != len(c.ins) or not 1 <= len(terms) <= 2:
-        raise c.fail(f"equation '{equation[:100]}' is not of one or two operands and a result")
+        raise c.fail(f"equation '{equation[:100]}' must have one or two operands and a result")
     wide = max(
         (len(c.shape(i)) - len(t.replace("...", "")) for i, t in enumerate(terms) if "..." in t), default=0
     )
@@ -145,10 +145,10 @@ def _einsum(c: TfCall) -> Sequence[TfValue]:
             raise c.fail(f"'{term[:50]}' of equation '{equation[:100]}' does not fit shape {shape}")
         names = [*head, *[f"...{k}" for k in range(wide - own, wide)], *tail]
         if len(set(names)) != len(names):
-            raise c.fail(f"equation '{equation[:100]}' walks a diagonal, for which there is no loop nest")
+            raise c.fail(f"equation '{equation[:100]}' takes a diagonal, which pase does not support")
         for n, s in zip(names, shape, strict=True):
             if sizes.get(n, 1) not in (1, s) and s != 1:
-                raise c.fail(f"'{n}' is both {sizes[n]} and {s} in equation '{equation[:100]}'")
+                raise c.fail(f"'{n}' has both size {sizes[n]} and {s} in equation '{equation[:100]}'")
             sizes[n] = max(sizes.get(n, 1), s)
         named.append(names)
     head, dots, tail = out.partition("...")

@@ -26,7 +26,7 @@ def _cudnn(c: TfCall) -> Sequence[TfValue]:
     steps, batch = (x[0], x[1]) if time_major else (x[1], x[0])
     ways = 2 if c.text("direction") == "bidirectional" else 1
     if h[0] % ways or h[1] != batch:
-        raise c.fail(f"a state of shape {h} for an input of shape {x}")
+        raise c.fail(f"its state of shape {h} does not fit an input of shape {x}")
     hidden = h[2]
     wide = [x[2]] + [ways * hidden] * (h[0] // ways - 1)
     flops = sum(2.0 * gates * ways * (n + hidden) * hidden * steps for n in wide)

@@ -38,7 +38,7 @@ def _squeeze(c: TfCall) -> Sequence[TfValue]:
     shape = c.shape(0)
     axes = {c.in_range(i, len(shape)) for i in c.wholes("squeeze_dims")}
     if any(shape[i] != 1 for i in axes):
-        raise c.fail(f"dims {sorted(axes)} of shape {shape} are not all of one element")
+        raise c.fail(f"its dims {sorted(axes)} of shape {shape} do not all have one element")
     out = [s for i, s in enumerate(shape) if i not in (axes or {k for k, n in enumerate(shape) if n == 1})]
     return [nests.reshape(c.b, c.x(0), out)]
 
@@ -55,7 +55,7 @@ def _transpose(c: TfCall) -> Sequence[TfValue]:
     rank = len(c.shape(0))
     perm = [c.in_range(i, rank) for i in c.numbers(1, "permutation")]
     if sorted(perm) != list(range(rank)):
-        raise c.fail(f"{perm} is no permutation of {rank} dims")
+        raise c.fail(f"{perm} is not a permutation of {rank} dims")
     return [nests.transpose(c.b, c.x(0), perm)]
 
 
@@ -82,10 +82,10 @@ def _range(c: TfCall) -> Sequence[TfValue]:
         return [c.b.constant(c.make([c.number(2, "number of points")]), c.dtype(0))]
     ends = [c.known(i) for i in range(3)]
     if any(e is None or e.size != 1 for e in ends):
-        raise c.fail("its ends are computed from data: pase needs static shapes")
+        raise c.fail("its limits are computed from data: pase needs static shapes")
     start, limit, delta = (float(e.reshape(())) for e in ends if e is not None)
     if not delta or not np.isfinite([start, limit, delta]).all():
-        raise c.fail(f"a range from {start} to {limit} by {delta} has no end")
+        raise c.fail(f"a range from {start} to {limit} by {delta} never ends")
     return [c.b.constant(c.make([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
 
 
@@ -128,13 +128,13 @@ def _concat(c: TfCall) -> Sequence[TfValue]:
     shapes = [c.shape(i) for i in ids]
     rank = len(shapes[0]) if shapes else 0
     if not rank:
-        raise c.fail("nothing, or scalars, to concatenate")
+        raise c.fail("it concatenates nothing, or scalars")
     axis = c.axis(at, rank)
     if any(
         len(s) != rank or (*s[:axis], *s[axis + 1 :]) != (*shapes[0][:axis], *shapes[0][axis + 1 :])
         for s in shapes
     ):
-        raise c.fail(f"shapes {', '.join(map(str, shapes[:5]))} do not join along dim {axis}")
+        raise c.fail(f"shapes {', '.join(map(str, shapes[:5]))} cannot be concatenated along dim {axis}")
     xs = [c.x(i) for i in ids]
     return xs if len(xs) == 1 else [nests.concat(c.b, xs, axis)]
 
@@ -147,14 +147,14 @@ def _split(c: TfCall) -> Sequence[TfValue]:
     if which:
         parts = c.whole("num_split")
         if parts < 1 or shape[axis] % parts:
-            raise c.fail(f"a dim of {shape[axis]} does not split into {parts}")
+            raise c.fail(f"a dim of {shape[axis]} cannot be split into {parts}")
         sizes = [shape[axis] // parts] * parts
     else:
         sizes = c.numbers(1, "sizes")
         if sizes.count(-1) == 1:
             sizes[sizes.index(-1)] = shape[axis] - sum(s for s in sizes if s != -1)
         if sum(sizes) != shape[axis]:
-            raise c.fail(f"a dim of {shape[axis]} does not split into {sizes}")
+            raise c.fail(f"a dim of {shape[axis]} cannot be split into {sizes}")
     if len(sizes) == 1:
         return [c.x(which)]
     kept = [i != axis for i in range(len(shape))]
@@ -168,18 +168,18 @@ def _slice(c: TfCall) -> Sequence[TfValue]:
     """Where it begins may be known at run time only, how much is taken may not."""
     shape, size = c.shape(0), c.numbers(2, "size")
     if len(size) != len(shape):
-        raise c.fail(f"size {size} for shape {shape}")
+        raise c.fail(f"its size {size} does not match shape {shape}")
     begin = c.known(1)
     starts = [None] * len(shape) if begin is None else [int(i) for i in begin.reshape(-1)]
     if len(starts) != len(shape):
-        raise c.fail(f"it begins at {starts} of shape {shape}")
+        raise c.fail(f"it begins at {starts}, which does not match shape {shape}")
     out = []
     for n, start, s in zip(shape, starts, size, strict=True):
         if s == -1 and start is None:
-            raise c.fail("its size depends on where it begins, which is computed from data")
+            raise c.fail("its size depends on its start, which is computed from data")
         take_n = n - start if s == -1 and start is not None else s
         if take_n > n or (start is not None and not 0 <= start <= n - take_n):
-            raise c.fail(f"{take_n} from {start} on of a dim of {n}")
+            raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n}")
         out.append(take_n)
     return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)])]
 
@@ -204,7 +204,7 @@ def _strided(c: TfCall) -> Sequence[TfValue]:
             strides,
         )
     except ValueError as e:
-        raise c.fail(f"of shape {shape}: {e}") from None
+        raise c.fail(f"its slice of shape {shape} is invalid: {e}") from None
     old = [p for p in picks if p is None or not p.fresh]
     part = c.make([n if p is None else len(p.picked) for n, p in zip(shape, old, strict=True)])
     x = _part(c, part, [p is None or n == 1 for n, p in zip(shape, old, strict=True)])
@@ -221,7 +221,7 @@ def _strided(c: TfCall) -> Sequence[TfValue]:
 def _pad(c: TfCall) -> Sequence[TfValue]:
     shape, pads = c.shape(0), c.numbers(1, "paddings")
     if len(pads) != 2 * len(shape) or min(pads, default=0) < 0:
-        raise c.fail(f"paddings {pads} for shape {shape}")
+        raise c.fail(f"its paddings {pads} do not match shape {shape}")
     added = [pads[2 * i] + pads[2 * i + 1] for i in range(len(shape))]
     out = c.make([s + a for s, a in zip(shape, added, strict=True)])
     return [_part(c, out, [a == 0 for a in added])]
@@ -232,7 +232,7 @@ def _tile(c: TfCall) -> Sequence[TfValue]:
     """A dim of one element becomes a new one (a broadcast); another that is repeated may not be split."""
     shape, reps = c.shape(0), c.numbers(1, "multiples")
     if len(reps) != len(shape):
-        raise c.fail(f"multiples {reps} for shape {shape}")
+        raise c.fail(f"its multiples {reps} do not match shape {shape}")
     out = c.make([s * r for s, r in zip(shape, reps, strict=True)])
     if all(s == 1 or r == 1 for s, r in zip(shape, reps, strict=True)):
         return [nests.broadcast(c.b, c.x(0), out, range(len(out)))]
@@ -305,7 +305,9 @@ def _gather(c: TfCall) -> Sequence[TfValue]:
         batch = 0
     axis = max(axis, batch)
     if not shape or batch > len(ids) or axis >= len(shape) or shape[:batch] != ids[:batch]:
-        raise c.fail(f"indices of shape {ids} for dim {axis} of shape {shape}, {batch} dims in common")
+        raise c.fail(
+            f"its indices of shape {ids} do not fit dim {axis} of shape {shape} with {batch} batch dims"
+        )
     out = c.make([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
     if c.known(1) is not None and len(ids) < 2 and not batch:
         part = [*shape[:axis], *(ids or (1,)), *shape[axis + 1 :]]
@@ -334,7 +336,7 @@ def _gather_nd(c: TfCall) -> Sequence[TfValue]:
     x, shape, ids = c.x(0), c.shape(0), c.shape(1)
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape):
-        raise c.fail(f"indices of shape {ids} for shape {shape}")
+        raise c.fail(f"its indices of shape {ids} do not fit shape {shape}")
     out = c.make([*ids[:-1], *shape[n:]])
     return [
         indexed.gather(
@@ -366,7 +368,7 @@ def _scatter(c: TfCall) -> Sequence[TfValue]:
     shape = c.make(c.numbers(2, "shape")) if fresh else c.shape(0)
     n = ids[-1] if ids else 0
     if not 1 <= n <= len(shape) or updates != (*ids[:-1], *shape[n:]):
-        raise c.fail(f"updates of shape {updates} at indices of shape {ids} for shape {shape}")
+        raise c.fail(f"its updates of shape {updates} at indices of shape {ids} do not fit shape {shape}")
     x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
     return [
         indexed.scatter(
@@ -396,7 +398,7 @@ def _segment(c: TfCall) -> Sequence[TfValue]:
     """Rows added up by the segment they belong to."""
     shape, ids = c.shape(0), c.shape(1)
     if shape[: len(ids)] != ids or not ids:
-        raise c.fail(f"segments of shape {ids} for shape {shape}")
+        raise c.fail(f"its segments of shape {ids} do not fit shape {shape}")
     count = c.number(2, "number of segments") if len(c.ins) > 2 else c.hinted()[0]
     x = c.b.constant(c.make([count, *shape[len(ids) :]]), c.dtype(0))
     rows = nests.reshape(c.b, c.x(1), (*ids, 1))
@@ -426,7 +428,7 @@ def _top_k(c: TfCall) -> Sequence[TfValue]:
     x, shape = c.x(), c.shape(0)
     k = c.number(1, "number of entries") if len(c.ins) > 1 else c.whole("k")
     if not shape or k > shape[-1]:
-        raise c.fail(f"the {k} largest of shape {shape}")
+        raise c.fail(f"it takes the {k} largest elements of shape {shape}")
     out = c.make([*shape[:-1], k])
     index = c.type("index_type") if "index_type" in c.node.attr else "int32"
     return nests.sequential(c.b, functions.TOP_K, [x], len(shape) - 1, [(out, x.dtype), (out, index)])
@@ -438,16 +440,16 @@ def _blocks(c: TfCall) -> Sequence[TfValue]:
     n, h, w, d = c.rank(0, 4)
     size = c.whole("block_size")
     if c.text("data_format", "NHWC") != "NHWC" or size < 1:
-        raise c.fail("only NHWC, with a block size of at least 1, is supported")
+        raise c.fail("pase supports only NHWC with a block size of at least 1")
     x = c.x()
     if c.node.op == "SpaceToDepth":
         if h % size or w % size:
-            raise c.fail(f"{h} by {w} pixels in blocks of {size}")
+            raise c.fail(f"{h} by {w} pixels cannot be divided into blocks of {size}")
         x = nests.reshape(c.b, x, (n, h // size, size, w // size, size, d))
         x = nests.transpose(c.b, x, (0, 1, 3, 2, 4, 5))
         return [nests.reshape(c.b, x, (n, h // size, w // size, size * size * d))]
     if d % (size * size):
-        raise c.fail(f"{d} channels in blocks of {size}")
+        raise c.fail(f"{d} channels cannot be divided into blocks of {size}")
     x = nests.reshape(c.b, x, (n, h, w, size, size, d // size**2))
     x = nests.transpose(c.b, x, (0, 1, 3, 2, 4, 5))
     return [nests.reshape(c.b, x, (n, h * size, w * size, d // size**2))]
@@ -459,7 +461,7 @@ def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
     shape, blocks, pads = list(c.shape(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
     times = elements(blocks)
     if len(pads) != 2 * len(blocks) or len(blocks) >= len(shape) or min(blocks) < 1:
-        raise c.fail(f"blocks of {blocks} with {pads} for shape {tuple(shape)}")
+        raise c.fail(f"its blocks of {blocks} with {pads} do not match shape {tuple(shape)}")
     grow = c.node.op.startswith("BatchToSpace")
     for i, s in enumerate(blocks, 1):
         pad = pads[2 * i - 2] + pads[2 * i - 1]

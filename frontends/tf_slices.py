@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+import numpy as np
 
 from pase.frontends.tf_graph import TfNode
 
@@ -22,7 +23,13 @@ class Pick:
     """Where it begins is known at run time only; ``picked`` has as many positions."""
 
 
-def positions(node: TfNode, shape: Sequence[int], begin: Any, end: Any, strides: Any) -> list[Pick | None]:
+def positions(
+    node: TfNode,
+    shape: Sequence[int],
+    begin: Sequence[int] | np.ndarray | None,
+    end: Sequence[int] | np.ndarray | None,
+    strides: Sequence[int] | np.ndarray,
+) -> list[Pick | None]:
     """One entry a dim of the result, those that shrink included; None: all of the dim.
 
     begin, end, strides: one number for each entry of the slice; None in place of begin or end: known at run
@@ -39,7 +46,7 @@ def positions(node: TfNode, shape: Sequence[int], begin: Any, end: Any, strides:
         raise ValueError("begin, end and strides differ in length")
     spent = sum(1 for k in range(n) if not (new >> k & 1) and not (ellipsis >> k & 1))
     if spent > len(shape):
-        raise ValueError(f"{spent} indices for {len(shape)} dims")
+        raise ValueError(f"it has {spent} indices for {len(shape)} dims")
     out: list[Pick | None] = []
     at = 0
     for k in range(n):
@@ -63,11 +70,11 @@ def positions(node: TfNode, shape: Sequence[int], begin: Any, end: Any, strides:
             whole = bool(begins >> k & 1), bool(ends >> k & 1)
             if (begin is None and not whole[0]) or (end is None and not whole[1]):
                 raise ValueError("its extent depends on data")
-            low = None if whole[0] else int(begin[k])
-            high = None if whole[1] else int(end[k])
+            low = None if whole[0] else int(begin[k])  # type: ignore[index]
+            high = None if whole[1] else int(end[k])  # type: ignore[index]
             step = int(strides[k])
             if step == 0:
-                raise ValueError("a stride of 0")
+                raise ValueError("its stride is 0")
             picked = range(*slice(low, high, step).indices(shape[at]))
             out.append(None if picked == range(shape[at]) else Pick(picked=picked))
             at += 1

@@ -7,11 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import DimSizes, type_names
 from pase.frontends.tf_graph import TfGraph
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "KERAS_SUFFIX",
@@ -72,15 +75,15 @@ class TfSource:
     """Node -> the user's line."""
 
 
-def is_keras(model: Any) -> bool:
+def is_keras(model: object) -> bool:
     return any(_KERAS.match(n) for n in type_names(model))
 
 
-def _is_function(model: Any) -> bool:
+def _is_function(model: object) -> bool:
     return any(_FUNCTION.match(n) for n in type_names(model))
 
 
-def reads(model: Any) -> bool:
+def reads(model: object) -> bool:
     """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb or .keras file."""
     if isinstance(model, (str, Path)):
         path = Path(model)
@@ -90,7 +93,7 @@ def reads(model: Any) -> bool:
     return is_keras(model) or _is_function(model) or is_graph_def(model)
 
 
-def is_graph_def(model: Any) -> bool:
+def is_graph_def(model: object) -> bool:
     return any(n.endswith("graph_pb2.GraphDef") for n in type_names(model))
 
 
@@ -161,7 +164,7 @@ def distinct(names: Sequence[str]) -> list[str]:
     return out
 
 
-def dtype_of(dtype: Any) -> str:
+def dtype_of(dtype: object) -> str:
     """A TensorFlow, Keras or numpy dtype by name."""
     text = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype)
     return text.removesuffix("_ref")

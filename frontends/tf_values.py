@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
@@ -118,7 +118,7 @@ class TfCall:
         try:
             return self.ins[i]
         except IndexError:
-            raise self.fail(f"has {len(self.ins)} operands, and operand {i} is needed") from None
+            raise self.fail(f"it has {len(self.ins)} operands, but needs operand {i}") from None
 
     def x(self, i: int = 0) -> Tensor:
         """Operand i as a tensor; a known value becomes a constant."""
@@ -130,7 +130,7 @@ class TfCall:
         if isinstance(v, Reshaped):
             return v.tensor(self.b)
         if not isinstance(v, Tensor):
-            raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)} and not a tensor")
+            raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)}, not a tensor")
         return v
 
     def shape(self, i: int = 0) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class TfCall:
         if isinstance(v, Handle):
             v = v.tensor
         if not isinstance(v, (Tensor, StaticValue, Reshaped)):
-            raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)} and not a tensor")
+            raise self.fail(f"operand {i} ({self._input(i)}) is {_kind(v)}, not a tensor")
         return v.shape  # type: ignore[return-value]
 
     def dtype(self, i: int = 0) -> str:
@@ -155,11 +155,11 @@ class TfCall:
         a = self.known(i)
         if a is None:
             raise self.fail(
-                f"its {what} ({self._input(i)}) are computed from data when it runs, and pase needs numbers: "
+                f"its {what} ({self._input(i)}) are computed from data at run time, but pase needs numbers: "
                 f"make them constants, or functions of shapes"
             )
         if a.dtype.kind not in "iub":
-            raise self.fail(f"its {what} ({self._input(i)}) are {a.dtype}, and must be whole numbers")
+            raise self.fail(f"its {what} ({self._input(i)}) have dtype {a.dtype}, but must be whole numbers")
         return [int(n) for n in a.reshape(-1)]
 
     def number(self, i: int, what: str) -> int:
@@ -222,7 +222,7 @@ class TfCall:
         """A result's shape, checked: a dim of no elements cannot be parallelized."""
         out = tuple(int(s) for s in shape)
         if any(s < 1 for s in out):
-            raise self.fail(f"gives a tensor of shape {out}: a dim of no elements cannot be parallelized")
+            raise self.fail(f"gives a tensor of shape {out}: a dim without elements cannot be parallelized")
         return out
 
     def hinted(self, k: int = 0) -> tuple[int, ...]:
@@ -247,6 +247,6 @@ def _kind(v: TfValue) -> str:
     return "a value"
 
 
-def elements(shape: Iterable[Any]) -> int:
+def elements(shape: Iterable[int]) -> int:
     """How many elements a tensor of this shape has."""
     return math.prod(shape)

@@ -7,12 +7,18 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.frontends.runs import crossing, equal_runs
+from pase.frontends.torch_types import FxNode
 from pase.ir.blocks import Block
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pase.frontends.from_torch import TracedTorch
 
 __all__ = ["batch_size", "blocks_of", "micro"]
@@ -33,25 +39,25 @@ def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
     return () if own else found
 
 
-def _heavy(n: Any) -> bool:
+def _heavy(n: FxNode) -> bool:
     name = str(getattr(n.target, "_schema", n).name).removeprefix("aten::")
     return n.op == "call_function" and (name in _HEAVY or name.startswith(("conv", "scaled_dot")))
 
 
-def _token(i: int, n: Any) -> object:
+def _token(i: int, n: FxNode) -> object:
     if n.op != "call_function":
         return i
-    made = n.meta.get("val")
+    made: Any = n.meta.get("val")
     every = made if isinstance(made, (tuple, list)) else [made]
     return str(n.target), tuple((str(t.dtype), tuple(t.shape)) for t in every if hasattr(t, "dtype"))
 
 
-def _alive(nodes: list[Any]) -> Any:
+def _alive(nodes: list[FxNode]) -> np.ndarray:
     number = {n: i for i, n in enumerate(nodes)}
     last = {m: i for i, n in enumerate(nodes) for m in n.all_input_nodes}
 
-    def nbytes(n: Any) -> int:
-        made = n.meta.get("val")
+    def nbytes(n: FxNode) -> int:
+        made: Any = n.meta.get("val")
         every = made if isinstance(made, (tuple, list)) else [made]
         return sum(math.prod(t.shape) * t.dtype.itemsize for t in every if hasattr(t, "dtype"))
 
@@ -63,11 +69,11 @@ def batch_size(traced: TracedTorch) -> int:
     """The first dim that most inputs have; PaseError where none has one."""
     shapes = [t.shape for t in _leaves(traced) if len(t.shape)]
     if not shapes:
-        raise PaseError(f"'{traced.graph.name}' has no batch: none of its inputs has a dim")
+        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
     return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
 
 
-def _leaves(traced: TracedTorch) -> list[Any]:
+def _leaves(traced: TracedTorch) -> list[Tensor]:
     import torch
     from torch.utils._pytree import tree_leaves
 
@@ -86,9 +92,9 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
         return traced
     size = batch_size(traced)
     if size % micro_batches:
-        raise PaseError(f"a batch of {size} does not divide in {micro_batches} micro-batches")
+        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
 
-    def part(t: Any) -> Any:
+    def part(t: Tree) -> Tree:
         batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
         return t[: size // micro_batches] if batched else t
 

@@ -12,10 +12,20 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.torch_types import FxNode
 from pase.ir.blocks import Block
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule
+    from torch.nn import Module
 
 __all__ = ["AGAIN", "NO_GRADIENT", "TorchProgram", "faked", "marked_blocks", "of_pytorch", "program_of"]
 
@@ -41,19 +51,19 @@ class TorchProgram:
     order: all paths of parameters, in the module's order, each tensor once.
     """
 
-    graph: Any
+    graph: GraphModule
     parameters: Mapping[str, str]
     buffers: Mapping[str, str]
     frozen: frozenset[str]
     mutated: Mapping[str, str]
     counters: Mapping[str, str]
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Tensor]
     inputs: Mapping[str, str]
     losses: tuple[str, ...]
     order: tuple[str, ...]
 
 
-def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | None) -> TorchProgram:
+def program_of(module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None) -> TorchProgram:
     """Export a step: ``loss(module, *batch)``, else what the module itself returns.
 
     batch: tensors, real, fake or on meta, and anything that holds them. PaseError where PyTorch cannot export it.
@@ -80,7 +90,7 @@ def program_of(module: Any, batch: Sequence[Any], loss: Callable[..., Any] | Non
     return _described(exported, first)
 
 
-def _first_paths(module: Any) -> dict[str, tuple[str, bool]]:
+def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
     """Each path of a parameter or buffer -> (the first path of the same tensor, does it need a gradient?).
 
     Ties are by identity: tied weights are one object under several paths.
@@ -97,7 +107,7 @@ def _first_paths(module: Any) -> dict[str, tuple[str, bool]]:
 
 
 @contextlib.contextmanager
-def faked(module: Any) -> Iterator[Callable[[Any], Any]]:
+def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
     """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
 
     Yields the function that makes a tensor's fake. The module has its own tensors again behind it.
@@ -106,9 +116,9 @@ def faked(module: Any) -> Iterator[Callable[[Any], Any]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[Any, Any]] = {}  # with the tensor itself, so that its id stays its own
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that its id stays its own
 
-    def fake(t: Any) -> Any:
+    def fake(t: Tensor) -> Any:
         if id(t) not in made:
             with mode:
                 f = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
@@ -125,10 +135,10 @@ def faked(module: Any) -> Iterator[Callable[[Any], Any]]:
         yield fake
     finally:
         for d, before in zip(holders, saved, strict=True):
-            d.update(before)
+            d.update(before)  # type: ignore[arg-type]
 
 
-def _step(module: Any, loss: Callable[..., Any] | None) -> Any:
+def _step(module: Module, loss: Callable[..., Tree] | None) -> Module:
     """A module whose forward is the step, and returns a scalar loss."""
     import torch
 
@@ -138,7 +148,7 @@ def _step(module: Any, loss: Callable[..., Any] | None) -> Any:
             self.module = module
             self.train(module.training)
 
-        def forward(self, *batch: Any) -> Any:
+        def forward(self, *batch: Tree) -> Tensor:
             if loss is not None:
                 return _scalar(loss(self.module, *batch), "loss(module, *batch)")
             (one,) = batch if len(batch) == 1 else (batch,)
@@ -151,7 +161,7 @@ def _step(module: Any, loss: Callable[..., Any] | None) -> Any:
     return Step()
 
 
-def _scalar(out: Any, what: str) -> Any:
+def _scalar(out: Tree, what: str) -> Tensor:
     """The loss in what a module returns: a scalar, the first of a tuple, or what is called loss (transformers)."""
     import torch
 
@@ -161,13 +171,13 @@ def _scalar(out: Any, what: str) -> Any:
         return found.reshape(())
     got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(out).__name__
     raise PaseError(
-        f"{what} returns {got}: pase needs a scalar loss. Give one, pase.compile(module, batch, loss=lambda module, "
-        f"batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
+        f"{what} returns {got}: pase needs a scalar loss. Give one with pase.compile(module, batch, loss=lambda "
+        f"module, batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
     )
 
 
 @contextlib.contextmanager
-def _marked(module: Any) -> Iterator[None]:
+def _marked(module: Module) -> Iterator[None]:
     """Nodes traced under ``torch.no_grad`` are marked so, which PyTorch's own decomposition of an exported graph would
     forget: parameters would get gradients that they do not have. So are those under ``torch.utils.checkpoint``."""
     import torch
@@ -180,7 +190,7 @@ def _marked(module: Any) -> Iterator[None]:
         self._pase_mark = traceback.annotate({NO_GRADIENT: 1})
         self._pase_mark.__enter__()
 
-    def left(self: Any, *error: Any) -> Any:
+    def left(self: Any, *error: object) -> None:
         self._pase_mark.__exit__(*error)
         return leave(self, *error)
 
@@ -198,7 +208,7 @@ _CHECKPOINT_OPTIONS = frozenset(
 
 
 @contextlib.contextmanager
-def _checkpoints_marked(module: Any) -> Iterator[None]:
+def _checkpoints_marked(module: Module) -> Iterator[None]:
     """``torch.utils.checkpoint`` runs its function plainly, under a mark; transformers holds the function under a name
     of its own in each layer."""
     import torch.fx.traceback as traceback
@@ -206,7 +216,7 @@ def _checkpoints_marked(module: Any) -> Iterator[None]:
 
     calls = itertools.count(1)
 
-    def plainly(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def plainly(function: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
         own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
         with traceback.annotate({AGAIN: next(calls)}):
             return function(*args, **own)
@@ -225,7 +235,7 @@ def _checkpoints_marked(module: Any) -> Iterator[None]:
             held[key] = before
 
 
-def marked_blocks(nodes: Any) -> tuple[Block, ...]:
+def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
     """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
     out: list[Block] = []
     before: object = None
@@ -241,7 +251,7 @@ def marked_blocks(nodes: Any) -> tuple[Block, ...]:
     return tuple(out)
 
 
-def _by_node(graph_module: Any) -> None:
+def _by_node(graph_module: GraphModule) -> None:
     """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive."""
     import torch
 
@@ -255,7 +265,7 @@ def _by_node(graph_module: Any) -> None:
             inner.forward = torch.fx.Interpreter(inner).run
 
 
-def _described(exported: Any, first: Mapping[str, tuple[str, bool]]) -> TorchProgram:
+def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]]) -> TorchProgram:
     from torch.export.graph_signature import InputKind, OutputKind
 
     parameters: dict[str, str] = {}

@@ -6,9 +6,16 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError, install_line
+from pase.files.json_values import JsonObject
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor
+    from torch.nn import Module
 
 __all__ = ["PREFIX", "build"]
 
@@ -16,7 +23,7 @@ PREFIX = "hf:"
 _BATCH, _SEQUENCE = 8, 512
 
 
-def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
+def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     """(module, (batch,)) for hf:CLASS?setting=value&…, all of it meta tensors: 405 B parameters cost no memory.
 
     Settings are fields of the class's configuration, those inside of it by a dot (text_config.hidden_size=512), and
@@ -35,7 +42,7 @@ def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
     batch, sequence = (_size(name, settings, k) for k in ("batch", "sequence"))
     dtype = settings.pop("dtype", "float32")
     if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-        raise PaseError(f"{name}: dtype={dtype} is no dtype of PyTorch; float32, bfloat16 and float16 are")
+        raise PaseError(f"{name}: dtype={dtype} is not a dtype of PyTorch; use float32, bfloat16 or float16")
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, str(dtype)))
     try:
@@ -53,7 +60,7 @@ def build(name: str) -> tuple[Any, tuple[dict[str, Any]]]:
     return module, (example,)
 
 
-def _class(transformers: Any, name: str) -> Any:
+def _class(transformers: ModuleType, name: str) -> Any:
     found = getattr(transformers, name, None) if name.isidentifier() else None
     if getattr(found, "config_class", None) is None:
         near = difflib.get_close_matches(name, dir(transformers), n=1)
@@ -65,14 +72,14 @@ def _class(transformers: Any, name: str) -> Any:
     return found
 
 
-def _settings(name: str, query: str) -> dict[str, Any]:
+def _settings(name: str, query: str) -> JsonObject:
     """``key=value`` pairs; values as JSON, or as words."""
-    out: dict[str, Any] = {}
+    out: JsonObject = {}
     for pair in query.split("&") if query else ():
         key, equals, text = pair.partition("=")
         if not equals or not key or key in out:
             raise PaseError(
-                f"'{pair}' in '{name}' is not a setting, or stands twice; write CLASS?key=value&key=value"
+                f"'{pair}' in '{name}' is not a setting, or is given twice; write CLASS?key=value&key=value"
             )
         try:
             out[key] = json.loads(text)
@@ -81,14 +88,14 @@ def _settings(name: str, query: str) -> dict[str, Any]:
     return out
 
 
-def _size(name: str, settings: dict[str, Any], key: str) -> int | None:
+def _size(name: str, settings: JsonObject, key: str) -> int | None:
     value = settings.pop(key, None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise PaseError(f"{name}: {key}={value} is not a positive whole number")
     return value
 
 
-def _config(name: str, kind: Any, settings: dict[str, Any]) -> Any:
+def _config(name: str, kind: Any, settings: JsonObject) -> Any:
     """The class's defaults with these settings; what its constructor derives follows them."""
     plain = {k: v for k, v in settings.items() if "." not in k}
     config = kind()
@@ -124,7 +131,7 @@ def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
     return config, key
 
 
-def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[str, Any]:
+def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[str, Tensor]:
     """Inputs as the model's main input wants them, and labels as its head does."""
     import torch
 
@@ -147,10 +154,12 @@ def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[s
         example = {main: torch.zeros(batch, bins, frames, dtype=module.dtype)}
     elif main != "input_ids":
         raise PaseError(
-            f"{name}: an input of kind '{main}' is not made up: give the module and a batch in Python"
+            f"{name}: pase cannot make up an input of kind '{main}': give the module and a batch in Python"
         )
     if "labels" not in inspect.signature(module.forward).parameters:
-        raise PaseError(f"{name} has no labels, hence no loss: name a class with a head (…ForCausalLM)")
+        raise PaseError(
+            f"{name} has no labels, and therefore no loss: name a class with a head (…ForCausalLM)"
+        )
     kind = type(module).__name__
     one = kind.endswith(("SequenceClassification", "ImageClassification", "MultipleChoice"))
     return {**example, "labels": torch.zeros(batch, dtype=torch.int64) if one else ids}

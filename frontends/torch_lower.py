@@ -7,17 +7,22 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch_export import NO_GRADIENT, of_pytorch
 from pase.frontends.torch_rules import RULES
+from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchCall, arguments, dtype_of, specs_of
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
 from pase.ops import GraphBuilder, nests
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from torch.fx import Graph, GraphModule
 
 __all__ = ["TorchLowering", "TorchScope", "live", "place_of", "source_of"]
 
@@ -27,7 +32,7 @@ _IGNORED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_asyn
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
 
 
-def live(graph: Any, wanted: Sequence[str]) -> list[Any]:
+def live(graph: Graph, wanted: Sequence[str]) -> list[FxNode]:
     """The nodes on which those of these names depend, in order."""
     nodes = list(graph.nodes)
     needed = set(wanted)
@@ -37,7 +42,7 @@ def live(graph: Any, wanted: Sequence[str]) -> list[Any]:
     return [n for n in nodes if n.name in needed and n.op not in ("output",)]
 
 
-def source_of(node: Any) -> SourceLine:
+def source_of(node: FxNode) -> SourceLine:
     """The user's line, and the layer that it belongs to."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [f for f in frames if not of_pytorch(f[0])] or frames
@@ -46,13 +51,13 @@ def source_of(node: Any) -> SourceLine:
     return SourceLine(f"{own[-1][0]}:{own[-1][1]}", layer_of(node) or own[-1][2])
 
 
-def layer_of(node: Any) -> str:
+def layer_of(node: FxNode) -> str:
     """The path of the module that the node belongs to; "" where it is the whole model."""
     paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return paths[-1].removeprefix("module").removeprefix(".") if paths else ""
 
 
-def place_of(node: Any, model: str, at: str) -> str:
+def place_of(node: FxNode, model: str, at: str) -> str:
     """Which op of which layer, and the user's line, for messages."""
     layer = layer_of(node)
     return f"{model}: {node.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
@@ -67,11 +72,11 @@ class TorchScope:
     what it was taken apart into. module: holds the constants.
     """
 
-    nodes: Sequence[Any]
-    values: dict[Any, Value | list[Value | None]]
-    leaves: dict[Any, Any] = field(default_factory=dict)
+    nodes: Sequence[FxNode]
+    values: dict[FxNode, Value | list[Value | None]]
+    leaves: dict[FxNode, FxNode] = field(default_factory=dict)
     inner: dict[str, TorchScope] = field(default_factory=dict)
-    module: Any = None
+    module: GraphModule | None = None
 
 
 @dataclass
@@ -81,11 +86,11 @@ class TorchLowering:
     b: GraphBuilder
     model: str
     unknown: Unknown
-    env: dict[Any, Value | list[Value | None]] = field(default_factory=dict)
+    env: dict[FxNode, Value | list[Value | None]] = field(default_factory=dict)
     inner: dict[str, TorchScope] = field(default_factory=dict)
     depth: int = 0
 
-    def leaf(self, node: Any, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
+    def leaf(self, node: FxNode, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
         """A placeholder, whose tensor is made when something reads it."""
         t = node.meta["val"]
         shape, dtype = tuple(t.shape), dtype_of(t.dtype)
@@ -93,12 +98,12 @@ class TorchLowering:
         self.env[node] = v
         return v
 
-    def nodes(self, nodes: Sequence[Any], prefix: str = "") -> None:
+    def nodes(self, nodes: Sequence[FxNode], prefix: str = "") -> None:
         for i, n in enumerate(nodes):
             if n.op == "call_function":
                 self.node(n, f"{prefix}{i}")
 
-    def node(self, n: Any, path: str) -> None:
+    def node(self, n: FxNode, path: str) -> None:
         if n.target is operator.getitem:
             found = self.env[n.args[0]]
             made = found[n.args[1]] if isinstance(found, list) else found
@@ -114,10 +119,10 @@ class TorchLowering:
         with self.b.without_gradient() if unwatched else contextlib.nullcontext():
             self.env[n] = self.values(n, path)
 
-    def place(self, n: Any) -> str:
+    def place(self, n: FxNode) -> str:
         return place_of(n, self.model, self.b.source.place)
 
-    def values(self, n: Any, path: str) -> Value | list[Value | None]:
+    def values(self, n: FxNode, path: str) -> Value | list[Value | None]:
         """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
         schema = getattr(n.target, "_schema", None)
         if schema is None:
@@ -135,7 +140,7 @@ class TorchLowering:
         except PaseError:
             raise
         except (ValueError, IndexError, TypeError, ZeroDivisionError, KeyError) as e:
-            raise c.fail(f"its operands do not fit its rule: {e}") from e
+            raise c.fail(f"its operands do not match its rule: {e}") from e
         return self.checked(c, made, isinstance(n.meta["val"], (tuple, list)))
 
     def checked(
@@ -145,7 +150,7 @@ class TorchLowering:
         found: list[Value | None] = [made] if isinstance(made, Value) else list(made)
         for v, spec in zip(found, c.outs, strict=False):
             if v is not None and spec is not None and v.shape != spec[0]:
-                raise c.fail(f"its rule makes {list(v.shape)}, where PyTorch makes {list(spec[0])}")
+                raise c.fail(f"its rule makes {list(v.shape)}, but PyTorch makes {list(spec[0])}")
         return found if several else (found[0] or c.nothing(*c.out()))
 
     def operand(self, v: Any) -> Any:
@@ -157,7 +162,7 @@ class TorchLowering:
 
     # Ops without a rule.
 
-    def without_rule(self, n: Any, path: str) -> Value | list[Value | None]:
+    def without_rule(self, n: FxNode, path: str) -> Value | list[Value | None]:
         inner = _decomposed(n) if self.depth < _MOST_DEPTH else None
         if inner is not None:
             return self.inlined(n, inner, path)
@@ -168,7 +173,7 @@ class TorchLowering:
             f"Add one to frontends/torch_rules*.py, or pass unknown='replicate' (the op is then not split)."
         )
 
-    def inlined(self, n: Any, inner: Any, path: str) -> Value | list[Value | None]:
+    def inlined(self, n: FxNode, inner: GraphModule, path: str) -> Value | list[Value | None]:
         low = TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
         leaves = [m for m in inner.graph.nodes if m.op == "placeholder"]
         for leaf, outer in zip(leaves, n.all_input_nodes, strict=True):
@@ -192,7 +197,7 @@ class TorchLowering:
         made = [None if r is None else low.env[r] for r in results]
         return made if several else made[0]  # type: ignore[return-value]
 
-    def replicated(self, n: Any) -> list[Value | None] | Value:
+    def replicated(self, n: FxNode) -> list[Value | None] | Value:
         """One op that is not split, of which only memory traffic is priced."""
         outs = specs_of(n.meta["val"], self.place(n))
         reads = [self.env[m] for m in n.all_input_nodes]
@@ -203,7 +208,7 @@ class TorchLowering:
         return found if isinstance(n.meta["val"], (tuple, list)) else found[0]  # type: ignore[return-value]
 
 
-def _decomposed(n: Any) -> Any | None:
+def _decomposed(n: FxNode) -> GraphModule | None:
     """The graph of one op in ops that PyTorch makes of it, on its operands; None where it makes none."""
     import torch
     from torch._decomp import get_decompositions
@@ -215,9 +220,9 @@ def _decomposed(n: Any) -> Any | None:
     if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in leaves):
         return None
 
-    def call(*tensors: Any) -> Any:
+    def call(*tensors: Tensor) -> Tree:
         given = dict(zip(leaves, tensors, strict=True))
-        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)
+        args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)  # type: ignore[arg-type]
         return n.target(*args, **kwargs)
 
     try:

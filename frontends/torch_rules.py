@@ -177,7 +177,7 @@ def _triangle(c: TorchCall) -> Value:
 def _cast(c: TorchCall) -> Value:
     x, (shape, dtype) = c.x(), c.out()
     if shape != x.shape:
-        raise c.fail("complex numbers as pairs of real ones are not read")
+        raise c.fail("pase does not read complex numbers as pairs of real ones")
     return x if dtype == x.dtype else c.pointwise(functions.CAST, [x])
 
 

@@ -66,9 +66,9 @@ def _grouped(c: TorchCall) -> Value:
     x, w = c.values[:2]
     ends = c.opt("offs")
     if (len(x.shape), len(w.shape)) != (2, 3) or ends is None:
-        raise c.fail(f"groups of {list(x.shape)} and of {list(w.shape)} are not read")
+        raise c.fail(f"pase does not read groups of {list(x.shape)} and of {list(w.shape)}")
     if c.opt("bias") is not None:
-        raise c.fail("a bias of groups is not read: add it to the result, by each row's group")
+        raise c.fail("pase does not read a bias of groups: add it to the result by each row's group")
     rows, weights, until = c.tensors(x, w, ends)
     return c.value(nests.grouped_product(c.b, rows, weights, 1, 1, 0, c.out()[1], ends=until))
 

@@ -156,7 +156,7 @@ def _interleave(c: TorchCall) -> Value:
     x, shape = c.x(), c.shape_out
     times = c.arg("repeats")
     if not isinstance(times, int) or len(shape) != len(x.shape):
-        raise c.fail("repeats that are no number, or of a flattened tensor, are not read")
+        raise c.fail("pase reads only repeats that are numbers, along a dim")
     axis = c.axis(c.arg("dim"), len(x.shape))
     x = c.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
     return c.reshape(spread(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
@@ -224,7 +224,7 @@ def _indices(c: TorchCall, rank: int) -> tuple[list[int], list[Value]]:
     """The dims that are indexed, and their indices, broadcast against one another."""
     given = {i: v for i, v in enumerate(c.arg("indices")) if v is not None}
     if any(v.dtype == "bool" for v in given.values()):
-        raise c.fail("how many elements a mask picks depends on the data: use torch.where")
+        raise c.fail("the number of elements that a mask picks depends on the data: use torch.where")
     shape = c.broadcast(*(v.shape for v in given.values()))
     return list(given), [_wide(c, v, shape) for v in given.values()]
 

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.errors import PaseError
 from pase.frontends.values import Site, Value
 from pase.ir import Tensor
 from pase.ir.functions import Function
 from pase.ops import GraphBuilder, nests
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    import torch
+    from torch._ops import OpOverload
+
     from pase.frontends.torch_lower import TorchLowering
 
-__all__ = ["TorchCall", "TorchSpec", "arguments", "dtype_of", "specs_of"]
+__all__ = ["TorchCall", "TorchOperand", "TorchSpec", "arguments", "dtype_of", "specs_of"]
 
 TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
+TorchOperand: TypeAlias = Any
+"""What a call gives to an argument of its op: a value or a tensor, a number, a word, None, or a list of them."""
 
 
-def dtype_of(dtype: Any) -> str:
+def dtype_of(dtype: torch.dtype | str) -> str:
     """``torch.float32`` -> float32."""
     return str(dtype).removeprefix("torch.")
 
 
-def specs_of(val: Any, place: str) -> list[TorchSpec | None]:
+def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
     """What a node makes, from the fake tensors that stand for it; PaseError where a size depends on the data."""
     import torch
 
@@ -46,9 +52,11 @@ def specs_of(val: Any, place: str) -> list[TorchSpec | None]:
     return out
 
 
-def arguments(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def arguments(
+    target: OpOverload, args: Sequence[TorchOperand], kwargs: Mapping[str, TorchOperand]
+) -> dict[str, TorchOperand]:
     """What a call gives to each argument of the op's schema, defaults included."""
-    out: dict[str, Any] = {}
+    out: dict[str, TorchOperand] = {}
     for i, a in enumerate(target._schema.arguments):
         if not a.kwarg_only and i < len(args):
             out[a.name] = args[i]
@@ -65,7 +73,7 @@ class TorchCall(Site):
 
     low: TorchLowering
     op: str
-    given: dict[str, Any]
+    given: dict[str, TorchOperand]
     outs: list[TorchSpec | None]
     place: str = field(default="")
 
@@ -73,13 +81,13 @@ class TorchCall(Site):
     def b(self) -> GraphBuilder:
         return self.low.b
 
-    # Operands.
+    # TorchOperands.
 
     def x(self, name: str = "self") -> Value:
         """An operand that is a tensor, and must be there."""
         v = self.given.get(name)
         if not isinstance(v, Value):
-            raise self.fail(f"its operand '{name}' is {v!r}, where a tensor is needed")
+            raise self.fail(f"its operand '{name}' is {v!r}, but must be a tensor")
         return v
 
     def opt(self, name: str) -> Value | None:
@@ -116,7 +124,7 @@ class TorchCall(Site):
     def out(self, i: int = 0) -> TorchSpec:
         spec = self.outs[i]
         if spec is None:
-            raise self.fail(f"its result {i} is no tensor")
+            raise self.fail(f"its result {i} is not a tensor")
         return spec
 
     @property

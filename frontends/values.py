@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from pase.errors import PaseError
 from pase.ir import Tensor
 from pase.ir.functions import Function
 from pase.ops import GraphBuilder, nests
+
+if TYPE_CHECKING:
+    from jax.typing import ArrayLike
 
 __all__ = ["Site", "Value", "known"]
 
@@ -60,7 +63,7 @@ class Value:
         return self.settled and self.elements == 1 and self.tensor is None
 
 
-def known(array: Any, dtype: str | None = None) -> Value:
+def known(array: ArrayLike, dtype: str | None = None) -> Value:
     """A value that has been worked out."""
     a = np.asarray(array)
     return Value(shape=tuple(map(int, a.shape)), dtype=dtype or str(a.dtype), settled=True, _data=a)
@@ -88,7 +91,7 @@ class Site:
         """The tensor with the value's data, made now if it has not been read before."""
         if v.tensor is None:
             if v.elements == 0 or v.items is not None:
-                raise self.fail(f"it reads a tensor of shape {list(v.shape)}: nothing to compute on")
+                raise self.fail(f"it reads a tensor of shape {list(v.shape)}, which has no elements")
             v.tensor = v.make() if v.make is not None else self.b.constant(v.shape, v.dtype)
         return v.tensor
 
@@ -128,13 +131,13 @@ class Site:
 
     def axis(self, axis: int, rank: int) -> int:
         if not -rank <= axis < rank:
-            raise self.fail(f"axis {axis} of a tensor of {rank} dims")
+            raise self.fail(f"its axis {axis} is out of range for a tensor of {rank} dims")
         return axis % rank
 
     def axes(self, axes: Sequence[int], rank: int) -> list[int]:
         out = [self.axis(a, rank) for a in axes]
         if len(set(out)) != len(out):
-            raise self.fail(f"axes {list(axes)[:8]} name a dim twice")
+            raise self.fail(f"its axes {list(axes)[:8]} name a dim twice")
         return out
 
     def broadcast(self, *shapes: Sequence[int]) -> tuple[int, ...]:
@@ -168,7 +171,9 @@ class Site:
         """A reshape, made when it is read; of a reshape, of what that was made of; none where the shape is the same."""
         new = self.shape(shape)
         if math.prod(new) != v.elements:
-            raise self.fail(f"{list(v.shape)} cannot become {list(new)}: another number of elements")
+            raise self.fail(
+                f"{list(v.shape)} cannot be reshaped to {list(new)}: the number of elements differs"
+            )
         base: Value = v.note[1] if v.note[:1] == ("view",) else v
         if new == v.shape or new == base.shape:
             return v if new == v.shape else base

@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pase.compiler.options import CompileOptions, takes_options
 from pase.compiler.resolve import resolve
 from pase.plan.types import PlanData
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.backends.jax_pipeline import JaxPipeline
@@ -67,14 +68,14 @@ class Plan(PlanData):
 
     def bind(
         self,
-        fn: Any,
-        params: Any,
-        *batch: Any,
+        fn: Tree,
+        params: Tree,
+        *batch: Tree,
         mode: Literal["train", "inference", "step"] = "train",
-        carry: Mapping[int, Any] | None = None,
+        carry: Mapping[int, Tree] | None = None,
         dims: Mapping[str, int] | None = None,
         chances: Mapping[str, Sequence[float]] | None = None,
-        loss: Callable[..., Any] | None = None,
+        loss: Callable[..., Tree] | None = None,
     ) -> Plan:
         """Attach the model to a loaded plan: ``plan.bind(loss_fn, params, *batch)``, or a PyTorch module and its batch.
 
@@ -141,7 +142,7 @@ class Plan(PlanData):
         A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
         """
         from pase.backends.jax_pipeline import in_stages
-        from pase.backends.to_jax import jax_plan
+        from pase.backends.jax_plans import jax_plan
 
         if self.traced is None and self.model.startswith("zoo:"):
             return self.with_model(resolve(self.model)).jax
@@ -158,7 +159,7 @@ class Plan(PlanData):
 
 @takes_options
 def compile(
-    model: Any, params: Any = None, *batch: Any, options: CompileOptions, progress: Progress | None = None
+    model: Tree, params: Tree = None, *batch: Tree, options: CompileOptions, progress: Progress | None = None
 ) -> Plan:
     """Find the best split of every layer over ``devices``, over all meshes, and predict its time and memory.
 
@@ -209,7 +210,7 @@ class Comparison(list["tuple[str, Plan]"]):
 
 @takes_options
 def compare(
-    model: Any, params: Any = None, *batch: Any, options: CompileOptions, progress: Progress | None = None
+    model: Tree, params: Tree = None, *batch: Tree, options: CompileOptions, progress: Progress | None = None
 ) -> Comparison:
     """Return the plan of every method that applies and ours ("pase"), priced in the same way, cheapest first.
 
@@ -224,9 +225,9 @@ def compare(
 
 
 def price(
-    model: Any,
-    params: Any = None,
-    *batch: Any,
+    model: Tree,
+    params: Tree = None,
+    *batch: Tree,
     devices: int,
     strategy: str,
     executor: str = "compiled",

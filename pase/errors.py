@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 __all__ = ["Infeasible", "PaseError", "install_line", "needed"]
 
@@ -33,7 +36,7 @@ def install_line(extra: str) -> str:
     return "pip install " + " ".join(f"'{package}'" for package in packages)
 
 
-def needed(module: str, where: str, extra: str = "traces") -> Any:
+def needed(module: str, where: str, extra: str = "traces") -> ModuleType:
     """An optional package that a format needs. PaseError says how to get it: which extra of pase has it."""
     try:
         return importlib.import_module(module)

@@ -25,6 +25,7 @@ from pase.files.json_values import JsonObject
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
     from pase.replay.report import Rewrite
+    from pase.replay.simulate import Replay
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.types import Link, ScheduleProblem
@@ -150,7 +151,7 @@ def _check_beside_compute(g: DataflowGraph, moved: np.ndarray) -> None:
             )
 
 
-def _ready(g: DataflowGraph, r: Any, is_moved: np.ndarray) -> np.ndarray:
+def _ready(g: DataflowGraph, r: Replay, is_moved: np.ndarray) -> np.ndarray:
     """When what a collective waits for has ended, the stream it is on left out; float64 [tasks]."""
     from pase.replay.graph import EDGES
 

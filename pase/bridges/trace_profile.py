@@ -34,7 +34,7 @@ from pase.errors import Infeasible, PaseError
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
     from pase.replay.types import Timeline
-    from pase.schedule.types import Link, ScheduleProblem, SendTime
+    from pase.schedule.types import AxisGroup, Link, ScheduleProblem, SendTime
 
 __all__ = ["fit_curve", "is_trace", "problem_from_timeline", "problem_from_traces"]
 
@@ -53,7 +53,7 @@ class _SentCollective:
 
     name: str
     kind: str
-    axes: str
+    axes: AxisGroup
     lane: str
     nbytes: int
     seconds: float
@@ -152,6 +152,7 @@ def _collectives(
 ) -> list[_SentCollective]:
     """The rank's collectives in order, each with when it is ready and when it is first read."""
     from pase.replay.types import COLLECTIVE, OPERATIONS
+    from pase.schedule.types import AxisGroup
 
     need = np.full(len(g), np.inf)
     reader = np.full(len(g), -1)
@@ -173,7 +174,7 @@ def _collectives(
             _SentCollective(
                 name=f"{len(out)} {kind}",
                 kind=kind,
-                axes=f"{over}/{kind}",
+                axes=AxisGroup.parse(f"{over}/{kind}"),
                 lane=g.devices[int(g.device[i])].name,
                 nbytes=int(g.nbytes[i]),
                 seconds=seconds,
@@ -300,7 +301,7 @@ def _problem(
     source: str,
 ) -> ScheduleProblem:
     """Compute cut into blocks at every moment that a tensor names."""
-    from pase.schedule.types import ComputeBlock, ScheduleProblem, Transfer
+    from pase.schedule.types import ALL_DEVICES, ComputeBlock, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)
 
@@ -349,7 +350,7 @@ def _problem(
                 ready_after=ready - 1 if ready else None,
                 needed_before=need if need < len(blocks) else None,
                 lag=1 if gradient else 0,
-                axes=s.axes if any(link.axes is not None for link in links) else "",
+                axes=s.axes if any(link.axes is not None for link in links) else ALL_DEVICES,
                 kind=s.kind,
             )
         )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from pase.calibrate.types import BLOCK_SHAPES, Task
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.sharding import Mesh as JaxMesh
 
     from pase.calibrate.here import Here
 
@@ -25,7 +27,7 @@ _LAUNCHES = 16
 
 _OpOperands = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a program's operands on one device."""
-OpProgram = tuple[_OpOperands, Callable[..., Any], int]
+OpProgram: TypeAlias = "tuple[_OpOperands, Callable[..., Array], int]"
 """Operands, the op, and how many ops it stands for."""
 
 
@@ -40,7 +42,7 @@ def _matmul(task: Task) -> OpProgram:
     contract = ((d,) if form == "tn" else (d + 1,), (d + 1,) if form == "nt" else (d,))
     batched = tuple(range(d))
 
-    def product(x: Array, y: Array) -> Any:
+    def product(x: Array, y: Array) -> Array:
         return lax.dot_general(x, y, (contract, (batched, batched)))
 
     return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
@@ -54,7 +56,7 @@ def _convolution(task: Task) -> OpProgram:
     x_shape, w_shape = (images, side, side, c_in), (window, window, c_in, c_out)
     y_shape = (images, side, side, c_out)
 
-    def conv(x: Array, w: Array) -> Any:
+    def conv(x: Array, w: Array) -> Array:
         return lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     if task.op == "conv.forward":
@@ -62,7 +64,7 @@ def _convolution(task: Task) -> OpProgram:
     which = 0 if task.op == "conv.input" else 1
     other = (w_shape, x_shape)[which]
 
-    def gradient(y: Array, operand: Array) -> Any:
+    def gradient(y: Array, operand: Array) -> Array:
         given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
         f = (lambda x: conv(x, operand)) if which == 0 else (lambda w: conv(operand, w))
         return jax.linear_transpose(f, given)(y)[0]
@@ -86,7 +88,7 @@ def local_program(task: Task) -> OpProgram:
         return [((elements // width, width), "float32")], lambda x: jnp.sum(x, axis=1), 1
     if task.op == "vector":
 
-        def deep(x: Array) -> Any:
+        def deep(x: Array) -> Array:
             for i in range(_VECTOR_DEPTH):
                 x = x * 0.999 + 0.001 * (i + 1)
             return x
@@ -97,7 +99,7 @@ def local_program(task: Task) -> OpProgram:
         return [(shape, "float32") for shape in BLOCK_SHAPES], _block_gradients, 1
     if task.op == "launch":
 
-        def chain(x: Array, w: Array) -> Any:
+        def chain(x: Array, w: Array) -> Array:
             for _ in range(_LAUNCHES):
                 x = x @ w
             return x
@@ -108,7 +110,7 @@ def local_program(task: Task) -> OpProgram:
     raise ValueError(f"no program for {task.key}")
 
 
-def _in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
+def _in_turns(op: Callable[..., Array]) -> Callable[..., Array]:
     """f(turns, operands, result) -> (operands, result): the op so often, one turn after another.
 
     Each turn writes one element of its result into its first operand: so no turn can be skipped, hoisted or merged with
@@ -116,10 +118,10 @@ def _in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
     """
     from jax import lax
 
-    def local(turns: Any, operands: Any, result: Any) -> Any:
+    def local(turns: Tree, operands: Tree, result: Array) -> Tree:
         operands, result = [x[0] for x in operands], result[0]
 
-        def turn(_: Any, carry: Any) -> Any:
+        def turn(_: object, carry: Tree) -> Tree:
             (first, *rest), last = carry
             seed = last.ravel()[:1].astype(first.dtype).reshape((1,) * first.ndim)
             first = lax.dynamic_update_slice(first, seed, (0,) * first.ndim)
@@ -131,7 +133,7 @@ def _in_turns(op: Callable[..., Any]) -> Callable[..., Any]:
     return local
 
 
-def block_loss(x: Array, up: Array, down: Array, out: Array) -> Any:
+def block_loss(x: Array, up: Array, down: Array, out: Array) -> Array:
     """A transformer's feed-forward part on a batch, behind a norm, and the cross entropy of what it reads out."""
     import jax
     import jax.numpy as jnp
@@ -142,7 +144,7 @@ def block_loss(x: Array, up: Array, down: Array, out: Array) -> Any:
     return -jnp.mean(jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", x, out))[..., 0])
 
 
-def _block_gradients(*operands: Any) -> Any:
+def _block_gradients(*operands: Array) -> Tree:
     """What comes out depends on every gradient."""
     import jax
     import jax.numpy as jnp
@@ -153,14 +155,14 @@ def _block_gradients(*operands: Any) -> Any:
 
 def _collective_program(
     task: Task, axes: tuple[str, ...], on_cpu: bool
-) -> tuple[list[tuple[tuple[int, ...], str]], Callable[..., Any], int]:
+) -> tuple[list[tuple[tuple[int, ...], str]], Callable[..., Array], int]:
     from jax import lax
 
     total = math.prod(task.ways)
     n = task.nbytes // 4
     local = (n // total if task.op == "all_gather" else n,)
 
-    def run(x: Array) -> Any:
+    def run(x: Array) -> Array:
         match task.op:
             case "all_reduce":
                 return lax.psum(x, axes)
@@ -193,7 +195,7 @@ class Devices:
 
     def __init__(self, here: Here) -> None:
         self.here = here
-        self._mesh_of: dict[tuple[int, ...], Any] = {}
+        self._mesh_of: dict[tuple[int, ...], JaxMesh] = {}
         self._gather: Callable[[np.ndarray], np.ndarray] | None = None
 
     def now(self) -> float:
@@ -220,11 +222,11 @@ class Devices:
             mesh = jax.sharding.Mesh(np.array(mine), ("here",))
             spread_out = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("here"))
             x = jax.device_put(np.zeros((len(mine), 8), np.float32), spread_out)
-            program: Callable[[Any], Any] = jax.jit(lambda x: x + 1.0).lower(x).compile()
+            program: Callable[[Array], Array] = jax.jit(lambda x: x + 1.0).lower(x).compile()
         else:
             x = jax.device_put(np.zeros(8, np.float32), mine[0])
 
-            def program(x: Array) -> Any:
+            def program(x: Array) -> Array:
                 return jnp.add(x, x)
 
         def run(inner: int) -> float:
@@ -238,7 +240,7 @@ class Devices:
 
         return run
 
-    def _mesh(self, ways: tuple[int, ...]) -> tuple[Any, tuple[str, ...]]:
+    def _mesh(self, ways: tuple[int, ...]) -> tuple[JaxMesh, tuple[str, ...]]:
         """Axes, outermost level first, each level as (groups side by side, members): (mesh, members' axes)."""
         from jax.sharding import Mesh
 
@@ -280,7 +282,7 @@ class Devices:
             donate_argnums=(1, 2),
         )
 
-        def filled(shape: tuple[int, ...], dtype: str, value: float) -> Any:
+        def filled(shape: tuple[int, ...], dtype: str, value: float) -> Array:
             mine = np.full((1, *shape), value, jnp.dtype(dtype))
             whole = (len(self.here.devices), *shape)
             return jax.make_array_from_callback(whole, sharding, lambda _: mine)

@@ -9,11 +9,15 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.calibrate.fit import Ceilings
 from pase.calibrate.types import Level
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+
+if TYPE_CHECKING:
+    from jax import Device as JaxDevice
 
 __all__ = ["Here", "ceilings", "find", "level_layout", "parse_levels", "start"]
 
@@ -30,14 +34,14 @@ class Here:
     fingerprint: what must be equal for a journal to be taken up; provenance: for the machine file.
     """
 
-    devices: tuple[Any, ...]
+    devices: tuple[JaxDevice, ...]
     levels: tuple[Level, ...]
     platform: str
     device_name: str
     memory_bytes: int
     process: int
     processes: int
-    fingerprint: Mapping[str, Any]
+    fingerprint: JsonObject
     provenance: Mapping[str, str]
 
 
@@ -87,7 +91,7 @@ def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
     return tuple(out)
 
 
-def level_layout(devices: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Level, ...]]:
+def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], tuple[Level, ...]]:
     """Devices in order, and their levels: a torus by its coordinates, else devices of a process, then processes."""
     coords = [tuple(d.coords) if getattr(d, "coords", None) is not None else () for d in devices]
     cores = {getattr(d, "core_on_chip", 0) for d in devices}
@@ -167,7 +171,7 @@ def find(levels: str | None = None) -> Here:
     )
 
 
-def _memory(device: Any, local: int) -> tuple[int, str]:
+def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
     stats = device.memory_stats() if hasattr(device, "memory_stats") else None
     if stats and stats.get("bytes_limit"):
         return int(stats["bytes_limit"]), "the device's bytes_limit"

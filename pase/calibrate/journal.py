@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pase.calibrate.types import Sample
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 
 __all__ = ["SCHEMA", "Journal"]
 
@@ -22,7 +21,7 @@ class Journal:
     Raises PaseError where the file is of another machine, or is no journal.
     """
 
-    def __init__(self, path: Path | None, fingerprint: Mapping[str, Any], *, fresh: bool = False) -> None:
+    def __init__(self, path: Path | None, fingerprint: JsonObject, *, fresh: bool = False) -> None:
         self.path = path
         self.samples: dict[str, Sample] = {}
         self.resumed = 0
@@ -36,7 +35,7 @@ class Journal:
             head = {"schema": SCHEMA, "fingerprint": dict(fingerprint)}
             path.write_text(json.dumps(head) + "\n", encoding="utf-8")
 
-    def _read(self, path: Path, fingerprint: dict[str, Any]) -> None:
+    def _read(self, path: Path, fingerprint: JsonObject) -> None:
         remedy = "give another -o, or start again with --fresh"
         text = path.read_text(encoding="utf-8", errors="replace")
         lines = text.splitlines()

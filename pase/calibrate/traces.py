@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.machine import COLLECTIVES, CollectiveCurve, Curve, Machine, level_ways
+
+if TYPE_CHECKING:
+    from pase.replay.types import Timeline
 
 __all__ = ["curves_of", "with_traces"]
 
@@ -31,7 +34,7 @@ def _ways(ranks: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | No
     return tuple(out) if math.prod(out) == len(ranks) > 1 else None
 
 
-def curves_of(timeline: Any, machine: Machine) -> tuple[tuple[CollectiveCurve, ...], JsonObject]:
+def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCurve, ...], JsonObject]:
     """Median seconds by kind, ways and bytes of an aligned timeline's collectives, and what was left out.
 
     A collective costs from its last rank's start to its last rank's end: waiting for a late rank is the

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pase.calibrate import Bench, Fitted, Journal, Refused, Settings, Task
     from pase.calibrate.here import Here
     from pase.calibrate.session import SessionResult
+    from pase.machine import Machine
 
 __all__ = ["calibrate"]
 
@@ -296,7 +297,7 @@ def _quiet_output() -> Iterator[None]:
         os.close(kept)
 
 
-def _asides(journal: Any, budget_s: float) -> dict[str, str]:
+def _asides(journal: Journal, budget_s: float) -> dict[str, str]:
     """Measurements that are worth recording but have no place in a machine's tables."""
     out = {"budget": f"{budget_s:g} s"}
     dispatch = next((s for s in journal.samples.values() if s.key.startswith("dispatch")), None)
@@ -319,7 +320,7 @@ def _from_traces(traces: Path, base: str | None, output: Path, name: str | None)
     return {"output": str(output), "machine": _outline(machine), **told}
 
 
-def _outline(machine: Any) -> JsonObject:
+def _outline(machine: Machine) -> JsonObject:
     device = machine.device
     return {
         "name": machine.name,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +21,9 @@ from pase.files.terminal import console
 from pase.plan.pipeline import lines as stage_lines
 
 if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from pase.files.terminal import Console
     from pase.plan.types import PlanData
     from pase.questions.explain import Alternative, Explanation, LayerReport
 
@@ -167,7 +171,7 @@ def _layer_summary(r: LayerReport) -> dict[str, object]:
     }
 
 
-def _table(*columns: str) -> Any:
+def _table(*columns: str) -> RichTable:
     """A rich table; a column whose name ends in '>' is aligned to the right."""
     from rich.table import Table
 
@@ -177,7 +181,7 @@ def _table(*columns: str) -> Any:
     return out
 
 
-def _overview(e: Explanation, c: Any) -> None:
+def _overview(e: Explanation, c: Console) -> None:
     from pase.plan.table import bytes_text, cost_text, headline
 
     plan = e.plan
@@ -237,11 +241,11 @@ def _against(cost: float, ours: float) -> str:
     return "the same" if abs(more) < 5e-7 else f"{more:+.2%}" if abs(more) >= 1e-4 else f"{more:+.4%}"
 
 
-def _split(split: Any) -> str:
+def _split(split: Mapping[str, Sequence[str]]) -> str:
     return "  ".join(f"{d}:{'·'.join(axes)}" for d, axes in split.items()) or "-"
 
 
-def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
+def _layer(e: Explanation, r: LayerReport, c: Console, most: int | None) -> None:
     from pase.plan.table import bytes_text, cost_text
 
     plan, n, unit = e.plan, r.node, e.plan.unit
@@ -281,7 +285,7 @@ def _layer(e: Explanation, r: LayerReport, c: Any, most: int | None) -> None:
             say(f"and {len(r.alternatives) - most} more expensive ones (--all)")
 
 
-def _work_table(r: LayerReport, unit: str) -> Any:
+def _work_table(r: LayerReport, unit: str) -> RichTable:
     from pase.plan.table import bytes_text, cost_text
 
     table = _table(
@@ -301,7 +305,7 @@ def _work_table(r: LayerReport, unit: str) -> Any:
     return table
 
 
-def _moves_table(r: LayerReport, plan: PlanData) -> Any:
+def _moves_table(r: LayerReport, plan: PlanData) -> RichTable:
     from pase.plan.table import bytes_text, cost_text
 
     table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
@@ -319,7 +323,7 @@ def _moves_table(r: LayerReport, plan: PlanData) -> Any:
     return table
 
 
-def _alternatives(found: tuple[Alternative, ...], ours: float, unit: str) -> Any:
+def _alternatives(found: tuple[Alternative, ...], ours: float, unit: str) -> RichTable:
     from pase.plan.table import cost_text
 
     shown = _table("split this layer", "axes", "best strategy with it>", "against ours>")

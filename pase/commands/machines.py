@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table as RichTable
+
+    from pase.machine import Machine
 
 __all__ = ["machines"]
 
@@ -23,11 +29,11 @@ def _si(value: float, unit: str) -> str:
     return f"{value:.4g} {unit}"
 
 
-def _as_json(machine: Any) -> JsonObject:
+def _as_json(machine: Machine) -> JsonObject:
     return {**dataclasses.asdict(machine), "digest": machine.digest}
 
 
-def _table(all_machines: list[Any]) -> Any:
+def _table(all_machines: list[Machine]) -> RichTable:
     from rich.table import Table
 
     from pase.machine import DEFAULT
@@ -51,7 +57,7 @@ def _table(all_machines: list[Any]) -> Any:
     return table
 
 
-def _details(m: Any) -> Any:
+def _details(m: Machine) -> Group:
     """Tables of one machine's numbers and of their sources."""
     from rich.console import Group
     from rich.table import Table

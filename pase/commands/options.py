@@ -19,6 +19,7 @@ from pase.files.progress import estimating
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
+    from pase.compiler.problem import Progress
     from pase.plan.types import PlanData
 
 __all__ = [
@@ -122,7 +123,7 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
         listed = signature.replace(parameters=[p.replace(kind=p.POSITIONAL_OR_KEYWORD) for p in order])
 
         @functools.wraps(command)
-        def run(*args: Any, **keywords: Any) -> None:
+        def run(*args: object, **keywords: object) -> None:
             given = listed.bind(*args, **keywords).arguments
             read = {f.name: given.pop(f.name) for f in chosen if f.name in given}
             pairs = {f.name: f.metadata["flag"].pairs for f in chosen if f.metadata["flag"].pairs}
@@ -138,7 +139,7 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
     return taken
 
 
-def _as_flag(f: Field[Any]) -> inspect.Parameter:
+def _as_flag(f: Field[object]) -> inspect.Parameter:
     """The typer parameter of an option. Whole numbers are parsed here; everything else is text that the options
     parse.
     """
@@ -160,7 +161,7 @@ def _as_flag(f: Field[Any]) -> inspect.Parameter:
 
 
 @contextmanager
-def progress() -> Iterator[Any]:
+def progress() -> Iterator[Progress]:
     """say(text): report progress on standard error, with the elapsed time and an estimate of the remaining time.
 
     If standard error is not a terminal, nothing is printed.
@@ -173,6 +174,6 @@ def progress() -> Iterator[Any]:
         yield estimating(status.update)
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     json.dump(data, sys.stdout, indent=1)
     sys.stdout.write("\n")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -195,7 +196,7 @@ def _degrees(
     return out
 
 
-def _print(report: JsonObject, as_json: bool, human: Any) -> None:
+def _print(report: JsonObject, as_json: bool, human: Callable[[JsonObject], None]) -> None:
     if as_json:
         typer.echo(json.dumps(report, allow_nan=False))
     else:

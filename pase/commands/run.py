@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
+    from pase.zoo import ZooModel
 
 __all__ = ["run"]
 
@@ -134,7 +136,9 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     }
 
 
-def step_against_unsharded(plan: PlanData, model: Any, seed: int, say: Any = lambda _: None) -> JsonObject:
+def step_against_unsharded(
+    plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
+) -> JsonObject:
     """Run one Adam step both ways. Returns the losses, the largest differences, and the predicted and compiled
     bytes.
     """

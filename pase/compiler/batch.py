@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.compiler.options import CompileOptions
 from pase.compiler.resolve import traced_model
 from pase.errors import Infeasible, PaseError
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.compilation import Compiled
@@ -18,11 +19,16 @@ __all__ = ["most_throughput"]
 
 _LARGEST = 1 << 24
 
-Compile = Callable[[Any, Any, Sequence[Any], CompileOptions, "Progress | None"], "Compiled"]
+Compile = Callable[[Tree, Tree, Sequence[Tree], CompileOptions, "Progress | None"], "Compiled"]
 
 
 def most_throughput(
-    compile_: Compile, model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
+    compile_: Compile,
+    model: Tree,
+    params: Tree,
+    batch: Sequence[Tree],
+    options: CompileOptions,
+    say: Progress,
 ) -> Compiled:
     """The plan for the batch size that processes the most examples per second within the memory limit.
 
@@ -59,8 +65,8 @@ def most_throughput(
 
 
 def _batches(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
-) -> Callable[[int, CompileOptions], tuple[Any, CompileOptions]]:
+    model: Tree, params: Tree, batch: Sequence[Tree], options: CompileOptions
+) -> Callable[[int, CompileOptions], tuple[Tree, CompileOptions]]:
     """Return f(size, options) -> the model and the options with this batch size."""
     if options.cost_model != "analytic":
         raise PaseError("objective='throughput' is about seconds: use cost_model='analytic'")

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
@@ -24,6 +24,7 @@ from pase.errors import Infeasible, PaseError
 from pase.garbage import seldom_collected
 from pase.ir.precision import FP8
 from pase.memory.live import is_trained
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -44,7 +45,11 @@ class Compiled:
 
 @seldom_collected()
 def compile_model(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
+    model: Tree,
+    params: Tree,
+    batch: Sequence[Tree],
+    options: CompileOptions,
+    progress: Progress | None = None,
 ) -> Compiled:
     """The implementation of ``pase.compile``."""
     if options.ranks is not None:
@@ -119,7 +124,7 @@ def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
 
 
 def _compile_staged(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, say: Progress
+    model: Tree, params: Tree, batch: Sequence[Tree], options: CompileOptions, say: Progress
 ) -> Compiled:
     """Compile a pipeline with the requested number of ranks."""
     say("tracing the model")
@@ -169,7 +174,11 @@ def _or_staged(
 
 
 def compare_model(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions, progress: Progress | None = None
+    model: Tree,
+    params: Tree,
+    batch: Sequence[Tree],
+    options: CompileOptions,
+    progress: Progress | None = None,
 ) -> list[tuple[str, PlanData]]:
     """The implementation of ``pase.compare``."""
     c = compile_model(model, params, batch, options, progress)

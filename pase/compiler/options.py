@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 from pase.compiler.pairs import parse_chances, parse_places, parse_sizes
 from pase.errors import PaseError
 from pase.files.quantities import parse_bytes
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.machine import Machine
@@ -35,7 +36,7 @@ class Flag:
     names: tuple[str, ...] = ()
     metavar: str | None = None
     minimum: int | None = None
-    pairs: Callable[[Sequence[str] | None], Mapping[Any, Any]] | None = None
+    pairs: Callable[[Sequence[str] | None], Mapping[object, object]] | None = None
 
 
 def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
@@ -93,7 +94,7 @@ class CompileOptions:
         "symbolic size); powers of two are tried.",
         "--objective",
     )
-    carry: Mapping[int, Any] | None = _option(
+    carry: Mapping[int, Tree] | None = _option(
         None,
         "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "
         "its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the command line "
@@ -111,7 +112,7 @@ class CompileOptions:
         metavar="NAME=CHANCES",
         pairs=parse_chances,
     )
-    loss: Callable[..., Any] | None = _option(  # noqa: RUF009 it is a field
+    loss: Callable[..., Tree] | None = _option(  # noqa: RUF009 it is a field
         None,
         "For a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
     )
@@ -155,10 +156,11 @@ class CompileOptions:
         "the model's own types.",
         "--precision",
     )
-    overlap: Literal["none", "parameters"] = _option(
+    overlap: Literal["none", "parameters", "machine"] = _option(
         "none",
         "'parameters': gathers of parameters and sums of gradients run beside compute, and only what compute cannot "
-        "hide, by position, is priced. Default 'none': nothing runs beside anything.",
+        "hide, by position, is priced. 'machine': so if the machine file says that collectives run beside compute, in "
+        "training. Default 'none': nothing runs beside anything.",
         "--overlap",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field
@@ -245,7 +247,7 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
     signature = given.replace(parameters=order)
 
     @functools.wraps(function)
-    def called(*args: Any, **keywords: Any) -> R:
+    def called(*args: object, **keywords: Any) -> R:
         try:
             signature.bind(*args, **keywords)
         except TypeError as e:
@@ -259,12 +261,12 @@ def takes_options(function: Callable[..., R]) -> Callable[..., R]:
     return called
 
 
-def _parameter(f: Field[Any]) -> inspect.Parameter:
+def _parameter(f: Field[object]) -> inspect.Parameter:
     default = inspect.Parameter.empty if f.default is MISSING else f.default
     return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
 
 
-def _help(taken: tuple[Field[Any], ...]) -> str:
+def _help(taken: tuple[Field[object], ...]) -> str:
     lines = (
         textwrap.fill(
             f"{f.name}: {f.metadata['help']}", 110, subsequent_indent=" " * 8, initial_indent=" " * 4

@@ -68,14 +68,20 @@ def plan_found(
         skipped={b.name: b.reason for b in skipped},
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
-        provenance=provenance_of(problem.graph, s.method, s.certificate, problem.overlap),
+        provenance=provenance_of(problem.graph, s.method, s.certificate),
         traced=traced,
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
         once=problem.variant.once,
     )
-    return replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
+    return replace(
+        plan,
+        beside=problem.pricing.beside,
+        memory_limit=fit.limit,
+        misfit=fit.misfit,
+        baseline_memory=fit.methods,
+    )
 
 
 def plan_of(
@@ -86,7 +92,7 @@ def plan_of(
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, moved)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
-    return assemble(
+    plan = assemble(
         problem.graph,
         mesh,
         configs,
@@ -101,17 +107,18 @@ def plan_of(
         skipped={},
         tried=[],
         seconds={},
-        provenance=provenance_of(problem.graph, "given", "none", problem.overlap),
+        provenance=provenance_of(problem.graph, "given", "none"),
         traced=traced,
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
         once=problem.variant.once,
     )
+    return replace(plan, beside=problem.pricing.beside)
 
 
-def provenance_of(graph: Graph, method: str, certificate: str, overlap: str = "none") -> dict[str, str]:
-    """How a plan was made, as the plan records it. overlap: as in ``CompileOptions``; recorded unless it is "none"."""
+def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:
+    """How a plan was made, as the plan records it."""
     versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
     return {
@@ -120,6 +127,5 @@ def provenance_of(graph: Graph, method: str, certificate: str, overlap: str = "n
         "edges": str(len(graph.edges)),
         "search": method,
         "certificate": certificate,
-        **({} if overlap == "none" else {"overlap": overlap}),
         **({"target": "dtensor"} if graph.one_axis_a_dim else {}),
     }

@@ -39,6 +39,11 @@ class Summed:
         self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
         self._free: dict[tuple[int, ...], Solution] = {}
 
+    @property
+    def beside(self) -> float | None:
+        """As plans record it (``PlanData.beside``)."""
+        return None
+
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
         """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
         if mesh.sizes not in self._tables:
@@ -83,11 +88,15 @@ class BesideCompute(Summed):
         super().__init__(graph, model, optimizer)
         self._searches: dict[tuple[int, ...], Beside] = {}
 
+    @property
+    def beside(self) -> float:
+        return slowed(self.model.machine)
+
     def search(self, mesh: Mesh) -> Beside:
         """The search of a mesh, with its prices by part."""
         if mesh.sizes not in self._searches:
             tables = StepTables.of(self.graph, mesh, self.model, self.optimizer)
-            self._searches[mesh.sizes] = Beside(tables=tables, slow=slowed(self.model.machine))
+            self._searches[mesh.sizes] = Beside(tables=tables, slow=self.beside)
         return self._searches[mesh.sizes]
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:

@@ -58,11 +58,15 @@ class SplitProblem:
         overlap: str = "none",
         target: PlanTarget = "any",
     ) -> SplitProblem:
-        """The problem of a traced graph as written. Raises PaseError if it has sizes that are not bound."""
+        """The problem of a traced graph as written. overlap: also "machine".
+
+        Raises PaseError if it has sizes that are not bound.
+        """
         from pase import costmodels
         from pase.ir import named, simplify
         from pase.machine import DEFAULT, Machine
         from pase.machine import load as load_machine
+        from pase.memory.live import is_trained
 
         if raw.symbols:
             raise PaseError(
@@ -74,11 +78,14 @@ class SplitProblem:
             if isinstance(machine, Machine)
             else load_machine(machine if machine is not None else DEFAULT)
         )
+        graph, priced = _expressible(named(simplify(raw)), target), costmodels.get(cost_model, m)
+        if overlap == "machine":
+            overlap = "parameters" if m.overlaps and priced.unit == "s" and is_trained(graph) else "none"
         return cls(
-            graph=_expressible(named(simplify(raw)), target),
+            graph=graph,
             devices=devices,
             machine=m,
-            model=costmodels.get(cost_model, m),
+            model=priced,
             optimizer=optimizer,
             variant=Variant(),
             overlap=overlap,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError
 from pase.frontends import registry
 from pase.frontends.registry import DimSizes, Traced, Unknown
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.options import CompileOptions
@@ -21,7 +22,7 @@ __all__ = ["resolve", "traced_model"]
 
 
 def traced_model(
-    model: Any, params: Any, batch: Sequence[Any], options: CompileOptions
+    model: Tree, params: Tree, batch: Sequence[Tree], options: CompileOptions
 ) -> tuple[Traced, str]:
     """Trace the user's model under the options. Returns (the trace, its name)."""
     purpose: dict[str, Any] = {
@@ -44,7 +45,7 @@ def traced_model(
     return traced, traced.graph.name
 
 
-def _of_task(m: ZooModel) -> tuple[Any, dict[str, Any]]:
+def _of_task(m: ZooModel) -> tuple[Tree, dict[str, Any]]:
     """A zoo model's task as a program: (function, ``mode`` and ``carry``)."""
     if m.task == "train":
         return m.loss_fn, {}

@@ -62,7 +62,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 
 
 @once
-def _micro_graph(traced: Traced, micro_batches: int) -> Graph:
+def _micro_graph(traced: Any, micro_batches: int) -> Graph:
     """The raw graph of one micro-batch, if the batch is divided into this many."""
     return _ways(traced).micro(traced, micro_batches).graph
 

@@ -117,23 +117,23 @@ def refuse_control(text: str, where: str) -> None:
         )
 
 
-def to_builtins(value: Any) -> Any:
+def to_builtins(value: object) -> Any:
     """A form as dicts, lists, tuples and Python's own numbers, which ``json.dumps`` takes."""
     return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain)
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.generic):
         return value.item()
     raise NotImplementedError(f"{type(value).__name__} has no place in a file")
 
 
-def to_tree(value: Any) -> Any:
+def to_tree(value: object) -> Any:
     """A form as JSON gives it back: tuples as lists."""
     return json.loads(json.dumps(to_builtins(value)))
 
 
-def convert(tree: Any, form: type[T], where: str, *, closed: bool = False) -> T:
+def convert(tree: object, form: type[T], where: str, *, closed: bool = False) -> T:
     """The tree as a form: types are checked, nothing is guessed. PaseError names ``where`` and the place in it.
 
     closed: also refuse keys that the form does not have and numbers that are not finite, whatever the forms inside say.
@@ -160,10 +160,10 @@ def json_schema(form: type, title: str, *, closed: bool = False) -> JsonObject:
     return {"$schema": dialect, "title": title, **body, "$defs": definitions}
 
 
-def _unknown_or_infinite(tree: Any, types: list[Any], path: KeyPath) -> Iterator[str]:
+def _unknown_or_infinite(tree: object, types: list[inspect.Type], path: KeyPath) -> Iterator[str]:
     """What a closed form refuses although its types would take it; types: those that may stand at ``path``."""
 
-    def below(step: str | int) -> list[Any]:
+    def below(step: str | int) -> list[inspect.Type]:
         return [t for outer in types for info in _inner(outer, step) for t in _unwrapped(info)]
 
     if isinstance(tree, float) and not math.isfinite(tree):
@@ -185,7 +185,7 @@ def _unknown(known: list[str], path: KeyPath, key: str) -> str:
     return f"at {_text((*path, key))}: is not known; {hint}{_text(path)} takes: {', '.join(known)}"
 
 
-def _explain(tree: Any, form: type, message: str) -> str:
+def _explain(tree: object, form: type, message: str) -> str:
     """msgspec's message, with the place by its keys, the value that stands there, and what may stand there."""
     said, _, place = message.partition(" - at ")
     path: KeyPath = ()
@@ -209,7 +209,7 @@ def _explain(tree: Any, form: type, message: str) -> str:
     return f"at {_text(path)}: {_wanted(_types_at(form, path), said)}, got {_shown(_value_at(tree, path))}"
 
 
-def _wanted(types: Iterable[Any], said: str) -> str:
+def _wanted(types: Iterable[inspect.Type], said: str) -> str:
     """What msgspec says, in words; types: those that may stand there."""
     if said.startswith("Invalid enum value"):
         values = (str(v) for t in types if isinstance(t, inspect.LiteralType) for v in t.values)
@@ -223,7 +223,7 @@ def _wanted(types: Iterable[Any], said: str) -> str:
     return said
 
 
-def _culprit(tree: Any, form: type, path: KeyPath, message: str) -> str:
+def _culprit(tree: object, form: type, path: KeyPath, message: str) -> str:
     """The key of the mapping at ``path`` whose value is the first to give this message, by halving."""
     items = list(_value_at(tree, path).items())
     low, high = 0, len(items)
@@ -243,7 +243,7 @@ def _value_at(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
-def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
+def _replaced(tree: Any, path: KeyPath, value: object) -> Any:
     if not path:
         return value
     copy = tree.copy()
@@ -254,7 +254,7 @@ def _replaced(tree: Any, path: KeyPath, value: Any) -> Any:
 _type_info = cache(inspect.type_info)
 
 
-def _types_at(form: type, path: KeyPath) -> Iterator[Any]:
+def _types_at(form: type, path: KeyPath) -> Iterator[inspect.Type]:
     """What msgspec knows of the types that may stand at ``path``."""
     found = [_type_info(form)]
     for step in path:
@@ -263,7 +263,7 @@ def _types_at(form: type, path: KeyPath) -> Iterator[Any]:
         yield from _unwrapped(info)
 
 
-def _unwrapped(info: Any) -> Iterator[Any]:
+def _unwrapped(info: inspect.Type) -> Iterator[inspect.Type]:
     if isinstance(info, inspect.Metadata):
         yield from _unwrapped(info.type)
     elif isinstance(info, inspect.UnionType):
@@ -273,7 +273,7 @@ def _unwrapped(info: Any) -> Iterator[Any]:
         yield info
 
 
-def _inner(info: Any, step: str | int) -> Iterator[Any]:
+def _inner(info: inspect.Type, step: str | int) -> Iterator[inspect.Type]:
     for t in _unwrapped(info):
         if isinstance(t, inspect.StructType | inspect.DataclassType):
             yield from (f.type for f in t.fields if f.encode_name == step)
@@ -285,7 +285,7 @@ def _inner(info: Any, step: str | int) -> Iterator[Any]:
             yield t.item_types[int(step)]
 
 
-def _fields(types: Iterable[Any]) -> Iterator[str]:
+def _fields(types: Iterable[inspect.Type]) -> Iterator[str]:
     for t in types:
         if isinstance(t, inspect.StructType | inspect.DataclassType):
             yield from (f.encode_name for f in t.fields)
@@ -295,6 +295,6 @@ def _text(path: KeyPath) -> str:
     return "/".join(map(str, path)) or "the top"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = f"{{{len(value)} entries}}" if isinstance(value, Mapping) and value else repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} …"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Union
 
-__all__ = ["JsonObject"]
+__all__ = ["Json", "JsonObject"]
 
+Json: TypeAlias = Union[bool, int, float, str, "list[Json]", "dict[str, Json]", None]
+"""A value, as ``json.loads`` reads it and ``json.dumps`` takes it. What it means is known once it is read into a form
+(``codec.convert``)."""
 JsonObject: TypeAlias = dict[str, Any]
-"""An object, as ``json.loads`` reads it and ``json.dumps`` takes it. What its fields are is known once it is read into
-a form (``codec.convert``)."""
+"""An object, whose fields are looked up by name: what they are is known once it is read into a form."""

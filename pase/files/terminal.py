@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["UNWRAPPED", "console", "printable"]
 
@@ -25,7 +28,7 @@ def printable(text: str) -> str:
     return text.translate(_UNSEEN)
 
 
-def console(*, err: bool = False, **how: Any) -> Any:
+def console(*, err: bool = False, **how: Any) -> Console:
     """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
 
     Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print,
@@ -38,7 +41,7 @@ def console(*, err: bool = False, **how: Any) -> Any:
 
 
 @cache
-def _kind() -> type[Any]:
+def _kind() -> type[Console]:
     """rich is imported when something is printed."""
     from rich.console import Console
     from rich.text import Text

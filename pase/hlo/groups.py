@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.machine.types import Mesh
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 __all__ = ["Groups", "axes_of_groups", "axes_of_pairs", "groups_of", "joined", "pairs_of"]
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-def groups_of(i: Any) -> Groups:
+def groups_of(i: Message) -> Groups:
     """Groups of an HloInstructionProto; empty where it joins all devices, or is no collective.
 
     They are listed one by one; or counted up over dims that are then transposed; or said in axes of a mesh.
@@ -32,12 +36,12 @@ def groups_of(i: Any) -> Groups:
     return tuple(tuple(g.replica_ids) for g in listed)
 
 
-def pairs_of(i: Any) -> Groups:
+def pairs_of(i: Message) -> Groups:
     """(source, target) of a collective-permute's HloInstructionProto."""
     return tuple((p.source, p.target) for p in i.source_target_pairs)
 
 
-def _counted(dims: Any, perm: Any) -> np.ndarray:
+def _counted(dims: Sequence[int], perm: Sequence[int]) -> np.ndarray:
     ids = np.arange(math.prod(dims)).reshape(list(dims))
     return ids.transpose(list(perm)) if perm else ids
 
@@ -46,7 +50,7 @@ def _tuples(ids: np.ndarray) -> Groups:
     return tuple(map(tuple, ids.tolist()))
 
 
-def _over_mesh(listed: Any) -> Groups:
+def _over_mesh(listed: Message) -> Groups:
     """Groups along axes of a mesh, or along parts of them: an axis of p × s × rest, of which s is the part."""
     mesh = listed.mesh
     sizes = [a.size for a in mesh.axes]

@@ -12,11 +12,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pase.errors import PaseError, needed
 from pase.hlo.groups import Groups, groups_of, pairs_of
 from pase.hlo.protos import parse
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 __all__ = ["Computation", "Instruction", "Module", "Shape", "XlaProgram", "modules", "read"]
 
@@ -169,7 +172,7 @@ def modules(compiled: str | XlaProgram) -> list[Module]:
     ]
 
 
-def _parsed(text: str) -> list[Any]:
+def _parsed(text: str) -> list[Message]:
     """XLA's own modules of HLO text."""
     parts = [p for p in re.split(r"^(?=HloModule )", text, flags=re.M) if p.startswith("HloModule ")]
     if not parts:
@@ -191,7 +194,7 @@ def read(data: bytes, where: str) -> Module:
     return _module(parse("HloProto", data, where).hlo_module, where)
 
 
-def _module(message: Any, where: str, text: Callable[[], str] | None = None) -> Module:
+def _module(message: Message, where: str, text: Callable[[], str] | None = None) -> Module:
     scheduled = message.schedule.sequences
     found = {
         c.id: _computation(c, list(scheduled[c.id].instruction_ids) if c.id in scheduled else [], where)
@@ -206,7 +209,7 @@ def _module(message: Any, where: str, text: Callable[[], str] | None = None) -> 
     return Module(name=message.name, computations=found, entry=found[message.entry_computation_id], text=text)
 
 
-def _computation(message: Any, order: list[int], where: str) -> Computation:
+def _computation(message: Message, order: list[int], where: str) -> Computation:
     found = {i.id: _instruction(i) for i in message.instructions}
     for i in found.values():
         if not found.keys() >= {*i.operands, *i.waits_for}:
@@ -221,7 +224,7 @@ def _computation(message: Any, order: list[int], where: str) -> Computation:
     )
 
 
-def _instruction(i: Any) -> Instruction:
+def _instruction(i: Message) -> Instruction:
     return Instruction(
         id=i.id,
         name=i.name,
@@ -242,7 +245,7 @@ def _instruction(i: Any) -> Instruction:
     )
 
 
-def _shape(s: Any) -> Shape:
+def _shape(s: Message) -> Shape:
     known = s.element_type < len(_TYPES)
     return Shape(
         dtype=_TYPES[s.element_type] if known else f"#{s.element_type}",
@@ -251,6 +254,6 @@ def _shape(s: Any) -> Shape:
     )
 
 
-def _constant(literal: Any) -> int | None:
+def _constant(literal: Message) -> int | None:
     whole = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
     return whole[0] if len(whole) == 1 else None

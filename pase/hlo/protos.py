@@ -6,9 +6,12 @@ Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/p
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError, needed
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 __all__ = ["parse"]
 
@@ -121,7 +124,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
 
 
 @cache
-def _classes() -> dict[str, Any]:
+def _classes() -> dict[str, type[Message]]:
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     fd = descriptor_pb2.FieldDescriptorProto
@@ -164,7 +167,7 @@ def _classes() -> dict[str, Any]:
     }
 
 
-def parse(message: str, data: bytes, where: str) -> Any:
+def parse(message: str, data: bytes, where: str) -> Message:
     """A parsed message of the kind named. PaseError where the bytes are not one."""
     errors = needed("google.protobuf.message", where)
     try:

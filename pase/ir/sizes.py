@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from pase.errors import PaseError
 
@@ -136,11 +136,11 @@ _CALLS = {
 }
 
 
-def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Any:
+def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Size:
     """exact: the value must be a whole number; inside floor and ceiling it need not."""
     import sympy
 
-    def floor_div(a: Any, b: Any) -> Any:
+    def floor_div(a: Size, b: Size) -> Size:
         if b == 0:
             raise PaseError(f"'{text}' is not a size: it divides by 0")
         q = quotient(a, b)

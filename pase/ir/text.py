@@ -260,7 +260,7 @@ class TextLine:
             self.fail(f"expected {what}, found {self.next_shown()}")
         return bare
 
-    def choice(self, kind: Any, what: str) -> Any:
+    def choice(self, kind: object, what: str) -> Any:
         self.at_end()
         start = self.position
         word, known = self.word(what), get_args(kind)
@@ -343,7 +343,11 @@ def _read_space(line: TextLine) -> IterationSpace:
         size = line.size()
         plain = line.at_end() or line.text[line.position] in ",)"
         dims.append(
-            Dim(name=name, size=size, kind="parallel" if plain else line.choice(DimKind, "a dim's kind"))
+            Dim(
+                name=name,
+                size=size,
+                kind="parallel" if plain else line.choice(DimKind, "a dim's kind"),
+            )
         )
     return IterationSpace(tuple(dims))
 

@@ -14,7 +14,7 @@ from pase.machine.types import CollectiveCurve, Machine
 __all__ = ["dumps"]
 
 
-def _tree(value: Any, path: str, sources: Mapping[str, str]) -> Any:
+def _tree(value: object, path: str, sources: Mapping[str, str]) -> Any:
     """Dataclasses as dicts, less what stands at its default and has no source of its own."""
     if isinstance(value, CollectiveCurve):  # its curve stands in the same table
         value = MeasuredForm(kind=value.kind, ways=value.ways, **vars(value.curve))
@@ -33,7 +33,7 @@ def _tree(value: Any, path: str, sources: Mapping[str, str]) -> Any:
     )
 
 
-def _scalar(value: Any) -> str:
+def _scalar(value: object) -> str:
     # JSON's strings, numbers, true and lists are TOML's too, but for DEL; every digit of a float is kept.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 

@@ -266,6 +266,7 @@ class Machine:
     flight (``pase.memory.account``).
     host: of the measured machine; None: not measured.
     collective_units: compute units that a collective's kernels hold while they run beside compute, which slows it.
+    overlaps: whether collectives of parameters run beside compute (``overlap="machine"``).
     """
 
     name: str
@@ -283,6 +284,7 @@ class Machine:
     fuses_products: bool = False
     host: Host | None = None
     collective_units: Count = 0
+    overlaps: bool = False
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -291,7 +293,8 @@ class Machine:
     def digest(self) -> str:
         """sha256 of what prices anything: every field but name, title, sources and provenance."""
         content = dataclasses.asdict(self)
-        for key in ("name", "title", "sources", "provenance"):
+        # overlaps decides which price a plan is made for, not what anything costs; the plan records the price.
+        for key in ("name", "title", "sources", "provenance", "overlaps"):
             del content[key]
         # Younger than the digests that layouts hold: where they stand at their defaults, these are as before.
         for f in dataclasses.fields(self):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib import resources
-from typing import Any, Literal
+from typing import Literal
+
+from pase.files.json_values import JsonObject
 
 __all__ = ["Section", "Widget", "page"]
 
@@ -34,7 +36,7 @@ def page(
     sections: Sequence[Section],
     foot: str = "",
     widgets: Sequence[Widget] = (),
-    data: Mapping[str, Any] | None = None,
+    data: JsonObject | None = None,
 ) -> str:
     """The page as text. title: plain text; lead, foot and sections' bodies: HTML, in which what comes from files is
     escaped already. data: what the widgets draw, as JSON.
@@ -76,7 +78,7 @@ def _asset(name: str) -> str:
     return resources.files("pase.pages").joinpath(name).read_text(encoding="utf-8")
 
 
-def _json(data: Mapping[str, Any]) -> str:
+def _json(data: JsonObject) -> str:
     """JSON that no text in it can end, whatever it holds."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

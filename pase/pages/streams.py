@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from pase.files.json_values import JsonObject
 
 __all__ = ["StreamBox", "drawn_streams", "timeline_mount"]
 
@@ -27,7 +28,7 @@ def drawn_streams(
     *,
     end_ns: int,
     hint: str,
-) -> dict[str, Any]:
+) -> JsonObject:
     """JSON for the timeline widget. kinds: (name, colour of the sheet). Names are held once each."""
     labels: dict[str, int] = {}
     more: dict[str, int] = {}

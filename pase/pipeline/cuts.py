@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,6 +18,9 @@ from pase.errors import Infeasible
 from pase.pipeline.bounds import paths
 from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
 from pase.pipeline.types import Schedule, StageTimes
+
+if TYPE_CHECKING:
+    from scipy.optimize import OptimizeResult
 
 __all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts"]
 
@@ -215,7 +218,7 @@ def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
 
 def _program(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], whole: float, limits: Any
-) -> tuple[Any, float]:
+) -> tuple[OptimizeResult, float]:
     """The program's answer, and the seconds that are one of its units; Infeasible where no numbers fit."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 

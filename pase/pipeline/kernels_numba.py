@@ -3,24 +3,14 @@ functions only."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
+
+from pase.compiled import jit
 
 __all__ = ["run"]
 
 
-def jit(f: Callable[..., Any]) -> Any:
-    """njit, cached on disk where a folder is writable."""
-    try:
-        return numba.njit(cache=True, nogil=True)(f)
-    except RuntimeError:
-        return numba.njit(nogil=True)(f)
-
-
-@jit
+@jit()
 def run(wave, before, waits, spent, late, begin):
     end, by = np.empty(spent.size), np.empty(spent.size, np.int64)
     for a in range(spent.size):

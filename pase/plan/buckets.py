@@ -8,10 +8,10 @@ model.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from pase.errors import Infeasible, PaseError
-from pase.files.json_values import JsonObject
+from pase.files.json_values import Json, JsonObject
 
 if TYPE_CHECKING:
     from pase.plan.communication import CurveOf
@@ -98,7 +98,7 @@ def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
     return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
 
 
-def read_buckets(plan: PlanData, data: Any, where: str) -> tuple[ScheduleProblem, BucketPlan]:
+def read_buckets(plan: PlanData, data: Json, where: str) -> tuple[ScheduleProblem, BucketPlan]:
     """Read what ``stored`` wrote, for this plan. Raises PaseError if it does not match the plan."""
     from pase.plan.communication import communication_problem
     from pase.schedule.io import links_from_json, plan_from_json
@@ -156,7 +156,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
             continue
         m = buckets.messages[i.message]
         t = problem.tensors[m.pieces[0].tensor]
-        over = t.axes.partition("/")[0]
+        over = ",".join(t.axes.names)
         if over:
             groups.setdefault(over, Group(name=over))
         events.append(

@@ -3,8 +3,10 @@
 The input is the plan's nodes with their costs, and its collectives. From these it derives:
 
 - Nodes run in the listed order. Neighbours with the same `times` > 1 form a repeated layer; they run in turn, `times`
-  times. Forward takes a third of a node's compute and backward two thirds (one product for each operand). An
-  optimizer update is charged to the forward block that uses the parameter, which would wait for a late gradient.
+  times. Forward and backward take what the plan lists as their work; of plans that list none, forward takes a third of
+  a node's compute and backward two thirds (one product for each operand). If the plan's price has collectives beside
+  compute, compute is slower by what they hold of the device. An optimizer update is charged to the forward block that
+  uses the parameter, which would wait for a late gradient.
 - A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronises a gradient. It is
   ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
   parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is
@@ -17,7 +19,7 @@ The input is the plan's nodes with their costs, and its collectives. From these 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +27,7 @@ import numpy as np
 from pase.errors import Infeasible, PaseError
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.plan.types import NodePlan, PlanData
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
+from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective
 
 __all__ = ["CurveOf", "communication_problem", "curves_from_model"]
@@ -67,11 +69,12 @@ def communication_problem(
     for c in fixed:
         extra["forward" if c.phase == "forward" else "backward", c.node] += c.cost / times[c.node]
     updates = _updates(schedulable, nodes, parameters)
+    compute = {(phase, n.name): s for n in plan.nodes for phase, s in _passes(n).items()}
+    slower = _slower(plan, schedulable, compute, parameters)
 
     def seconds(p: _Execution, phase: str) -> float:
-        share = FORWARD_SHARE if phase == "forward" else 1 - FORWARD_SHARE
         update = updates.get(p.node, 0.0) if phase == "forward" else 0.0
-        return share * (nodes[p.node].cost.compute / times[p.node]) + extra[phase, p.node] + update
+        return slower[phase] * compute[phase, p.node] / times[p.node] + extra[phase, p.node] + update
 
     parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
     blocks = [
@@ -93,6 +96,35 @@ def communication_problem(
         links=links or _links(tensors, schedulable, curve_of),
         source=where,
     )
+
+
+def _passes(n: NodePlan) -> dict[str, float]:
+    """Seconds of a node's compute, forward and backward; recomputation, half of what runs twice, is in backward."""
+    if not n.work:
+        return {"forward": FORWARD_SHARE * n.cost.compute, "backward": (1 - FORWARD_SHARE) * n.cost.compute}
+    forward = sum(w.cost / (2 if w.times >= 2 * n.times else 1) for w in n.work if w.phase == "forward")
+    return {"forward": forward, "backward": n.cost.compute - forward}
+
+
+def _slower(
+    plan: PlanData,
+    moved: Sequence[Collective],
+    compute: Mapping[tuple[str, str], float],
+    parameters: Collection[str],
+) -> dict[str, float]:
+    """By which factor each pass computes longer while collectives of parameters hold a part of the device."""
+    hold = plan.beside or 0.0
+    times = {n.name: n.times for n in plan.nodes}
+    beside = {"forward": 0.0, "backward": 0.0}
+    for c in moved:
+        again = 1 - times[c.node] / c.times if c.phase == "forward" and c.times > times[c.node] else 0.0
+        beside["backward" if c.phase == "backward" else "forward"] += (1 - again) * c.cost
+        beside["backward"] += again * c.cost
+    out = {}
+    for phase, sent in beside.items():
+        alone = sum(s for (when, node), s in compute.items() if when == phase and node not in parameters)
+        out[phase] = min(1 + hold * sent / alone, 1 / (1 - hold)) if alone and hold < 1 else 1.0
+    return out
 
 
 def _name(p: _Execution, times: dict[str, int]) -> str:
@@ -143,9 +175,9 @@ def _updates(
     return out
 
 
-def _key(c: Collective) -> str:
-    """The key that determines the price of a collective: its axes and its kind, as `Transfer.axes`."""
-    return f"{','.join(c.axes)}/{c.kind}"
+def _key(c: Collective) -> AxisGroup:
+    """What determines the price of a collective: its axes and its kind."""
+    return AxisGroup(c.axes, c.kind)
 
 
 def _tensors(
@@ -237,8 +269,8 @@ def _links(
     tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
     """One link for each name that the groups run on, with a curve for each group."""
-    curves: dict[str, dict[str, SendTime]] = {}
-    for key in sorted({t.axes for t in tensors}):
+    curves: dict[str, dict[AxisGroup, SendTime]] = {}
+    for key in sorted({t.axes for t in tensors}, key=str):
         mine = [c for c in collectives if _key(c) == key]
         if curve_of is not None:
             name, curve = curve_of(mine[0].kind, mine[0].axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from msgspec import UNSET, UnsetType
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, read_json, to_tree
-from pase.files.json_values import JsonObject
+from pase.files.json_values import Json, JsonObject
 from pase.ir import Place
 from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
@@ -80,6 +80,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         memory=plan.memory,
         work=_if_given(plan.work),
         throughput=_if_given(plan.throughput),
+        beside=_if_given(plan.beside),
         memory_limit=_if_given(plan.memory_limit),
         misfit=_if_given(plan.misfit),
         accumulate=plan.accumulate,
@@ -150,7 +151,7 @@ def _cost_form(plan: PlanData) -> CostForm:
     )
 
 
-def _copied(value: Any, cls: Any) -> Any:
+def _copied(value: object, cls: type[T]) -> T:
     """The same fields as an instance of another class."""
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
@@ -169,7 +170,7 @@ def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
     return AccessesForm(layouts=tuple(number), equations=equations)
 
 
-def from_json(data: Any, where: str = "layout") -> PlanData:
+def from_json(data: Json, where: str = "layout") -> PlanData:
     """Read the object. PaseError names the place of the error. ``where`` names the object in messages."""
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
@@ -213,6 +214,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         },
         copies=_copies_by_name(form.layouts) if form.copies is UNSET else form.copies,
         collectives=tuple(_copied(c, Collective) for c in form.collectives),
+        beside=_or_none(form.beside),
         memory_limit=_or_none(form.memory_limit),
         misfit=_or_none(form.misfit),
         baseline_memory=cost.baseline_memory or {},
@@ -319,7 +321,7 @@ def _variant(x: Any) -> str:
     return f"{len(x)} blocks" if isinstance(x, tuple) else str(x)
 
 
-def _short(x: Any) -> str:
+def _short(x: Mapping[str, Sequence[str]] | Sequence[Sequence[str]] | None) -> str:
     if x is None:
         return "absent"
     if isinstance(x, Mapping):

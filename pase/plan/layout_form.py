@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pase.files.codec import AtLeastOne, Count
+from pase.files.codec import AtLeastOne, Count, NotNegative
 from pase.files.json_values import JsonObject
 from pase.ir.blocks import Block, Once
 from pase.memory.account import Memory, MemoryKind
@@ -187,6 +187,16 @@ class LayoutForm(Struct, kw_only=True):
     ) = UNSET
     throughput: (
         Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
+    ) = UNSET
+    beside: (
+        Annotated[
+            NotNegative,
+            Meta(
+                description="the part of the device that collectives of parameters hold while they run beside compute; "
+                "absent: the cost has nothing beside compute"
+            ),
+        ]
+        | UnsetType
     ) = UNSET
     memory_limit: (
         Annotated[Count, Meta(description="bytes that a device may hold; absent: no limit")] | UnsetType

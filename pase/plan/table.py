@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.files.terminal import console
 from pase.ir.blocks import again_text, once_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+    from pase.files.terminal import Console
 
 __all__ = [
     "as_html",
@@ -167,7 +172,7 @@ _WITH_OPS, _WITH_MOVES = 110, 150
 """Terminal widths from which there is room for the ops, and for each kind of collective."""
 
 
-def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> Any:
+def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
     """rich.Table with a row for each node that computes or communicates.
 
     A narrow table has no ops column and gives the bytes of all collectives together. Long names are cut, not broken.
@@ -219,7 +224,7 @@ def _op_text(n: NodePlan) -> str:
     return n.einsum if n.op in ("matmul", "conv", "attention", "gather", "scatter") else f"{n.op}  {n.einsum}"
 
 
-def storage_table(plan: PlanData) -> Any:
+def storage_table(plan: PlanData) -> RichTable:
     """rich.Table of parameters, grouped by how they are stored."""
     from rich.table import Table
 
@@ -256,7 +261,7 @@ def _itemsize(dtype: str) -> int:
     return itemsize(dtype)
 
 
-def render(plan: PlanData, out: Any) -> None:
+def render(plan: PlanData, out: Console) -> None:
     """Print the plan on a rich Console."""
     for line in headline(plan):
         out.print(line, style="bold red" if line.startswith("WARNING") else None)

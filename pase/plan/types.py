@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.ir import Graph, Place, digest, named, simplify
 from pase.ir.blocks import Block, Once
 from pase.machine import Mesh
@@ -116,8 +117,11 @@ class PlanData:
     """Blocks of equations that backward recomputes, in addition to those that the model itself rematerialises."""
     once: Once = "none"
     """What of parameters is sent once a step, not for each micro-batch and for each time that it is read."""
-    buckets: Mapping[str, Any] | None = field(default=None, repr=False)
+    buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
+    beside: float | None = None
+    """If the price has collectives of parameters beside compute (``pase.tables.beside``): the part of the device that
+    they hold meanwhile. None: nothing runs beside anything."""
     memory_limit: int | None = None
     """Bytes of the plan that a device may hold. None if it was made without a limit."""
     misfit: str | None = None
@@ -198,7 +202,7 @@ class PlanData:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
             return "the schedule's simulated step"
-        if self.provenance.get("overlap") == "parameters" or self.hidden > 1e-6 * self.cost:
+        if self.beside is not None or self.hidden:
             return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
 

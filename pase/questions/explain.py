@@ -300,7 +300,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.variants import ProductPrecision, Variant
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
-    overlap = plan.provenance.get("overlap", "none")
+    overlap = "none" if plan.beside is None else "parameters"
     problem = SplitProblem.of(
         traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, overlap, target
     )

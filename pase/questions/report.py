@@ -171,7 +171,7 @@ def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
         f"The steady step with its collectives of parameters sent under the bucket plan '{escape(done.policy)}', "
         f"beside compute: {cost_text(done.iteration_s, 's')}, of which compute waits "
         f"{cost_text(done.exposed_s, 's')} for the network. The plan's own price, {cost_text(plan.cost, 's')}, "
-        + ("counts what overlap its search assumed." if plan.hidden else "lets nothing run beside anything.")
+        + ("has them beside compute, too." if plan.hidden else "lets nothing run beside anything.")
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.compiler.options import CompileOptions
 from pase.errors import Infeasible, PaseError
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
@@ -53,7 +54,10 @@ def parse_devices(text: str) -> tuple[int, ...]:
 
 
 def scale(
-    model: Any, devices: Sequence[int], options: CompileOptions, progress: Callable[[str], None] | None = None
+    model: Tree,
+    devices: Sequence[int],
+    options: CompileOptions,
+    progress: Callable[[str], None] | None = None,
 ) -> list[ScalePoint]:
     """The best plan of the same model, whole batch and all, for each number of devices; options: its own devices are
     not used. A number for which there is no plan says why."""

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from pase.compiler.options import CompileOptions, takes_options
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
+from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.problem import SplitProblem
@@ -80,9 +81,9 @@ def parse_range(text: str) -> Range:
 
 @takes_options
 def sensitivity(
-    model: Any,
-    params: Any = None,
-    *batch: Any,
+    model: Tree,
+    params: Tree = None,
+    *batch: Tree,
     options: CompileOptions,
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None = None,
@@ -98,9 +99,9 @@ def sensitivity(
 
 
 def vary_machine(
-    model: Any,
-    params: Any,
-    batch: Sequence[Any],
+    model: Tree,
+    params: Tree,
+    batch: Sequence[Tree],
     options: CompileOptions,
     vary: Sequence[str | Range],
     progress: Callable[[str], None] | None,

@@ -114,7 +114,7 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     return tie_gloo(t)
 
 
-def _whole(x: Any, default: int) -> int:
+def _whole(x: object, default: int) -> int:
     return x if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 31 else default
 
 
@@ -181,7 +181,7 @@ class _Feed:
         self.places: dict[tuple[int, int, bool, int], int] = {}
         self.open: dict[int, list[tuple[int, int, int]]] = {}
 
-    def take(self, e: Any) -> None:
+    def take(self, e: JsonObject) -> None:
         if not isinstance(e, dict):
             self.b.left_out["entries that are not events"] += 1
             return
@@ -368,7 +368,7 @@ def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[
     return out
 
 
-def _key(x: Any) -> Any:
+def _key(x: object) -> object:
     """A hashable stand-in for whatever a trace puts where an id belongs."""
     if isinstance(x, tuple):
         return tuple(_key(y) for y in x)
@@ -422,7 +422,7 @@ def _dims_bytes(args: JsonObject) -> int:
     return total or -1
 
 
-def _ns(us: Any) -> int | None:
+def _ns(us: object) -> int | None:
     """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
     if type(us) is float:
         if not -1e17 < us < 1e17:

@@ -21,8 +21,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from pase.replay.profiling_torch import TorchTrace
 
 __all__ = ["profile"]
@@ -53,7 +56,7 @@ class profile:
     ) -> None:
         self.stop()
 
-    def step(self, number: int | None = None) -> AbstractContextManager[Any]:
+    def step(self, number: int | None = None) -> AbstractContextManager[None]:
         """Marks one iteration; numbers count up where none is given."""
         if not self._running:
             return nullcontext()
@@ -107,7 +110,7 @@ class profile:
         trace.stop()
         self._manifest(self._about)
 
-    def _manifest(self, about: dict[str, Any]) -> None:
+    def _manifest(self, about: JsonObject) -> None:
         head = {"schema": "pase.profile/1", **about, "host": socket.gethostname(), "command": sys.argv}
         (self.path / "manifest.json").write_text(json.dumps(head, indent=1) + "\n")
 
@@ -158,7 +161,7 @@ def _imported() -> str:
     return "torch" if "torch" in sys.modules and "jax" not in sys.modules else "jax"
 
 
-def _jax() -> Any:
+def _jax() -> ModuleType:
     """The JAX that the program has imported; it is the program that is traced, so this never imports one."""
     jax = sys.modules.get("jax")
     if jax is None:

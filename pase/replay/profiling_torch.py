@@ -10,8 +10,12 @@ import gzip
 import os
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 __all__ = ["StepHook", "TorchTrace", "world"]
 
@@ -38,7 +42,7 @@ class TorchTrace:
         self.path = path
         # Shapes give the bytes of collectives; stacks are the expensive part, and replay does not need them.
         self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
-        self._open: Any = None
+        self._open: AbstractContextManager[object] | None = None
         self._number = -1
         self._profiler.start()
 
@@ -46,8 +50,9 @@ class TorchTrace:
         """From here to the next mark, or to ``unmark``, is iteration ``number``."""
         self.unmark()
         self._number = number
-        self._open = sys.modules["torch"].profiler.record_function(f"{_MARK}{number}")
-        self._open.__enter__()
+        opened = sys.modules["torch"].profiler.record_function(f"{_MARK}{number}")
+        opened.__enter__()
+        self._open = opened
 
     def unmark(self) -> None:
         if self._open is not None:
@@ -91,12 +96,12 @@ class StepHook:
         if self in StepHook._all:
             StepHook._all.remove(self)
 
-    def after(self, optimizer: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
         self._first = self._first or id(optimizer)
         if id(optimizer) == self._first:
             self._then()
 
 
-def _stepped(optimizer: Any, *_: Any) -> None:
+def _stepped(optimizer: Optimizer, *_: object) -> None:
     for hook in list(StepHook._all):
         hook.after(optimizer)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import fields
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -17,7 +17,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
-from pase.files.json_values import JsonObject
+from pase.files.json_values import Json, JsonObject
 from pase.replay.perfetto import counters, flows
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Shapes, Timeline
 
@@ -151,7 +151,7 @@ def _clock_of(form: ClockForm) -> Clock:
     )
 
 
-def from_json(d: Any, where: str = "timeline") -> Timeline:
+def from_json(d: Json, where: str = "timeline") -> Timeline:
     """The inverse of to_json. PaseError names the file and the first place that does not fit."""
     if not isinstance(d, dict) or not str(d.get("schema", "")).startswith("pase.timeline/"):
         raise PaseError(f'{where}: not a pase timeline (no "schema": "{SCHEMA}")')

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.hlo.protos import parse
 from pase.replay.builder import Builder, split_devices
 from pase.replay.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
@@ -14,6 +15,9 @@ from pase.replay.hlo import HloFacts, read_hlo
 from pase.replay.reader import LIMITS, Limits
 from pase.replay.types import COLLECTIVE, KINDS, Timeline
 from pase.replay.xla import Executions, describe, untangle
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
 
 __all__ = ["read_xplane"]
 
@@ -49,7 +53,7 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     return untangle(describe(t, facts) if facts else t)
 
 
-def _facts(space: Any, module: str, where: str) -> HloFacts | None:
+def _facts(space: Message, module: str, where: str) -> HloFacts | None:
     """The HLO of the module that makes the iterations; the profiler keeps it in a plane of its own."""
     for plane in space.planes:
         if plane.name != "/host:metadata":
@@ -62,7 +66,7 @@ def _facts(space: Any, module: str, where: str) -> HloFacts | None:
     return None
 
 
-def _start_ns(space: Any) -> int:
+def _start_ns(space: Message) -> int:
     """Wall-clock time at which the profile began, 0 where the file does not say."""
     for plane in space.planes:
         names = {k: v.name for k, v in plane.stat_metadata.items()}
@@ -73,7 +77,7 @@ def _start_ns(space: Any) -> int:
 
 
 def _plane(
-    plane: Any, b: Builder, steps: list[tuple[int, int, int]], executions: Executions, begun: int
+    plane: Message, b: Builder, steps: list[tuple[int, int, int]], executions: Executions, begun: int
 ) -> None:
     stat_names = {k: v.name for k, v in plane.stat_metadata.items()}
     device_plane = plane.name.startswith("/device:")
@@ -111,7 +115,7 @@ def _event(
     text: str,
     start: int,
     duration: int,
-    stats: dict[str, Any],
+    stats: JsonObject,
     stat_names: dict[int, str],
     steps: list[tuple[int, int, int]],
     executions: Executions,
@@ -147,7 +151,7 @@ def _event(
     )
 
 
-def _number(stat: Any) -> int:
+def _number(stat: Message) -> int:
     if stat is None:
         return -1
     value = stat.int64_value or stat.uint64_value
@@ -156,7 +160,7 @@ def _number(stat: Any) -> int:
     return value if 0 <= value < 1 << 61 else -1
 
 
-def _text(stat: Any, stat_names: dict[int, str]) -> str:
+def _text(stat: Message, stat_names: dict[int, str]) -> str:
     if stat is None:
         return ""
     return stat.str_value or (stat_names.get(stat.ref_value, "") if stat.ref_value else "")

@@ -48,7 +48,7 @@ def _weights(rates: np.ndarray) -> list[np.ndarray]:
 
 def _table(problem: ScheduleProblem) -> tuple[np.ndarray, list[list[SendTime | None]]]:
     """(axis group of each tensor, curve of each group on each link)."""
-    axes = sorted({t.axes for t in problem.tensors})
+    axes = sorted({t.axes for t in problem.tensors}, key=str)
     which = np.asarray([axes.index(t.axes) for t in problem.tensors], int)
     return which, [[k.curve_for(g) if k.carries(g) else None for k in problem.links] for g in axes]
 

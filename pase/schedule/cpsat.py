@@ -7,7 +7,6 @@ iteration at least its end plus the compute that waits for it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ def best_order(
     tick = plain_iteration_s(problem, plan, view) / TICKS
     model = cp_model.CpModel()
     makespan = model.new_int_var(int(view.compute / tick), 2 * TICKS, "makespan")
-    rows: list[list[Any]] = [[] for _ in problem.links]
+    rows: list[list[cp_model.IntervalVar]] = [[] for _ in problem.links]
     starts, chosen = [], []
     for m, message in enumerate(plan.messages):
         tensors = [p.tensor for p in message.pieces]

@@ -30,7 +30,7 @@ def run_jobs(*, kernel: str = "auto", **arrays: np.ndarray) -> tuple[np.ndarray,
     order = np.lexsort((arrays["rank"], arrays["resource"]))
     first = np.searchsorted(arrays["resource"][order], np.arange(arrays["strict"].size + 1))
     names = ("seconds", "resource", "rank", "npred", "succ_ptr", "succ", "hold", "size", "credit", "strict")
-    a: list[Any] = [arrays[k] for k in names] + [order.astype(np.int64), first.astype(np.int64)]
+    a: list[np.ndarray] = [arrays[k] for k in names] + [order.astype(np.int64), first.astype(np.int64)]
     if kernel == "python":  # lists are several times faster to index than arrays
         jobs = arrays["seconds"].size
         start, end = [float("nan")] * jobs, [float("nan")] * jobs

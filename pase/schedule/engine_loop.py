@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["loop"]
 
+WholeColumn: TypeAlias = "list[int] | np.ndarray"
+"""Whole numbers, one for each job or resource: a list where the loop runs as Python, an array where it is compiled."""
+RealColumn: TypeAlias = "list[float] | np.ndarray"
+
 
 def loop(
-    seconds: Any,
-    resource: Any,
-    rank: Any,
-    npred: Any,
-    succ_ptr: Any,
-    succ: Any,
-    hold: Any,
-    size: Any,
-    credit: Any,
-    strict: Any,
-    order: Any,
-    first: Any,
-    start: Any,
-    end: Any,
+    seconds: RealColumn,
+    resource: WholeColumn,
+    rank: WholeColumn,
+    npred: WholeColumn,
+    succ_ptr: WholeColumn,
+    succ: WholeColumn,
+    hold: WholeColumn,
+    size: RealColumn,
+    credit: RealColumn,
+    strict: WholeColumn,
+    order: WholeColumn,
+    first: WholeColumn,
+    start: RealColumn,
+    end: RealColumn,
 ) -> None:
     """Fill start and end. ``order[first[r]:first[r + 1]]`` are the jobs of resource r by rank."""
     resources = len(strict)

@@ -198,7 +198,7 @@ class _IntegerProgram:
     def length(self, k: int, j: int, start: int, end: int, used: int, mine: list[int]) -> None:
         """end - start >= the curve of the slot's bytes. A used slot picks one group and one stretch of its curve."""
         problem = self.problem
-        groups = sorted({problem.tensors[i].group for i in mine})
+        groups = sorted({problem.tensors[i].group for i in mine}, key=str)
         whole = [(end, 1.0), (start, -1.0)]
         picks: list[int] = []
         for group in groups:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
+from pase.files.json_values import JsonObject
 from pase.schedule.simulate import Evaluation, Interval
 from pase.schedule.types import ScheduleProblem
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 __all__ = ["as_html", "drawn_iteration", "write_gantt"]
 
@@ -96,7 +100,7 @@ def as_html(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> dict[str, Any]:
+def drawn_iteration(problem: ScheduleProblem, e: Evaluation) -> JsonObject:
     """A steady iteration for the timeline widget: a stream of compute, and one for each link."""
     from pase.pages.streams import StreamBox, drawn_streams
 
@@ -130,7 +134,7 @@ def write_gantt(path: Path, problem: ScheduleProblem, evaluations: Sequence[Eval
     _figure(problem, evaluations[:MOST_DRAWN]).savefig(path, dpi=120)
 
 
-def _figure(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> Any:
+def _figure(problem: ScheduleProblem, evaluations: Sequence[Evaluation]) -> Figure:
     """A matplotlib Figure, one panel per policy on a common time axis."""
     try:
         from matplotlib.figure import Figure

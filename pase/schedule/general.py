@@ -13,7 +13,7 @@ from pase.schedule.bound import lower_bound_s
 from pase.schedule.plan import BucketPlan, Message, Piece, whole
 from pase.schedule.registry import MIB
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import ScheduleProblem
+from pase.schedule.types import ScheduleProblem, TransferGroup
 from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order
 
 __all__ = ["fused_plan", "general_plan"]
@@ -31,10 +31,10 @@ def fused_plan(
     """Neighbours in the order fused up to caps[kind] bytes; tensors above cuts[kind] bytes cut into equal pieces."""
     order = need_order(problem) if by_need else ready_order(problem)
     messages: list[Message] = []
-    members: dict[tuple[str, str, str], list[int]] = {}
-    sizes: dict[tuple[str, str, str], int] = {}
+    members: dict[TransferGroup, list[int]] = {}
+    sizes: dict[TransferGroup, int] = {}
 
-    def flush(group: tuple[str, str, str]) -> None:
+    def flush(group: TransferGroup) -> None:
         if ts := members.pop(group, None):
             messages.append(whole(problem, ts, link=fastest_link(problem, ts[0])))
             sizes.pop(group)

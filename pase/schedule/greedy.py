@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pase.schedule.types import ScheduleProblem, SendTime
+from pase.schedule.types import ScheduleProblem, SendTime, TransferGroup
 from pase.schedule.view import PlainView
 
 __all__ = ["Instance", "construct", "instance", "preemptive"]
@@ -64,9 +64,9 @@ class Instance(NamedTuple):
 def instance(problem: ScheduleProblem, view: PlainView) -> Instance:
     tensors = problem.tensors
     order = np.lexsort((np.arange(len(tensors)), -view.ready, -view.tail))
-    groups: dict[tuple[str, str, str], int] = {}
+    groups: dict[TransferGroup, int] = {}
     group = np.asarray([groups.setdefault(t.group, len(groups)) for t in tensors], np.int64)
-    names = sorted({t.axes for t in tensors})
+    names = sorted({t.axes for t in tensors}, key=str)
     axes = np.asarray([names.index(t.axes) for t in tensors], np.int64)
     rows, corners = list[tuple[int, int, float]](), list[tuple[float, float]]()
     speed = np.zeros(len(names))

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
+import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, Count, NotNegative, convert, json_schema, to_tree
-from pase.files.json_values import JsonObject
+from pase.files.json_values import Json, JsonObject
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan
 from pase.schedule.types import (
+    AxisGroup,
     BlockPhase,
     ComputeBlock,
     Link,
@@ -174,7 +176,7 @@ def schema(name: str) -> JsonObject:
     return loaded
 
 
-def _read(data: Any, form: type[T], version: str, where: str) -> T:
+def _read(data: Json, form: type[T], version: str, where: str) -> T:
     if not isinstance(data, dict):
         raise PaseError(f"{where}: expected a JSON object, got {type(data).__name__}")
     if data.get("schema") != version:
@@ -210,16 +212,17 @@ def _link_form(link: Link) -> JsonObject:
     form = LinkForm(
         name=link.name,
         curve=_curve_form(link.curve),
-        by_axes={k: _curve_form(c) for k, c in link.by_axes.items()},
-        axes=link.axes,
+        by_axes={str(k): _curve_form(c) for k, c in link.by_axes.items()},
+        axes=None if link.axes is None else tuple(map(str, link.axes)),
     )
     tree: JsonObject = to_tree(form)
     return {k: v for k, v in tree.items() if v not in (None, {})}
 
 
 def _link(form: LinkForm) -> Link:
-    by_axes = {k: _curve(c) for k, c in form.by_axes.items()}
-    return Link(name=form.name, curve=_curve(form.curve), by_axes=by_axes, axes=form.axes)
+    by_axes = {AxisGroup.parse(k): _curve(c) for k, c in form.by_axes.items()}
+    axes = None if form.axes is None else tuple(map(AxisGroup.parse, form.axes))
+    return Link(name=form.name, curve=_curve(form.curve), by_axes=by_axes, axes=axes)
 
 
 def problem_to_json(p: ScheduleProblem) -> JsonObject:
@@ -235,7 +238,7 @@ def problem_to_json(p: ScheduleProblem) -> JsonObject:
             ready_after=t.ready_after,
             needed_before=t.needed_before,
             lag=t.lag,  # type: ignore[arg-type]
-            axes=t.axes,
+            axes=str(t.axes),
             kind=t.kind,
             dtype=t.dtype,
             follows=t.follows or UNSET,
@@ -254,7 +257,7 @@ def problem_to_json(p: ScheduleProblem) -> JsonObject:
     return {**to_tree(form), "links": [_link_form(link) for link in p.links]}
 
 
-def problem_from_json(data: Any, *, where: str = "problem") -> ScheduleProblem:
+def problem_from_json(data: Json, *, where: str = "problem") -> ScheduleProblem:
     """Read a problem; ``where`` names the file in errors."""
     form = _read(data, ProblemForm, PROBLEM_SCHEMA, where)
     try:
@@ -287,7 +290,7 @@ def problem_from_json(data: Any, *, where: str = "problem") -> ScheduleProblem:
                     ready_after=t.ready_after,
                     needed_before=t.needed_before,
                     lag=t.lag,
-                    axes=t.axes,
+                    axes=AxisGroup.parse(t.axes),
                     kind=t.kind,
                     dtype=t.dtype,
                     follows=() if t.follows is UNSET else t.follows,
@@ -323,7 +326,7 @@ def _from_times(form: ProblemForm, links: tuple[Link, ...]) -> ScheduleProblem:
         backward_s=form.backward_s,
         tensors=rows,
         links=links,
-        axes=axes.pop() if axes else "",
+        axes=AxisGroup.parse(axes.pop() if axes else ""),
         source=form.source,
     )
 
@@ -333,7 +336,7 @@ def plan_to_json(
     plan: BucketPlan,
     *,
     evaluation: JsonObject | None = None,
-    starts_s: Any = None,
+    starts_s: Sequence[float] | np.ndarray | None = None,
     link_costs: bool = False,
 ) -> JsonObject:
     """The plan as a JSON object of schema "pase.schedule.bucket_plan/1": names, not indices.
@@ -374,7 +377,7 @@ def plan_to_json(
     return {**to_tree(form), **costs}
 
 
-def links_from_json(data: Any, *, where: str = "bucket plan") -> tuple[Link, ...]:
+def links_from_json(data: Json, *, where: str = "bucket plan") -> tuple[Link, ...]:
     """The links that a bucket plan was made for; empty where it does not say."""
     form = _read(data, PlanForm, PLAN_SCHEMA, where)
     try:
@@ -383,7 +386,7 @@ def links_from_json(data: Any, *, where: str = "bucket plan") -> tuple[Link, ...
         raise PaseError(f"{where}: {e}") from e
 
 
-def plan_from_json(data: Any, problem: ScheduleProblem, *, where: str = "bucket plan") -> BucketPlan:
+def plan_from_json(data: Json, problem: ScheduleProblem, *, where: str = "bucket plan") -> BucketPlan:
     """Read a plan made for that problem; names that the problem lacks, or has twice, are an error."""
     form = _read(data, PlanForm, PLAN_SCHEMA, where)
     links = {link.name: i for i, link in enumerate(problem.links)}

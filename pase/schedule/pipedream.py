@@ -13,7 +13,7 @@ import networkx as nx
 
 from pase.errors import PaseError
 from pase.files.terminal import printable
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, Transfer
+from pase.schedule.types import ALL_DEVICES, AxisGroup, ComputeBlock, Link, ScheduleProblem, Transfer
 
 __all__ = ["Layer", "looks_like_pipedream", "problem_from_layers", "read_pipedream"]
 
@@ -38,7 +38,12 @@ def looks_like_pipedream(text: str) -> bool:
 
 
 def read_pipedream(
-    text: str, links: tuple[Link, ...], *, name: str = "profile", axes: str = "", dataflow: bool = False
+    text: str,
+    links: tuple[Link, ...],
+    *,
+    name: str = "profile",
+    axes: AxisGroup = ALL_DEVICES,
+    dataflow: bool = False,
 ) -> ScheduleProblem:
     """A data-parallel problem from the profile; errors name the line."""
     rows: dict[str, tuple[str, float, float, int]] = {}
@@ -108,7 +113,7 @@ def problem_from_layers(
     links: tuple[Link, ...],
     *,
     name: str,
-    axes: str = "",
+    axes: AxisGroup = ALL_DEVICES,
     dataflow: bool = False,
     source: str = "",
 ) -> ScheduleProblem:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from pase.errors import PaseError
+from pase.files.json_values import JsonObject
 from pase.schedule.types import ScheduleProblem
 
 __all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "issue_order", "whole"]
@@ -87,7 +88,7 @@ class BucketPlan:
     barrier: bool = False
     period: int = 1
     updates: tuple[Update, ...] = (Update(),)
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: JsonObject = field(default_factory=dict)
 
     @property
     def staleness(self) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.engine import run_jobs
 from pase.schedule.plan import BucketPlan, Message, check_plan
-from pase.schedule.types import ScheduleProblem
+from pase.schedule.types import AxisGroup, ScheduleProblem
 
 __all__ = ["Evaluation", "Interval", "as_sequence", "evaluate", "message_name", "message_seconds"]
 
@@ -62,7 +62,7 @@ class Evaluation:
 def message_seconds(problem: ScheduleProblem, messages: tuple[Message, ...]) -> np.ndarray:
     """Seconds each message holds its link, float64 [M]."""
     out = np.zeros(len(messages))
-    by_curve: dict[tuple[int, str], list[int]] = {}
+    by_curve: dict[tuple[int, AxisGroup], list[int]] = {}
     for i, m in enumerate(messages):
         by_curve.setdefault((m.link, problem.tensors[m.pieces[0].tensor].axes), []).append(i)
     for (link, axes), which in by_curve.items():

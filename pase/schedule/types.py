@@ -7,19 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from pase.errors import PaseError
 
 __all__ = [
+    "AxisGroup",
     "BlockPhase",
     "ComputeBlock",
     "Link",
     "ScheduleProblem",
     "SendTime",
     "Transfer",
+    "TransferGroup",
     "problem_from_times",
 ]
 
@@ -135,24 +137,51 @@ class SendTime:
         return min(self.seconds_for(x) / x for x in xs) if most_bytes > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class AxisGroup:
+    """The mesh axes that a tensor is synchronised over. collective: its kind, if the price depends on it; else "".
+
+    Files have it as text: AXIS,AXIS/COLLECTIVE. Without axes it stands for all devices.
+
+    >>> str(AxisGroup.parse("data,model/all_reduce"))
+    'data,model/all_reduce'
+    """
+
+    names: tuple[str, ...] = ()
+    collective: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> AxisGroup:
+        axes, _, collective = text.partition("/")
+        return cls(tuple(axes.split(",")) if axes else (), collective)
+
+    def __str__(self) -> str:
+        return ",".join(self.names) + (f"/{self.collective}" if self.collective else "")
+
+
+ALL_DEVICES = AxisGroup()
+TransferGroup: TypeAlias = tuple[str, AxisGroup, str]
+"""Kind, axes and dtype of tensors that may share a message."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """Something that carries one message at a time: a NCCL stream, a gloo NIC, a level of the network.
 
-    ``by_axes`` overrides the curve for tensors synchronised over those mesh axes (names joined by ",").
+    ``by_axes`` overrides the curve for tensors synchronised over those mesh axes.
     ``axes``: the axis groups it can carry; None = any.
     """
 
     name: str
     curve: SendTime
-    by_axes: dict[str, SendTime] = field(default_factory=dict)
-    axes: tuple[str, ...] | None = None
+    by_axes: dict[AxisGroup, SendTime] = field(default_factory=dict)
+    axes: tuple[AxisGroup, ...] | None = None
 
-    def carries(self, group: str) -> bool:
+    def carries(self, group: AxisGroup) -> bool:
         """Whether tensors of that axis group may go here."""
         return self.axes is None or group in self.axes
 
-    def curve_for(self, group: str) -> SendTime:
+    def curve_for(self, group: AxisGroup) -> SendTime:
         return self.by_axes.get(group, self.curve)
 
 
@@ -180,7 +209,7 @@ class Transfer:
     A gradient has lag 1: made in backward, needed by the next forward. A parameter gathered for use has lag 0.
     follows: tensors (by index) of the same iteration that must have arrived first: an all-gather after its
     reduce-scatter, a pull after its push.
-    axes: mesh axes it is synchronised over, joined by ","; only equal (kind, axes, dtype) may be fused.
+    axes: mesh axes it is synchronised over; only equal (kind, axes, dtype) may be fused.
     """
 
     name: str
@@ -188,13 +217,13 @@ class Transfer:
     ready_after: int | None
     needed_before: int | None
     lag: int = 1
-    axes: str = ""
+    axes: AxisGroup = ALL_DEVICES
     kind: str = "all_reduce"
     dtype: str = "float32"
     follows: tuple[int, ...] = ()
 
     @property
-    def group(self) -> tuple[str, str, str]:
+    def group(self) -> TransferGroup:
         """Tensors of one group may share a message."""
         return (self.kind, self.axes, self.dtype)
 
@@ -320,7 +349,7 @@ def problem_from_times(
     backward_s: float,
     tensors: Sequence[tuple[str, int, float, float]],
     links: Sequence[Link],
-    axes: str = "",
+    axes: AxisGroup = ALL_DEVICES,
     source: str = "",
 ) -> ScheduleProblem:
     """A problem from absolute times: tensors are (name, bytes, ready_s, next_use_s).

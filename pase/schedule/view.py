@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pase.errors import PaseError
 from pase.once import once
 from pase.schedule.types import ScheduleProblem
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 __all__ = [
     "PlainView",
@@ -115,7 +118,7 @@ def stages(problem: ScheduleProblem) -> list[int]:
         return [0] * len(problem.tensors)
     import networkx as nx
 
-    graph: Any = nx.DiGraph()
+    graph: nx.DiGraph[Hashable] = nx.DiGraph()
     depth: list[int] = []
     for t in problem.tensors:
         depth.append(max((depth[f] + 1 for f in t.follows), default=0))

@@ -7,24 +7,14 @@ Infinite entries are allowed as long as every config keeps a finite partner alon
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
+
+from pase.compiled import jit
 
 __all__ = ["forest_move", "grow_tree", "node_costs_given", "trws_pass"]
 
 
-def jit(f: Callable[..., Any]) -> Any:
-    """njit, cached on disk where a folder is writable."""
-    try:
-        return numba.njit(cache=True, nogil=True)(f)
-    except RuntimeError:
-        return numba.njit(nogil=True)(f)
-
-
-@jit
+@jit()
 def pick_config(graph, cost, msg, choice, v, forward):
     """v's best config given the choices of the nodes visited before it and the messages of those after it."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
@@ -50,7 +40,7 @@ def pick_config(graph, cost, msg, choice, v, forward):
     return pick
 
 
-@jit
+@jit()
 def send_to_tail(table, excess, share, back, out):
     """out[j] = min_i share * excess[i] - back[i] + table[i, j]; table is row-major and flat."""
     ku = out.shape[0]
@@ -63,7 +53,7 @@ def send_to_tail(table, excess, share, back, out):
             out[j] = t if t < out[j] else out[j]
 
 
-@jit
+@jit()
 def send_to_head(table, excess, share, back, out):
     """out[j] = min_i share * excess[i] - back[i] + table[j, i]; table is row-major and flat."""
     k = excess.shape[0]
@@ -76,7 +66,7 @@ def send_to_head(table, excess, share, back, out):
         out[j] = best
 
 
-@jit
+@jit()
 def subtract_least(values):
     """Make the least of the values 0; returns what it was."""
     least = np.inf
@@ -87,7 +77,7 @@ def subtract_least(values):
     return least
 
 
-@jit
+@jit()
 def trws_pass(graph, cost, msg, choice, reduced, forward, decode):
     """Sweep the nodes up (forward) or down; returns the lower bound that the sweep proves.
 
@@ -134,7 +124,7 @@ def trws_pass(graph, cost, msg, choice, reduced, forward, decode):
     return bound
 
 
-@jit
+@jit()
 def node_costs_given(graph, cost, choice, v, skip, out):
     """out[i] = cost of v's config i with its neighbours at ``choice``, those with skip[u] > 0 left out."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
@@ -162,7 +152,7 @@ def node_costs_given(graph, cost, choice, v, skip, out):
                 out[s0 + i] += entries[at + i]
 
 
-@jit
+@jit()
 def _find(root, v):
     while root[v] != v:
         root[v] = root[root[v]]
@@ -170,7 +160,7 @@ def _find(root, v):
     return v
 
 
-@jit
+@jit()
 def choose_forest(graph, candidates, picked, root, stamp):
     """Greedily take candidates (in order) that keep the taken nodes a forest; picked[v] = 1 if taken.
 
@@ -205,7 +195,7 @@ def choose_forest(graph, candidates, picked, root, stamp):
     return count
 
 
-@jit
+@jit()
 def grow_tree(graph, start, limit, picked, seen, queue, noise):
     """Grow an induced tree from ``start``: up to ``limit`` nodes, each next to exactly one taken before.
 
@@ -247,7 +237,7 @@ def grow_tree(graph, start, limit, picked, seen, queue, noise):
     return count, touched
 
 
-@jit
+@jit()
 def order_forest(graph, nodes, picked, order, up):
     """The picked nodes, parents first: order[:count]; up[v]: the edge to v's parent, -1 at a root. picked: 1 -> 2."""
     head, tail, ptr, edge = graph.head, graph.tail, graph.ptr, graph.edge
@@ -274,7 +264,7 @@ def order_forest(graph, nodes, picked, order, up):
     return count
 
 
-@jit
+@jit()
 def add_to_parent(graph, e, v, table):
     """Add to each config of v's parent along edge e the least that v's tree costs beside it."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
@@ -290,7 +280,7 @@ def add_to_parent(graph, e, v, table):
         table[slot[p] + j] += best
 
 
-@jit
+@jit()
 def forest_move(graph, cost, choice, nodes, picked, order, up, table):
     """Best configs of the picked nodes (an induced forest) with all others held; writes ``choice``.
 

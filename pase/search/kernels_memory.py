@@ -16,7 +16,7 @@ from pase.search.kernels_flat import choose_forest, forest_move, grow_tree, jit,
 __all__ = ["dual_ascent", "lns", "polish", "priced_costs", "usage_of"]
 
 
-@jit
+@jit()
 def sum_from(price, suffix):
     """suffix[t] = sum of price[t:]; suffix: float64 [points + 1]."""
     suffix[price.shape[0]] = 0.0
@@ -24,7 +24,7 @@ def sum_from(price, suffix):
         suffix[t] = suffix[t + 1] + price[t]
 
 
-@jit
+@jit()
 def priced_costs(limit, cost, price, suffix, out):
     """out[slot] = cost + price of the config's bytes. suffix: float64 [points + 1] scratch."""
     ptr, point, change = limit.ptr, limit.point, limit.change
@@ -36,7 +36,7 @@ def priced_costs(limit, cost, price, suffix, out):
         out[r] = s
 
 
-@jit
+@jit()
 def usage_of(limit, slot, choice, out):
     """out[t] = bytes in use at point t; float64 [points]."""
     ptr, point, change = limit.ptr, limit.point, limit.change
@@ -53,7 +53,7 @@ def usage_of(limit, slot, choice, out):
         out[t] = s
 
 
-@jit
+@jit()
 def total_cost(graph, cost, choice):
     """Node costs + edge costs of ``choice``."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
@@ -73,7 +73,7 @@ _WINDOW = 30.0
 """Sweeps after which the level is judged by the rise that they brought."""
 
 
-@jit
+@jit()
 def adapt_level(state, bound, ceiling):
     """One more sweep, which proved ``bound``, in the window; at its end the level follows the rise that happened. True
     where it was too high: prices go back to the best."""
@@ -93,7 +93,7 @@ def adapt_level(state, bound, ceiling):
     return not risen
 
 
-@jit
+@jit()
 def with_worst(used, capacity, active, is_active, count):
     """The point that is over its capacity most gets a price, if there is room; returns how many have one."""
     worst = -1
@@ -109,7 +109,7 @@ def with_worst(used, capacity, active, is_active, count):
     return count
 
 
-@jit
+@jit()
 def step_prices(now, used, capacity, active, direction, reach):
     """A deflected subgradient step on the prices of the active points; reach: step times the direction's square.
     now, direction: changed."""
@@ -128,7 +128,7 @@ def step_prices(now, used, capacity, active, direction, reach):
             now[t] = max(0.0, now[t] + step * direction[i])
 
 
-@jit
+@jit()
 def dual_ascent(graph, limit, cost, price, msg, choice, active, state, ceiling, passes):
     """Raise the bound by ``passes`` sweeps, each followed by a deflected subgradient step on the prices.
 
@@ -187,7 +187,7 @@ class Scratch(NamedTuple):
     table: np.ndarray
 
 
-@jit
+@jit()
 def make_scratch(n, slots):
     return Scratch(
         np.zeros(n, np.int64),
@@ -200,7 +200,7 @@ def make_scratch(n, slots):
     )
 
 
-@jit
+@jit()
 def polish(graph, cost, choice, rounds, seed):
     """Forest moves over the whole graph, ``rounds`` times, each with a new random forest; writes choice."""
     np.random.seed(seed)
@@ -218,7 +218,7 @@ def polish(graph, cost, choice, rounds, seed):
         forest_move(graph, cost, choice, w.nodes[:count], w.picked, w.order, w.up, w.table)
 
 
-@jit
+@jit()
 def draw_tree(graph, largest, w):
     """The nodes of a random induced tree of at most ``largest``; their w.picked is 1."""
     limit = 1 + int(np.exp(np.random.random() * np.log(largest)))
@@ -235,13 +235,13 @@ def draw_tree(graph, largest, w):
     return w.nodes[:size]
 
 
-@jit
+@jit()
 def mark(picked, nodes, value):
     for i in range(nodes.shape[0]):
         picked[nodes[i]] = value
 
 
-@jit
+@jit()
 def tree_cost(graph, cost, choice, nodes, picked):
     """What the picked nodes and all their edges cost, edges between two of them once."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
@@ -260,7 +260,7 @@ def tree_cost(graph, cost, choice, nodes, picked):
     return total
 
 
-@jit
+@jit()
 def most_over(used, cap):
     """The point that is most over its capacity; -1 where none is."""
     over, worst = 0.0, -1
@@ -270,7 +270,7 @@ def most_over(used, cap):
     return worst
 
 
-@jit
+@jit()
 def price_nodes(graph, limit, cost, nodes, suffix, priced):
     """priced_costs of the configs of some nodes alone; suffix: sums of the prices from each point on."""
     ptr, point, change = limit.ptr, limit.point, limit.change
@@ -293,7 +293,7 @@ class Usage(NamedTuple):
     delta: np.ndarray
 
 
-@jit
+@jit()
 def add_events(limit, slot, sign, usage, first, last):
     """Add a config's events to usage.delta; (first, last) point touched so far."""
     for q in range(limit.ptr[slot], limit.ptr[slot + 1]):
@@ -303,7 +303,7 @@ def add_events(limit, slot, sign, usage, first, last):
     return first, last
 
 
-@jit
+@jit()
 def weigh_move(graph, limit, nodes, before, choice, usage):
     """(moved, rise of the shortage, point most over of those that got more, first, last): the move before -> choice.
 
@@ -333,7 +333,7 @@ def weigh_move(graph, limit, nodes, before, choice, usage):
     return moved, rise, worst, first, min(last, points)
 
 
-@jit
+@jit()
 def draw_prices(price, scale, short, usage, cap, extra):
     """Fill ``extra`` with prices for a move, near ``price`` or none; returns the step by which they are raised."""
     factor = np.random.random() * 1.5
@@ -350,14 +350,14 @@ def draw_prices(price, scale, short, usage, cap, extra):
     return push
 
 
-@jit
+@jit()
 def accept(climb, rise, short, heat):
     """Whether to keep a move that makes the shortage no worse: cheaper, or warm enough, or of less shortage."""
     good = climb <= 0.0 or (heat > 0.0 and np.random.random() < np.exp(-climb / heat))
     return good or (short > 0.0 and rise < 0.0)
 
 
-@jit
+@jit()
 def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat, priced, w):
     """(taken, rise in cost, rise in shortage): the tree's best configs at prices ``extra``, raised until they fit.
 
@@ -390,7 +390,7 @@ def move_tree(graph, limit, cost, choice, nodes, usage, short, extra, push, heat
     return False, 0.0, 0.0
 
 
-@jit
+@jit()
 def price_scale(price, cost, capacity, nodes):
     """The highest price; where there is none yet, a typical cost per typical byte."""
     scale = 0.0
@@ -401,7 +401,7 @@ def price_scale(price, cost, capacity, nodes):
     return scale
 
 
-@jit
+@jit()
 def lns(graph, limit, cost, price, choice, best_choice, stats, steps, largest, heat, seed):
     """Neighbourhood search under the limit: exact moves on random induced trees, priced until they fit.
 

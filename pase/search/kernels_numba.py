@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from typing import Any
 
-import numba
 import numpy as np
+
+from pase.compiled import jit
 
 __all__ = ["min_plus", "row_classes", "segment_min"]
 
@@ -20,18 +20,6 @@ _THREADED_WORK = 20_000_000
 _C_BLOCK = 64
 _Q_BLOCK = 512
 _SEGMENT_BLOCK = 128
-
-
-def jit(signature: str) -> Callable[[Any], Any]:
-    """njit with a cache on disk, or without one where no folder is writable."""
-
-    def wrap(f: Any) -> Any:
-        try:
-            return numba.njit(signature, cache=True, nogil=True)(f)
-        except RuntimeError:  # "cannot cache function": a read-only install without a home
-            return numba.njit(signature, nogil=True)(f)
-
-    return wrap
 
 
 @jit("void(float64[:,:,::1], float64[:,:,::1], float64[:,:,::1], int64, int64)")

@@ -86,11 +86,11 @@ def _list(path: Path, holder: Any, key: str, where: str) -> list[Any]:
     return got
 
 
-def _kind(x: Any) -> str:
+def _kind(x: object) -> str:
     return "nothing" if x is None else f"{type(x).__name__} {str(x)[:40]!r}"
 
 
-def _numbers(path: Path, values: Any, where: str) -> np.ndarray:
+def _numbers(path: Path, values: object, where: str) -> np.ndarray:
     """float64 vector; numbers of 1e18 and above become inf. NaN, text and negative infinity are refused."""
     if not isinstance(values, list):
         raise PaseError(f"{path}: {where} must be a list of numbers, found {_kind(values)}")

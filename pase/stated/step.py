@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pase.compiler.stage_places import ends_sum_s, send_s
 from pase.machine import CostModel, Mesh, mesh_from
@@ -11,6 +11,9 @@ from pase.stated.parts import Part, Parts
 from pase.stated.program import Program
 from pase.stated.strategy import Strategy
 from pase.stated.timeline import Pipeline, Unit, passes, pipelined, stage_layers
+
+if TYPE_CHECKING:
+    from pase.machine.types import CollectiveKind
 
 __all__ = ["StatedStep"]
 
@@ -26,11 +29,11 @@ class StatedStep:
     mesh: Mesh
     micro_batches: int
 
-    def collective_s(self, kind: Any, axes: tuple[str, ...], nbytes: float) -> float:
+    def collective_s(self, kind: CollectiveKind, axes: tuple[str, ...], nbytes: float) -> float:
         bits = sum(1 << i for i, name in enumerate(self.mesh.names) if name in axes)
         return float(self.model.collective(kind, self.mesh, bits, nbytes)) if bits and nbytes else 0.0
 
-    def over_data(self, part: Part, kind: Any, nbytes: float, where: str = "all") -> float:
+    def over_data(self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all") -> float:
         """A collective of a part's parameters over the ranks that share them; nbytes: of one parameter.
 
         One call for the part, or one for each of its weights where the program sends them so.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -89,7 +89,7 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
 
 def _padded(
     node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: TileShape | None
-) -> Any:
+) -> np.ndarray | float:
     """The factor by which tiles pad the local part of a tensor, under each config; 1 where nothing is padded."""
     if tile is None or len(tensor.shape) < 2:
         return 1.0

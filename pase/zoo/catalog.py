@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["ENTRIES", "Entry", "Setting"]
 
@@ -28,7 +31,7 @@ class Entry:
     published_parameters: int
     beyond_published: tuple[str, ...] = ()
     settings: Mapping[str, Setting]
-    architecture: Mapping[str, Any]
+    architecture: Mapping[str, object]
     reduced: Mapping[str, Any]
     minimum: Mapping[str, int] = field(default_factory=dict)
 

@@ -9,11 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = [
     "Built",
@@ -38,7 +43,7 @@ __all__ = [
     "weight",
 ]
 
-Weights: TypeAlias = Any
+Weights: TypeAlias = Tree
 """A pytree of parameters, of what describes them, or of other arrays: Python's types have no word for it."""
 
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
 
 from pase.errors import PaseError, install_line
+from pase.pytree import Tree
 from pase.zoo.catalog import ENTRIES, Entry, Setting
 
 __all__ = ["ZooModel", "entry", "get", "names", "reduced"]
@@ -42,15 +42,15 @@ class ZooModel:
     name: str
     description: str
     source: str
-    loss_fn: Callable[[Any, Any], Any] = field(repr=False)
-    params: Any = field(repr=False)
-    batch: Any = field(repr=False)
+    loss_fn: Callable[[Tree, Tree], Tree] = field(repr=False)
+    params: Tree = field(repr=False)
+    batch: Tree = field(repr=False)
     published_parameters: int
     beyond_published: tuple[str, ...] = ()
     settings: Mapping[str, Setting]
-    cache: Any = field(default=None, repr=False)
-    decode: Callable[..., Any] | None = field(default=None, repr=False)
-    _arrays: Callable[[int], tuple[Any, ...]] = field(repr=False)
+    cache: Tree = field(default=None, repr=False)
+    decode: Callable[..., Tree] | None = field(default=None, repr=False)
+    _arrays: Callable[[int], tuple[Tree, ...]] = field(repr=False)
 
     @property
     def parameters(self) -> int:
@@ -65,11 +65,11 @@ class ZooModel:
         return str(self.settings.get("task", "train"))
 
     @property
-    def inputs(self) -> tuple[Any, ...]:
+    def inputs(self) -> tuple[Tree, ...]:
         """What ``loss_fn`` takes behind the parameters."""
         return (self.batch,) if self.cache is None else (self.batch, self.cache)
 
-    def init(self, seed: int = 0) -> tuple[Any, ...]:
+    def init(self, seed: int = 0) -> tuple[Tree, ...]:
         """Real ``(params, *inputs)``: fan-in normal weights, unit norm scales, tokens and labels in range.
 
         The same seed gives the same arrays. Meant for reduced sizes: a published size needs its full memory.
@@ -120,7 +120,7 @@ def reduced(model: str, **settings: Setting) -> ZooModel:
     return _build(found, {**sizes, **given}, architecture)
 
 
-def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str, Any]) -> ZooModel:
+def _build(found: Entry, settings: dict[str, Setting], architecture: Mapping[str, object]) -> ZooModel:
     module, function = found.builder.split(":")
     try:
         built = getattr(importlib.import_module(f"pase.zoo.{module}"), function)(**settings, **architecture)

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from pase.errors import PaseError
+from pase.pytree import Tree
 from pase.zoo.attention import Attend
 from pase.zoo.layers import Built, full, integers, normal
+
+if TYPE_CHECKING:
+    pass
 
 __all__ = ["Decoder", "served"]
 
@@ -30,9 +34,9 @@ class Decoder:
     logits: (params, x [b, s, d]) -> [b, s, vocab].
     """
 
-    embed: Callable[[Any, jax.Array, Any], jax.Array]
-    block_at: Callable[[int, Any], Callable[[jax.Array, Any, Attend], jax.Array]]
-    logits: Callable[[Any, jax.Array], jax.Array]
+    embed: Callable[[Tree, jax.Array, Tree], jax.Array]
+    block_at: Callable[[int, Tree], Callable[[jax.Array, Tree, Attend], jax.Array]]
+    logits: Callable[[Tree, jax.Array], jax.Array]
     attend: Attend
     layers: int
     kv_heads: int
@@ -44,7 +48,7 @@ class Decoder:
         """Of the keys, and of the values."""
         return (self.layers, batch, context, self.kv_heads, self.head_dim)
 
-    def prefill(self, params: Any, batch: Any, context: int) -> tuple[jax.Array, Any]:
+    def prefill(self, params: Tree, batch: Tree, context: int) -> tuple[jax.Array, Tree]:
         """(the next token [b], the cache) of a prompt batch["tokens"] [b, s]."""
         tokens = batch["tokens"]
         shape = self.cache_shape(tokens.shape[0], context)
@@ -52,7 +56,7 @@ class Decoder:
         x, cache = self._run(params, tokens, cache, None, self.attend)
         return self._next(params, x), cache | {"filled": jnp.int32(tokens.shape[1])}
 
-    def decode(self, params: Any, token: jax.Array, cache: dict[str, jax.Array]) -> tuple[jax.Array, Any]:
+    def decode(self, params: Tree, token: jax.Array, cache: dict[str, jax.Array]) -> tuple[jax.Array, Tree]:
         """(the token [b] that follows, the cache with one position more) of the last token [b]."""
         at = cache["filled"]
         seen = jnp.arange(cache["keys"].shape[2]) <= at
@@ -62,17 +66,17 @@ class Decoder:
 
     def _run(
         self,
-        params: Any,
+        params: Tree,
         tokens: jax.Array,
         cache: dict[str, jax.Array],
-        start: Any,
+        start: Tree,
         attend: Attend,
-        seen: Any = None,
-    ) -> tuple[jax.Array, Any]:
+        seen: Tree = None,
+    ) -> tuple[jax.Array, Tree]:
         block = self.block_at(tokens.shape[1], start)
         x = self.embed(params, tokens, start)
 
-        def layer(carry: Any, given: Any) -> tuple[Any, None]:
+        def layer(carry: Tree, given: Tree) -> tuple[Tree, None]:
             x, keys, values = carry
             p, number = given
             stored = _Stored(attend=attend, keys=keys, values=values, layer=number, start=start, seen=seen)
@@ -88,7 +92,7 @@ class Decoder:
         x, keys, values = carry
         return x[:, -1:], {"keys": keys, "values": values}
 
-    def _next(self, params: Any, x: jax.Array) -> jax.Array:
+    def _next(self, params: Tree, x: jax.Array) -> jax.Array:
         return jnp.argmax(self.logits(params, x)[:, 0], axis=-1).astype(jnp.int32)
 
 
@@ -100,8 +104,8 @@ class _Stored:
     attend: Attend
     keys: jax.Array
     values: jax.Array
-    layer: Any
-    start: Any
+    layer: Tree
+    start: Tree
     seen: jax.Array | None
 
     def __call__(self, q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> jax.Array:
@@ -117,7 +121,7 @@ class _Stored:
 
 
 def served(
-    decoder: Decoder, params: Any, task: str, *, batch: int, seq: int, context: int, vocab: int, tokens: int
+    decoder: Decoder, params: Tree, task: str, *, batch: int, seq: int, context: int, vocab: int, tokens: int
 ) -> Built:
     """The model of a task other than training; parameters are stored in the dtype that they are used in."""
     if seq + (tokens if task == "generate" else 0) > context and task != "decode":
@@ -128,7 +132,7 @@ def served(
         )
     prompt = {"tokens": integers(batch, seq, below=vocab)}
 
-    def prefill(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+    def prefill(params: Tree, batch: Tree) -> tuple[jax.Array, Tree]:
         return decoder.prefill(params, batch, context)
 
     if task == "prefill":

@@ -176,7 +176,7 @@ def test_what_is_fixed_stays_fixed():
     assert len(list(variants(traced, graph, None, "none", True))) == 8  # 1, 2, … 128 of a batch of 128
     for arguments, message in (
         ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
-        ({"accumulate": 3}, "a batch of 4096 does not divide in 3 micro-batches"),
+        ({"accumulate": 3}, "a batch of 4096 cannot be divided into 3 micro-batches"),
         ({"remat": "some"}, "remat is 'auto', 'none', 'attention', 'light' or 'all', not 'some'"),
         ({"remat": "all"}, "has no repeated block to compute again"),
         ({"remat": "attention"}, "has no repeated block with an attention to compute again"),

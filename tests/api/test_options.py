@@ -54,7 +54,7 @@ def test_the_command_line_has_each_option_with_its_help_and_default():
     [
         ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
         ({"remat": "some"}, "remat is 'auto', 'none', 'attention', 'light' or 'all', not 'some'"),
-        ({"overlap": True}, "overlap is 'none' or 'parameters', not True"),
+        ({"overlap": True}, "overlap is 'none', 'parameters' or 'machine', not True"),
         ({"devices": True}, "devices must be a positive whole number, got True"),
     ],
 )

@@ -164,8 +164,31 @@ def test_as_much_is_hidden_of_layers_written_out_as_of_a_loop():
     assert parts[0] == pytest.approx(parts[1], rel=2e-3)
 
 
+@pytest.mark.parametrize("model", ["gpt2?layers=6&batch=32", "llama3_8b?layers=4&batch=32"])
+def test_the_timeline_shows_the_step_that_is_priced(model):
+    plan = pase.compile(f"zoo:{model}", devices=8, mesh="8", baselines=False, overlap="parameters")
+    (mark,) = plan.timeline.marks
+    assert plan.hidden > 0.01 * plan.cost
+    assert (mark.end_ns - mark.start_ns) / 1e9 == pytest.approx(plan.cost, rel=0.02)
+
+
+def test_the_machine_says_whether_anything_runs_beside_compute():
+    gpu, cpu = (
+        pase.compile("zoo:mlp", devices=4, mesh="4", machine=m, overlap="machine")
+        for m in ("h100x8", "cpu_host")
+    )
+    assert gpu.objective == "collectives of parameters hidden behind compute"
+    assert gpu.beside == 20 / 132
+    assert cpu.objective == "nothing hidden behind compute"
+    assert cpu.beside is None
+    served = pase.compile(
+        "zoo:mlp", devices=4, mesh="4", mode="inference", overlap="machine", baselines=False
+    )
+    assert served.beside is None
+
+
 def test_what_cannot_be_asked_for():
-    with pytest.raises(PaseError, match="overlap is 'none' or 'parameters', not 'all'"):
+    with pytest.raises(PaseError, match="overlap is 'none', 'parameters' or 'machine', not 'all'"):
         pase.compile("zoo:mlp", devices=2, overlap="all")
 
 

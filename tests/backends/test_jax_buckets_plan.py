@@ -147,7 +147,7 @@ def test_what_has_no_data_axis_is_said() -> None:
     crossing = replace(plan.collectives[0], source="x", node="dot", tensor="t9", nbytes=4096)
     crossed = replace(plan, collectives=(*plan.collectives, crossing))
     with pytest.raises(
-        PaseError, match="over 'data' node 'dot' needs all_reduce of t9, which is no parameter"
+        PaseError, match="over 'data' node 'dot' needs all_reduce of t9, which is not a parameter"
     ):
         data_axes_of(crossed)
     whole = {k: replace(t, storage=((), ())) for k, t in plan.inputs.items()}

@@ -12,8 +12,8 @@ import pytest
 
 from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.jax_local import LocalWalk
+from pase.backends.jax_plans import jax_plan
 from pase.backends.jax_values import NotByHand
-from pase.backends.to_jax import jax_plan
 from pase.backends.truth import compare, sharded_step, unsharded_step
 from pase.errors import PaseError
 

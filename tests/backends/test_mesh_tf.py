@@ -58,7 +58,7 @@ def worker():
         ("x:2;y:2", "a:x;a:y", "dim 'a' has two mesh axes, x and y"),
         ("x:2", "a:y", "dim 'a' goes to mesh axis 'y', which the mesh x:2 has not"),
         ("x:0", "", "axis 'x' has size '0'"),
-        ("x:2;x:4", "", "axis 'x' stands there twice"),
+        ("x:2;x:4", "", "axis 'x' occurs twice"),
         ("x:2", "a", "'a' is not NAME:VALUE"),
     ],
 )

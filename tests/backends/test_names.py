@@ -136,5 +136,5 @@ def test_what_is_no_such_file(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(PaseError, match="is not JSON"):
         to_names.load(path)
-    with pytest.raises(PaseError, match="the plan is for 4 devices, and JAX has 1"):
+    with pytest.raises(PaseError, match="the plan is for 4 devices, but JAX has 1"):
         to_names.jax_shardings(good, jax.devices()[:1])

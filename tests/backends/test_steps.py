@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from bench.cases.plans import case_of, reduced
-from pase.backends.to_jax import jax_plan
+from pase.backends.jax_plans import jax_plan
 from pase.backends.truth import sharded_step, unsharded_step, worst_difference
 from pase.compiler.methods import complete
 from pase.compiler.plans import plan_of
@@ -152,7 +152,7 @@ def test_scan_and_remat_survive():
 def test_errors_say_what_to_do():
     jp = _plan().jax
     with pytest.raises(
-        PaseError, match=r"the plan is for 8 devices and JAX sees 4: .*device_count=8 before JAX starts"
+        PaseError, match=r"the plan is for 8 devices, but JAX sees 4: .*device_count=8 before JAX starts"
     ):
         jp.mesh(jax.devices()[:4])
     wrong = PARAMS | {"up": jnp.zeros((16, 64))}

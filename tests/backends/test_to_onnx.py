@@ -181,7 +181,7 @@ def test_what_cannot_be_annotated(tmp_path: Path) -> None:
     loaded = pase.load(tmp_path / "layout.json")
     with pytest.raises(PaseError, match="not the model that the plan"):
         registry.emit(loaded, "onnx", tmp_path / "x.onnx", str(other))
-    with pytest.raises(PaseError, match="is the model itself: write to another file"):
+    with pytest.raises(PaseError, match="is the model itself: choose another output file"):
         registry.emit(loaded, "onnx", source)
     with pytest.raises(PaseError, match=r"the folder .* does not exist"):
         registry.emit(loaded, "onnx", tmp_path / "no" / "x.onnx")
@@ -215,18 +215,24 @@ def broken(change: Any) -> Any:
         (lambda m, c, s: setattr(m, "ir_version", 10), "need IR version 11"),
         (lambda m, c, s: setattr(c, "configuration_id", "d"), "there is no device configuration 'd'"),
         (lambda m, c, s: setattr(s, "tensor_name", "q"), "'q' is neither an input nor an output"),
-        (lambda m, c, s: setattr(s.sharded_dim[0], "axis", 5), "axis 5 of a tensor of 2 dims"),
+        (
+            lambda m, c, s: setattr(s.sharded_dim[0], "axis", 5),
+            "axis 5 is out of range for a tensor of 2 dims",
+        ),
         (lambda m, c, s: setattr(s.sharded_dim[1], "axis", -2), "axis 0 is sharded twice"),
         (
             lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "num_shards", 3),
-            "512 elements in 3 shards",
+            "512 elements cannot be divided into 3 shards",
         ),
         (lambda m, c, s: setattr(s.sharded_dim[0].simple_sharding[0], "dim_value", 64), "has 512 elements"),
-        (lambda m, c, s: s.device.pop(), "4 shards on 3 devices"),
-        (lambda m, c, s: s.index_to_device_group_map[0].value.append(99), "device 99 of 12"),
+        (lambda m, c, s: s.device.pop(), "4 shards do not match 3 devices"),
+        (
+            lambda m, c, s: s.index_to_device_group_map[0].value.append(99),
+            "device 99 does not exist among 12 devices",
+        ),
         (lambda m, c, s: s.index_to_device_group_map[0].value.append(11), "a device holds two shards"),
         (lambda m, c, s: c.sharding_spec.append(s), "sharded twice in one configuration"),
-        (lambda m, c, s: m.configuration.add(name="c", num_devices=1), "one that is taken"),
+        (lambda m, c, s: m.configuration.add(name="c", num_devices=1), "its name is missing or already used"),
     ],
 )
 def test_the_validator_sees_what_the_checker_does_not(change: Any, match: str) -> None:

@@ -112,14 +112,14 @@ def test_what_it_cannot_run_is_said() -> None:
         ({"problem": scattered}, "is a reduce_scatter: DDP all-reduces"),
         (
             {"module": torch.nn.Linear(3, 4)},
-            "tensor '0.weight' of 'model' is no parameter; there are weight, bias",
+            "tensor '0.weight' of 'model' is not a parameter; there are weight, bias",
         ),
         (
             {"module": torch.nn.Sequential(*m, torch.nn.Linear(2, 1))},
             "leaves out parameters 2.bias, 2.weight",
         ),
         ({"groups": {"tape": Group(2)}}, "groups names link 'tape'; 'model' has net"),
-        ({"groups": {"net": Group(3)}}, "the group of link 'net' has 3 ranks, the module's 2"),
+        ({"groups": {"net": Group(3)}}, "the group of link 'net' has 3 ranks, but the module's has 2"),
         ({"plan": late}, "counts its iterations from its first update's first batch"),
     ):
         with pytest.raises(PaseError, match=message):

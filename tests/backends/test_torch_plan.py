@@ -251,7 +251,7 @@ def test_what_does_not_fit_is_said() -> None:
     assert plan is not None
     with pytest.raises(PaseError, match="no process group: start the program by torchrun"):
         plan.torch.parallelize(copy.deepcopy(c.module))
-    with alone_among(2, rank=0), pytest.raises(PaseError, match="4 devices and there are 2 ranks"):
+    with alone_among(2, rank=0), pytest.raises(PaseError, match="4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(c.module))
     with alone_among(RANKS, rank=0):
         with pytest.raises(PaseError, match=r"it is not the model of the plan|has shape"):
@@ -259,7 +259,7 @@ def test_what_does_not_fit_is_said() -> None:
         step = plan.torch.parallelize(copy.deepcopy(c.module))
         with pytest.raises(PaseError, match=r"has shape .* the plan was compiled for"):
             step(torch.ones(7, 4, 16).double(), c.batch[1])
-        with pytest.raises(PaseError, match="a batch of 2 tensors, got 1"):
+        with pytest.raises(PaseError, match="a batch of 2 tensors, but got 1"):
             step(c.batch[0])
     with pytest.raises(PaseError, match="read by the jax frontend"):
         _ = pase.compile("zoo:mlp", devices=2).torch

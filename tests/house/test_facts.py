@@ -32,7 +32,6 @@ READS_TEXT = {
     "pase/ir/places.py": "a Python function's qualified name",
     "pase/ir/text.py": "the IR's text form",
     "pase/ir/types.py": "an access map as einsum text; a framework's dtype names",
-    "pase/plan/buckets.py": "a group of axes as problem files have it",
     "pase/plan/table.py": "methods by the names that layout.json has: megatron_8; a line of its own as a warning",
     "pase/ops/builder.py": "a new node's name beside the last one's",
 }

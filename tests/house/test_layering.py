@@ -29,9 +29,17 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, and files
-# (written whole, sizes as people write them).
-FOUNDATION = {"pase.errors", "pase.files", "pase.garbage", "pase.once", "pase.registry"}
+# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, the type
+# of pytrees, compiled kernels, and files (written whole, sizes as people write them).
+FOUNDATION = {
+    "pase.compiled",
+    "pase.errors",
+    "pase.files",
+    "pase.garbage",
+    "pase.once",
+    "pase.pytree",
+    "pase.registry",
+}
 
 # layer -> the other layers of pase that it may import, besides the foundation and its own modules; from the bottom up.
 # Every package and module of pase has a row, and imports inside of functions count.
@@ -40,6 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase.registry": set(),
     "pase.once": set(),
     "pase.garbage": set(),
+    "pase.pytree": set(),
+    "pase.compiled": set(),
     "pase.files": set(),
     # Pages of HTML: what they are made of, whatever they show.
     "pase.pages": set(),
@@ -167,6 +177,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).
 OUTSIDE: dict[str, set[str]] = {
+    "pase.compiled": set(),
     "pase.files": {"msgspec"},
     "pase.plan": {"msgspec"},
     "pase.ir": {"sympy", "networkx"},
@@ -200,7 +211,7 @@ MAY_USE_FRAMEWORKS = {
 }
 
 # Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
-COMPILED = {"pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
+COMPILED = {"pase.compiled", "pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
 
 
 def modules() -> list[tuple[str, Path]]:

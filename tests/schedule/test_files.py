@@ -21,7 +21,7 @@ from pase.schedule.io import plan_from_json, plan_to_json, problem_from_json, pr
 from pase.schedule.load import parse_link
 from pase.schedule.pipedream import read_pipedream
 from pase.schedule.policies.tictac import parameter_server
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
+from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective, NodeCost
 from tests.schedule.profiles import PROFILE
 
@@ -35,8 +35,8 @@ def test_problems_come_back_as_they_went() -> None:
     table = Link(
         name="t",
         curve=SendTime.table([1, 5], [2.0, 3.0]),
-        by_axes={"m": SendTime.table([4], [1.0])},
-        axes=("", "m"),
+        by_axes={AxisGroup(("m",)): SendTime.table([4], [1.0])},
+        axes=(AxisGroup(), AxisGroup(("m",))),
     )
     server = parameter_server(random_problem(4, 1), push=link("up"), pull=link("down"))
     for problem in (vgg19(), random_problem(5, 1, links=2), server, vgg19(table)):

@@ -34,6 +34,7 @@ from pase.schedule.exact import exact_plan
 from pase.schedule.fast import fast_plan
 from pase.schedule.greedy import instance
 from pase.schedule.policies.tictac import parameter_server
+from pase.schedule.types import AxisGroup
 from pase.schedule.view import plain_view
 
 
@@ -158,7 +159,8 @@ def test_exact_on_a_measured_table_and_two_groups() -> None:
     curve = SendTime.table([1, 10, 30], [3.0, 5.0, 7.0])
     problem = chain([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [9, 12, 8], Link(name="net", curve=curve))
     problem = replace(
-        problem, tensors=tuple(replace(t, axes="ab"[i % 2]) for i, t in enumerate(problem.tensors))
+        problem,
+        tensors=tuple(replace(t, axes=AxisGroup(("ab"[i % 2],))) for i, t in enumerate(problem.tensors)),
     )
     plan, cost, bound = fast_plan(problem)
     exact = exact_plan(problem, plan, bound_s=bound)

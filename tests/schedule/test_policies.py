@@ -32,6 +32,7 @@ from pase.schedule.policies.tictac import (
     update_properties,
 )
 from pase.schedule.registry import MIB
+from pase.schedule.types import AxisGroup
 from tests.schedule.tictac_models import MODELS, TABLE_1
 
 
@@ -215,10 +216,14 @@ def test_a_dag_with_many_receives_in_both_forms() -> None:
 
 
 def test_heterogeneous_links_take_their_own_time() -> None:
-    slow = Link(name="slow", curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=2.0), axes=("model",))
-    fast = replace(link("fast"), axes=("", "data"))
+    slow = Link(
+        name="slow",
+        curve=SendTime.alpha_beta(alpha_s=0.0, beta_s_per_byte=2.0),
+        axes=(AxisGroup(("model",)),),
+    )
+    fast = replace(link("fast"), axes=(AxisGroup(), AxisGroup(("data",))))
     problem = chain([1.0], [1.0], [3], fast, slow)
-    problem = replace(problem, tensors=(replace(problem.tensors[0], axes="model"),))
+    problem = replace(problem, tensors=(replace(problem.tensors[0], axes=AxisGroup(("model",))),))
     plan = get_policy("fifo").make(problem, Options())
     assert plan.messages[0].link == 1
     assert evaluate(problem, plan).iteration_s == 1 + 6 + 1

@@ -7,7 +7,7 @@ import math
 from pase.schedule.plan import BucketPlan, Message, issue_order, whole
 from pase.schedule.registry import MIB, Options, register
 from pase.schedule.simulate import evaluate
-from pase.schedule.types import ScheduleProblem
+from pase.schedule.types import ScheduleProblem, TransferGroup
 from pase.schedule.view import can_fuse, fastest_link, need_order, ready_order, ready_s
 
 __all__ = ["ddp", "fifo", "horovod", "priority"]
@@ -33,8 +33,8 @@ def ddp(problem: ScheduleProblem, options: Options) -> BucketPlan:
     does after its first iteration. Li et al., VLDB 2020; torch/csrc/distributed/c10d/reducer.cpp.
     """
     buckets: list[list[int]] = []
-    current: dict[tuple[str, str, str], tuple[list[int], int]] = {}
-    closed: dict[tuple[str, str, str], int] = {}
+    current: dict[TransferGroup, tuple[list[int], int]] = {}
+    closed: dict[TransferGroup, int] = {}
     for t in ready_order(problem):
         group = problem.tensors[t].group
         members, size = current.pop(group, ([], 0))

@@ -16,7 +16,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.schedule.plan import BucketPlan, whole
 from pase.schedule.registry import Options, register
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, Transfer
+from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, Transfer
 from pase.schedule.view import fastest_link, ready_order
 
 __all__ = ["dependencies", "parameter_server", "tac", "tac_order", "tic", "tic_order", "update_properties"]
@@ -31,7 +31,7 @@ def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> Sch
     if any(t.lag != 1 or t.follows for t in problem.tensors):
         raise PaseError(f"problem '{problem.name}' is not plain gradients; it has no parameter-server form")
     pushes = [
-        replace(t, name=f"{t.name}.push", kind="push", axes="push", needed_before=None)
+        replace(t, name=f"{t.name}.push", kind="push", axes=AxisGroup(("push",)), needed_before=None)
         for t in problem.tensors
     ]
     pulls = [
@@ -41,7 +41,7 @@ def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> Sch
             ready_after=None,
             needed_before=t.needed_before,
             kind="pull",
-            axes="pull",
+            axes=AxisGroup(("pull",)),
             dtype=t.dtype,
             follows=(i,),
         )
@@ -51,7 +51,7 @@ def parameter_server(problem: ScheduleProblem, *, push: Link, pull: Link) -> Sch
         problem,
         name=f"{problem.name} (parameter server)",
         tensors=(*pushes, *pulls),
-        links=(replace(push, axes=("push",)), replace(pull, axes=("pull",))),
+        links=(replace(push, axes=(AxisGroup(("push",)),)), replace(pull, axes=(AxisGroup(("pull",)),))),
     )
 
 

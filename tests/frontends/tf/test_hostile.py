@@ -53,7 +53,7 @@ def test_missing_and_doubled_nodes() -> None:
 
 
 def test_shapes() -> None:
-    refused(graph(PRODUCT, shape=(4, 5)), "'MatMul' at y", "(4, 5)", "do not multiply")
+    refused(graph(PRODUCT, shape=(4, 5)), "'MatMul' at y", "(4, 5)", "cannot be multiplied")
     refused(graph(PRODUCT, shape=(0, 4)), "'x'", "0 elements")
     unknown = graph(PRODUCT)
     unknown.node[0].attr["shape"].shape.dim[0].size = -1
@@ -126,7 +126,7 @@ def test_functions_that_explode() -> None:
     refused(_library({"f0": ["f1"], "f1": ["f0"]}), "calls itself")
     refused(_library({"f0": ["gone"]}), "'gone'")
     bomb = {f"f{k}": [f"f{k + 1}"] * 2 for k in range(40)} | {"f40": []}
-    refused(_library(bomb), "nodes, more than")
+    refused(_library(bomb), "nodes, but pase reads at most")
     deep = {f"f{k}": [f"f{k + 1}"] for k in range(400)} | {"f400": []}
     refused(_library(deep), "100 deep")
     fine = {f"f{k}": [f"f{k + 1}"] * 2 for k in range(6)} | {"f6": []}

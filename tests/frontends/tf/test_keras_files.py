@@ -55,7 +55,7 @@ def strange(text: bytes) -> bytes:
 
 def test_nothing_of_a_stranger_is_imported_or_run(saved: tuple[Any, Path], tmp_path: Path) -> None:
     path = changed(saved[1], tmp_path / "bad.keras", strange)
-    with pytest.raises(PaseError, match="an object of 'os', which is not Keras's own"):
+    with pytest.raises(PaseError, match="an object of 'os', which is not part of Keras"):
         trace(path, dims=BATCH)
 
 

@@ -1,0 +1,53 @@
+"""A plan in JAX's terms, from the plan and the model that it was compiled from."""
+
+from __future__ import annotations
+
+from pase.backends.to_jax import JaxPlan
+from pase.errors import PaseError
+from pase.frontends.from_jax import TracedJax
+from pase.plan.constraints import Constraints
+from pase.plan.types import PlanData
+
+__all__ = ["jax_plan", "traced_by_jax"]
+
+
+def traced_by_jax(plan: PlanData) -> TracedJax:
+    """The model on one micro-batch. Raises PaseError if the plan was loaded without it, or if it is not a JAX
+    program."""
+    from pase.frontends.jax_blocks import micro
+
+    traced = plan.traced
+    if traced is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
+        )
+    if not isinstance(traced, TracedJax):
+        raise PaseError(
+            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program to "
+            "constrain: use 'pase emit' to write the plan for other frameworks"
+        )
+    return micro(traced, plan.accumulate)
+
+
+def jax_plan(plan: PlanData) -> JaxPlan:
+    """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
+    pipeline. (For a pipeline, see ``in_stages``.)"""
+    plan.check_emitted()
+    traced = traced_by_jax(plan)
+    names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
+    return JaxPlan(
+        traced=traced,
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
+        once=plan.once,
+        accesses=plan.accesses,
+        strategy=plan.strategy,
+        logical_mesh=plan.mesh,
+        constraints=Constraints(
+            storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},
+            state={names[p]: t.state for p, t in plan.parameters.items() if t.state is not None},
+            define=plan.define,
+            read=plan.read,
+            copies=plan.copies,
+        ),
+    )
