@@ -242,7 +242,11 @@ def main() -> None:
         before = json.loads(args.o.read_text())
         if before["seed"] != args.seed:
             parser.error(f"{args.o} holds seed {before['seed']}; --resume goes on with that one")
-        found, faults = Counter(before["outcomes"]), before["faults"]
+        found = Counter(before["outcomes"])
+        # Faults that were mended since then are found anew, and end otherwise.
+        again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
+        found = found + again
+        found["fault"] -= len(before["faults"])
     while sum(found.values()) < args.count and time.process_time() < 60 * args.cpu_minutes:
         at = sum(found.values())
         more, wrong = fuzz(range(at, min(at + 1000, args.count)), args.seed, 60 * args.cpu_minutes)

@@ -262,7 +262,16 @@ def _replay(d: Mapping[str, Any]) -> str:
         "measured",
         "error",
     ]
-    return _about(d) + _table(head, rows)
+    others = [
+        [r["run"], o["what_if"], _ms(o["predicted_s"]), _ms(o["measured_s"]), f"{o['error']:+.1%}"]
+        for r in d["rows"]
+        for o in r.get("others", ())
+        if "error" in o
+    ]
+    text = _about(d) + _table(head, rows)
+    return text + (
+        "\n" + _table(["run", "what if", "predicted, ms", "measured", "error"], others) if others else ""
+    )
 
 
 _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {

@@ -1,4 +1,8 @@
-"""Traces of real runs: replayed, asked what twice the bandwidth would give, and that then measured."""
+"""Traces of real runs: replayed, asked what a change would give, and the run that really changed then measured.
+
+Changed are the links' rate (twice and half of it) and a host that is late in each step: from its trace ``balance=1``
+predicts the run without the delay, which is measured as well.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +24,8 @@ __all__ = ["CASES", "measure"]
 CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
 METHODS = ("data_parallel", "fsdp", "megatron")
 MBIT = 200.0
+LATE_S = 0.1
+"""What the last host waits before each step of a run that is traced so."""
 
 
 def wire_bytes_per_s(machine: Path) -> float:
@@ -52,7 +58,8 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
                     traces = session.folder / "traces" / key.replace(" ", "_")
                     given = dataclasses.asdict(cell) | {"same_as": None}
                     cells.append({"key": key, "cell": given, "repeats": steps, "traces": str(traces)})
-        session.say(f"{len(cells)} runs, four times each: traced and not, at {MBIT:g} and {2 * MBIT:g} Mbit")
+        rates = f"{MBIT / 2:g}, {MBIT:g} and {2 * MBIT:g} Mbit"
+        session.say(f"{len(cells)} runs, six times each: at {rates}, traced and not, and with a late host")
         plain = [{k: v for k, v in c.items() if k != "traces"} for c in cells]
         again = [c | {"traces": c["traces"] + "_faster"} for c in cells]
 
@@ -60,16 +67,20 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
             return results_of(network, session, f"replay_{name}", given, stamp=stamp, traced=traced)
 
         traced = ran("traced", cells, True)
+        delayed = [c | {"traces": c["traces"] + "_late", "late_s": LATE_S} for c in cells]
+        late = ran("late", delayed, True)
         # The same steps without a profiler at work, at this bandwidth and at twice as much.
         bare = ran("bare", plain, False)
         network.limit(2 * MBIT)
         faster = ran("faster", plain, False)
         # And traced too: the profiler slows steps down, so like is compared with like.
         faster_traced = ran("faster_traced", again, True)
+        network.limit(MBIT / 2)
+        slower_traced = ran("slower_traced", [c | {"traces": c["traces"] + "_slower"} for c in cells], True)
     wire = wire_bytes_per_s(machine)
     for c in cells:
         key = c["key"]
-        if any("steps_s" not in r[key] for r in (traced, bare, faster, faster_traced)):
+        if any("steps_s" not in r[key] for r in (traced, late, bare, faster, faster_traced, slower_traced)):
             rows.append({"run": key, "failed": True})
             continue
         row = {
@@ -79,11 +90,14 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
             "faster_bare_s": statistics.median(faster[key]["steps_s"]),
             "faster_traced_s": statistics.median(faster_traced[key]["steps_s"]),
         }
-        rows.append(
-            row
-            | _replayed(Path(c["traces"]), wire)
-            | {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire}
-        )
+        made = _replayed(Path(c["traces"]), wire, "bandwidth=2")
+        slower = _replayed(Path(c["traces"]), wire, "bandwidth=0.5")
+        balanced = _replayed(Path(c["traces"] + "_late"), wire, "balance=1")
+        row["others"] = [
+            _other("bandwidth=0.5", slower, statistics.median(slower_traced[key]["steps_s"])),
+            _other("balance=1", balanced, row["traced_s"], statistics.median(late[key]["steps_s"])),
+        ]
+        rows.append(row | made | {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire})
     for row in rows:
         if "what_if_s" in row:
             row["what_if_error"] = row["what_if_s"] / row["faster_traced_s"] - 1
@@ -92,12 +106,23 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
     return {"summary": _summary(rows), "rows": rows}
 
 
-def _replayed(traces: Path, wire: float) -> dict[str, Any]:
+def _other(
+    what_if: str, made: dict[str, Any], measured_s: float, now_s: float | None = None
+) -> dict[str, Any]:
+    """A what-if beside the run that really changed. now_s: of the run that it was asked of."""
+    if "what_if_s" not in made:
+        return {"what_if": what_if, "refused": made["refused"]}
+    error = made["what_if_s"] / measured_s - 1
+    out = {"what_if": what_if, "predicted_s": made["what_if_s"], "measured_s": measured_s, "error": error}
+    return out | {"believable": made["believable"]} | ({} if now_s is None else {"traced_s": now_s})
+
+
+def _replayed(traces: Path, wire: float, what_if: str) -> dict[str, Any]:
     from pase.errors import PaseError
     from pase.replay.report import replay_report
 
     try:
-        report = replay_report(traces, what_if=["bandwidth=2"], wire_bytes_per_s=wire, force=True)
+        report = replay_report(traces, what_if=[what_if], wire_bytes_per_s=wire, force=True)
     except PaseError as e:
         return {"refused": str(e)}
     ranks = report["ranks"]
@@ -117,6 +142,9 @@ def _replayed(traces: Path, wire: float) -> dict[str, Any]:
 def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     errors = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
     ifs = [abs(r["what_if_error"]) for r in rows if "what_if_error" in r and r["believable"]]
+    others = [o for r in rows for o in r.get("others", ()) if o.get("believable")]
+    for name in sorted({o["what_if"] for o in others}):
+        ifs += [abs(o["error"]) for o in others if o["what_if"] == name]
     return {
         "runs": len(rows),
         "refused_or_failed": sum("refused" in r or "failed" in r for r in rows),

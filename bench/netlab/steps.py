@@ -130,8 +130,9 @@ class Running:
         self.times.clear()
         self.cpu_s = 0.0
 
-    def run(self, steps: int, traces: Path | None = None) -> None:
-        """Steps, each waited for; under the profiler where a folder is given.
+    def run(self, steps: int, traces: Path | None = None, late_s: float = 0.0) -> None:
+        """Steps, each waited for; under the profiler where a folder is given. late_s: what this process does nothing
+        for before it launches each step, as a host that prepares its batch would.
 
         All hosts begin together: a step that sends nothing would else run while the others are elsewhere, and have this
         machine's cores for itself.
@@ -147,6 +148,7 @@ class Running:
             for i in range(steps):
                 with run.step(i) if run is not None else nullcontext():
                     start = time.perf_counter()
+                    time.sleep(late_s)
                     *held, loss = self.step(*self.held, self.batch)
                     self.held = (held[0], held[1])
                     jax.block_until_ready((held, loss))
@@ -167,10 +169,10 @@ class Running:
         }
 
 
-def timed(cell: Cell, repeats: int, traces: Path | None = None) -> dict[str, Any]:
-    """Seconds of each step of one cell; traces: a folder in which they are profiled as well."""
+def timed(cell: Cell, repeats: int, traces: Path | None = None, late_s: float = 0.0) -> dict[str, Any]:
+    """Seconds of each step of one cell. traces: a folder in which they are profiled as well. late_s: see ``run``."""
     running = Running(cell)
-    running.run(repeats, traces)
+    running.run(repeats, traces, late_s)
     return running.measured
 
 

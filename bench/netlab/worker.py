@@ -54,7 +54,8 @@ def main(job_file: str, rank: str) -> None:
         if job.get("traced"):
             for i, (item, cell) in enumerate(together):
                 begin(i)
-                say({"key": item["key"], **timed(cell, item["repeats"], Path(item["traces"]))})
+                late_s = item.get("late_s", 0.0) * (int(rank) == job["hosts"] - 1)
+                say({"key": item["key"], **timed(cell, item["repeats"], Path(item["traces"]), late_s)})
             continue
         found = in_turn([(cell, item["repeats"]) for item, cell in together], ROUNDS, begin)
         for (item, _), row in zip(together, found, strict=True):
