@@ -15,6 +15,7 @@ from pase.replay.analyse import to_timeline
 from pase.replay.breakdown import Breakdown, breakdowns
 from pase.replay.chance import mean_iteration_ns, spreads
 from pase.replay.clocks import align as align_clocks
+from pase.replay.contention import relieved
 from pase.replay.graph import DataflowGraph
 from pase.replay.ingest import load
 from pase.replay.model import measure
@@ -198,8 +199,10 @@ def use(b: Breakdown) -> JsonObject:
 
 
 def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None) -> Rewrite:
-    def change(_: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
         made = apply(g, [knob], wire_bytes_per_s)
+        if knob[0] in ("bandwidth", "latency", "ranks", "data"):
+            made = relieved(t, g, made)
         return made, _by_chance(run, g, made, int(knob[2])) if knob[0] in ("ranks", "data") else {}
 
     return change
