@@ -78,32 +78,37 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, s
         network.limit(MBIT / 2)
         slower_traced = ran("slower_traced", [c | {"traces": c["traces"] + "_slower"} for c in cells], True)
     wire = wire_bytes_per_s(machine)
+    results = (traced, late, bare, faster, faster_traced, slower_traced)
     for c in cells:
-        key = c["key"]
-        if any("steps_s" not in r[key] for r in (traced, late, bare, faster, faster_traced, slower_traced)):
-            rows.append({"run": key, "failed": True})
-            continue
-        row = {
-            "run": key,
-            "bare_s": statistics.median(bare[key]["steps_s"]),
-            "traced_s": statistics.median(traced[key]["steps_s"]),
-            "faster_bare_s": statistics.median(faster[key]["steps_s"]),
-            "faster_traced_s": statistics.median(faster_traced[key]["steps_s"]),
-        }
-        made = _replayed(Path(c["traces"]), wire, "bandwidth=2")
-        slower = _replayed(Path(c["traces"]), wire, "bandwidth=0.5")
-        balanced = _replayed(Path(c["traces"] + "_late"), wire, "balance=1")
-        row["others"] = [
-            _other("bandwidth=0.5", slower, statistics.median(slower_traced[key]["steps_s"])),
-            _other("balance=1", balanced, row["traced_s"], statistics.median(late[key]["steps_s"])),
-        ]
-        rows.append(row | made | {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire})
-    for row in rows:
-        if "what_if_s" in row:
-            row["what_if_error"] = row["what_if_s"] / row["faster_traced_s"] - 1
-            gain = row["traced_s"] / row["faster_traced_s"]
-            row["speedup_measured"], row["speedup_predicted"] = gain, row["replayed_s"] / row["what_if_s"]
+        median_s = [statistics.median(r[c["key"]].get("steps_s", [math.nan])) for r in results]
+        known = {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire}
+        failed = any(math.isnan(s) for s in median_s)
+        rows.append({"run": c["key"], "failed": True} if failed else _row(c, median_s, wire) | known)
     return {"summary": _summary(rows), "rows": rows}
+
+
+def _row(cell: dict[str, Any], median_s: Sequence[float], wire: float) -> dict[str, Any]:
+    """A run's what-ifs beside what was measured: seconds of a step as it was traced, with a late host, bare, twice as
+    fast bare and traced, half as fast traced."""
+    traced_s, late_s, bare_s, faster_s, faster_traced_s, slower_traced_s = median_s
+    traces = cell["traces"]
+    row = {
+        "run": cell["key"],
+        "bare_s": bare_s,
+        "traced_s": traced_s,
+        "faster_bare_s": faster_s,
+        "faster_traced_s": faster_traced_s,
+        "others": [
+            _other("bandwidth=0.5", _replayed(Path(traces), wire, "bandwidth=0.5"), slower_traced_s),
+            _other("balance=1", _replayed(Path(traces + "_late"), wire, "balance=1"), traced_s, late_s),
+        ],
+        **_replayed(Path(traces), wire, "bandwidth=2"),
+    }
+    if "what_if_s" in row:
+        row["what_if_error"] = row["what_if_s"] / faster_traced_s - 1
+        gain = traced_s / faster_traced_s
+        row["speedup_measured"], row["speedup_predicted"] = gain, row["replayed_s"] / row["what_if_s"]
+    return row
 
 
 def _other(
