@@ -7,9 +7,9 @@ once here. What the graph alone does not determine (a branch, a while loop's end
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from pase.tables.layouts import number
 
 __all__ = ["loss_and_gradients"]
 
+PartsKey = TypeVar("PartsKey", bound=Hashable)
 Turns = tuple[int, ...]
 """Of each loop around it, the outermost first, which turn it is."""
 TurnedTensor = tuple[str, Turns]
@@ -337,6 +338,6 @@ def _with(shape: Extents, dim: int, n: int) -> Extents:
     return (*shape[:dim], n, *shape[dim + 1 :])
 
 
-def _add(into: dict[Any, DeviceParts], key: Any, parts: DeviceParts) -> None:
+def _add(into: dict[PartsKey, DeviceParts], key: PartsKey, parts: DeviceParts) -> None:
     before = into.get(key)
     into[key] = parts if before is None else {at: before[at] + x for at, x in parts.items()}

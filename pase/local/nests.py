@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -25,10 +25,12 @@ __all__ = ["LocalNest", "OpNumbers", "SlidingDim", "coordinates"]
 OpNumbers = Mapping[Place, tuple[float | None, ...]]
 """Place of an op -> the operands that are numbers written into it, and None for each that the op reads."""
 
-Pointwise = Callable[..., Any]
+PointValues: TypeAlias = "np.ndarray | float"
+"""What a function is applied to: an array over iteration dims, or a number."""
+Pointwise = Callable[..., PointValues]
 
 
-def _half(a: Any, b: Any, above: Any) -> Any:
+def _half(a: PointValues, b: PointValues, above: PointValues) -> PointValues:
     """The derivative of the larger of two: where they are equal, each has half of it."""
     return np.where(a == b, 0.5, above)
 
@@ -44,8 +46,8 @@ _FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
     "min": (np.minimum, (lambda a, b, y: _half(a, b, a < b), lambda a, b, y: _half(a, b, b < a))),
     "lt": (lambda a, b: a < b, (lambda a, b, y: 0.0, lambda a, b, y: 0.0)),
     "select": (
-        lambda c, a, b: np.where(c, b, a),
-        (lambda c, a, b, y: 0.0, lambda c, a, b, y: 1.0 * ~c, lambda c, a, b, y: 1.0 * c),
+        lambda c, a, b: np.select([np.asarray(c, bool)], [b], a),
+        (lambda c, a, b, y: 0.0, lambda c, a, b, y: 1.0 * (c == 0), lambda c, a, b, y: 1.0 * (c != 0)),
     ),
     "neg": (lambda a: -a, (lambda a, y: -1.0,)),
     "exp": (np.exp, (lambda a, y: y,)),
@@ -173,9 +175,9 @@ class LocalNest:
         order = [names.index(d) for d in self.sizes if d in names]
         return x.transpose(order).reshape([n if d in names else 1 for d, n in self.sizes.items()])
 
-    def collected(self, full: np.ndarray, a: Access, combine: str) -> np.ndarray:
+    def collected(self, values: PointValues, a: Access, combine: str) -> np.ndarray:
         """The inverse, of an array over all iteration dims: those that the map does not walk become one."""
-        full = np.broadcast_to(full, tuple(self.sizes.values()))
+        full = np.broadcast_to(values, tuple(self.sizes.values()))
         names = self._names(a)
         full = _REDUCED[combine](full, axis=tuple(i for i, d in enumerate(self.sizes) if d not in names))
         kept = [d for d in self.sizes if d in names]
@@ -194,7 +196,7 @@ class LocalNest:
             full = np.moveaxis(out, 0, i)
         return full
 
-    def _wide(self, xs: Sequence[np.ndarray], where: np.ndarray | None) -> list[Any]:
+    def _wide(self, xs: Sequence[np.ndarray], where: np.ndarray | None) -> list[PointValues]:
         """All operands over the iteration dims, numbers among them; an index as ones where it points."""
         read = iter(self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True))
         out = [next(read) if n is None else n for n in self.numbers]
