@@ -1,6 +1,6 @@
 """Every answer that a change of the code's structure must leave alone, written down; and two such files compared.
 
-    python -m bench.answers write FILE [--parts zoo,search,schedule,replay] [--data ../shared/data]
+    python -m bench.answers write FILE [--parts zoo,search,schedule,replay] [--models gpt2,vgg19] [--devices 8,32]
     python -m bench.answers compare BEFORE AFTER     # exit status 1 where they differ
 
 ``write`` puts into FILE, through the public commands alone, so that one script serves two versions: each zoo model's
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,14 +74,27 @@ def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def zoo_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """What is asked. models: of the zoo and to schedule; empty: all. devices: of the zoo. data: the shared data."""
+
+    models: tuple[str, ...] = ()
+    devices: tuple[int, ...] = DEVICES
+    data: Path = SHARED
+
+    def has(self, model: str) -> bool:
+        """Whether a model is asked for."""
+        return not self.models or model in self.models
+
+
+def zoo_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each zoo model and number of devices (name.devices, its layout.json without its times, and the seconds)."""
     import pase as package
     from pase import zoo
 
     with tempfile.TemporaryDirectory() as folder:
-        for name in zoo.names():
-            for devices in DEVICES:
+        for name in filter(chosen.has, zoo.names()):
+            for devices in chosen.devices:
                 plan = package.compile(f"zoo:{name}", devices=devices)
                 file = Path(folder) / f"{name}.{devices}.json"
                 plan.save(file)
@@ -89,9 +103,9 @@ def zoo_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{name} {devices}", layout_answer(layout) | {"seconds": seconds}
 
 
-def search_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def search_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each of PaSE's recorded instances (name, the answer of pase solve, and the seconds)."""
-    for file in sorted((data / "pase_instances").glob("*.json")):
+    for file in sorted((chosen.data / "pase_instances").glob("*.json")):
         found = pase("solve", file)
         yield (
             file.stem,
@@ -100,20 +114,20 @@ def search_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def schedule_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def schedule_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each scheduled model (name, what every policy makes of it, and the seconds)."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in SCHEDULED:
+        for name in filter(chosen.has, SCHEDULED):
             file = Path(folder) / f"{name}.json"
             pase("compile", f"zoo:{name}", "--devices", 32, "-o", file)
             found = pase("schedule", file, "--policy", "all")
             yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
 
 
-def replay_answers(data: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def replay_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each recorded run (name, the report of pase replay, and the seconds)."""
     for name in REPLAYED:
-        found = pase("replay", data / "traces" / name)
+        found = pase("replay", chosen.data / "traces" / name)
         yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
 
 
@@ -126,7 +140,7 @@ def numbers(value: Any) -> Any:
     return [numbers(v) for v in value] if isinstance(value, list) else value
 
 
-PARTS: dict[str, Callable[[Path], Iterator[tuple[str, dict[str, Any]]]]] = {
+PARTS: dict[str, Callable[[Chosen], Iterator[tuple[str, dict[str, Any]]]]] = {
     "zoo": zoo_answers,
     "search": search_answers,
     "schedule": schedule_answers,
@@ -184,6 +198,8 @@ def main() -> None:
     w = commands.add_parser("write")
     w.add_argument("file", type=Path)
     w.add_argument("--parts", default=",".join(PARTS))
+    w.add_argument("--models", default="", help="of the zoo and to schedule; default: all")
+    w.add_argument("--devices", default=",".join(map(str, DEVICES)), help="of the zoo")
     w.add_argument("--data", type=Path, default=SHARED)
     c = commands.add_parser("compare")
     c.add_argument("before", type=Path)
@@ -192,9 +208,14 @@ def main() -> None:
     if a.command == "compare":
         sys.exit(1 if compare(a.before, a.after) else 0)
     answers: dict[str, Any] = {}
+    chosen = Chosen(
+        models=tuple(filter(None, a.models.split(","))),
+        devices=tuple(map(int, a.devices.split(","))),
+        data=a.data,
+    )
     for part in a.parts.split(","):
         answers[part] = {}
-        for name, answer in PARTS[part](a.data):
+        for name, answer in PARTS[part](chosen):
             answers[part][name] = answer
             print(part, name, flush=True)
     save({"answers": answers}, a.file)
