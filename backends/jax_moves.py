@@ -104,8 +104,7 @@ def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Array:
 
 def _to_front(x: Array, v: WireView) -> Array:
     """The outgoing digits become the first dim; the rest is unchanged."""
-    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
-    x = x.reshape(v.seen).transpose(*v.leaving, *rest)
+    x = x.reshape(v.seen).transpose(*v.to_front)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 

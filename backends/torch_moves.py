@@ -113,8 +113,7 @@ def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> 
 
 def _to_front(x: Tensor, v: WireView) -> Tensor:
     """The outgoing digits become the first dim; the rest is unchanged."""
-    rest = [i for i in range(len(v.seen)) if i not in v.leaving]
-    x = x.reshape(v.seen).permute(*v.leaving, *rest)
+    x = x.reshape(v.seen).permute(*v.to_front)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 

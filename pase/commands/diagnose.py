@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pase.commands.options import print_report
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -53,14 +53,10 @@ def diagnose(
         save_timeline(
             m.timeline, timeline, critical=[int(e) for e in g.event[tasks] if e >= 0], findings=drawn
         )
-    if as_json:
-        typer.echo(json.dumps(report, allow_nan=False))
-    else:
-        _show(report)
+    print_report(report, as_json, _print_findings)
 
 
-def _show(report: JsonObject) -> None:
-
+def _print_findings(report: JsonObject) -> None:
     out = console()
     out.print(report["headline"])
     out.print(

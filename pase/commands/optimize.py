@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from pase.commands.options import print_report
 from pase.files.atomic import write_atomically
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -66,14 +67,10 @@ def optimize(
     report = optimize_report(str(traces), run, outcome)
     if output is not None:
         write_atomically(output, json.dumps(report, indent=1, allow_nan=False) + "\n")
-    if as_json:
-        typer.echo(json.dumps(report, allow_nan=False))
-    else:
-        _show(report)
+    print_report(report, as_json, _print_plan)
 
 
-def _show(report: JsonObject) -> None:
-
+def _print_plan(report: JsonObject) -> None:
     out = console()
     out.print(report["headline"])
     out.print(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from pase.compiler.options import CompileOptions
+from pase.files.json_values import JsonObject
 from pase.files.progress import estimating
 from pase.files.terminal import console
 
@@ -32,6 +33,7 @@ __all__ = [
     "StrictOption",
     "compile_options",
     "print_json",
+    "print_report",
     "progress",
     "strictly",
     "warn_misfit",
@@ -172,6 +174,14 @@ def progress() -> Iterator[Progress]:
         return
     with err.status("") as status:
         yield estimating(status.update)
+
+
+def print_report(report: JsonObject, as_json: bool, human: Callable[[JsonObject], None]) -> None:
+    """Print a report: as one line of JSON, or for people by ``human``."""
+    if as_json:
+        typer.echo(json.dumps(report, allow_nan=False))
+    else:
+        human(report)
 
 
 def print_json(data: object) -> None:

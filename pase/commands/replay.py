@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.commands.options import print_report
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
@@ -93,7 +92,7 @@ def replay(
         )
     if against is not None:
         report = compare_timelines(traces, against, align, timeline=planned)
-        _print(report, as_json, _comparison)
+        print_report(report, as_json, _comparison)
         return
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: there are ends, dpro and none")
@@ -111,7 +110,7 @@ def replay(
         wire_bytes_per_s=_rate(wire),
         force=force,
     )
-    _print(report, as_json, _summary)
+    print_report(report, as_json, _summary)
 
 
 def _rate(wire: str | None) -> float | None:
@@ -194,13 +193,6 @@ def _degrees(
         measured = loaded_kernel_times(kernels)
         out[text] = by_tensor(int(value), model=model, ran=ran, machine=machine, measured=measured)
     return out
-
-
-def _print(report: JsonObject, as_json: bool, human: Callable[[JsonObject], None]) -> None:
-    if as_json:
-        typer.echo(json.dumps(report, allow_nan=False))
-    else:
-        human(report)
 
 
 def _summary(report: JsonObject) -> None:

@@ -101,6 +101,11 @@ class WireView:
     shape: tuple[int, ...]
     along: tuple[int | None, int | None] | None
 
+    @property
+    def to_front(self) -> tuple[int, ...]:
+        """The permutation of ``seen`` that brings the leaving digits to the front and leaves the rest unchanged."""
+        return (*self.leaving, *(i for i in range(len(self.seen)) if i not in self.leaving))
+
 
 @lru_cache(maxsize=1 << 14)
 def view(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> WireView:

@@ -140,3 +140,30 @@ def test_onnx(swish: Function) -> None:
         check(registry.trace(make.make_model(graph, opset_imports=opsets)), "onnx", key)
     finally:
         onnx_rules.RULES.remove(key)
+
+
+@pytest.mark.torch
+def test_torch(swish: Function) -> None:
+    torch = pytest.importorskip("torch")
+    from pase.frontends import torch_rules
+
+    lib = torch.library.Library("pase_new_op", "FRAGMENT")
+    lib.define("swish(Tensor x) -> Tensor")
+    lib.impl("swish", torch.empty_like, "Meta")
+
+    @torch_rules.lowers("pase_new_op::swish")
+    def rule(c: Any) -> Any:
+        return c.elementwise([c.x("x")], swish)
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(SHAPE, device="meta"))
+
+        def forward(self, x: Any) -> Any:
+            return torch.ops.pase_new_op.swish(x * self.weight).sum()
+
+    try:
+        check(registry.trace(Model(), torch.zeros(SHAPE, device="meta")), "torch", "pase_new_op::swish")
+    finally:
+        torch_rules.RULES.remove("pase_new_op::swish")

@@ -1,4 +1,4 @@
-"""A backend, a cost model, a command: each is one new file, found by itself, and no name is given twice."""
+"""A frontend, a backend, a cost model, a pipeline schedule, a command: each is one new file, found by itself."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ import pase
 from pase import cli, costmodels
 from pase.backends.registry import BACKENDS, Backend, emit
 from pase.costmodels.registry import COST_MODELS
+from pase.errors import PaseError
+from pase.frontends.registry import FRONTENDS, coverage
+from pase.pipeline.registry import SCHEDULES, schedule
 
 BACKEND = """
 from pase.backends.registry import BACKENDS, Backend
@@ -30,6 +33,31 @@ from pase.costmodels.registry import register
 class Twice(Analytic):
     def compute(self, *args, **kwargs):
         return 2 * super().compute(*args, **kwargs)
+"""
+FRONTEND = """
+from pase.frontends.registry import FRONTENDS, Frontend, Traced, check_dims
+from pase.ir import functions
+from pase.ops import GraphBuilder, nests
+
+def reads(model):
+    return type(model).__name__ == "Recipe"
+
+def trace(model, *args, name=None, unknown="error", dims=None):
+    check_dims(dims, (), "recipe")
+    b = GraphBuilder(name=name or "recipe")
+    spice, dish = b.parameter("spice", model.shape, "float32"), b.input("dish", model.shape, "float32")
+    (mixed,) = nests.elementwise(b, functions.MUL, [spice, dish], ["float32"])
+    (taste,) = nests.reduce(b, functions.SUM, [mixed], (0, 1), ["float32"])
+    b.output(taste)
+    return Traced(graph=b.finish([taste], frontend="recipes"), param_paths=("spice",), input_paths=("dish",))
+
+FRONTENDS.add("recipes", Frontend(reads=reads, trace=trace, coverage=lambda: {"elementwise": ["mix"]}))
+"""
+SCHEDULE = """
+from pase.pipeline.registry import register
+from pase.pipeline.schedules.flush import gpipe
+
+register("mine", "as gpipe", source="this test")(gpipe)
 """
 COMMAND = """
 def greet(name: str) -> None:
@@ -82,6 +110,31 @@ def test_a_cost_model(new_file, monkeypatch):
     assert twice.cost == pytest.approx(2 * once.cost)
     with pytest.raises(ValueError, match="cost model 'twice' is registered twice"):
         costmodels.register("twice")(object)
+
+
+class Recipe:
+    """A model of a framework that pase does not know."""
+
+    shape = (64, 32)
+
+
+def test_a_frontend(new_file, monkeypatch):
+    """Its models are compiled, and ``pase ops`` lists its ops; the frontends before it are asked as before."""
+    rediscovered(FRONTENDS, monkeypatch)
+    new_file("pase.frontends", "from_recipes", FRONTEND)
+    assert coverage()["recipes"] == {"elementwise": ["mix"]}
+    plan = pase.compile(Recipe(), devices=4, machine="h100x8")
+    assert plan.cost > 0 and [*plan.parameters] == ["spice"] and [*plan.inputs] == ["dish"]
+    assert plan.parameters["spice"].shape == Recipe.shape
+    with pytest.raises(PaseError, match=r"recipe.* has no symbolic size 'salt'"):
+        pase.compile(Recipe(), devices=4, machine="h100x8", dims={"salt": 2})
+
+
+def test_a_schedule_of_a_pipeline(new_file, monkeypatch):
+    rediscovered(SCHEDULES, monkeypatch)
+    new_file("pase.pipeline.schedules", "mine", SCHEDULE)
+    mine, theirs = (schedule(name, 2, 4) for name in ("mine", "gpipe"))
+    assert str(mine) == str(theirs)
 
 
 def test_a_command(new_file, capsys):
