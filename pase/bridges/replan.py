@@ -180,7 +180,7 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
     place = [int(t.name.split()[0]) for t in problem.tensors]
     if place and place[-1] >= len(by_rank[0]):
         raise PaseError(
-            f"profile '{problem.name}' is of another run: it counts more collectives than this one has"
+            f"profile '{problem.name}' belongs to another run: it has more collectives than this one"
         )
     first = by_rank[0][place]
     named = _occurrences(g, by_rank[0])
@@ -372,8 +372,8 @@ def _settled(
             raise PaseError(f"under this bucket plan '{name}' would wait for a message that waits for it")
         if not FUSIBLE.search(name):
             raise PaseError(
-                f"under this bucket plan '{name}' would have to wait for a message that is sent behind it, and it is "
-                f"no elementwise op whose work could be moved"
+                f"under this bucket plan '{name}' would have to wait for a message that is sent behind "
+                "it, and it is not an elementwise op whose work could be moved"
             )
         target = next(
             (b for a, b, _, _ in rows if a == message and b < len(g) and g.kind[b] in GPU_KINDS), None

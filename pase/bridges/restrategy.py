@@ -77,8 +77,8 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
         x, y = getattr(a, what), getattr(b, what)
         if x != y:
             raise PaseError(
-                f"{now} and {other} differ in {what.replace('_', ' ')} ({x}, {y}): their predictions have no common "
-                "measure"
+                f"{now} and {other} differ in {what.replace('_', ' ')} ({x}, {y}), so "
+                "their predictions cannot be compared"
             )
     return a, b
 
@@ -101,7 +101,8 @@ def _scaled(
             # A barrier or a broadcast of the framework's own: no strategy's doing.
             if kind in other:
                 raise PaseError(
-                    f"{where}: the run has {kind} collectives and this layout predicts none: it is not its layout"
+                    f"{where}: the run has {kind} collectives, but this layout predicts "
+                    "none, so it is not the run's layout"
                 )
             continue
         ratios[kind] = _ratio(now[kind], other.get(kind, 0.0))
@@ -111,7 +112,7 @@ def _scaled(
     added = sum(v for k, v in other.items() if k not in now)
     if added and not known and unit != "s":
         raise PaseError(
-            f"costs in {unit} cannot be added to a measured time, and no collective tells a scale"
+            f"costs in {unit} cannot be added to a measured time, and no collective shows the scale"
         )
     added_s = added * (measured_s / known if known else 1.0)
     said = ", ".join(f"{k} ×{v:.3g}" for k, v in ratios.items())

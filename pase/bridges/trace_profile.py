@@ -101,7 +101,7 @@ def problem_from_timeline(
     g = estimate(m, m.steady())
     sends = g.kind == COLLECTIVE
     if not sends.any():
-        raise Infeasible(f"{source or name}: no collective in an iteration: nothing to schedule")
+        raise Infeasible(f"{source or name}: an iteration has no collective, so there is nothing to schedule")
     ranks = sorted(set(g.rank[sends].tolist()))
     if rank is not None and rank not in ranks:
         raise PaseError(f"{source or name}: rank {rank} has no collectives; there are ranks {ranks}")

@@ -95,7 +95,7 @@ class _Fitting:
         self.notes: list[str] = []
         for t, s in self.found:
             if not (math.isfinite(s.seconds) and s.seconds > 0):
-                self.problems.append(f"{t.key}: {s.seconds!r} s is no time; measure again (--fresh)")
+                self.problems.append(f"{t.key}: {s.seconds!r} s is not a time; measure again (--fresh)")
             elif s.spread > max_spread and t.op != "dispatch" and not t.witness:
                 self.problems.append(
                     f"{t.key}: spread {s.spread:.0%} of the median, over {max_spread:.0%}; stop other programs and "

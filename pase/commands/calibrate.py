@@ -278,7 +278,7 @@ def _dtypes(text: str | None) -> tuple[str, ...]:
     known = ("float32", "bfloat16", "float16")
     for dtype in wanted:
         if dtype not in known:
-            raise PaseError(f"--dtypes: '{dtype}' is none of {', '.join(known)}")
+            raise PaseError(f"--dtypes: '{dtype}' is not one of {', '.join(known)}")
     return wanted
 
 

@@ -40,7 +40,7 @@ def diagnose(
     from pase.replay.timeline_io import save_timeline
 
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: there are ends, dpro and none")
+        raise PaseError(f"--align {align}: choose ends, dpro or none")
     m = measure(align_clocks(load_any(traces), align))
     d = diagnose_run(m)
     report = diagnosis_report(str(traces), d)

@@ -48,9 +48,9 @@ def optimize(
     from pase.replay.trust import Run
 
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: there are ends, dpro and none")
+        raise PaseError(f"--align {align}: choose ends, dpro or none")
     if scheme not in ("ring", "ps"):
-        raise PaseError(f"--scheme {scheme}: there are ring and ps")
+        raise PaseError(f"--scheme {scheme}: choose ring or ps")
     if not 0 < budget < 1e6:
         raise PaseError(f"--budget {budget}: give a positive number of seconds")
     run = Run(measured=measure(align_clocks(load_any(traces), align)))

@@ -95,7 +95,7 @@ def replay(
         print_report(report, as_json, _comparison)
         return
     if align not in ("ends", "dpro", "none"):
-        raise PaseError(f"--align {align}: there are ends, dpro and none")
+        raise PaseError(f"--align {align}: choose ends, dpro or none")
     report = replay_report(
         traces,
         align=align,
@@ -134,9 +134,7 @@ def _planned(path: Path) -> Timeline | None:
 
     planned = load(path).timeline
     if planned is None:
-        raise Infeasible(
-            f"{path}: no collective on a parameter: this plan has nothing to schedule, nor to replay"
-        )
+        raise Infeasible(f"{path}: no collective on a parameter: this plan has nothing to schedule or replay")
     return planned
 
 

@@ -200,7 +200,7 @@ def _walk(text: str | None) -> TrainingState | None:
             else:
                 values[key] = int(value) if known[key] == "int" else float(value)
         except (ValueError, KeyError):
-            raise PaseError(f"--loss: {key}={value!r} is no {known[key]}") from None
+            raise PaseError(f"--loss: {key}={value!r} is not a {known[key]}") from None
     return TrainingState(**values)  # type: ignore[arg-type]
 
 

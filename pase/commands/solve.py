@@ -64,7 +64,7 @@ def solve(
     from pase.search.registry import SEARCHES, SearchOptions
 
     if kernel not in ("numba", "numpy"):
-        raise PaseError(f"--kernel {kernel}: there are numba and numpy")
+        raise PaseError(f"--kernel {kernel}: choose numba or numpy")
     search = SEARCHES[method]
     read_from = time.perf_counter()
     tables, memory = read_instance(instance)

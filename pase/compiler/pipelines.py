@@ -120,7 +120,7 @@ def _candidates(
     from pase.frontends.jax_blocks import batch_size, blocks_of
 
     if problem.model.unit != "s":
-        raise PaseError(f"a pipeline is priced in seconds; cost model '{problem.model.name}' has none")
+        raise PaseError(f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none")
     if traced.frontend != "jax":
         raise PaseError(
             f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a pipeline need a JAX "

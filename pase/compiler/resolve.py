@@ -33,7 +33,7 @@ def traced_model(
     }
     if isinstance(model, (str, Path)):
         if params is not None or batch:
-            raise PaseError(f"'{model}' names a model: give no further arguments with it")
+            raise PaseError(f"'{model}' names a model: give no further arguments after it")
         return resolve(str(model), options.unknown, options.dims, **purpose), str(model)
     if registry.frontend_of(model) is None:
         raise PaseError(

@@ -106,8 +106,8 @@ class BoundedReader:
             )
         if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
             raise PaseError(
-                f"{self.where}: {self.since_event >> 20} MiB without an event near byte {self.total}; "
-                "one huge value is no trace"
+                f"{self.where}: {self.since_event >> 20} MiB without an event near byte "
+                f"{self.total}; one huge value is not a trace"
             )
         self._check_depth(chunk)
         # Cut after the last separator, so that no token that NaN-repair looks for is split.

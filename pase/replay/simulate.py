@@ -53,7 +53,7 @@ def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
 
         simulate = _twin.simulate
     else:
-        raise ValueError(f"no kernel '{kernel}'; there are numba and python")
+        raise ValueError(f"no kernel '{kernel}'; choose numba or python")
     ptr, dst, lag = csr(g)
     size = np.bincount(g.gang[g.gang >= 0], minlength=0).astype(np.int64)
     if (size == 0).any():

@@ -38,7 +38,7 @@ def kernels_for(kernel: KernelName, work: float) -> ModuleType:
     It is worth it once numpy would have worked for as long as the import takes: at most twice the least time.
     """
     if kernel not in ("numba", "numpy"):
-        raise ValueError(f"kernel {kernel!r}: there are 'numba' and 'numpy'")
+        raise ValueError(f"kernel {kernel!r}: choose 'numba' or 'numpy'")
     if kernel == "numpy":
         return kernels_numpy
     if "pase.search.kernels_numba" not in sys.modules and _Rented.work + work < _IMPORT_WORK:

@@ -90,8 +90,8 @@ class Within:
             sums = sums_of(self.memory, groups)
             if (sums.room < 0).any():
                 raise Infeasible(
-                    f"the memory limit of {self.memory.limit_bytes:,.0f} bytes cannot be met: the least that can live "
-                    f"takes {-float(sums.room.min()):,.0f} bytes more"
+                    f"the memory limit of {self.memory.limit_bytes:,.0f} bytes cannot be met: what "
+                    f"must be held at least takes {-float(sums.room.min()):,.0f} bytes more"
                 )
             oracle = _Oracle(search=self, sums=sums)
             if not oracle.possible:

@@ -24,7 +24,9 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     from pase.frontends.jax_blocks import batch_size
 
     if problem.model.unit != "s":
-        raise PaseError(f"a stated strategy is priced in seconds; cost model '{problem.model.name}' has none")
+        raise PaseError(
+            f"a stated strategy is priced in seconds, but cost model '{problem.model.name}' has none"
+        )
     if traced.frontend != "jax":
         raise PaseError(
             f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a stated strategy "
@@ -33,7 +35,9 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     examples = batch_size(traced)  # type: ignore[arg-type]
     own = examples // s.ranks
     if own * s.ranks != examples:
-        raise Infeasible(f"a batch of {examples} does not divide by the {s.ranks} data-parallel ranks of {s}")
+        raise Infeasible(
+            f"a batch of {examples} cannot be divided by the {s.ranks} data-parallel ranks of {s}"
+        )
     micro = s.micro or (1 if s.pipeline > 1 else own)
     if own % micro:
         raise Infeasible(f"{own} examples of a data-parallel rank are not whole micro-batches of {micro}")

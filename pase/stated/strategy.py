@@ -101,7 +101,7 @@ def parse(text: str, devices: int) -> Strategy:
         key, equals, value = part.partition("=")
         name = _FLAGS.get(key) or _DEGREES.get(key) or key
         if name in given:
-            raise PaseError(f"'{key}' stands twice in '{text}'")
+            raise PaseError(f"'{key}' occurs twice in '{text}'")
         given[name] = _value(key, value if equals else None, text)
     zero = given.pop("zero", None)
     if zero is not None and zero > 0 and "shard" not in given and "data" in given:

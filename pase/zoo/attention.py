@@ -94,7 +94,7 @@ def norm_leaves(d: int) -> Weights:
 def attention_leaves(d: int, heads: int, *, biases: bool) -> Weights:
     """Four projections between d and heads x (d / heads)."""
     if d % heads:
-        raise PaseError(f"{heads} heads do not divide a width of {d}.")
+        raise PaseError(f"a width of {d} cannot be divided into {heads} heads.")
     k = d // heads
     leaves: dict[str, Weights] = {f"w{name}": weight(d, heads, k, fan_in=d) for name in "qkv"}
     leaves["wo"] = weight(heads, k, d, fan_in=d)

@@ -155,7 +155,7 @@ def _parse(model: str, keywords: Mapping[str, Setting]) -> tuple[Entry, dict[str
         if not equals:
             raise PaseError(f"'{pair}' in '{model}' is not a setting; write {name}?key=value&key=value.")
         if key in given:
-            raise PaseError(f"the setting '{key}' stands twice in '{model}'.")
+            raise PaseError(f"the setting '{key}' occurs twice in '{model}'.")
         given[key] = text
     for key in given.keys() & keywords.keys():
         raise PaseError(f"the setting '{key}' is given in '{model}' and as a keyword.")

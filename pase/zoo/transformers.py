@@ -190,7 +190,7 @@ def vit(
 ) -> Built:
     """Vision transformer: patches by a strided convolution, a class token, pre-norm blocks."""
     if image % patch:
-        raise PaseError(f"image={image} is no multiple of the model's patches of {patch} pixels.")
+        raise PaseError(f"image={image} is not a multiple of the model's patches of {patch} pixels.")
     patches = (image // patch) ** 2
 
     attend = the_attend(attention)

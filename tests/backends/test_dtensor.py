@@ -120,7 +120,7 @@ def test_what_dtensor_cannot_say() -> None:
         to_dtensor.to_json(
             stored(plan, {"up/kernel": (("data", "model"), ()), "down/kernel": (("model",), ())})
         )
-    with pytest.raises(PaseError, match="not neighbours in its mesh 2×2"):
+    with pytest.raises(PaseError, match="not adjacent in its mesh 2×2"):
         to_dtensor.to_json(stored(plan, {"up/kernel": (("model", "data"), ())}))
 
 

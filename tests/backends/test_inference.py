@@ -209,7 +209,7 @@ def _bound(inputs: Any) -> Any:
 
 def test_what_is_no_generation_is_said() -> None:
     fn, m = generation("gpt2")
-    with pytest.raises(PaseError, match="tokens, the steps of decoding"):
+    with pytest.raises(PaseError, match="tokens, the number of decoding steps"):
         pase.Generation(prefill=fn.prefill, decode=fn.decode, tokens=0)
     alone = pase.Generation(prefill=lambda p, b: fn.prefill(p, b)[0], decode=fn.decode, tokens=1)
     with pytest.raises(PaseError, match=r"prefill must return \(token, cache\)"):
@@ -234,7 +234,7 @@ def test_what_is_no_generation_is_said() -> None:
     )
     params = {n: jax.ShapeDtypeStruct((64, 64), "float32") for n in "kqo"}
     plan = pase.compile(decode, params, *inputs, devices=4, mode="inference", carry={1: 1}, baselines=False)
-    with pytest.raises(PaseError, match=r"is one program: compile pase\.Generation"):
+    with pytest.raises(PaseError, match=r"is one program: to get two, compile pase\.Generation"):
         _ = plan.jax.prefill
 
 

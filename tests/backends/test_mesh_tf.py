@@ -72,7 +72,7 @@ def test_a_layout_that_mesh_tf_would_refuse(mesh, layout, says):
     [
         ([("a", 4), ("b", 4)], (), "dims 'a' and 'b' are both split over mesh axis 'x'"),
         ([("a", 3)], (), "dim 'a' of 3 elements over 2 devices is uneven"),
-        ([("c", 3), ("c", 3)], (), "a dim's name stands twice"),
+        ([("c", 3), ("c", 3)], (), "a dim's name occurs twice"),
         ([("a", 4)], ("a",), "this op cannot split 'a'"),
     ],
 )

@@ -120,7 +120,7 @@ def test_what_it_cannot_run_is_said() -> None:
         ),
         ({"groups": {"tape": Group(2)}}, "groups names link 'tape'; 'model' has net"),
         ({"groups": {"net": Group(3)}}, "the group of link 'net' has 3 ranks, but the module's has 2"),
-        ({"plan": late}, "counts its iterations from its first update's first batch"),
+        ({"plan": late}, "must count its iterations from 0"),
     ):
         with pytest.raises(PaseError, match=message):
             hook(**changed)

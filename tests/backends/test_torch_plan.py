@@ -249,7 +249,7 @@ def test_what_does_not_fit_is_said() -> None:
     c = case("tower", RANKS)
     plan = c.case.plan("fsdp")
     assert plan is not None
-    with pytest.raises(PaseError, match="no process group: start the program by torchrun"):
+    with pytest.raises(PaseError, match="there is no process group: start the program with torchrun"):
         plan.torch.parallelize(copy.deepcopy(c.module))
     with alone_among(2, rank=0), pytest.raises(PaseError, match="4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(c.module))

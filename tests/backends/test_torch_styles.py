@@ -81,7 +81,7 @@ def test_torchtitan_reads_its_degrees(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "target", "says"),
     [
-        ("data_parallel", "fsdp2", "splits no parameter"),
+        ("data_parallel", "fsdp2", "splits neither parameters nor their state"),
         ("megatron/megatron_1x4", "fsdp2", "does not split the batch"),
         ("fsdp", "tp-plan", "do not split the batch"),
         ("megatron/megatron_1x4", "torchtitan", "all_reduce over model"),

@@ -98,7 +98,7 @@ def test_two_processes(tmp_path):
         (["--from", "nowhere"], "say with --base NAME which machine they belong to"),
         (["--base", "h100x8"], "--base goes with --from TRACES"),
         (["--coordinator", "a:1"], "several processes need all of --coordinator"),
-        (["--dtypes", "int3"], "--dtypes: 'int3' is none of float32, bfloat16, float16"),
+        (["--dtypes", "int3"], "--dtypes: 'int3' is not one of float32, bfloat16, float16"),
         (["--levels", "a=2,b=2", "-n", "2"], "joins 4 devices, but there are 2"),
     ],
 )

@@ -250,7 +250,7 @@ def test_small_products_faster_than_large_ones_are_refused(clean):
 
 
 def test_no_time_is_refused(clean):
-    assert "nan s is no time" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
+    assert "nan s is not a time" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
 
 
 def test_a_negative_latency_is_refused(clean):

@@ -247,5 +247,5 @@ def test_what_it_cannot_run_is_said():
         plan.jax.in_shardings()
     with pytest.raises(PaseError, match="has shape"):
         plan.jax.device_put(w[:3], x)
-    with pytest.raises(PaseError, match="is one program in lockstep"):
+    with pytest.raises(PaseError, match="runs as one program in lockstep"):
         _ = staged(plan, "circular", 1, (2, 2)).jax

@@ -87,7 +87,7 @@ def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
     ("argv", "words"),
     [
         (["replay", "nowhere"], "no such file"),
-        (["replay", "{traces}", "--align", "stars"], "there are ends, dpro and none"),
+        (["replay", "{traces}", "--align", "stars"], "choose ends, dpro or none"),
         (["replay", "{traces}", "--what-if", "magic=3"], "what-if 'magic=3'"),
         (
             ["replay", "{traces}", "--what-if", "op:nothing-like-it=0.5"],
@@ -97,7 +97,7 @@ def test_optimize_reports_steps_and_buckets(tmp_path: Path) -> None:
         (["optimize", "{traces}", "--memory-limit", "much"], "expected a size"),
         (["optimize", "{traces}", "--memory-limit", "8GiB"], "no memory events"),
         (["optimize", "{traces}", "--passes", "magic"], "no pass 'magic'"),
-        (["diagnose", "{traces}", "--align", "stars"], "there are ends, dpro and none"),
+        (["diagnose", "{traces}", "--align", "stars"], "choose ends, dpro or none"),
         (["profile", "--", "no-such-program-anywhere"], "cannot run"),
     ],
 )

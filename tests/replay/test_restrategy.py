@@ -56,7 +56,7 @@ def test_a_kind_that_the_run_has_not_is_added_in_the_runs_own_measure() -> None:
 
 
 def test_a_layout_that_predicts_none_of_the_runs_collectives_is_not_its_layout() -> None:
-    with pytest.raises(PaseError, match="it is not its layout"):
+    with pytest.raises(PaseError, match="it is not the run's layout"):
         _scaled(serial(), {"compute": 1.0}, {"compute": 1.0, "all_reduce": 1.0}, "s", "now.json")
 
 

@@ -89,7 +89,7 @@ def test_one_policy_and_the_table(profile_file: Path) -> None:
         (["--gantt", "x.pdf"], 2, "write to .html or .png"),
         (["--loss", "speed=1"], 2, "--loss: no 'speed'"),
         (["--emit", "tpu"], 2, "--emit tpu: there are xla, pgle, ddp"),
-        (["--mode", "slow"], 2, "none of auto, fast, exact"),
+        (["--mode", "slow"], 2, "not one of auto, fast, exact"),
     ],
 )
 def test_bad_requests(profile_file: Path, args: list[str], code: int, message: str) -> None:

@@ -210,7 +210,7 @@ def test_jackson_is_the_windows_maximum(n: int) -> None:
 
 
 def test_bad_modes_are_named() -> None:
-    with pytest.raises(PaseError, match="none of auto, fast, exact"):
+    with pytest.raises(PaseError, match="not one of auto, fast, exact"):
         get_policy("ours").make(vgg19(), Options(mode="slow"))
     with pytest.raises(PaseError, match="no scheduling policy 'best'; there are: ddp, fifo"):
         get_policy("best")

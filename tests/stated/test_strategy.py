@@ -61,7 +61,7 @@ def test_what_is_left_is_data_parallel():
         ("tq=2", "'tq' in 'tq=2' is not known"),
         ("tp", "needs a whole number: tp=8"),
         ("tp=0", "out of range"),
-        ("tp=2,tp=4", "'tp' stands twice"),
+        ("tp=2,tp=4", "'tp' occurs twice"),
         ("remat=some", "one of none, selective, full"),
         ("sp=3", "'sp' in 'sp=3' takes no value"),
         ("vp=2", "needs pp=N"),

@@ -81,14 +81,14 @@ def test_every_setting_takes_effect(name: str) -> None:
         ("gpt2?seq=1.5", r"gpt2: seq=1.5 is not an integer\."),
         ("gpt2?seq=", r"gpt2: seq= is not an integer\."),
         ("gpt2?seq", r"'seq' in 'gpt2\?seq' is not a setting; write gpt2\?key=value&key=value\."),
-        ("gpt2?seq=1&seq=2", r"the setting 'seq' stands twice in 'gpt2\?seq=1&seq=2'\."),
+        ("gpt2?seq=1&seq=2", r"the setting 'seq' occurs twice in 'gpt2\?seq=1&seq=2'\."),
         ("gpt2?scan=2", r"gpt2: scan=2 is out of range; it must lie between 0 and 1\."),
         (
             "gpt2?dtype=int8",
             r"dtype=int8 is not a setting of the zoo; choose one of bfloat16, float16, float32\.",
         ),
         ("inception_v3?image=74", r"image=74 is out of range; it must lie between 75 and"),
-        ("vit_l16?image=100", r"image=100 is no multiple of the model's patches of 16 pixels\."),
+        ("vit_l16?image=100", r"image=100 is not a multiple of the model's patches of 16 pixels\."),
     ],
 )
 def test_bad_requests(model: str, message: str) -> None:

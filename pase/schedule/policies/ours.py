@@ -27,7 +27,7 @@ AUTO_EXACT_TENSORS = 8
 def ours(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The best plan found and, in detail, bound_s, gap, proven and how it was found."""
     if options.mode not in ("auto", "fast", "exact"):
-        raise PaseError(f"mode '{options.mode}' is none of auto, fast, exact")
+        raise PaseError(f"mode '{options.mode}' is not one of auto, fast, exact")
     if not problem.tensors:
         return BucketPlan(policy="ours", messages=(), detail={"bound_s": problem.compute_s, "gap": 0.0})
     if problem.is_plain:
