@@ -75,7 +75,7 @@ def layout_answer(layout: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class AnswersWanted:
     """What is asked. models: of the zoo and to schedule; empty: all. devices: of the zoo. data: the shared data."""
 
     models: tuple[str, ...] = ()
@@ -87,7 +87,7 @@ class Chosen:
         return not self.models or model in self.models
 
 
-def zoo_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
+def zoo_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each zoo model and number of devices (name.devices, its layout.json without its times, and the seconds)."""
     import pase as package
     from pase import zoo
@@ -103,7 +103,7 @@ def zoo_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{name} {devices}", layout_answer(layout) | {"seconds": seconds}
 
 
-def search_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
+def search_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each of PaSE's recorded instances (name, the answer of pase solve, and the seconds)."""
     for file in sorted((chosen.data / "pase_instances").glob("*.json")):
         found = pase("solve", file)
@@ -114,7 +114,7 @@ def search_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
         )
 
 
-def schedule_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
+def schedule_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each scheduled model (name, what every policy makes of it, and the seconds)."""
     with tempfile.TemporaryDirectory() as folder:
         for name in filter(chosen.has, SCHEDULED):
@@ -124,7 +124,7 @@ def schedule_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, {"seconds": {"cpu_s": found.pop("cpu_s", 0.0)}, "answer": numbers(found)}
 
 
-def replay_answers(chosen: Chosen) -> Iterator[tuple[str, dict[str, Any]]]:
+def replay_answers(chosen: AnswersWanted) -> Iterator[tuple[str, dict[str, Any]]]:
     """For each recorded run (name, the report of pase replay, and the seconds)."""
     for name in REPLAYED:
         found = pase("replay", chosen.data / "traces" / name)
@@ -140,7 +140,7 @@ def numbers(value: Any) -> Any:
     return [numbers(v) for v in value] if isinstance(value, list) else value
 
 
-PARTS: dict[str, Callable[[Chosen], Iterator[tuple[str, dict[str, Any]]]]] = {
+PARTS: dict[str, Callable[[AnswersWanted], Iterator[tuple[str, dict[str, Any]]]]] = {
     "zoo": zoo_answers,
     "search": search_answers,
     "schedule": schedule_answers,
@@ -208,7 +208,7 @@ def main() -> None:
     if a.command == "compare":
         sys.exit(1 if compare(a.before, a.after) else 0)
     answers: dict[str, Any] = {}
-    chosen = Chosen(
+    chosen = AnswersWanted(
         models=tuple(filter(None, a.models.split(","))),
         devices=tuple(map(int, a.devices.split(","))),
         data=a.data,
