@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,15 +99,14 @@ def questions() -> Iterator[tuple[str, Callable[[], Row]]]:
     """All of them, by name."""
     for bound in BOUND:
         for many in (2, 4):
-            yield f"{bound}: stages={many}", lambda b=bound, n=many: stages(b, n)
+            yield f"{bound}: stages={many}", partial(stages, bound, many)
         for now, then in ((1, 2), (1, 4), (2, 4), (2, 1)):
             for shapes in (True, False):
                 how = "shapes measured" if shapes else "roofline"
-                ask = lambda b=bound, n=now, t=then, s=shapes: tensor(b, n, t, s)  # noqa: E731
-                yield f"{bound}: tensor {now} to {then}, {how}", ask
+                yield f"{bound}: tensor {now} to {then}, {how}", partial(tensor, bound, now, then, shapes)
     for late_us in (200.0, 1000.0):
         for ranks in (4, 8, 32):
-            yield f"late by {late_us:g} µs: data={ranks}", lambda a=late_us, n=ranks: chance(a, n)
+            yield f"late by {late_us:g} µs: data={ranks}", partial(chance, late_us, ranks)
 
 
 def main() -> None:
