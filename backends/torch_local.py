@@ -23,7 +23,7 @@ from pase.backends.torch_ops import NodeOps, OpPair
 from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
-from pase.frontends.torch_export import NO_GRADIENT
+from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_lower import TorchScope, place_of, source_of
 from pase.frontends.values import Value
 from pase.ir import Place

@@ -182,6 +182,8 @@ class NodeOps:
             layout = laid_through(r.gradient if gradient else r.layout, a[1], mesh)
             outs.append((_shape_through(r.shape, a[1]), layout))
         given, laid = reads.given(outs, gradient)
+        if given.get("device") is not None:  # where it was traced is not where it runs
+            given = {**given, "device": self.body.constants.device}
         call = RankCall(
             target=self.node.target,
             ops=[pair.local for pair in work],

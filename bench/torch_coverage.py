@@ -64,6 +64,7 @@ def measured(name: str) -> dict[str, Any]:
     from pase.frontends import torch_hf
     from pase.frontends.from_torch import lowered
     from pase.frontends.torch_export import program_of
+    from pase.frontends.torch_lower import reads_op
 
     row: dict[str, Any] = {"exported": False, "lowered": False, "searched": False}
     began = time.process_time()
@@ -79,7 +80,7 @@ def measured(name: str) -> dict[str, Any]:
         return row | {"stage": "build", "error": f"{type(e).__name__}: {e}"[:1000]}
     lap("build_s")
     try:
-        program = program_of(module, batch, None)
+        program = program_of(module, batch, None, reads_op)
     except PaseError as e:
         taken = _by_torch_alone(module, batch)
         return row | {"stage": "export", "torch_export": taken, "error": str(e)[:1000]}

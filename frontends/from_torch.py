@@ -16,7 +16,7 @@ from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
 from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
-from pase.frontends.torch_lower import TorchLowering, TorchScope, live
+from pase.frontends.torch_lower import TorchLowering, TorchScope, live, reads_op
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Value
@@ -92,7 +92,7 @@ def trace(
     if not batch:
         raise PaseError("give an example batch after the module: pase.compile(module, batch, devices=…)")
     with uncollected():
-        made = lowered(program_of(model, batch, loss), name, unknown)
+        made = lowered(program_of(model, batch, loss, reads_op), name, unknown)
     return replace(made, module=model, batch=batch, loss=loss)
 
 

@@ -11,10 +11,11 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
+from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
 from pase.ir.blocks import Block
 from pase.pytree import Tree
@@ -27,10 +28,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
     from torch.nn import Module
 
-__all__ = ["AGAIN", "NO_GRADIENT", "TorchProgram", "faked", "marked_blocks", "of_pytorch", "program_of"]
+__all__ = ["AGAIN", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
 
-NO_GRADIENT = "pase_no_gradient"
-"""Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
 AGAIN = "pase_again"
 """Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
 _INSIDE = "module."
@@ -63,31 +62,42 @@ class TorchProgram:
     order: tuple[str, ...]
 
 
-def program_of(module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None) -> TorchProgram:
+def program_of(
+    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
+) -> TorchProgram:
     """Export a step: ``loss(module, *batch)``, else what the module itself returns.
 
-    batch: tensors, real, fake or on meta, and anything that holds them. PaseError where PyTorch cannot export it.
+    batch: tensors, real, fake or on meta, and anything that holds them. reads: whether an op of this name has a rule.
+    PaseError where PyTorch cannot export it.
     """
+    first = _first_paths(module)
+    try:
+        exported = _exported(module, batch, loss, reads)
+    except PaseError:
+        raise
+    except Exception as e:
+        places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
+        raise PaseError(why(type(module).__name__, e, places)) from e
+    return _described(exported, first)
+
+
+def _exported(
+    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
+) -> ExportedProgram:
     import torch
 
-    name = type(module).__name__
-    first = _first_paths(module)
     with faked(module) as fake:
-        step = _step(module, loss)
         # A tensor that stands twice in the example (ids, and as labels) is two inputs: detach makes it another.
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        try:
-            with _marked(module):
-                exported = torch.export.export(step, args, strict=False)
-                _by_node(exported.graph_module)
-                exported = exported.run_decompositions({})
-        except PaseError:
-            raise
-        except Exception as e:
-            raise PaseError(_why(name, e)) from e
-    return _described(exported, first)
+        with _marked(module):
+            exported = torch.export.export(step_of(module, loss), args, strict=False)
+            if is_functional(exported.graph_module, reads):
+                inline_regions(exported.graph_module)
+                return exported
+            _by_node(exported.graph_module)
+            return exported.run_decompositions({})
 
 
 def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
@@ -138,7 +148,7 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
             d.update(before)  # type: ignore[arg-type]
 
 
-def _step(module: Module, loss: Callable[..., Tree] | None) -> Module:
+def step_of(module: Module, loss: Callable[..., Tree] | None) -> Module:
     """A module whose forward is the step, and returns a scalar loss."""
     import torch
 
@@ -303,35 +313,3 @@ def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]])
         losses=tuple(losses),
         order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),
     )
-
-
-def of_pytorch(file: str) -> bool:
-    """Is it a file of PyTorch's own, or code that PyTorch made?"""
-    import torch
-
-    return file.startswith((str(Path(torch.__file__).parent), "<"))
-
-
-_REASONS = {
-    "GuardOnDataDependentSymNode": "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over "
-    "one), which does not exist before the model runs: use torch.where, or a size that is known beforehand",
-    "DynamicOutputShapeException": "the size of a tensor depends on the data (nonzero, a mask as an index): use "
-    "torch.where, or a fixed capacity",
-    "DataDependentOutputException": "it asks for the value of a tensor (.item(), .tolist(), bool(tensor)), which does "
-    "not exist before the model runs",
-    "UnsupportedOperatorException": "it calls an op that has no shape rule: give your custom op one by "
-    "torch.library.register_fake",
-}
-"""PyTorch's exceptions -> what they mean for the one who wrote the model."""
-
-
-def _why(name: str, e: Exception) -> str:
-    """What PyTorch says, in a few words, with the line of the user's code where it is known."""
-    import traceback
-
-    told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if not of_pytorch(f.filename)]
-    frames = [f for f in frames if "/pase/" not in f.filename and "/frontends/torch_" not in f.filename]
-    where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    said = " ".join(str(e).split())[:400]
-    return f"PyTorch cannot export {name}{where}: {told + '. ' if told else ''}It says: {type(e).__name__}: {said}"

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Unknown, UnknownOp
-from pase.frontends.torch_export import NO_GRADIENT, of_pytorch
+from pase.frontends.torch_functional import NO_GRADIENT
+from pase.frontends.torch_reasons import of_pytorch
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchCall, arguments, dtype_of, specs_of
@@ -24,12 +25,17 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
 
-__all__ = ["TorchLowering", "TorchScope", "live", "place_of", "source_of"]
+__all__ = ["TorchLowering", "TorchScope", "live", "place_of", "reads_op", "source_of"]
 
 _MOST_DEPTH = 4
 """Decompositions inside of one another."""
 _IGNORED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"})
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
+
+
+def reads_op(name: str) -> bool:
+    """Is there a rule for the op, or nothing to do?"""
+    return name in RULES or name in _IGNORED
 
 
 def live(graph: Graph, wanted: Sequence[str]) -> list[FxNode]:

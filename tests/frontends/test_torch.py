@@ -361,5 +361,38 @@ def test_a_product_of_other_groups_is_refused() -> None:
             return torch.nn.functional.grouped_mm(x, self.up).float().mean()
 
     x = torch.ones(4, 8, 16, dtype=torch.bfloat16)
-    with pytest.raises(PaseError, match=r"groups of \[4, 8, 16\] and of \[4, 16, 32\] are not read"):
+    with pytest.raises(PaseError, match=r"does not read groups of \[4, 8, 16\] and of \[4, 16, 32\]"):
         registry.trace(Experts(), x, x)
+
+
+def test_every_place_that_depends_on_the_data_is_listed() -> None:
+    """With real tensors; the model itself, and what the program had logged, stay as they are."""
+    import logging
+
+    import torch
+
+    class Asks(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            self.seen.add_(1)
+            y = self.inner(x)
+            if y.sum() > 0:
+                y = y * 2
+            first = int(x.abs().sum().item())
+            return y[:first].sum()
+
+    module = Asks()
+    with pytest.raises(PaseError) as told:
+        registry.trace(module, torch.ones(4, 4))
+    text = str(told.value)
+    assert "cannot export Asks" in text and "use torch.where" in text and "There are 2 such places:" in text
+    assert "test_torch.py" in text and "if y.sum() > 0:" in text and "int(x.abs().sum().item())" in text
+    assert (
+        float(module.seen) == 0.0 and logging.getLogger("torch.export._draft_export").level == logging.NOTSET
+    )
+    with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* use torch.where"):
+        registry.trace(Asks(), torch.ones(4, 4))

@@ -1,0 +1,85 @@
+"""Exported graphs that are functional as they are. PyTorch's decomposition, which traces a graph again and is half of
+the time that reading a model takes, is left out for them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pase.frontends.torch_types import FxNode
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+    from torch.fx import GraphModule
+
+__all__ = ["NO_GRADIENT", "inline_regions", "is_functional"]
+
+NO_GRADIENT = "pase_no_gradient"
+"""Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
+
+_READ_AS_THEY_ARE = frozenset(
+    {
+        *("chunk", "contiguous", "expand_as", "flatten", "narrow", "reshape", "to", "type_as", "unflatten"),
+        "dropout",
+    }
+)
+"""Composite ops that may return their operand itself, or a view of it: decomposition writes them as a view, as a copy,
+or as nothing. Where nothing is written in place, that is no difference."""
+
+
+def is_functional(graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
+    """Does nothing in it write in place, and is there no op that has a rule but that decomposition would take apart?
+
+    reads: whether an op of this name has a rule; one that has none is decomposed alone. Regions under
+    ``torch.no_grad`` are looked into; autocast, whose casts only decomposition writes down, and other regions are not
+    functional.
+    """
+    return all(_is_plain(n, graph_module, reads) for n in graph_module.graph.nodes if n.op == "call_function")
+
+
+def _is_plain(n: FxNode, graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
+    import torch
+
+    if n.target is operator.getitem:
+        return True
+    if n.target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+        region = getattr(graph_module, n.args[1].target)
+        return all(m.op != "get_attr" for m in region.graph.nodes) and is_functional(region, reads)
+    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
+        return False
+    name = n.target._schema.name.removeprefix("aten::")
+    return name in _READ_AS_THEY_ARE or not reads(name) or not _is_decomposed(n.target)
+
+
+def _is_decomposed(op: OpOverload) -> bool:
+    """Does ``run_decompositions({})`` take it apart? Of composite ops it keeps those that neither write nor alias."""
+    import torch
+    from torch._export.utils import _is_preservable_cia_op
+
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return op.has_kernel_for_dispatch_key(key) and not _is_preservable_cia_op(op)
+
+
+def inline_regions(graph_module: GraphModule) -> None:
+    """Regions of another gradient mode become part of the graph; what runs in them without gradient is marked so."""
+    import torch
+
+    graph = graph_module.graph
+    for n in list(graph.nodes):
+        if n.target is not torch.ops.higher_order.wrap_with_set_grad_enabled:
+            continue
+        watched, inner, *given = n.args
+        region = getattr(graph_module, inner.target)
+        copies = dict(zip((m for m in region.graph.nodes if m.op == "placeholder"), given, strict=True))
+        with graph.inserting_before(n):
+            made: Any = graph.graph_copy(region.graph, copies)
+        for m in region.graph.nodes:
+            if not watched and m.op == "call_function":
+                new = copies[m]
+                new.meta["custom"] = {**(new.meta.get("custom") or {}), NO_GRADIENT: 1}
+        for reader in list(n.users):
+            assert reader.target is operator.getitem, reader
+            reader.replace_all_uses_with(made[reader.args[1]])
+            graph.erase_node(reader)
+        graph.erase_node(n)
