@@ -45,9 +45,9 @@ class PublishedRow:
 
     @property
     def source(self) -> str:
-        """Its prefix: letters before the number."""
-        found = re.match(r"[A-Za-z_]+", self.id)
-        return found.group().lower() if found else self.id
+        """Its prefix: what is before the number of three digits ("ll3001" is "ll3")."""
+        found = re.match(r"(.+?)\d{3}$", self.id) or re.match(r"([A-Za-z_]+)", self.id)
+        return found.group(1).lower() if found else self.id
 
     @property
     def notes(self) -> str:

@@ -140,6 +140,9 @@ def program_of(row: PublishedRow) -> Program:
         and ("compile" in notes or row.text("precision") == "FP8")
     ):
         program = PROGRAMS["compiled"]
+        if not _compiles_loss(row):
+            eager = PROGRAMS["eager"]
+            program = replace(program, logits=eager.logits, logits_in_parts=eager.logits_in_parts)
     else:
         program = PROGRAMS["eager"]
     if "cudnn" in kernel or kernel == "te":
@@ -153,6 +156,13 @@ def program_of(row: PublishedRow) -> Program:
             program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)
         )
     return program
+
+
+def _compiles_loss(row: PublishedRow) -> bool:
+    """torchtitan compiles its loss too, in the files of its benchmarks from June 2025 on (torchtitan/components/loss.py
+    then; its train.py of December 2024: "compiling loss function causes CUDA errors, turning off for now")."""
+    told = re.search(r"_(20\d{4})_", row.notes)
+    return row.source == "ttn" and told is not None and int(told.group(1)) >= 202506
 
 
 _ZERO = {"ddp": 0, "zero1": 1, "zero2": 2, "zero3": 3, "hsdp": 3, "fsdp": 3}
@@ -190,7 +200,11 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
     data = ranks if zero == 0 else _replicas(row, ranks) if kind == "hsdp" else 1
     own = batch // ranks
-    micro = row.whole("micro_batch") or (1 if pp > 1 else own)
+    chunks = _chunks(row, pp)
+    staged = (
+        max(own // pp, 1) if row.source == "ttn" else 1
+    )  # torchtitan: as many micro-batches as ranks of stages
+    micro = row.whole("micro_batch") or (staged if pp > 1 else own)
     # Aleph Alpha's sheets with a column for sequence parallelism lie in data/seqpara: the sweeps before had none of it.
     told_otherwise = "no" if row.source == "aal" else "yes"
     precision = (row.text("precision") or "BF16").upper()
@@ -205,7 +219,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         context=cp,
         expert=math.gcd(ranks, expert),
         pipeline=pp,
-        chunks=_chunks(row, pp),
+        chunks=chunks,
         micro=micro if own % micro == 0 else 1,
         remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
         precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
@@ -240,8 +254,11 @@ def _replicas(row: PublishedRow, ranks: int) -> int:
 
 def _chunks(row: PublishedRow, stages: int) -> int:
     """Chunks of layers a stage. Megatron sends between stages beside compute in its interleaved schedule alone: a run
-    that does so and tells no number has a block each."""
+    that does so and tells no number has a block each. torchtitan's has two (torchtitan/parallelisms/
+    pipelining_utils.py)."""
     told = row.whole("vp")
+    if told is None and row.source == "ttn" and stages > 1 and "interleaved" in row.notes:
+        return 2
     if told is None and stages > 1 and "pp communication overlapped" in row.notes:
         return max((row.whole("layers") or 1) // stages, 1)
     return told or 1

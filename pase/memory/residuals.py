@@ -15,6 +15,7 @@ from pase.ir import Graph, Node, Op, Scope
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size
 from pase.once import once
+from pase.tables.layouts import number
 
 __all__ = ["Kept", "kept"]
 
@@ -73,6 +74,7 @@ def _root(
 ) -> str | None:
     """The tensor that is kept for ``t``: what it is cheaply made of in the reader's node, on the same side of a
     rematerialised region's border. by: the op that needs t. None: nothing is."""
+    least = t
     while True:
         if t not in maker or t in constant:
             return None
@@ -94,10 +96,24 @@ def _root(
             if a.tensor not in constant and a.tensor in maker and _as_large(graph, a.tensor, size)
         ]
         if len(set(large)) != 1:
-            return t if large else None
+            if large:
+                return t
+            # What is made of parts that are as large together (halves that a rotation joins) is kept, as the narrowest
+            # of its casts; what is made of small operands is not.
+            whole = _of_parts(graph, op, size, constant)
+            return min((least, t), key=lambda x: graph.tensors[x].itemsize) if whole else None
+        if graph.tensors[t].itemsize < graph.tensors[least].itemsize:
+            least = t
         t = large[0]
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:
     """Is the tensor as large as its reader's result?"""
     return bool(graph.tensors[t].elements == size)
+
+
+def _of_parts(graph: Graph, op: Op, size: Size, constant: frozenset[str]) -> bool:
+    """Are the op's operands as large together as its result?"""
+    parts = {a.tensor for a in op.reads if a.tensor not in constant}
+    together = sum(number(graph.tensors[t].elements, t) for t in parts)
+    return len(parts) > 1 and together >= number(size, op.name)

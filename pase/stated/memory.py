@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pase.machine import Mesh
@@ -86,23 +87,56 @@ def _rank(
     held = blocks * block.kept * flying + sum(e.saved for e in ends) * (
         flying if name == "first" and not last else 1
     )
-    working = block.saved - block.kept if s.remat not in (None, "none") else 0.0
-    ahead = 1 if p.one_by_one else 2
-    whole = max(elements - blocks * block.parameters, 0.0) + ahead * block.parameters
-    gathered = whole * (b.used + b.summed) if s.zero == 3 else 0.0
-    if s.zero == 3 and p.by_weight:  # the one that is read, the next, and the gradient of the one before
-        gathered = max(part.largest for part in (*ends, block)) * (2 * b.used + b.summed)
-    if s.zero != 3 and b.weight > b.used:
-        gathered = elements * b.used
-    if s.zero == 3 and (s.pipeline > 1 or not p.gathers_again):
-        gathered = elements * b.used + 2 * block.parameters * b.summed
+    working = max(block.saved - block.kept, 0.0) if s.remat not in (None, "none") else 0.0
+    gathered, summing = _whole(
+        p, s, elements, blocks * block.parameters, block.parameters, _largest(ends, block)
+    )
+    # The logits are gone when the last block runs again and its gradients are made and summed.
+    logits = parts.logits * (4 * _copies(p, s) + 2) if last else 0.0
+    behind = working + summing
+    if behind > logits:
+        held, gathered, logits = held + working, gathered + summing, 0.0
     return RankMemory(
         parameters=b.weight * (apart if s.zero == 3 else elements),
         gradients=b.gradient * (apart if s.zero >= 2 else elements),
         optimizer=b.state * (apart if s.zero >= 1 else elements),
-        activations=held + max(working, 0.0),
+        activations=held,
         gathered=gathered,
-        logits=parts.logits * (4 * p.logits + 2) if last else 0.0,
+        logits=logits,
         reserve=p.reserve_bytes,
         rank=name,
     )
+
+
+def _largest(ends: Sequence[Part], block: Part) -> float:
+    return max(part.largest for part in (*ends, block))
+
+
+def _copies(p: Program, s: Strategy) -> float:
+    """float32 copies of the logits at the loss."""
+    return p.logits if s.tensor == 1 or p.logits_in_parts is None else p.logits_in_parts
+
+
+def _whole(
+    p: Program, s: Strategy, elements: float, in_blocks: float, block: float, largest: float
+) -> tuple[float, float]:
+    """(bytes of weights while they are whole, of gradients while they are made and summed), beside what is stored.
+
+    elements: parameters of the rank, in_blocks of them in blocks, block in one; largest: in one array.
+    Where a program copies what it gathered out of a buffer, that buffer is a stream's own and stays reserved.
+    """
+    b = p.bytes
+    ends, ahead = max(elements - in_blocks, 0.0), (1 if p.one_by_one else 2) * block
+    near = ends + ahead
+    if s.zero != 3:
+        return (elements * b.used if b.weight > b.used else 0.0), 0.0
+    if p.by_weight:  # the one that is read, the next, and the gradient of the one before
+        return largest * 2 * b.used, largest * b.summed
+    buffer = near * b.used if p.copied[0] else 0.0
+    if s.pipeline > 1 or not p.gathers_again:  # they stay, and with stages so does what is added up
+        stays = elements * b.used + buffer
+        if s.pipeline > 1 and p.sums_unsplit:
+            return stays + elements * b.summed, 0.0
+        return stays, 2 * block * b.summed
+    # Gradients of the ends are made, but wait for those of the first part to be summed.
+    return near * b.used + buffer, ends * b.used + ahead * b.summed

@@ -6,7 +6,7 @@ the graph's own work and collectives (``pase.tables``), priced by the cost model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -237,6 +237,10 @@ class _PartsInTheMaking:
             # What products with weights alone keep is kept as they read it.
             if self.strategy.precision == "fp8" and program.keeps_fp8:
                 eighth = by_weights - by_others
+        if program.keeps_chosen:
+            wanted |= self.chosen()
+        elif program.executor.fused:
+            wanted |= self.run_again_from(wanted)
         end = self.logits()
         logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
         for t in wanted:
@@ -255,6 +259,32 @@ class _PartsInTheMaking:
                 part.kept += nbytes
             else:
                 part.kept += nbytes * (1 - self.again(n, op.kind in HEAVY) if at == "block" else 1.0)
+
+    def stays(self, n: Node) -> bool:
+        """Does selective recomputation keep what the products or the attention of this node make?"""
+        inside = n.kind in HEAVY and self.places.of(n.name) == "block"
+        return self.strategy.remat == "selective" and inside and not self.again(n, True)
+
+    def chosen(self) -> set[str]:
+        """Results that selective recomputation keeps."""
+        kept_ = [op for n in self.graph.nodes if self.stays(n) for op in n.ops if op.kind in HEAVY]
+        return {a.tensor for op in kept_ for a in op.writes}
+
+    def run_again_from(self, wanted: Collection[str]) -> set[str]:
+        """Of these results those from which what backward needs is computed again. wanted: what it needs."""
+        makers = {a.tensor: (n, op) for n in self.graph.nodes for op in n.ops for a in op.writes}
+        chosen, found = self.chosen(), set[str]()
+        seen, left = set[str](), list(wanted if chosen else ())
+        while left:
+            t = left.pop()
+            if t in seen or t not in makers or self.places.of(makers[t][0].name) != "block":
+                continue
+            seen.add(t)
+            if t in chosen:
+                found.add(t)
+            elif makers[t][0].kind not in ("carry", "parameter"):
+                left += [a.tensor for a in makers[t][1].reads]
+        return found
 
     def logits(self) -> tuple[Node, Access] | None:
         """The largest tensor that a product makes behind the blocks, with its node: the logits."""

@@ -91,6 +91,10 @@ def price_strategy(
         graph = in_fp8(graph)
     placed = place(graph, s, model)
     parts = parts_of(graph, placed, s, program, model, share)
+    if s.pipeline > 1 and parts.blocks < s.pipeline * s.chunks:
+        raise Infeasible(
+            f"{s} needs {s.pipeline * s.chunks} stages, and '{graph.name}' has {parts.blocks} blocks"
+        )
     run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
     seconds, pipeline = run.step()
     work = step_work(graph, model.machine)

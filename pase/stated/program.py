@@ -3,12 +3,14 @@ entry; every figure is a fact of its code or a measurement that names its source
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pase.ir import Graph, Node
 from pase.ir.precision import weight_products
+from pase.once import once
 from pase.plan.step import COMPILED, EAGER, Executor
 from pase.registry import Registry
 
@@ -72,8 +74,11 @@ class Program:
     sends_beside: stages send beside compute; sends_parts: what tensor parallelism holds whole is sent in parts, one a
     rank (Narayanan et al. 2021, section 4.1).
     context: how keys and values travel: a ring beside attention, or gathered before it.
-    selective: what selective recomputation runs again. logits: float32 copies of the logits that live at once at the
-    loss, besides the logits themselves. fp8_passes: how often a tensor that is turned into fp8 is read for its scale;
+    selective: what selective recomputation runs again. keeps_chosen: all else is kept whether backward reads it or not.
+    logits: float32 copies of the logits that take memory at the loss, besides the logits themselves; logits_in_parts:
+    where tensor parallelism splits the vocabulary; None: as many. sums_unsplit: stages add up gradients that are not
+    summed over devices before the last micro-batch.
+    fp8_passes: how often a tensor that is turned into fp8 is read for its scale;
     keeps_fp8: what a product reads in fp8 is kept so for its backward.
     reserve_bytes: what the context, libraries and the allocator's gaps take of a device.
     """
@@ -97,7 +102,10 @@ class Program:
     sends_beside: bool = False
     sends_parts: bool = False
     context: Literal["ring", "gather"] = "ring"
+    keeps_chosen: bool = False
     logits: float = 2.0
+    logits_in_parts: float | None = None
+    sums_unsplit: bool = False
     fp8_passes: float = 1.0
     keeps_fp8: bool = False
     reserve_bytes: float = 0.0
@@ -105,10 +113,26 @@ class Program:
 
 
 def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
-    """torchtitan's selective per op: attention and every other product are kept, all else runs again."""
+    """torchtitan's selective per op: attention and every other product, the first of a block among them, are kept; all
+    else runs again (torchtitan/parallelisms/parallelize_llama.py, _apply_ac_to_transformer_block)."""
     if not heavy:
         return 1.0
-    return 0.0 if node.kind == "attention" else 0.5
+    if node.kind == "attention":
+        return 0.0
+    place = _place_in_block(graph).get(node.name)
+    return 0.5 if place is None else float(place % 2)  # of what is sent to others than products, half
+
+
+@once
+def _place_in_block(graph: Graph) -> dict[str, int]:
+    """Of each product, how many of its loop's come before it."""
+    seen: Counter[object] = Counter()
+    out = {}
+    for n in graph.nodes:
+        if n.kind in ("matmul", "conv"):
+            out[n.name] = seen[n.main.loops]
+            seen[n.main.loops] += 1
+    return out
 
 
 def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
@@ -164,13 +188,20 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
+        keeps_chosen=True,
         logits=3.0,
+        logits_in_parts=4.0,
+        sums_unsplit=True,
         reserve_bytes=1e9,
         source="copied: FSDP2 copies what was gathered out of its buffer, and gradients into theirs in float32 "
         "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py). kernels: torch's own and flash-attn 2; an RMS "
         "norm is ops of its own (torchtitan/models/norms.py of 2024; torch.nn.RMSNorm before 2.8). rearranges: "
-        "torch/distributed/_functional_collectives.py joins chunks where the dim is not the first. FSDP prefetches the "
-        "next block's gather and sums gradients in a stream of their own (torch.distributed.fsdp)",
+        "torch/distributed/_functional_collectives.py joins chunks where the dim is not the first. FSDP prefetches "
+        "the next block's gather and sums gradients in a stream of their own (torch.distributed.fsdp). keeps_chosen: "
+        "torch.utils.checkpoint keeps the results that a policy saves. logits: cross_entropy's float32 operand, its "
+        "log softmax and, in backward, a gradient of each; the allocator cannot use the bfloat16 ones' block. "
+        "logits_in_parts: torch/distributed/tensor/parallel/loss.py makes one more. sums_unsplit: stages leave "
+        "gradients unsummed in the type of their sum (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).",
     ),
     Program(
         name="compiled",
@@ -181,9 +212,11 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
-        logits=3.0,
+        logits=0.5,
+        sums_unsplit=True,
         reserve_bytes=1e9,
-        source="copied, rearranges: as of eager. light ops within fusions; attention is a library's kernel "
+        source="copied, rearranges: as of eager. logits: the compiled loss reads bfloat16 logits and writes their "
+        "gradient so (torchtitan/components/loss.py). light ops within fusions; attention is a library's kernel "
         "(flash-attn 2 in torch.nn.functional.scaled_dot_product_attention)",
     ),
     Program(

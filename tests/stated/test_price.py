@@ -27,8 +27,8 @@ MODEL = costmodels.get("analytic", H100)
 SMALL = "zoo:llama3_8b?batch=64&seq=512&layers=4&attention=fused&remat=0"
 
 
-def graph_of(batch=16, seq=512):  # type: ignore[no-untyped-def]
-    m = zoo.get("llama3_8b", batch=batch, seq=seq, layers=4, attention="fused", remat=0)
+def graph_of(batch=16, seq=512, **shape):  # type: ignore[no-untyped-def]
+    m = zoo.get("llama3_8b", batch=batch, seq=seq, layers=4, attention="fused", remat=0, **shape)
     return named(simplify(trace(m.loss_fn, m.params, m.batch).graph))
 
 
@@ -89,9 +89,39 @@ def test_seconds_add_up_and_units_agree():
 
 
 def test_recomputation_takes_time_and_saves_memory():
-    none, some, full = (price(f"fsdp=8,remat={r}") for r in ("none", "selective", "full"))
+    """Where the host is ahead of the device, which else hides what runs again."""
+    none, some, full = (price(f"fsdp=8,remat={r}", program=AHEAD) for r in ("none", "selective", "full"))
     assert none.step_s < some.step_s < full.step_s
     assert none.memory.activations > some.memory.activations > full.memory.activations
+
+
+def test_selective_recomputation_keeps_every_other_product():
+    """torchtitan: of seven products of a layer the first, third, fifth and seventh; compiled, only what backward reads:
+    not the last, whose result is added to what goes on."""
+    wide = graph_of(seq=2048, vocab=1 << 18)  # so that the loss is the moment that takes most
+    programs = (PROGRAMS["eager"], replace(PROGRAMS["compiled"], logits=PROGRAMS["eager"].logits))
+    eager, compiled = (price("fsdp=8,remat=selective", program=p, graph=wide).memory for p in programs)
+    tokens = 2 * 2048 * 2  # of a rank, in bfloat16
+    d, kv, ff = 4096, 1024, 14336
+    kept = 4 * tokens * (d + d + kv + d + ff)  # the entry, queries, values, attention's result, gate
+    assert compiled.activations == pytest.approx(kept, rel=0.1)
+    assert eager.activations - compiled.activations >= 4 * tokens * d
+
+
+def test_the_last_blocks_backward_has_the_logits_behind_it():
+    """What runs again in a block and its gradients are not there together with the logits."""
+    sizes = (1024, 1 << 18)
+    few, many = (
+        price("fsdp=8,remat=full", graph=graph_of(seq=2048, vocab=v), program="eager").memory for v in sizes
+    )
+    assert few.logits == 0 and many.logits > 0
+    assert few.activations > many.activations
+
+
+def test_stages_keep_whole_gradients_until_the_last_micro_batch():
+    """FSDP2 under a pipeline: weights stay gathered, and gradients are added up whole in the type of their sum."""
+    m = price("fsdp=4,pp=2,micro=1", program="eager", examples=16).memory
+    assert m.gathered > 4 * m.parameters / 4 * (2 + 4)
 
 
 def test_what_zero_splits_is_split():
