@@ -324,7 +324,7 @@ class _LimitedSearch:
 
         try:
             wanted = self._profile(region.low)
-            solution = p.pricing.solve(self.mesh, solve_within)
+            solution = p.pricing.solve(self.mesh, solve_within, below)
         except Infeasible:
             return None
         if not solution.feasible or solution.cost >= below:

@@ -76,7 +76,7 @@ def search_meshes(
         start = time.perf_counter()
         space = pricing.space(mesh)
         built = time.perf_counter()
-        solution = pricing.solve(mesh)
+        solution = pricing.solve(mesh, below=np.inf if best is None else best.solution.cost)
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
         tried.append((mesh, solution.cost))
         bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution

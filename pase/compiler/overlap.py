@@ -66,16 +66,16 @@ class Beside:
             self.means[weights] = solve(tables)
         return self.means[weights]
 
-    def solve(self, one: SolveMean, most: int = _MOST_WEIGHTS) -> Solution:
-        """The best strategy found, and the proven bound.
+    def solve(self, one: SolveMean, below: float = np.inf, enough: float = _EXACT) -> Solution:
+        """The best strategy found, and the proven bound. below: what costs that much or more need not be found.
 
         one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds need not
-        be met; if it finds none that is allowed, its answer is returned as it is. most: weights to try at most.
+        be met; if it finds none that is allowed, its answer is returned as it is. enough: the relative gap to leave.
         """
         found: Solution | None = None
         planes: list[tuple[float, np.ndarray]] = []
         bound, w, tried = -np.inf, self.best, set[tuple[float, float]]()
-        while w not in tried and len(tried) < most:
+        while w not in tried and len(tried) < _MOST_WEIGHTS:
             tried.add(w)
             s = one(self.at(w), w)
             if s.bound > bound:
@@ -90,7 +90,7 @@ class Beside:
                 found = replace(s, cost=cost)
             planes.append((parts.waited + parts.gathers + parts.moved, parts.ahead(self.slow)))
             height, w = _highest(planes)
-            if found.cost <= bound * (1 + _EXACT) or height <= bound * (1 + _EXACT):
+            if min(found.cost, below, height) <= bound * (1 + enough):
                 break
         assert found is not None
         return replace(

@@ -54,9 +54,9 @@ class Summed:
         """The configs that are searched on a mesh."""
         return self.tables(mesh)[1]
 
-    def solve(self, mesh: Mesh, solver: Solver | None = None) -> Solution:
+    def solve(self, mesh: Mesh, solver: Solver | None = None, below: float = np.inf) -> Solution:
         """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
-        limit; None: there are none."""
+        limit; None: there are none. below: what costs that much or more need not be found."""
         if solver is not None:
             return solver(self.tables(mesh)[0], self._free.get(mesh.sizes), 1.0)
         if mesh.sizes not in self._free:
@@ -108,12 +108,12 @@ class BesideCompute(Summed):
     def space(self, mesh: Mesh) -> Space:
         return self.search(mesh).tables.space
 
-    def solve(self, mesh: Mesh, solver: Solver | None = None) -> Solution:
+    def solve(self, mesh: Mesh, solver: Solver | None = None, below: float = np.inf) -> Solution:
         found = self.search(mesh)
         if solver is not None:
-            return found.solve(lambda tables, w: solver(tables, found.means.get(w), 1 / 2), _MOST_LIMITED)
+            return found.solve(lambda tables, w: solver(tables, found.means.get(w), 1 / 4), below, _ENOUGH)
         if mesh.sizes not in self._free:
-            self._free[mesh.sizes] = found.solve(found.mean)
+            self._free[mesh.sizes] = found.solve(found.mean, below)
         return self._free[mesh.sizes]
 
     def close(self, mesh: Mesh, below: float) -> Solution:
@@ -129,5 +129,5 @@ class BesideCompute(Summed):
         return found.cost(found.tables.space.index(configs))
 
 
-_MOST_LIMITED = 3
-"""Weights of compute and collectives to try under a memory limit."""
+_ENOUGH = 1e-4
+"""The relative gap at which a search under further conditions may stop."""
