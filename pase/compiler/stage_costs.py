@@ -22,7 +22,7 @@ from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
 from pase.tables.work import node_work
 
-__all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs"]
+__all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs", "products_of_weights"]
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
@@ -99,7 +99,7 @@ def _work(
 ) -> None:
     """Add the node's own work to its part."""
     m = turns_of(graph)
-    for_weights = iter(list(_products_of_weights(graph, n)))
+    for_weights = iter(list(products_of_weights(graph, n)))
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
         if w.phase == "update":
@@ -117,7 +117,7 @@ def _work(
             part.input += seconds / m
 
 
-def _products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
+def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
     """For each product of the node's backward, in the order of ``node_work``: whether it is the gradient of weights."""
     for op in n.ops:
         if op.kind in ("matmul", "conv"):

@@ -8,23 +8,21 @@ splits that take longer and need less memory. The schedule decides which split a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from pase.compiler.stage_costs import GatheredWeights, PartCost, part_costs
+from pase.compiler.stage_features import FeatureTables, direction, feature_tables
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
-from pase.ir import Graph, Node
+from pase.ir import Graph
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
-from pase.memory.account import held
 from pase.search import solve
-from pase.tables import CostTables, EdgeTable
-from pase.tables.build import Space, build
-from pase.tables.layouts import local_bytes, number
+from pase.tables import CostTables
 
 __all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageTables"]
 
@@ -115,16 +113,22 @@ class StageTables:
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
 
     @cached_property
-    def built(self) -> tuple[CostTables, Space]:
-        once = 1 / turns_of(self.graph) if self.weights == "once" else 1.0
-        return build(self.graph, self.mesh, self.model, self.optimizer, sync=once, gathers=once)
+    def features(self) -> FeatureTables:
+        return feature_tables(self.graph, self.places, self.mesh, self.model, self.optimizer, self.weights)
+
+    @cached_property
+    def step(self) -> np.ndarray:
+        """The direction of a stage's seconds per step."""
+        m = turns_of(self.graph)
+        return direction(forward=m, input=m, weight=m, before=1, after=1)
 
     def cheapest(
         self, role: StageRole, blocks: float, byte_price: float = 0.0, flying: float = 1.0
     ) -> StageSplit:
         """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held."""
-        space = self.built[1]
-        found = solve(self._weighted(role, blocks / self.places.blocks, byte_price, flying))
+        weights = self.step + byte_price * direction(static=1, kept=flying)
+        space = self.features.space
+        found = solve(self._tables(role, blocks, weights))
         configs = {
             n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, found.choice, strict=True)
         }
@@ -138,68 +142,14 @@ class StageTables:
             )
         return self._splits[key]
 
+    def least(self, role: StageRole, blocks: float, weights: np.ndarray) -> float:
+        """No split of a stage with this many blocks has a smaller weighted sum of features (``stage_features``)."""
+        return float(solve(self._tables(role, blocks, weights)).bound)
+
     def least_s(self, role: StageRole, blocks: float) -> float:
         """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
-        return float(solve(self._weighted(role, blocks / self.places.blocks, 0.0, 0.0)).bound)
+        return self.least(role, blocks, self.step)
 
-    def _weighted(self, role: StageRole, share: float, byte_price: float, flying: float) -> CostTables:
-        tables, space = self.built
-        weight = [role.weight(self.places.parts[n.name], share) for n in space.graph.nodes]
-        made: dict[tuple[int, int, float], np.ndarray] = {}  # equal layers keep sharing their arrays
-
-        def scaled(array: np.ndarray, extra: np.ndarray | None, w: float) -> np.ndarray:
-            key = id(array), id(extra), w
-            if key not in made:
-                plain = np.where(np.isinf(array), np.inf, array * w)
-                made[key] = plain if extra is None else plain + byte_price * w * extra
-            return made[key]
-
-        extra: list[np.ndarray | None] = [None] * len(weight)
-        if byte_price:
-            extra = [static + flying * kept for static, kept in self._bytes]
-        edges = (
-            EdgeTable(
-                src=e.src,
-                dst=e.dst,
-                cost=scaled(e.cost, None, weight[e.dst]),
-                src_class=e.src_class,
-                dst_class=e.dst_class,
-            )
-            for e in tables.edges
-            if weight[e.dst]
-        )
-        costs = tuple(scaled(c, x, w) for c, x, w in zip(tables.node_costs, extra, weight, strict=True))
-        return CostTables(node_costs=costs, edges=tuple(edges), names=tables.names)
-
-    @cached_property
-    def _bytes(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each node and config, the bytes kept through the step and those kept per micro-batch.
-
-        They guide the search; the memory of a split is counted exactly afterwards. Whole weights are counted where they
-        are read.
-        """
-        _, space = self.built
-        out = []
-        for n, cfg in zip(space.graph.nodes, space.configs, strict=True):
-            static, kept = np.zeros(len(cfg)), np.zeros(len(cfg))
-            for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
-                if self.weights == "once" and (h.weights or h.kind == "gradients"):
-                    continue
-                if h.kind != "activations" or h.weights or h.region is not None:
-                    static = static + h.nbytes
-                else:
-                    kept = kept + h.nbytes
-            if self.weights == "once":
-                static = static + sum(self._whole(n, cfg))
-            out.append((static, kept))
-        return out
-
-    def _whole(self, n: Node, cfg: np.ndarray) -> Iterator[np.ndarray]:
-        """Bytes of copies of weights as the node reads them, with the sums of their gradients."""
-        m = turns_of(self.graph)
-        for e in self.graph.edges:
-            source = self.graph.node[e.src]
-            if e.dst == n.name and source.kind == "parameter":
-                tensor, stored = (self.graph.tensors[t] for t in (e.tensor, source.ops[0].writes[0].tensor))
-                local = local_bytes(n, tensor, e.access, cfg, self.mesh) * number(e.op.times, n.name) / m
-                yield local * (1 + stored.itemsize * stored.needs_grad / tensor.itemsize)
+    def _tables(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
+        share, parts = blocks / self.places.blocks, self.places.parts
+        return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])

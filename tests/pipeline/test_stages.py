@@ -15,6 +15,7 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.stage_costs import part_costs
+from pase.compiler.stage_features import Feature
 from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, ONLY, StageTables
 from pase.compiler.stage_places import places_of
 from pase.compiler.variants import Variant, graph_of
@@ -25,6 +26,7 @@ from pase.machine import Mesh
 from pase.memory.account import memory
 from pase.plan.layout import from_json
 from pase.questions.sensitivity import sensitivity
+from pase.search.check import cost_of
 
 from ..command import printed, reported, run
 
@@ -226,3 +228,28 @@ def test_tied_tables_are_summed_between_the_ends():
     t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4)
     assert t.places.tied == ("wte",)
     assert replace(t.places, parts={}).tied == ()
+
+
+@pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
+@pytest.mark.parametrize("weights", ["once", "each"])
+@pytest.mark.parametrize("again", [False, True])
+def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(model, weights, again):
+    t = tables_of(model, 4, weights, again)
+    space, rng = t.features.space, np.random.default_rng(0)
+    for _ in range(5):
+        choice = np.array([rng.integers(len(c)) for c in space.configs])
+        configs = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
+        parts = part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", weights)
+        for part in ("first", "block", "last"):
+            share = 1 / t.places.blocks if part == "block" else 1.0
+            shares = [share * (part in t.places.parts[n.name]) for n in space.graph.nodes]
+            for f in Feature:
+                tables = t.features.weighted(np.eye(len(Feature))[f], shares)
+                found, told = cost_of(tables, choice), parts[part]
+                if f <= Feature.AFTER:
+                    seconds = getattr(told, f.name.lower()) + (told.again if f is Feature.INPUT else 0.0)
+                    assert found == pytest.approx(seconds, rel=1e-9, abs=1e-15)
+                elif f <= Feature.KEPT:
+                    assert found <= getattr(told, f.name.lower()) * (1 + 1e-9) + 1e-6
+                else:
+                    assert found <= (told.inner or told.kept) * (1 + 1e-9) + 1e-6
