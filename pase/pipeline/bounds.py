@@ -8,13 +8,13 @@ path is one more (``pase.pipeline.simulate``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from pase.pipeline.simulate import Path
-from pase.pipeline.types import Kind, Schedule, StageTimes
+from pase.pipeline.types import Action, Kind, Schedule, StageTimes
 
 __all__ = ["lower_bound", "paths", "round_trip_paths", "slowest_stage_bound", "wait_paths", "work_paths"]
 
@@ -42,14 +42,10 @@ class _Chain:
         self.crossed[start:stop] += times * self.crosses[start:stop]
         return self
 
-    def work(self, stages: list[int], forwards: float, weights: bool = True) -> _Chain:
-        """So many forwards of each of a rank's stages, and all of their backwards."""
-        m = self.schedule.micro_batches
-        for k in stages:
-            self.runs[Kind.FORWARD, k] += forwards
-            self.runs[self.back, k] += m
-            if weights and self.back is Kind.INPUT:
-                self.runs[Kind.WEIGHT, k] += m
+    def work(self, actions: Iterable[Action]) -> _Chain:
+        """What one rank does one after another."""
+        for a in actions:
+            self.runs[a.kind, a.stage] += 1
         return self
 
     def path(self, first: int, last: int) -> Path:
@@ -58,32 +54,38 @@ class _Chain:
 
 
 def work_paths(s: Schedule) -> Iterator[Path]:
-    """Each rank's whole work, after the way to its first stage and before the way home from it.
-
-    A rank's first action is its first stage's forward, its last one that stage's backward. Where gradients of weights
-    are apart they may come after it: then without the way home, or without them.
-    """
-    for r in range(s.ranks):
-        mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
-        at = mine[0]
-        yield _Chain(s).there(0, at).work(mine, s.micro_batches, weights=False).home(0, at).path(0, 0)
-        yield _Chain(s).there(0, at).work(mine, s.micro_batches).path(0, at)
-        yield _Chain(s).work(mine, s.micro_batches).path(at, at)
+    """Each rank's whole work, after the way to its first stage and before the way home from its last backward."""
+    for order in s.orders:
+        yield from _from(s, order, lambda chain, order=order: chain.there(0, order[0].stage))
 
 
 def wait_paths(s: Schedule) -> Iterator[Path]:
-    """Of one stage a rank: its first backward waits for a micro-batch's way to the last stage and back; of the rank's
-    work only the forwards before that are done by then.
+    """A rank's first backward waits for a micro-batch's way to the last stage and back; of the rank's work only the
+    forwards that its list has before it are done by then.
 
-    Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards stand before stage j's first backward.
+    With one stage a rank: Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards stand before stage j's first
+    backward.
     """
-    for j in range(s.ranks):
-        ahead = next(i for i, a in enumerate(s.orders[j]) if a.kind != Kind.FORWARD)
-        left = s.micro_batches - ahead
-        for weights in (False, True):
-            chain = _Chain(s).there(0, s.stages).home(j + 1, s.stages).work([j], left, weights)
+    for order in s.orders:
+        ahead = next(i for i, a in enumerate(order) if a.kind != Kind.FORWARD)
+        j = order[ahead].stage
+
+        def way(chain: _Chain, j: int = j) -> _Chain:
+            chain.there(0, s.stages).home(j + 1, s.stages)
             chain.crossed[j : j + 1] += chain.crosses[j : j + 1]  # to stage j itself
-            yield chain.path(0, j) if weights else chain.home(0, j).path(0, 0)
+            return chain
+
+        yield from _from(s, order[ahead:], way)
+
+
+def _from(s: Schedule, order: Sequence[Action], way: Callable[[_Chain], _Chain]) -> Iterator[Path]:
+    """On the way, then through a rank's list: to its end; or up to its last backward that others wait for, and home."""
+    until = max(i for i, a in enumerate(order) if a.kind in (Kind.BACKWARD, Kind.INPUT)) + 1
+    rank, at = s.rank_of[order[0].stage], order[until - 1].stage
+    yield way(_Chain(s)).work(order).path(0, at)
+    yield way(_Chain(s)).work(order[:until]).home(0, at).path(0, 0)
+    if order is s.orders[rank]:
+        yield _Chain(s).work(order).path(order[0].stage, at)
 
 
 def round_trip_paths(s: Schedule) -> Iterator[Path]:
@@ -100,8 +102,8 @@ def round_trip_paths(s: Schedule) -> Iterator[Path]:
 def paths(schedule: Schedule) -> tuple[Path, ...]:
     """All of those that the schedule has."""
     one = schedule.stages == schedule.ranks
-    more = (*wait_paths(schedule), *round_trip_paths(schedule)) if one else ()
-    return (*work_paths(schedule), *more)
+    more = round_trip_paths(schedule) if one else ()
+    return (*work_paths(schedule), *wait_paths(schedule), *more)
 
 
 def lower_bound(schedule: Schedule, times: StageTimes) -> float:
