@@ -1,8 +1,9 @@
 """The search over pipelines: number of ranks, number of micro-batches, mesh of each rank's devices, schedule and cuts.
 
-Ranks, micro-batches and meshes form an outer loop. It starts with the candidate that has the lowest bound. The bound is
-the mean work of the ranks, which no schedule, cuts or splits can undercut. The loop ends when the next bound is no
-lower than the best pipeline found.
+Ranks, micro-batches and meshes form an outer loop. It starts with the candidate that has the lowest mean work of its
+ranks, which no schedule, cuts or splits can undercut. The loop ends when the next one's is no lower than the best
+pipeline found. What remains of the candidates before it is bounded again, now with the schedules' paths and each rank's
+memory (``stage_bounds``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pase.compiler.plans import provenance_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import Places, places_of
-from pase.compiler.stage_search import Staged, StageMenu, chunks_of, disciplines
+from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import Variant, graph_of, variants
 from pase.errors import Infeasible, PaseError
 from pase.ir import Graph, digest
@@ -94,6 +95,7 @@ def search_pipelines(
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
     began, end = time.perf_counter(), time.perf_counter() + options.time_limit / 2
+    searched = list[tuple[_Candidate, StageMenu]]()
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
@@ -101,11 +103,20 @@ def search_pipelines(
             out.left = len(candidates) - i
             break
         say(f"{c.ranks} ranks of {'×'.join(map(str, c.mesh.sizes))}, {c.micro_batches} micro-batches")
-        found, menu = _search(c, options, limit, below)
+        found, menu = _search(c, limit, below)
+        searched.append((c, menu))
         if found is not None:
             out.best, out.menu, below = found, menu, found.step_s
-    out.bound = min(min((c.least for c in candidates), default=math.inf), below)
     out.seconds["search"] = time.perf_counter() - began
+    began = time.perf_counter()
+    out.bound = min((c.least for c in candidates[len(searched) :]), default=math.inf)
+    out.bound = min(out.bound, below)
+    for c, menu in searched:
+        seen = c.least >= out.bound or time.perf_counter() > end
+        if not seen:
+            say(f"a bound for {c.ranks} ranks of {'×'.join(map(str, c.mesh.sizes))}")
+        out.bound = min(out.bound, c.least if seen else max(c.least, menu.bounded_s(out.bound)))
+    out.seconds["bound"] = time.perf_counter() - began
     if out.best is None and math.isinf(below):
         raise Infeasible(
             f"no pipeline found that fits {limit / 2**30:.4g} GiB a device: use more devices or a smaller batch"
@@ -202,9 +213,7 @@ def _stage_meshes(problem: SplitProblem, options: CompileOptions, ranks: int) ->
     return [m for m in every if len(m.sizes) == 1 or m.sizes[-1] <= near]
 
 
-def _search(
-    c: _Candidate, options: CompileOptions, limit: float, below: float
-) -> tuple[Staged | None, StageMenu | None]:
+def _search(c: _Candidate, limit: float, below: float) -> tuple[Staged | None, StageMenu]:
     """The candidate's best pipeline that takes less than ``below``.
 
     Gathers and sums at each micro-batch take longer but need less memory. They are tried if nothing fits without them.
@@ -220,12 +229,11 @@ def _search(
         ]
         menu = StageMenu(tables, c.ranks, c.micro_batches, limit)
         best, top, fits = None, below, False
-        for d in sorted(disciplines(), key=lambda d: -d.chunks[0]):
-            for chunks in chunks_of(d, menu.places.blocks, c.ranks):
-                found, fitted = menu.staged(d, chunks, top)
-                fits |= fitted
-                if found is not None:
-                    best, top = found, found.step_s
+        for d, chunks in menu.schedules():
+            found, fitted = menu.staged(d, chunks, top)
+            fits |= fitted
+            if found is not None:
+                best, top = found, found.step_s
         if fits or math.isinf(limit):
             break
     return best, menu
@@ -261,7 +269,9 @@ def plan_staged(
         tried=[Tried(mesh=s.mesh.sizes, cost=s.step_s)],
         seconds=seconds,
         provenance=provenance_of(
-            t.graph, "stages: tables of one graph, cuts by paths", "mean work of the ranks"
+            t.graph,
+            "stages: tables of one graph, cuts by paths",
+            "paths of the schedules, with each rank's memory",
         ),
         traced=traced,
         graph_digest=digest(traced.graph),
@@ -307,12 +317,11 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
     )
     others = {}
-    for d in disciplines():
-        for chunks in chunks_of(d, menu.places.blocks, s.schedule.ranks):
-            if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
-                other, _ = menu.staged(d, chunks)
-                if other is not None:
-                    others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
+    for d, chunks in menu.schedules():
+        if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
+            other, _ = menu.staged(d, chunks)
+            if other is not None:
+                others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
     where = {n.name: n for n in menu.graph.nodes}
     return PipelinePlan(
         degree=s.schedule.ranks,
@@ -338,10 +347,9 @@ def _scope(found: Pipelines) -> str:
     left = f"; {found.left} of them were bounded only, in the time" if found.left else ""
     left += f"; {found.unseen} more were not looked at, in the time" if found.unseen else ""
     return (
-        f"the bound is the mean work of the ranks, over {found.tried} choices of ranks, micro-batches ("
-        f"{', '.join(map(str, _MICRO_BATCHES))} times the ranks, or as given) and meshes of at most two axes{left}; it "
-        f"holds for every schedule, every cut and every split of a stage, with or without a memory limit; ranks are "
-        f"the outermost axis"
+        f"the bound is over {found.tried} choices of ranks, micro-batches ({', '.join(map(str, _MICRO_BATCHES))} times "
+        f"the ranks, or as given) and meshes of at most two axes{left}; it holds for every cut, and every split of "
+        f"each stage, under all schedules but 'circular', within the memory limit; ranks are the outermost axis"
     )
 
 

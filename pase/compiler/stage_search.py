@@ -5,12 +5,14 @@ It chooses the schedule, how each stage is split, and how many blocks each stage
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from pase.compiler.stage_bounds import StageBounds
 from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.errors import Infeasible
@@ -25,7 +27,7 @@ from pase.tables.charges import Charge
 from pase.tables.layouts import forward_states, local_bytes, write_states
 from pase.tables.reshard import reshard
 
-__all__ = ["StageMenu", "Staged", "chunks_of"]
+__all__ = ["StageMenu", "Staged"]
 
 _PRICES = (0.1, 0.5, 4.0)
 """Prices per byte at which stages are split: the value of a device's memory, as a multiple of the stage's step."""
@@ -95,10 +97,43 @@ class StageMenu:
             self._splits[role] = found
         return self._splits[role]
 
+    def schedules(self) -> Iterator[tuple[Discipline, int]]:
+        """Those to try, with their stages per rank: those with several stages first."""
+        for d in sorted(disciplines(), key=lambda d: -d.chunks[0]):
+            for chunks in chunks_of(d, self.places.blocks, self.ranks):
+                if not d.refuses(self.ranks, self.micro_batches, chunks):
+                    yield d, chunks
+
+    def bounded_s(self, below: float) -> float:
+        """A lower bound on every pipeline of these ranks under the schedules, within the limit; at most ``below``."""
+        each = [
+            StageTables(t.graph, t.places, t.variant, t.mesh, t.model, t.optimizer, "each")
+            for t in self.tables
+            if t.weights == "once" and not math.isinf(self.limit)
+        ]
+        bounds = StageBounds(
+            tables=[t for t in self.tables if t.weights == "once"] + each,
+            ranks=self.ranks,
+            limit=self.limit,
+            send_s=self._least_send_s(),
+        )
+        for d, chunks in self.schedules():
+            s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+            below = min(below, bounds.least_s(self._problem(s, self._chosen(s, 1.0)), below))
+        return below
+
+    def _least_send_s(self) -> float:
+        """Seconds to send one micro-batch's activations to the next stage, however they are split."""
+        space, nbytes = self.tables[0].features.space, 0.0
+        for name, tensor in self.places.crossing:
+            n = self.graph.node[name]
+            cfg = space.configs[space.graph.nodes.index(n)]
+            access = n.write_of(tensor)[1]
+            nbytes += float(local_bytes(n, self.graph.tensors[tensor], access, cfg, self.mesh).min())
+        return send_s(self.model, self.ranks, self.mesh.devices, nbytes)
+
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
         """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline may fit)."""
-        if d.refuses(self.ranks, self.micro_batches, chunks):
-            return None, False
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         tried = list[tuple[StageSplit, ...]]()
         for room in _ROOMS:

@@ -9,7 +9,7 @@ ends when none could be shorter than the best simulated. (A cutting-plane method
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from pase.pipeline.types import Schedule, StageTimes
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
 
-__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts"]
+__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "longest_paths", "most_held"]
 
 TOLERANCE = 1e-6
 """Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
@@ -98,14 +98,16 @@ class CutProblem:
         rows, room = [], []
         for r in range(s.ranks):
             mine = self.on_rank[r]
-            for held in _most(in_flight(s, r)):
+            for held in most_held(s, r):
                 rows.append(mine * e.held + held[0] * e.kept + held[1] * e.for_weights)
                 room.append(self.limit - float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights))
         return np.array(rows), np.array(room)
 
 
-def _most(held: np.ndarray) -> np.ndarray:
-    """The moments at which no other has as much of everything; held: float64 [moments, 2, stages]."""
+@lru_cache(maxsize=1024)
+def most_held(schedule: Schedule, rank: int) -> np.ndarray:
+    """The moments at which no other has as much of everything, of ``in_flight``; float64 [moments, 2, stages]."""
+    held = in_flight(schedule, rank)
     flat = np.unique(held.reshape(len(held), -1), axis=0)[::-1]
     kept: list[np.ndarray] = []
     for row in flat:
@@ -147,7 +149,7 @@ def best_cuts(
         raise Infeasible(f"{problem.blocks} blocks do not fill {s.stages} stages")
     known = [problem.along(p) for p in paths(s)]
     best: tuple[np.ndarray, Simulated] | None = None
-    bound, tried = _relaxed(problem, known), 0
+    bound, tried = _parts(problem, known)[1], 0
     while bound < below * (1 - TOLERANCE) and tried < most:
         counts, least = _master(problem, known, gap / 2, seconds)
         if best is None and s.stages > _MOST_STAGES:  # equal numbers to begin with
@@ -174,10 +176,33 @@ def best_cuts(
     return Cuts(counts=tuple(map(int, best[0])), simulated=best[1], bound=bound, simulations=tried)
 
 
-def _relaxed(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> float:
-    """A lower bound by parts of blocks."""
+def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[np.ndarray, float]:
+    """(parts of blocks whose longest known path is shortest, a lower bound on any's)."""
     found, unit = _program(problem, known, 0.0, {})
-    return float(found.fun) * unit
+    return found.x[:-1], float(found.fun) * unit
+
+
+def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> list[Path]:
+    """The paths of the schedule that decide by how much parts of blocks may shorten the step.
+
+    Between the program's answer, which is far out at first, and the best parts so far, a simulation finds the longest
+    path. (In-out separation: Ben-Ameur and Neto 2007.) Infeasible where no numbers fit.
+    """
+    s = problem.schedule
+    every = list(paths(s))
+    known = [problem.along(p) for p in every]
+    least, inner = np.inf, None
+    for _ in range(rounds):
+        parts, bound = _parts(problem, known)
+        if bound >= least * (1 - gap):
+            break
+        tried = parts if inner is None else 0.3 * parts + 0.7 * inner
+        done = simulate(s, problem.times(tried))
+        if done.step_s < least:
+            least, inner = done.step_s, tried
+        every.append(done.path)
+        known.append(problem.along(done.path))
+    return every
 
 
 def _master(
@@ -188,8 +213,8 @@ def _master(
     Of many stages, parts of blocks that are rounded: the bound holds, the numbers are near it.
     """
     if problem.schedule.stages > _MOST_STAGES:
-        found, unit = _program(problem, known, 0.0, {})
-        return _rounded(problem, found.x[:-1]), float(found.fun) * unit
+        parts, least = _parts(problem, known)
+        return _rounded(problem, parts), least
     limits = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0} | (
         {"time_limit": seconds} if np.isfinite(seconds) else {}
     )
