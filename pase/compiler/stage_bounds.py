@@ -12,14 +12,14 @@ for every cut, and every split and way to recompute of each stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pase.compiler.stage_features import Feature, direction
 from pase.compiler.stage_menu import StageRole, StageTables
-from pase.errors import Infeasible
+from pase.errors import Infeasible, PaseError
 from pase.pipeline.cuts import CutProblem, longest_paths, most_held
 from pase.pipeline.simulate import Path, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -62,6 +62,8 @@ class _Answer:
     step_s: float
     stages: np.ndarray
     directions: np.ndarray
+    used: frozenset[int]
+    """``id`` of the half-spaces that it rests on."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -98,10 +100,10 @@ class StageBounds:
                 for weights in (self.tables[0].step, *_FIRST, *self._bytes()):
                     self._search(role, weights)
         chains = longest_paths(replace(problem, bytes_fixed=None))
-        best, still = 0.0, 0
+        best, still, active = 0.0, 0, {role: list(self.known[role]) for role in roles}
         for _ in range(rounds):
             try:
-                found = self._program(s, roles, chains)
+                found = self._program(s, roles, chains, active)
             except Infeasible:
                 return np.inf
             still = still + 1 if found.step_s < best * (1 + _ENOUGH) else 0
@@ -109,8 +111,9 @@ class StageBounds:
             if best >= below or still >= _STILL:
                 break
             chains.append(simulate(s, self._times(s, found.stages)).path)
+            active = {role: [h for h in hs if id(h) in found.used] for role, hs in active.items()}
             for role, weights in self._asked(roles, found.directions):
-                self._search(role, weights)
+                active[role].append(self._search(role, weights))
         return best
 
     def _bytes(self) -> Iterator[np.ndarray]:
@@ -155,15 +158,17 @@ class StageBounds:
             after=np.bincount(rank, stages[:, Feature.AFTER], s.ranks),
         )
 
-    def _search(self, role: StageRole, weights: np.ndarray) -> None:
-        """Add the half-space of a direction."""
-        size = np.abs(weights * self.unit).max()
-        if size == 0.0:
-            return
-        weights = weights / size
+    def _search(self, role: StageRole, weights: np.ndarray) -> _HalfSpace:
+        """The half-space of a direction, which is then known."""
+        weights = weights / np.abs(weights * self.unit).max()
+        free = not weights[Feature.STATIC :].any()
+        rises = weights[Feature.FORWARD] < weights[Feature.BEFORE]
+        rises |= weights[Feature.WEIGHT] < weights[Feature.AFTER]
+        # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time.
+        tables = self.tables[:1] if free and not rises else self.tables
 
         def least(blocks: float) -> float:
-            return min(t.least(role, blocks, weights) for t in self.tables)
+            return min(t.least(role, blocks, weights) for t in tables)
 
         if role == StageRole():  # without ends all grows with the blocks
             made = _HalfSpace(weights=weights, base=0.0, slope=least(self.blocks) / self.blocks)
@@ -173,43 +178,50 @@ class StageBounds:
             slope = (at_high - at_low) / (high - low)
             made = _HalfSpace(weights=weights, base=at_low - slope * low, slope=slope)
         self.known[role].append(made)
+        return made
 
-    def _program(self, s: Schedule, roles: Sequence[StageRole], known: Sequence[Path]) -> _Answer:
+    def _program(
+        self,
+        s: Schedule,
+        roles: Sequence[StageRole],
+        known: Sequence[Path],
+        active: Mapping[StageRole, Sequence[_HalfSpace]],
+    ) -> _Answer:
         from scipy.optimize import linprog
-        from scipy.sparse import csr_array
+        from scipy.sparse import csr_array, hstack, vstack
 
-        many, features = s.stages, len(Feature)
-        width = many * (1 + features) + 1  # blocks of each stage, its features, the step
-        scale = self._scale()
-        rows, tops = [], []
-
-        def row(of_blocks: np.ndarray | float, of_features: np.ndarray, of_step: float, top: float) -> None:
-            out = np.zeros(width)
-            out[:many] = of_blocks
-            out[many:-1] = (of_features * scale).ravel()
-            out[-1] = of_step
-            rows.append(out)
-            tops.append(top)
-
-        moments = list(self._moments(s))
+        many, features, scale = s.stages, len(Feature), self._scale()
+        of = np.tile(scale, many)  # columns: blocks of each stage, its features, the step
         chains = [_along(s, p) for p in known]
-        for coefficients, crossed in chains:
-            row(0.0, coefficients / scale[0], -1.0, -crossed * self.send_s / scale[0])
-        for moment in moments:
-            row(0.0, moment / self.limit, 0.0, 1.0)
-        for k, role in enumerate(roles):
-            for h in self.known[role]:
-                of = np.zeros((many, features))
-                of[k] = -h.weights
-                size = float(np.abs(h.weights * scale).max())
-                blocks = np.zeros(many)
-                blocks[k] = h.slope / size
-                row(blocks, of / size, 0.0, -h.base / size)
+        moments = list(self._moments(s))
+        along = np.array([c.ravel() for c, _ in chains]) * of / scale[0]
+        rows = [np.hstack([np.zeros((len(chains), many)), along, -np.ones((len(chains), 1))])]
+        tops = [np.array([-crossed * self.send_s / scale[0] for _, crossed in chains])]
+        if moments:
+            held = np.array([m.ravel() for m in moments]) * of / self.limit
+            rows.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), 1))]))
+            tops.append(np.ones(len(moments)))
+        dense = csr_array(np.vstack(rows))
+        sparse, owners = [], list[tuple[StageRole, int]]()
+        for role, hs in active.items():
+            at = np.array([k for k, r in enumerate(roles) if r == role])
+            weights = np.array([h.weights for h in hs]) * scale
+            size = np.abs(weights).max(axis=1)
+            lines = np.hstack([np.array([[h.slope] for h in hs]), -weights]) / size[:, None]
+            columns = np.hstack([at[:, None], many + at[:, None] * features + np.arange(features)])
+            count = len(hs) * len(at)
+            data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
+            where = np.broadcast_to(columns[:, None], (len(at), len(hs), 1 + features)).ravel()
+            start = np.arange(count + 1) * (1 + features)
+            sparse.append(csr_array((data, where, start), shape=(count, many * (1 + features) + 1)))
+            tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
+            owners.append((role, count))
+        width = many * (1 + features) + 1
         found = linprog(
             np.append(np.zeros(width - 1), 1.0),
-            A_ub=csr_array(np.array(rows)),
-            b_ub=np.array(tops),
-            A_eq=csr_array(np.append(np.ones(many), np.zeros(width - many))[None]),
+            A_ub=vstack([dense, *sparse], format="csr"),
+            b_ub=np.concatenate(tops),
+            A_eq=hstack([np.ones((1, many)), csr_array((1, width - many))], format="csr"),
             b_eq=[float(self.blocks)],
             bounds=[(1.0, float(self.blocks))] * many + [(0.0, None)] * (width - many),
             method="highs",
@@ -217,17 +229,23 @@ class StageBounds:
         if found.status == 2:
             raise Infeasible(f"no blocks fit under schedule '{s.name}'")
         if found.status != 0:
-            nothing = np.zeros((many, features))
-            return _Answer(step_s=0.0, stages=nothing, directions=nothing)
+            raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
         prices = -found.ineqlin.marginals
-        directions = sum(
-            (p * c for p, (c, _) in zip(prices, chains, strict=False) if p > 0), np.zeros((many, features))
+        paid, kept, rest = np.split(prices, [len(chains), len(chains) + len(moments)])
+        directions = np.tensordot(paid, np.array([c for c, _ in chains]), 1)
+        if moments:  # in seconds per byte
+            directions = directions + np.tensordot(kept, np.array(moments), 1) * scale[0] / self.limit
+        used = set[int]()
+        for role, count in owners:
+            mine, rest = np.split(rest, [count])
+            on = mine.reshape(-1, len(active[role])).any(axis=0)
+            used |= {id(h) for h, u in zip(active[role], on, strict=True) if u}
+        return _Answer(
+            step_s=float(found.fun) * scale[0],
+            stages=found.x[many:-1].reshape(many, features) * scale,
+            directions=directions,
+            used=frozenset(used),
         )
-        for p, moment in zip(prices[len(chains) :], moments, strict=False):
-            if p > 0:  # in seconds per byte
-                directions = directions + p * scale[0] * moment / self.limit
-        stages = found.x[many:-1].reshape(many, features) * scale
-        return _Answer(step_s=float(found.fun) * scale[0], stages=stages, directions=directions)
 
     def _scale(self) -> np.ndarray:
         """Of the features, in the program: a rank's step, the limit."""

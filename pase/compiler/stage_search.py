@@ -119,7 +119,7 @@ class StageMenu:
         )
         for d, chunks in self.schedules():
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
-            below = min(below, bounds.least_s(self._problem(s, self._chosen(s, 1.0)), below))
+            below = min(below, bounds.least_s(self.problem(s, self._chosen(s, 1.0)), below))
         return below
 
     def _least_send_s(self) -> float:
@@ -141,7 +141,7 @@ class StageMenu:
             if splits in tried:
                 continue
             tried.append(splits)
-            problem = self._problem(s, splits)
+            problem = self.problem(s, splits)
             try:
                 cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _SECONDS)
             except Infeasible:
@@ -187,7 +187,8 @@ class StageMenu:
             out |= dict(zip(mine, ways[best], strict=True))
         return tuple(out[k] for k in range(s.stages))
 
-    def _problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
+    def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
+        """How many blocks each stage gets, split as given."""
         fixed, each = (
             {name: np.array([f(w, name) for w in splits]) for name in _FIELDS}
             for f in (StageSplit.fixed, StageSplit.of_block)

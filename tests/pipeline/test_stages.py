@@ -14,16 +14,20 @@ from pase.backends.registry import emit
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
+from pase.compiler.stage_bounds import StageBounds
 from pase.compiler.stage_costs import part_costs
 from pase.compiler.stage_features import Feature
-from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, ONLY, StageTables
+from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, ONLY, StageRole, StageTables
 from pase.compiler.stage_places import places_of
+from pase.compiler.stage_search import StageMenu
 from pase.compiler.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
 from pase.files.codec import to_tree
 from pase.frontends.jax_blocks import blocks_of
 from pase.machine import Mesh
 from pase.memory.account import memory
+from pase.pipeline.registry import schedule
+from pase.pipeline.simulate import simulate
 from pase.plan.layout import from_json
 from pase.questions.sensitivity import sensitivity
 from pase.search.check import cost_of
@@ -253,3 +257,29 @@ def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(mo
                     assert found <= getattr(told, f.name.lower()) * (1 + 1e-9) + 1e-6
                 else:
                     assert found <= (told.inner or told.kept) * (1 + 1e-9) + 1e-6
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_no_splits_and_no_cuts_beat_the_bound(limited):
+    """Random splits of every stage and random cuts under a schedule, as they are priced for a plan."""
+    ways = [tables_of(SCANNED, 4, w, again) for w, again in (("once", False), ("each", False), ("each", True))]
+    rng, closest = np.random.default_rng(0), 0.0
+    most = 0.9 * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
+    menu = StageMenu(ways, 2, 4, most if limited else np.inf)
+    bounds = StageBounds(tables=ways, ranks=2, limit=menu.limit)
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2)):
+        s = schedule(name, 2, 4, chunks)
+        roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in range(s.stages)]
+        prices = [p * ways[0].least_s(MIDDLE, 4) / most for p in (0.0, 0.1, 3.0)]
+        splits = [[t.cheapest(r, 8 / s.stages, p, 2) for t in ways for p in prices] for r in roles]
+        least, seen = bounds.least_s(menu.problem(s, tuple(w[0] for w in splits))), 0
+        for _ in range(40):
+            problem = menu.problem(s, tuple(w[rng.integers(len(w))] for w in splits))
+            counts = 1 + rng.multinomial(8 - s.stages, np.ones(s.stages) / s.stages)
+            rows, room = problem.memory_rows
+            if not limited or (rows @ counts <= room).all():
+                step = simulate(s, problem.times(counts)).step_s
+                assert step >= least * (1 - 1e-6)
+                seen, closest = seen + 1, max(closest, least / step)
+        assert seen
+    assert closest > 0.8
