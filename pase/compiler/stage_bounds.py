@@ -188,7 +188,7 @@ class StageBounds:
         active: Mapping[StageRole, Sequence[_HalfSpace]],
     ) -> _Answer:
         from scipy.optimize import linprog
-        from scipy.sparse import csr_array, hstack, vstack
+        from scipy.sparse import csr_array, vstack
 
         many, features, scale = s.stages, len(Feature), self._scale()
         of = np.tile(scale, many)  # columns: blocks of each stage, its features, the step
@@ -217,18 +217,18 @@ class StageBounds:
             tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
             owners.append((role, count))
         width = many * (1 + features) + 1
-        found = linprog(
+        found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
             np.append(np.zeros(width - 1), 1.0),
             A_ub=vstack([dense, *sparse], format="csr"),
             b_ub=np.concatenate(tops),
-            A_eq=hstack([np.ones((1, many)), csr_array((1, width - many))], format="csr"),
+            A_eq=np.append(np.ones(many), np.zeros(width - many))[None],
             b_eq=[float(self.blocks)],
-            bounds=[(1.0, float(self.blocks))] * many + [(0.0, None)] * (width - many),
+            bounds=[(1.0, float(self.blocks))] * many + [(0.0, np.inf)] * (width - many),
             method="highs",
         )
         if found.status == 2:
             raise Infeasible(f"no blocks fit under schedule '{s.name}'")
-        if found.status != 0:
+        if found.status != 0 or found.x is None or found.fun is None:
             raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
         prices = -found.ineqlin.marginals
         paid, kept, rest = np.split(prices, [len(chains), len(chains) + len(moments)])
@@ -238,8 +238,8 @@ class StageBounds:
         used = set[int]()
         for role, count in owners:
             mine, rest = np.split(rest, [count])
-            on = mine.reshape(-1, len(active[role])).any(axis=0)
-            used |= {id(h) for h, u in zip(active[role], on, strict=True) if u}
+            on = np.flatnonzero(mine.reshape(-1, len(active[role])).any(axis=0))
+            used |= {id(active[role][int(i)]) for i in on}
         return _Answer(
             step_s=float(found.fun) * scale[0],
             stages=found.x[many:-1].reshape(many, features) * scale,

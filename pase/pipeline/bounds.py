@@ -56,7 +56,11 @@ class _Chain:
 def work_paths(s: Schedule) -> Iterator[Path]:
     """Each rank's whole work, after the way to its first stage and before the way home from its last backward."""
     for order in s.orders:
-        yield from _from(s, order, lambda chain, order=order: chain.there(0, order[0].stage))
+
+        def way(chain: _Chain, first: int = order[0].stage) -> _Chain:
+            return chain.there(0, first)
+
+        yield from _from(s, order, way)
 
 
 def wait_paths(s: Schedule) -> Iterator[Path]:

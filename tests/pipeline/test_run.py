@@ -219,7 +219,7 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
     )
     jp = staged(plan, name, chunks, cuts).jax
     loss, grads = jax.value_and_grad(roundabout)(params, x)
-    with pytest.warns(UserWarning, match=r"several stages read shared: each of their ranks holds it whole"):
+    with pytest.warns(UserWarning, match=r"several stages read shared: each of their ranks holds all of it"):
         got, mine = jp.value_and_grad()(params, x)
     assert abs(float(got - loss)) < 1e-12
     assert worst_difference(grads, jp.gathered(mine)) < 1e-12
