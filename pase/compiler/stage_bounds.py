@@ -54,7 +54,7 @@ class _HalfSpace:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Answer:
+class _Relaxation:
     """step_s: the program's. stages: its features of each stage; directions: what they are worth to it; both float64
     [stages, features].
     """
@@ -186,7 +186,7 @@ class StageBounds:
         roles: Sequence[StageRole],
         known: Sequence[Path],
         active: Mapping[StageRole, Sequence[_HalfSpace]],
-    ) -> _Answer:
+    ) -> _Relaxation:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array, vstack
 
@@ -240,7 +240,7 @@ class StageBounds:
             mine, rest = np.split(rest, [count])
             on = np.flatnonzero(mine.reshape(-1, len(active[role])).any(axis=0))
             used |= {id(active[role][int(i)]) for i in on}
-        return _Answer(
+        return _Relaxation(
             step_s=float(found.fun) * scale[0],
             stages=found.x[many:-1].reshape(many, features) * scale,
             directions=directions,

@@ -56,7 +56,7 @@ class Feature(IntEnum):
     WAITING = 7
 
 
-_Parts = dict[Feature, np.ndarray]
+_ByFeature = dict[Feature, np.ndarray]
 
 
 def direction(**weights: float) -> np.ndarray:
@@ -77,15 +77,15 @@ class FeatureTables:
     its cost, each feature of its pairs of layouts)."""
 
     space: Space
-    nodes: tuple[_Parts, ...]
-    edges: tuple[tuple[EdgeTable, _Parts], ...]
+    nodes: tuple[_ByFeature, ...]
+    edges: tuple[tuple[EdgeTable, _ByFeature], ...]
 
     def weighted(self, weights: np.ndarray, shares: list[float]) -> CostTables:
         """The tables of a weighted sum: float64 [features], and the weight of each node with the edges into it."""
         summed: dict[int, np.ndarray] = {}
         made: dict[tuple[int, float], np.ndarray] = {}  # equal layers keep sharing their arrays
 
-        def cost(parts: _Parts, like: tuple[int, ...], share: float) -> np.ndarray:
+        def cost(parts: _ByFeature, like: tuple[int, ...], share: float) -> np.ndarray:
             if (id(parts), share) not in made:
                 if id(parts) not in summed:
                     summed[id(parts)] = sum(
@@ -119,12 +119,12 @@ def feature_tables(
 ) -> FeatureTables:
     """Of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``) on the devices of one stage."""
     space = Space(graph=graph, mesh=mesh, configs=config_space(graph, mesh, model))
-    stage = _Stage(space=space, places=places, model=model, optimizer=optimizer, weights=weights)
+    stage = _StagePricing(space=space, places=places, model=model, optimizer=optimizer, weights=weights)
     return FeatureTables(space=space, nodes=tuple(stage.nodes()), edges=tuple(stage.edges()))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Stage:
+class _StagePricing:
     space: Space
     places: Places
     model: CostModel
@@ -143,9 +143,9 @@ class _Stage:
     def turns(self) -> int:
         return turns_of(self.graph)
 
-    def nodes(self) -> Iterator[_Parts]:
-        seconds: dict[int, _Parts] = {}
-        made: dict[object, _Parts] = {}
+    def nodes(self) -> Iterator[_ByFeature]:
+        seconds: dict[int, _ByFeature] = {}
+        made: dict[object, _ByFeature] = {}
         for n, cfg, like in zip(self.graph.nodes, self.space.configs, facts(self.graph).cost, strict=True):
             if like not in seconds:
                 seconds[like] = self._seconds(n, cfg)
@@ -153,9 +153,9 @@ class _Stage:
             key = like, *((f, x.tobytes()) for f, x in nbytes.items())
             yield made.setdefault(key, seconds[like] | nbytes)
 
-    def _seconds(self, n: Node, cfg: np.ndarray) -> _Parts:
+    def _seconds(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """A node's own work and collectives, as ``stage_costs`` groups them."""
-        m, out = self.turns, _Parts()
+        m, out = self.turns, _ByFeature()
         for_weights = iter(list(products_of_weights(self.graph, n)))
         for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
@@ -193,10 +193,10 @@ class _Stage:
             return {Feature.FORWARD: (1 - again) / m, Feature.INPUT: again / m}
         return {Feature.INPUT: 1 / m}
 
-    def _bytes(self, n: Node, cfg: np.ndarray) -> _Parts:
+    def _bytes(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """What a node keeps, except in a region that is recomputed."""
         whole = self.weights == "once" and self.turns > 1
-        out = _Parts()
+        out = _ByFeature()
         waits = not (self.recomputes and self.places.of(n.name) == "block")
         for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
             apart = (h.weights and self.weights == "once") or (h.kind == "gradients" and whole)
@@ -247,9 +247,9 @@ class _Stage:
         reader, tensor = self.graph.node[e.dst], self.graph.tensors[e.tensor]
         return local_bytes(reader, tensor, e.access, cfg, self.mesh) * number(e.op.times, e.dst) / self.turns
 
-    def edges(self) -> Iterator[tuple[EdgeTable, _Parts]]:
+    def edges(self) -> Iterator[tuple[EdgeTable, _ByFeature]]:
         """Those that have a feature. A copy of a parameter in another layout than the stored one is the edge's."""
-        graph, made = self.graph, dict[object, _Parts]()
+        graph, made = self.graph, dict[object, _ByFeature]()
         share = {id(e): part for reads in self.reads.values() for e, part in reads}
         shown = edge_costs(facts(graph), self.space.configs, self.mesh, self.model)
         for edge, (e, priced) in zip(graph.edges, shown, strict=True):
@@ -258,7 +258,7 @@ class _Stage:
             times = tuple(float(number(op.times, reader.name)) for op in reader.ops)
             key = id(priced.flows), edge if copied else None, times, any(op.remat for op in reader.ops)
             if key not in made:
-                parts = _Parts()
+                parts = _ByFeature()
                 for f, cost in priced.flows:
                     _add(parts, cost, self._paid(reader, f.phase, f.times, f.bucketed))
                 if copied:
@@ -280,7 +280,7 @@ class _Stage:
         return {n.name: v for v, n in enumerate(self.graph.nodes)}
 
 
-def _add(parts: _Parts, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:
+def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:
     """Add the value to each feature by its share; a feature that is nowhere is left out."""
     for f, share in shares.items():
         if np.any(share) and np.any(value):
