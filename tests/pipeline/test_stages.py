@@ -262,7 +262,8 @@ def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(mo
 @pytest.mark.parametrize("limited", [False, True])
 def test_no_splits_and_no_cuts_beat_the_bound(limited):
     """Random splits of every stage and random cuts under a schedule, as they are priced for a plan."""
-    ways = [tables_of(SCANNED, 4, w, again) for w, again in (("once", False), ("each", False), ("each", True))]
+    tried = (("once", False), ("each", False), ("each", True))
+    ways = [tables_of(SCANNED, 4, weights, again) for weights, again in tried]
     rng, closest = np.random.default_rng(0), 0.0
     most = 0.9 * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
     menu = StageMenu(ways, 2, 4, most if limited else np.inf)
