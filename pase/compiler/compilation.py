@@ -6,12 +6,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
+from pase.compiler.every_mesh import close_meshes
 from pase.compiler.fit import fit_more, fit_variants
-from pase.compiler.mesh_search import search_meshes
+from pase.compiler.mesh_search import Found, search_meshes
 from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
 from pase.compiler.pipelines import plan_staged, search_pipelines
@@ -77,7 +79,7 @@ def compile_model(
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
-    over = problem.meshes(options.mesh, options.max_axes)
+    over, first = problem.meshes(options.mesh, options.max_axes), problem
     found, misfit = search_meshes(problem, over, say), None
     if limit is not None:
         try:
@@ -105,10 +107,18 @@ def compile_model(
     found = never_worse(problem, found, allowed)
     if not is_trained(problem.graph):
         found = least_stored(problem, found)
+    proven = ""
+    if options.meshes == "all":
+        began = time.perf_counter()
+        searched = {m.sizes for m in over} | ({m.sizes for m in more} if limit is None else set())
+        found, every = close_meshes(first, found, searched, partial(_allowed, first, problem, within), say)
+        methods["meshes"], proven = time.perf_counter() - began, str(every)
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
     fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)
     plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit)
+    if proven:
+        plan = replace(plan, provenance={**plan.provenance, "meshes": proven})
     if options.pipeline == "auto":
         plan = _or_staged(plan, written, traced, name, options, say)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
@@ -121,6 +131,12 @@ def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     )
     _check_precision(problem, o)
     return problem
+
+
+def _allowed(first: SplitProblem, chosen: SplitProblem, limit: float | None, found: Found) -> bool:
+    """Is this strategy of the step as written an answer? Only if that is the variant chosen, and it fits."""
+    fits = limit is None or memory_of(first, found.configs, found.mesh).total <= limit
+    return fits and chosen.variant == first.variant
 
 
 def _compile_staged(

@@ -117,6 +117,13 @@ class CompileOptions:
         "For a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
     )
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
+    meshes: Literal["few", "all"] = _option(
+        "few",
+        "Which meshes the answer is proven over. 'few': those that are searched, of at most max_axes axes. 'all': every "
+        "mesh of the devices. Meshes of more axes are then searched as far as they may be cheaper, and the plan names "
+        "those that remain. This takes longer, seconds a mesh.",
+        "--meshes",
+    )
     baselines: bool = _option(
         True,
         "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them.",
@@ -191,6 +198,11 @@ class CompileOptions:
             raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
         if self.accumulate is not None and not _whole(self.accumulate):
             raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
+        if self.meshes == "all" and (self.mesh is not None or self.overlap != "none" or self.ranks):
+            raise PaseError(
+                "meshes='all' proves what one program of summed compute and communication costs on every mesh: "
+                "leave out mesh, overlap and a number of groups"
+            )
         if self.pipeline not in ("none", "auto") and self.ranks is None:
             raise PaseError(
                 f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"

@@ -116,6 +116,8 @@ def headline(plan: PlanData) -> list[str]:
         lines.append(f"WARNING {warning}")
     lines += [f"note   {remark}" for remark in plan.remarks]
     proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
+    if every := plan.provenance.get("meshes"):
+        proof += f", over {every} meshes of the devices" if plan.optimal else f"; proven over meshes: {every}"
     s = plan.seconds
     times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
     edges = plan.provenance.get("edges", "?")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,6 +28,8 @@ __all__ = [
     "charge_price",
     "config_space",
     "edge_costs",
+    "edge_tables",
+    "layout_pairs",
     "phase_costs",
     "work_cost",
     "work_price",
@@ -290,6 +292,37 @@ def edge_costs(
             e,
             EdgeCosts(flows=memo[where], rows=(src.rows, dst.rows), classes=(src.index, dst.index)),
         )
+
+
+def edge_tables(
+    graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, model: CostModel, along: Sequence[int]
+) -> tuple[EdgeTable, ...]:
+    """Some of the edges, of those that cost something, with some of the configs.
+
+    among: per node the configs, int8 [K, axes]; equal ones should be one array. along: places in ``graph.edges``.
+    """
+    known = _along(facts(graph), along)
+    return tuple(_edges(known, tuple(among), mesh, model, {"backward": 1.0, "forward": 1.0}))
+
+
+def _along(known: Facts, along: Sequence[int]) -> Facts:
+    return replace(known, edges=tuple(known.edges[i] for i in along))
+
+
+def layout_pairs(
+    graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, along: Sequence[int]
+) -> list[tuple[object, int]]:
+    """Of each of these edges, what its matrix depends on and how many pairs of layouts it has.
+
+    among, along: as ``edge_tables`` has them.
+    """
+    known = facts(graph)
+    layouts = _Layouts(known.rules, mesh)
+    out = []
+    for e in _along(known, along).edges:
+        src, dst = layouts.of(e.write, among[e.src]), layouts.of(e.read, among[e.dst])
+        out.append(((id(src.rows), id(dst.rows), e.flows), len(src.rows) * len(dst.rows)))
+    return out
 
 
 class _Prices:
