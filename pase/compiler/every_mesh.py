@@ -27,15 +27,15 @@ __all__ = ["EveryMesh", "Sifted", "close_meshes", "sift_mesh"]
 _FIRST_PAIRS, _GROWTH = 1 << 12, 4
 """Pairs of layouts of the edges that are priced first, and by how much more are priced at a time after them."""
 _MOST_PAIRS = 1 << 22
-"""Pairs of layouts to price of one mesh. On four axes that takes about 6 s of CPU time, on five 20 s."""
+"""Pairs of layouts to price of one mesh."""
 _PASSES, _LAST_PASSES = 3, 12
 _EXACT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sifted:
-    """What is known of a mesh. bound: no strategy on it costs less, or less than was asked for. cheaper: a strategy that
-    costs less than was asked for, if one was found; its choices are in ``space``."""
+    """What is known of a mesh. bound: no strategy on it costs less, or less than was asked for. cheaper: a strategy
+    that costs less than was asked for, if one was found; its choices are in ``space``."""
 
     bound: float
     space: Space
@@ -73,7 +73,7 @@ def close_meshes(
     more = [m for m in every if m.sizes not in searched]
     for i, mesh in enumerate(more):
         say(PieceOfWork(f"proving mesh {'×'.join(map(str, mesh.sizes))}", i, len(more)))
-        s = sift_mesh(problem, mesh, best.solution.cost)
+        s = sift_mesh(problem, mesh, best.solution.cost, _MOST_PAIRS)
         bounds[mesh] = s.bound
         if s.cheaper is not None:
             cheaper = replace(found, mesh=mesh, space=s.space, solution=s.cheaper)
@@ -87,7 +87,7 @@ def close_meshes(
     )
 
 
-def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int = _MOST_PAIRS) -> Sifted:
+def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) -> Sifted:
     """What a mesh has that costs less than ``below``. most_pairs: of layouts, to price."""
     graph, model = problem.graph, problem.model
     try:
@@ -101,10 +101,12 @@ def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int =
     while todo and not sift.empty:
         among = _left(space, sift)
         pairs = layout_pairs(graph, among, mesh, todo)
-        at_most = max(step, min(n for _, n in pairs))
-        work -= sum({key: n for key, n in pairs if n <= at_most}.values())
-        if work < 0:
+        matrices = sorted(dict(pairs).values())
+        affordable = int((np.cumsum(matrices) <= work).sum())
+        if not affordable:
             return Sifted(bound=sift.bound, space=whole)
+        at_most = min(max(step, matrices[0]), matrices[affordable - 1])
+        work -= sum(n for n in matrices if n <= at_most)
         now = [e for e, (_, n) in zip(todo, pairs, strict=True) if n <= at_most]
         sift.add(edge_tables(graph, among, mesh, model, now))
         sift.run(_PASSES)

@@ -119,9 +119,9 @@ class CompileOptions:
     max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
     meshes: Literal["few", "all"] = _option(
         "few",
-        "Which meshes the answer is proven over. 'few': those that are searched, of at most max_axes axes. 'all': every "
-        "mesh of the devices. Meshes of more axes are then searched as far as they may be cheaper, and the plan names "
-        "those that remain. This takes longer, seconds a mesh.",
+        "Which meshes the answer is proven over. 'few': those of at most max_axes axes. 'all': every mesh of the "
+        "devices; those of more axes are searched as far as they may be cheaper, which takes seconds for each, and the "
+        "plan names those that remain.",
         "--meshes",
     )
     baselines: bool = _option(

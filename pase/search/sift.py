@@ -1,9 +1,9 @@
 """Configs that no choice below a known cost has, found from a part of the edges: prices not known yet count as nothing.
 
 Edges are added as they are priced, cheapest first. Sequential tree-reweighted message passing (Kolmogorov, IEEE TPAMI
-2006) moves costs from edges into nodes. A sum of node minima is then a lower bound on every choice, and how far a config
-lies above its node's minimum is by how much every choice that has it lies above the bound. What reaches the known cost
-goes, so that edges that are priced later have fewer layouts to tell apart.
+2006) moves costs from edges into nodes. The sum of the nodes' minima is then a lower bound on every choice, and a
+choice that has some config lies above it by as much as that config lies above its node's minimum. What reaches the
+known cost goes, so that edges that are priced later have fewer layouts to tell apart.
 """
 
 from __future__ import annotations

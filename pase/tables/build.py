@@ -318,7 +318,7 @@ def layout_pairs(
     """
     known = facts(graph)
     layouts = _Layouts(known.rules, mesh)
-    out = []
+    out: list[tuple[object, int]] = []
     for e in _along(known, along).edges:
         src, dst = layouts.of(e.write, among[e.src]), layouts.of(e.read, among[e.dst])
         out.append(((id(src.rows), id(dst.rows), e.flows), len(src.rows) * len(dst.rows)))

@@ -20,6 +20,7 @@ SMALLEST = {
     "comm_truth": "mlp",
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
+    "every_mesh": '--only "mlp, 32"',
     "file_fuzz": "--count 45",
     "memory_search": "--only mlp",
     "memory_truth": "mlp",

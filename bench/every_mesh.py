@@ -1,0 +1,52 @@
+"""What a proof over every mesh of the devices finds and takes, beyond the meshes that are searched by default.
+
+    python -m bench.every_mesh [--only "gpt2, 32"] [-o bench/results/every_mesh.json]
+
+CPU seconds of one process; without a memory limit and without baselines.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pase
+from bench.arguments import parser, wanted
+from bench.provenance import save
+
+ROWS = (("mlp", 32), ("gpt2", 24), ("gpt2", 32), ("llama3_8b", 32))
+
+
+def measured(model: str, devices: int) -> dict[str, object]:
+    """One row: the default's answer, and that over all meshes."""
+    began = time.process_time()
+    few = pase.compile(f"zoo:{model}", devices=devices, overlap="none", baselines=False, memory_limit="none")
+    between = time.process_time()
+    every = pase.compile(
+        f"zoo:{model}", devices=devices, overlap="none", baselines=False, memory_limit="none", meshes="all"
+    )
+    return {
+        "model": model,
+        "devices": devices,
+        "searched": len(few.tried),
+        "proven": every.provenance["meshes"],
+        "cheaper": 1 - every.cost / few.cost,
+        "mesh": list(every.mesh.sizes),
+        "bound_over_cost": every.bound / every.cost,
+        "cpu_s": round(between - began, 1),
+        "all_cpu_s": round(time.process_time() - between, 1),
+    }
+
+
+def main() -> None:
+    """Writes bench/results/every_mesh.json: a row for each model and number of devices."""
+    args = parser(__doc__, "every_mesh").parse_args()
+    pase.compile("zoo:mlp", devices=8)  # imports
+    rows = []
+    for row in wanted(((f"{m}, {n}", (m, n)) for m, n in ROWS), args.only):
+        rows.append(measured(*row))
+        print(rows[-1], flush=True)
+    save({"rows": rows}, args.o)
+
+
+if __name__ == "__main__":
+    main()
