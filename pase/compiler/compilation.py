@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
@@ -105,20 +104,12 @@ def compile_model(
     if more and options.mesh is None:
         found = fit_more(problem, found, more, within, options.time_limit, say)
     found = never_worse(problem, found, allowed)
-    if not is_trained(problem.graph):
-        found = least_stored(problem, found)
-    proven = ""
-    if options.meshes == "all":
-        began = time.perf_counter()
-        searched = {m.sizes for m in over} | ({m.sizes for m in more} if limit is None else set())
-        found, every = close_meshes(first, found, searched, partial(_allowed, first, problem, within), say)
-        methods["meshes"], proven = time.perf_counter() - began, str(every)
+    found = found if is_trained(problem.graph) else least_stored(problem, found)
+    found, proven = _over_every_mesh(first, problem, found, known, within, options, say)
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
     fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)
-    plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit)
-    if proven:
-        plan = replace(plan, provenance={**plan.provenance, "meshes": proven})
+    plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit, proven)
     if options.pipeline == "auto":
         plan = _or_staged(plan, written, traced, name, options, say)
     return Compiled(plan=plan, problem=problem, traced=traced, given=tuple(given))
@@ -133,10 +124,26 @@ def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     return problem
 
 
-def _allowed(first: SplitProblem, chosen: SplitProblem, limit: float | None, found: Found) -> bool:
-    """Is this strategy of the step as written an answer? Only if that is the variant chosen, and it fits."""
-    fits = limit is None or memory_of(first, found.configs, found.mesh).total <= limit
-    return fits and chosen.variant == first.variant
+def _over_every_mesh(
+    first: SplitProblem,
+    chosen: SplitProblem,
+    found: Found,
+    searched: Collection[tuple[int, ...]],
+    limit: float | None,
+    options: CompileOptions,
+    say: Progress,
+) -> tuple[Found, dict[str, str]]:
+    """The answer over every mesh, if that is asked for, and of which meshes it is proven. first: the step as written,
+    of which ``chosen`` is a variant. searched: the sizes of the meshes that the answer's bound covers."""
+    if options.meshes == "few":
+        return found, {}
+
+    def allowed(cheaper: Found) -> bool:
+        fits = limit is None or memory_of(first, cheaper.configs, cheaper.mesh).total <= limit
+        return fits and chosen.variant == first.variant
+
+    found, every = close_meshes(first, found, searched, allowed, say)
+    return found, {"meshes": str(every)}
 
 
 def _compile_staged(

@@ -50,8 +50,10 @@ def plan_found(
     given: Sequence[Baseline] = (),
     skipped: Sequence[Skipped] = (),
     fit: Fit = NO_LIMIT,
+    proven: Mapping[str, str] | None = None,
 ) -> PlanData:
-    """The plan of the strategy that the search found. fit: the memory limit of that search."""
+    """The plan of the strategy that the search found. fit: the memory limit of that search. proven: what its provenance
+    says besides."""
     s = found.solution
     plan = assemble(
         problem.graph,
@@ -68,7 +70,7 @@ def plan_found(
         skipped={b.name: b.reason for b in skipped},
         tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
         seconds=seconds,
-        provenance=provenance_of(problem.graph, s.method, s.certificate),
+        provenance={**provenance_of(problem.graph, s.method, s.certificate), **(proven or {})},
         traced=traced,
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,

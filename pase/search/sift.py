@@ -19,7 +19,7 @@ __all__ = ["Sift"]
 
 
 @dataclass(kw_only=True, eq=False)
-class _End:
+class _EdgeEnd:
     """One end of an edge: the class of each config, int [K], and what of the edge's cost the node holds, by class."""
 
     node: int
@@ -40,14 +40,14 @@ class _End:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Edge:
+class _SiftedEdge:
     """cost: float64 [classes of src, classes of dst], shared by equal edges while their classes are the same."""
 
     cost: np.ndarray
-    src: _End
-    dst: _End
+    src: _EdgeEnd
+    dst: _EdgeEnd
 
-    def send(self, giver: _End, share: float, theta: list[np.ndarray], least: np.ndarray) -> None:
+    def send(self, giver: _EdgeEnd, share: float, theta: list[np.ndarray], least: np.ndarray) -> None:
         """The giver's node gives a share of its least costs to the edge, which gives the other node all it can."""
         forward = giver is self.src
         taker, cost = (self.dst, self.cost) if forward else (self.src, self.cost.T)
@@ -73,7 +73,7 @@ class Sift:
         self.node_costs = [np.asarray(c, dtype=np.float64) for c in node_costs]
         self.kept = [np.arange(c.size) for c in self.node_costs]
         self.theta = list(self.node_costs)
-        self.edges: list[_Edge] = []
+        self.edges: list[_SiftedEdge] = []
         self.bound = -np.inf
         self._drop()
 
@@ -86,11 +86,11 @@ class Sift:
         """Edges whose classes are of the configs that are left."""
         for e in edges:
             ends = (
-                _End(node=v, cls=c.astype(np.intp), held=np.zeros(n))
+                _EdgeEnd(node=v, cls=c.astype(np.intp), held=np.zeros(n))
                 for v, c, n in zip((e.src, e.dst), (e.src_class, e.dst_class), e.cost.shape, strict=True)
             )
             src, dst = ends
-            self.edges.append(_Edge(cost=e.cost, src=src, dst=dst))
+            self.edges.append(_SiftedEdge(cost=e.cost, src=src, dst=dst))
         self._squeeze([np.ones(k.size, bool) for k in self.kept])
 
     def run(self, passes: int) -> None:
@@ -118,7 +118,7 @@ class Sift:
         return CostTables(node_costs=costs, edges=edges)
 
     def _pass(self, forward: bool) -> None:
-        ahead: list[list[tuple[_Edge, _End]]] = [[] for _ in self.kept]
+        ahead: list[list[tuple[_SiftedEdge, _EdgeEnd]]] = [[] for _ in self.kept]
         behind = [0] * len(self.kept)
         for e in self.edges:
             first, second = (e.src, e.dst) if (e.src.node < e.dst.node) == forward else (e.dst, e.src)
