@@ -213,6 +213,11 @@ class CompileOptions:
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
             )
+        if self.overlap != "none" and self.once != "none":
+            raise PaseError(
+                f"once='{self.once}' is priced with nothing beside compute (overlap='none'): what is sent once has one "
+                f"micro-batch to run beside, and overlap counts on all of them"
+            )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)
