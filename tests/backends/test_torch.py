@@ -109,7 +109,7 @@ def test_what_it_cannot_run_is_said() -> None:
     scattered = replace(problem, tensors=tuple(replace(t, kind="reduce_scatter") for t in problem.tensors))
     late = replace(plan, updates=(Update(first=1, last=1, at=1),))
     for changed, message in (
-        ({"problem": scattered}, "is a reduce_scatter: DDP all-reduces"),
+        ({"problem": scattered}, "is a reduce_scatter, but DDP only all-reduces"),
         (
             {"module": torch.nn.Linear(3, 4)},
             "tensor '0.weight' of 'model' is not a parameter; there are weight, bias",

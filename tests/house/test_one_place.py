@@ -83,7 +83,8 @@ def new_file(tmp_path, monkeypatch):
 
 
 def rediscovered(registry, monkeypatch) -> None:
-    """As in a new process, in which nothing has been asked for yet."""
+    """As in a process in which it has not been asked yet. What it has by then it has again after the test."""
+    list(registry)
     for discovered in ("_found", "_done"):
         monkeypatch.setattr(registry, discovered, False)
     monkeypatch.setattr(registry, "_members", dict(registry._members))

@@ -128,7 +128,7 @@ def test_functions_that_explode() -> None:
     bomb = {f"f{k}": [f"f{k + 1}"] * 2 for k in range(40)} | {"f40": []}
     refused(_library(bomb), "nodes, but pase reads at most")
     deep = {f"f{k}": [f"f{k + 1}"] for k in range(400)} | {"f400": []}
-    refused(_library(deep), "100 deep")
+    refused(_library(deep), "100 levels deep")
     fine = {f"f{k}": [f"f{k + 1}"] * 2 for k in range(6)} | {"f6": []}
     assert trace(_library(fine)).param_paths == ("w",)
 
