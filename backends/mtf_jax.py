@@ -10,7 +10,6 @@ from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import MeshTfRules, refuse
 from pase.backends.mtf_program import Input, MeshTfProgram, MeshTfValue, SourceOp
-from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_types import Eqn, Var
@@ -19,8 +18,21 @@ from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
 
+_ATTENTION = "attention"
+"""The name of attention asked for as one op, however the program calls it."""
+_NO_LOOPS = (
+    "Mesh-TensorFlow programs have no loops of JAX's; write the turns out one after another in the model's own code (a "
+    "model of the zoo takes scan=0, and attention=plain)"
+)
+
 RULES = MeshTfRules(
     file="mtf_jax.py",
+    instead={
+        "scan": _NO_LOOPS,
+        "while": _NO_LOOPS,
+        _ATTENTION: "Mesh-TensorFlow has no fused kernel for it; write the two products and the softmax out (a model "
+        "of the zoo takes attention=plain)",
+    },
     unary={
         "exp": "mtf.exp",
         "log": "mtf.log",
@@ -204,13 +216,8 @@ class _JaxprReader:
         for i, eqn in enumerate(eqns):
             at = Place(inside or f"{prefix}{i}")
             self.line = source_line(eqn) or self.line  # a cached inner jaxpr has lost its lines
-            name = eqn.primitive.name
+            name = _ATTENTION if call_of(eqn) else eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
-            if call_of(eqn):
-                raise PaseError(
-                    f"attention at {self.line}: Mesh-TensorFlow has no fused kernel for it; write the two products and "
-                    f"the softmax out (a model of the zoo takes attention=plain)"
-                )
             if name in INLINED:
                 jaxpr, consts = inner_jaxpr(eqn)
                 inner = dict(zip(jaxpr.constvars, (_value(np.asarray(c)) for c in consts), strict=True))

@@ -51,6 +51,8 @@ class MeshTfRules:
     axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
     """Over which dims an op of ``reduce`` goes, and whether they stay."""
     rules: dict[str, MeshTfRule] = field(default_factory=dict)
+    instead: dict[str, str] = field(default_factory=dict)
+    """Of ops that Mesh-TF has no form for: why, and what to do."""
 
     def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
         def register(f: MeshTfRule) -> MeshTfRule:
@@ -59,9 +61,18 @@ class MeshTfRules:
 
         return register
 
+    def missing(self, name: str) -> str:
+        """Why an op has no translation, and what to do."""
+        add = f"this op has no Mesh-TensorFlow translation; add one to backends/{self.file}"
+        return self.instead.get(name, add)
+
     @property
     def known(self) -> list[str]:
-        return sorted({*self.unary, *self.binary, *self.reduce, *self.views, *self.rules})
+        return sorted(self.all)
+
+    @property
+    def all(self) -> set[str]:
+        return {*self.unary, *self.binary, *self.reduce, *self.views, *self.rules}
 
 
 def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
@@ -80,8 +91,16 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
     elif name in rules.views:
         made = nests(p, op)
     else:
-        raise refuse(op, f"this op has no Mesh-TensorFlow translation; add one to backends/{rules.file}")
+        raise refuse(op, rules.missing(op.name))
     p.settle(op, [made] if isinstance(made, MeshTfValue) else made)
+
+
+def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
+    """Raise PaseError, at once for all of them, if ops have no translation."""
+    unknown = {op.name: op for op in reversed(ops) if op.name not in rules.all}
+    if unknown:
+        refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
+        raise PaseError("; ".join(refused))
 
 
 def refuse(op: SourceOp, why: str) -> PaseError:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pase.backends.mtf_lower import MeshTfRules, apply
+from pase.backends.mtf_lower import MeshTfRules, apply, check_known
 from pase.backends.mtf_names import Names, flat
 from pase.backends.mtf_program import MeshTfProgram, MeshTfValue, SourceOp, comment
 from pase.backends.mtf_rules import check_layout, check_tensor
@@ -66,9 +66,11 @@ def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
         )
     graph = plan.split_graph
     rules, ops = _source(plan.traced, graph)
+    listed = list(ops)
+    check_known(rules, listed)
     p = MeshTfProgram(Names(graph, plan.mesh, plan.strategy))
     leaves = _leaves(p, graph)
-    for op in ops:
+    for op in listed:
         apply(rules, p, op)
     loss = _loss(p, [p.values[t] for t in graph.outputs if t in p.values])
     found = _checked(p, leaves)

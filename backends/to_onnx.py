@@ -251,4 +251,10 @@ def _specs(proto: Message, name: str, mesh: Mesh) -> Iterator[tuple[tuple[int, s
                     yield (i, spec.tensor_name), from_spec(spec, mesh)
 
 
-BACKENDS.add("onnx", Backend(writes="the ONNX model itself, with ONNX's own sharding annotations", emit=emit))
+BACKENDS.add(
+    "onnx",
+    Backend(
+        writes="the ONNX model itself, with ONNX's own sharding annotations; for plans of .onnx files",
+        emit=emit,
+    ),
+)

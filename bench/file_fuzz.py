@@ -1,52 +1,54 @@
 """Mutated files of every kind that pase reads: an answer, or one clear error; no traceback, no hang.
 
-    .venv/bin/python -m bench.file_fuzz [--count 100000] [--seed 0] [--only layout] [-o FILE]
+    .venv/bin/python -m bench.file_fuzz [--count 100000] [--seed 0] [--only layout] [--resume] [--jobs 2] [-o FILE]
 
-Good files of each kind are made here; each case changes one of them one to four times: values replaced by what is too
-large, too deep, too long, of another type or no number; keys lost, doubled, swapped; bytes turned, cut, repeated. Then
-it is read, and used as its command uses it. What may come of it: an answer, a PaseError or an OSError,
-within 20 s of CPU time. Traces have a bench of their own (replay_fuzz). Writes bench/results/file_fuzz.json: outcomes
-by kind, and the faults with the case that makes each again.
+Good files of each kind (``bench/cases/files.py``) are made here; each case changes one of them one to four times:
+values replaced by what is too large, too deep, too long, of another type or no number; keys lost, doubled, swapped;
+bytes turned, cut, repeated; packed files also inside, and bombs in their place. Then it is read, and used as its
+command uses it. What may come of it: an answer, a PaseError or an OSError, within 20 s of CPU time and 6 GiB. The cases
+run in a process of their own: one that dies, or that no signal stops, is a fault, and the next case goes on in a new
+one. Traces are also changed event by event, in a bench of their own (replay_fuzz). Writes bench/results/file_fuzz.json
+every thousand cases, so that ``--resume`` goes on from there: outcomes by kind, and the faults with the case that makes
+each again.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
+import gzip
 import io
 import json
+import multiprocessing
+import os
+import queue
+import resource
+import shutil
 import signal
 import tempfile
 import traceback
+import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import pase
 from bench.arguments import parser, wanted
-from bench.cases.schedules import random_problem
+from bench.cases.files import GZIP, KINDS, FileKind
 from bench.provenance import save
-from pase.backends.to_names import emit as write_names
-from pase.backends.to_names import load as load_names
 from pase.errors import PaseError
-from pase.ir.text import from_text, to_text
-from pase.machine import dumps
-from pase.machine import load as load_machine
-from pase.plan.buckets import problem_of
-from pase.replay.timeline_io import load_timeline, save_timeline
-from pase.schedule import Options, ScheduleProblem, evaluate, get_policy
-from pase.schedule.io import problem_to_json
-from pase.schedule.load import load_problem
-from pase.search import solve
-from pase.search.readers import read_instance
 
+MOST_BYTES = 6 << 30
+SAVED_EVERY = 1000
+KEPT_BYTES = 4000
+"""A fault's file is kept in the result where it is not larger, packed."""
 LIMIT_S = 20.0
-EXAMPLES = Path(pase.__file__).resolve().parents[1] / "examples"
-MODEL = "zoo:mlp?batch=8192&layers=1&features=512&hidden=1024&classes=16"
 EXTREMES: tuple[Any, ...] = (
     -1e308,
     1e308,
@@ -77,104 +79,8 @@ EXTREMES: tuple[Any, ...] = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FileKind:
-    """A kind of file. make: writes a good one; use: reads one and does with it what its command does."""
-
-    suffix: str
-    make: Callable[[Path], None]
-    use: Callable[[Path], object]
-
-
 class _TookTooLong(Exception):
     pass
-
-
-# --- the kinds
-
-
-def _layout(path: Path) -> None:
-    pase.compile(MODEL, devices=4, baselines=False).save(path)
-
-
-def _use_layout(path: Path) -> object:
-    plan = pase.load(path)
-    return str(plan), plan.diff(plan), evaluated(problem_of(plan))
-
-
-def _names(path: Path) -> None:
-    write_names(pase.compile(MODEL, devices=4, baselines=False), path, model=None)
-
-
-def _problem(path: Path) -> None:
-    path.write_text(json.dumps(problem_to_json(random_problem(6, 3, links=2))))
-
-
-def evaluated(problem: ScheduleProblem) -> object:
-    """By two policies that need no search."""
-    return [evaluate(problem, get_policy(p).make(problem, Options())) for p in ("ddp", "tac")]
-
-
-def _graph(path: Path) -> None:
-    path.write_text(to_text(pase.compile(MODEL, devices=4, baselines=False).graph))
-
-
-def _timeline(path: Path) -> None:
-    from bench.cases.timelines import ImaginedRun, simulate, write
-    from pase.replay import align, load
-
-    with tempfile.TemporaryDirectory() as folder:
-        run = simulate(ImaginedRun(iterations=3, layers=2, bucket_layers=2))
-        save_timeline(align(load(write(run, Path(folder)))), path)
-
-
-def _onnx(path: Path) -> None:
-    import onnx
-    from onnx import TensorProto, helper
-
-    def tensor(name: str, *shape: int | str) -> Any:
-        return helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
-
-    nodes = [
-        helper.make_node("MatMul", ["x", "w"], ["h"]),
-        helper.make_node("Relu", ["h"], ["r"]),
-        helper.make_node("Reshape", ["r", "shape"], ["y"]),
-    ]
-    weights = [
-        helper.make_tensor("w", TensorProto.FLOAT, (8, 4), np.ones(32)),
-        helper.make_tensor("shape", TensorProto.INT64, (3,), [-1, 2, 2]),
-    ]
-    graph = helper.make_graph(nodes, "g", [tensor("x", "n", 8)], [tensor("y", "n", 2, 2)], weights)
-    path.write_bytes(onnx.helper.make_model(graph).SerializeToString())
-
-
-def _use_onnx(path: Path) -> object:
-    return pase.compile(str(path), devices=4, dims={"n": 8}, baselines=False)
-
-
-KINDS: dict[str, FileKind] = {
-    "layout": FileKind(suffix=".json", make=_layout, use=_use_layout),
-    "names": FileKind(suffix=".json", make=_names, use=load_names),
-    "machine": FileKind(
-        suffix=".toml",
-        make=lambda p: p.write_text(dumps(load_machine("h100x8"))) and None,
-        use=lambda p: load_machine(p),
-    ),
-    "problem": FileKind(suffix=".json", make=_problem, use=lambda p: evaluated(load_problem(p))),
-    "profile": FileKind(
-        suffix=".txt",
-        make=lambda p: p.write_text((EXAMPLES / "profile.txt").read_text()) and None,
-        use=lambda p: evaluated(load_problem(p)),
-    ),
-    "instance": FileKind(
-        suffix=".json",
-        make=lambda p: p.write_text((EXAMPLES / "instance.json").read_text()) and None,
-        use=lambda p: solve(read_instance(p)[0]),
-    ),
-    "graph": FileKind(suffix=".txt", make=_graph, use=lambda p: from_text(p.read_text(errors="replace"))),
-    "timeline": FileKind(suffix=".json", make=_timeline, use=lambda p: load_timeline(p)),
-    "onnx": FileKind(suffix=".onnx", make=_onnx, use=_use_onnx),
-}
 
 
 # --- mutations
@@ -239,10 +145,25 @@ def change_bytes(data: bytes, rng: np.random.Generator) -> bytes:
             return data[:i] + word + data[i + 1 :]
 
 
+@cache
+def bomb() -> bytes:
+    """A gzip file of 300 KB that unpacks to 300 MB."""
+    return gzip.compress(bytes(300 << 20), 9)
+
+
 def mutated(good: bytes, kind: FileKind, rng: np.random.Generator) -> bytes:
-    """One to four changes of a good file."""
+    """One to four changes of a good file; of a packed one mostly inside."""
+    if kind.packing is not None and rng.random() < 0.6:
+        return kind.packing.put(good, changed(kind.packing.taken(good), kind.json, rng))
+    if kind.packing is GZIP and rng.random() < 0.05:
+        return bomb()
+    return changed(good, kind.json and kind.packing is None, rng)
+
+
+def changed(good: bytes, is_json: bool, rng: np.random.Generator) -> bytes:
+    """One to four changes, of JSON mostly to its tree."""
     for _ in range(min(int(rng.geometric(0.6)), 4)):
-        if kind.suffix == ".json" and rng.random() < 0.8:
+        if is_json and rng.random() < 0.8:
             with contextlib.suppress(ValueError, RecursionError, AttributeError):
                 good = change_tree(good.decode(), rng)
                 continue
@@ -284,29 +205,114 @@ def _clean(message: str) -> str:
     return f"refused: {message}"
 
 
+# --- cases
+
+
+def order(kinds: Mapping[str, FileKind]) -> list[str]:
+    """The kinds of successive cases, each as often as its share says, spread evenly."""
+    most = sum(kind.share for kind in kinds.values())
+    turns = [((i + 0.5) / kind.share, name) for name, kind in kinds.items() for i in range(kind.share)]
+    assert len(turns) == most
+    return [name for _, name in sorted(turns)]
+
+
+def _work(names: list[str], folder: Path, seed: int, pipe: Connection) -> None:
+    """In a process of its own: for each number that comes through the pipe, what came of that case goes back."""
+    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+    turns = order({name: KINDS[name] for name in names})
+    good = {name: (folder / name / KINDS[name].name).read_bytes() for name in names}
+    while (k := pipe.recv()) is not None:
+        name = turns[k % len(turns)]
+        path = folder / name / KINDS[name].name
+        data = mutated(good[name], KINDS[name], np.random.default_rng([seed, k]))
+        path.write_bytes(data)
+        said = verdict(KINDS[name], path)
+        path.write_bytes(good[name])
+        packed = base64.b64encode(zlib.compress(data)).decode() if said.startswith("fault") else ""
+        pipe.send((name, said, packed if len(packed) <= KEPT_BYTES else ""))
+
+
+def cpu_s(pid: int) -> float:
+    """CPU time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class FuzzWorker:
+    """The process that runs the cases; a new one where the last one died or was stopped."""
+
+    def __init__(self, names: list[str], folder: Path, seed: int) -> None:
+        self.given = names, folder, seed
+        self.start()
+
+    def start(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self.pipe, theirs = spawn.Pipe()
+        self.process = spawn.Process(target=_work, args=(*self.given, theirs), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def case(self, k: int) -> tuple[str, str, str]:
+        """(kind, verdict, the file if it is a fault and small)."""
+        names = self.given[0]
+        turns = order({name: KINDS[name] for name in names})
+        kind = turns[k % len(turns)]
+        pid = self.process.pid
+        assert pid is not None
+        try:
+            begun = cpu_s(pid)
+            self.pipe.send(k)
+            while not self.pipe.poll(5.0):
+                if cpu_s(pid) - begun > 4 * LIMIT_S:
+                    self.process.kill()
+                    self.process.join()
+                    self.start()
+                    return kind, f"fault: above {4 * LIMIT_S:g} s, and no signal stops it", ""
+            found: tuple[str, str, str] = self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            status = self.process.exitcode
+            self.start()
+            return kind, f"fault: the process died with status {status}", ""
+        return found
+
+    def end(self) -> None:
+        self.pipe.send(None)
+        self.process.join()
+
+
+def make_good(names: list[str], folder: Path) -> None:
+    """Writes a good file of each kind, in a folder of its name. AssertionError where one is not answered."""
+    for name in names:
+        path = folder / name / KINDS[name].name
+        path.parent.mkdir(parents=True)
+        KINDS[name].make(path)
+        said = verdict(KINDS[name], path)
+        assert said == "answered", f"the good file of kind {name}: {said}"
+
+
 def fuzz(
-    kinds: dict[str, FileKind], count: int, seed: int
-) -> tuple[dict[str, Counter[str]], list[dict[str, Any]]]:
-    """Outcomes by kind of ``count`` cases in all, and the faults."""
-    found = {name: Counter[str]() for name in kinds}
-    faults = []
-    with tempfile.TemporaryDirectory() as folder:
-        good = {}
-        for name, kind in kinds.items():
-            path = Path(folder) / f"good{kind.suffix}"
-            kind.make(path)
-            assert (said := verdict(kind, path)) == "answered", f"the good file of kind {name}: {said}"
-            good[name] = path.read_bytes()
-        names = list(kinds)
-        for k in range(count):
-            name = names[k % len(names)]
-            path = Path(folder) / f"case{kinds[name].suffix}"
-            path.write_bytes(mutated(good[name], kinds[name], np.random.default_rng([seed, k])))
-            said = verdict(kinds[name], path)
-            found[name][said.partition(":")[0]] += 1
-            if said.startswith("fault"):
-                faults.append({"k": k, "kind": name, "what": said})
-    return found, faults
+    names: list[str], first: int, count: int, seed: int, jobs: int = 1
+) -> Iterator[tuple[int, str, str, str]]:
+    """(case, kind, verdict, file) of the cases from ``first`` on; jobs: processes side by side."""
+    with tempfile.TemporaryDirectory() as made, ThreadPoolExecutor(jobs) as pool:
+        make_good(names, Path(made) / "good")
+        free: queue.SimpleQueue[FuzzWorker] = queue.SimpleQueue()
+        for i in range(jobs):
+            shutil.copytree(Path(made) / "good", Path(made) / str(i))
+            free.put(FuzzWorker(names, Path(made) / str(i), seed))
+
+        def one(k: int) -> tuple[int, str, str, str]:
+            worker = free.get()
+            try:
+                return k, *worker.case(k)
+            finally:
+                free.put(worker)
+
+        for start in range(first, count, SAVED_EVERY):
+            yield from pool.map(one, range(start, min(start + SAVED_EVERY, count)))
+        for _ in range(jobs):
+            free.get().end()
 
 
 def main() -> None:
@@ -314,13 +320,25 @@ def main() -> None:
     options = parser(__doc__, "file_fuzz")
     options.add_argument("--count", type=int, default=100_000)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--resume", action="store_true", help="go on from the result file's last case")
+    options.add_argument("--jobs", type=int, default=1, help="processes side by side")
     given = options.parse_args()
-    kinds = dict(wanted([(name, (name, kind)) for name, kind in KINDS.items()], given.only))
-    found, faults = fuzz(kinds, given.count, given.seed)
-    for f in faults[:40]:
-        print(f)
-    out = {"count": given.count, "seed": given.seed, "faults": faults[:50], "all_faults": len(faults)}
-    save(out | {"outcomes": {name: dict(c) for name, c in found.items()}}, given.o)
+    names = wanted([(name, name) for name in KINDS], given.only)
+    so_far: dict[str, Any] = {"cases": 0, "faults": [], "all_faults": 0, "outcomes": {}}
+    if given.resume and given.o.exists():
+        so_far = json.loads(given.o.read_text())
+        assert so_far["seed"] == given.seed and so_far["kinds"] == names, "another seed, or other kinds"
+    found = {name: Counter[str](so_far["outcomes"].get(name, {})) for name in names}
+    for k, name, said, data in fuzz(names, so_far["cases"], given.count, given.seed, given.jobs):
+        found[name][said.partition(":")[0]] += 1
+        if said.startswith("fault"):
+            print(f"case {k}, {name}: {said}", flush=True)
+            so_far["all_faults"] += 1
+            so_far["faults"] = [*so_far["faults"], {"k": k, "kind": name, "what": said, "file": data}][:50]
+        if (k + 1) % SAVED_EVERY == 0 or k + 1 == given.count:
+            so_far |= {"cases": k + 1, "seed": given.seed, "kinds": names}
+            save(so_far | {"outcomes": {n: dict(c) for n, c in found.items()}}, given.o)
+    print(f"{so_far['cases']} cases, {so_far['all_faults']} faults")
 
 
 if __name__ == "__main__":

@@ -51,5 +51,6 @@ def emit(
         console().print(written)
 
 
-_LISTED = "\n    ".join(["\b", *(f"--to {name:<8} {backend.writes}" for name, backend in BACKENDS.items())])
+_WIDE = max(map(len, BACKENDS))
+_LISTED = "\n    ".join(["\b", *(f"--to {name:<{_WIDE}} {b.writes}" for name, b in BACKENDS.items())])
 emit.__doc__ = (emit.__doc__ or "").replace("BACKENDS", _LISTED)

@@ -137,8 +137,8 @@ def _classes() -> dict[str, type[Message]]:
         "double": fd.TYPE_DOUBLE,
         "bytes": fd.TYPE_BYTES,
     }
-    # proto2: strings are not checked to be UTF-8, and presence is known.
-    f = descriptor_pb2.FileDescriptorProto(name="pase/traces.proto", package="pase.traces", syntax="proto2")
+    # As XLA's own files: a string that is not UTF-8 is refused; proto2 would make bytes of it.
+    f = descriptor_pb2.FileDescriptorProto(name="pase/traces.proto", package="pase.traces", syntax="proto3")
     for message, fields in _MESSAGES.items():
         m = f.message_type.add(name=message)
         for name, (number, kind) in fields.items():

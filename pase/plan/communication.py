@@ -46,6 +46,9 @@ class _Execution:
     repeat: int
 
 
+_MOST_RUNS = 1_000_000
+
+
 def communication_problem(
     plan: PlanData, *, where: str, links: tuple[Link, ...] = (), curve_of: CurveOf | None = None
 ) -> ScheduleProblem:
@@ -57,6 +60,12 @@ def communication_problem(
     if plan.unit != "s":
         raise PaseError(
             f"{where}: its costs are in {plan.unit}, not seconds; compile it with --cost-model analytic"
+        )
+    runs = sum(n.times for n in plan.nodes)
+    if runs > _MOST_RUNS:
+        raise Infeasible(
+            f"{where}: its layers run {runs} times in a step, and a bucket plan lists each run; at most {_MOST_RUNS} "
+            f"are listed"
         )
     nodes = {n.name: n for n in plan.nodes}
     times = {n.name: n.times for n in plan.nodes}

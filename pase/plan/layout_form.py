@@ -249,6 +249,8 @@ def problems(form: LayoutForm) -> Iterator[str]:
         yield from _misplaced(f"gradients/{name}", layout, size)
     for i, c in enumerate(form.collectives):
         yield from _misplaced(f"collectives/{i}/axes", [c.axes], size)
+        if not c.axes:
+            yield f"collectives/{i}/axes: a collective runs along one mesh axis or more"
     for r in form.reshards:
         for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
             yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)

@@ -241,6 +241,21 @@ def test_what_tensorflow_models_cannot_have_is_named():
     assert re.search(r"cannot have '\w*While' at until.*depends on data", said["until"])
 
 
+def test_what_jax_programs_cannot_have_is_said_at_once_with_what_to_do():
+    def loss(w, x):
+        def turn(h, row):
+            return jnp.tanh(h @ row), None
+
+        return jnp.cumsum(jax.lax.scan(turn, x, w)[0]).mean()
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 8), (4, 8))]
+    plan = pase.compile(loss, *shapes, devices=2, baselines=False)
+    with pytest.raises(
+        PaseError, match=r"'cumsum' at .*: this op has no .*; 'scan' at .* takes scan=0"
+    ):
+        to_mesh_tf.program(plan)
+
+
 @needs_mesh_tf
 def test_a_written_program_runs(tmp_path):
     layout, program = tmp_path / "layout.json", tmp_path / "mlp_mtf.py"

@@ -13,6 +13,7 @@ from pase.errors import PaseError
 from pase.hlo import collectives as hlo
 from pase.hlo.groups import axes_of_groups, axes_of_pairs
 from pase.hlo.module import Shape, modules, read
+from pase.hlo.protos import parse
 from pase.machine.types import Mesh
 from tests.hlo.programs import ALONG_X, MESH, X, Y, one
 
@@ -308,3 +309,10 @@ def test_text_that_is_no_compiled_hlo_is_refused():
         read(b"\x0a\xff", "trace.pb")
     with pytest.raises(PaseError, match="unknown HLO element type '#99'"):
         _ = Shape(dtype="#99", dims=(3,)).nbytes
+
+
+def test_a_name_that_is_not_utf8_is_refused():
+    """XLA's messages hold UTF-8; read as bytes, it would be compared with text somewhere else."""
+    plane = b"\x12\x03\xff\xfe\xfd"  # XPlane.name
+    with pytest.raises(PaseError, match="rank0: not a readable XSpace"):
+        parse("XSpace", b"\x0a" + bytes([len(plane)]) + plane, "rank0")

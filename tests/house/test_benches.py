@@ -21,7 +21,7 @@ SMALLEST = {
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
     "every_mesh": '--only "mlp, 32"',
-    "file_fuzz": "--count 45",
+    "file_fuzz": "--count 45 --only in",
     "memory_search": "--only mlp",
     "memory_truth": "mlp",
     "mesh_tf": "--models mlp",

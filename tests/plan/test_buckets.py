@@ -13,7 +13,7 @@ import pytest
 import pase
 from pase import costmodels, machine
 from pase.api import Plan
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.machine import mesh_from
 from pase.plan import buckets
 from pase.plan.communication import curves_from_model
@@ -126,6 +126,13 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
 def test_nothing_to_send_is_no_bucket_plan() -> None:
     alone = pase.compile("zoo:mlp?batch=64", devices=1, baselines=False)
     assert alone.bucket_plan is None and alone.timeline is None and alone.scheduled() is alone
+
+
+def test_a_million_runs_are_not_listed() -> None:
+    data = to_json(plan())
+    data["strategy"][3]["times"] = 10**30
+    with pytest.raises(Infeasible, match=r"run 1000000000000.* times in a step, and a bucket plan lists each"):
+        buckets.problem_of(Plan.of(from_json(data)))
 
 
 def test_delayed_updates_where_they_are_allowed() -> None:

@@ -100,6 +100,8 @@ def test_uneven_and_doubled_axes_are_refused(plan):
         from_json(broken(data, "parameters", "wte", "storage", value=[[axis], [axis]]))
     with pytest.raises(PaseError, match="collectives/0/axes: a mesh axis is used twice"):
         from_json(broken(data, "collectives", 0, "axes", value=[axis, axis]))
+    with pytest.raises(PaseError, match="collectives/0/axes: a collective runs along one mesh axis or more"):
+        from_json(broken(data, "collectives", 0, "axes", value=[]))
 
 
 @pytest.mark.parametrize(
