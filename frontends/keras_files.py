@@ -47,6 +47,7 @@ def keras_model(path: Path) -> KerasModel:
         IndexError,
         NotImplementedError,
         ImportError,
+        RecursionError,
     ) as e:
         raise PaseError(f"Keras cannot make the model that {path} describes: {short(e)}") from e
 

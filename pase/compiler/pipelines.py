@@ -313,6 +313,9 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
             forward_s=float(times.forward[k]),
             backward_s=float(times.full[k] - times.forward[k]),
             memory_bytes=memory[rank].total,
+            weight_s=float(times.weight[k]),
+            again_s=float(times.again[k]),
+            send_s=float(times.send[k]) if k < len(times.send) else 0.0,
         )
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
     )
@@ -340,6 +343,8 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
         ),
         scope=_scope(found),
         again=tuple(split.variant.blocks for split in strategies),
+        before_s=tuple(map(float, times.before)),
+        after_s=tuple(map(float, times.after)),
     )
 
 

@@ -23,6 +23,8 @@ class StagePlan:
     the plan's ``strategies`` splits it. recomputes: whether backward recomputes its blocks. weights: whether they are
     gathered and their gradients summed once per step, or at each micro-batch. forward_s, backward_s: seconds of one
     micro-batch; backward includes recomputation. memory_bytes: on a device of its rank, for all stages of that rank.
+    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation. send_s: to the next stage.
+    None in layouts written before these existed.
     """
 
     rank: Count
@@ -33,6 +35,9 @@ class StagePlan:
     forward_s: NotNegative
     backward_s: NotNegative
     memory_bytes: Count
+    weight_s: NotNegative | None = None
+    again_s: NotNegative | None = None
+    send_s: NotNegative | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,10 @@ class PipelinePlan:
     again: tuple[tuple[Block, ...], ...] = ()
     """For each of ``strategies``, the blocks of equations that its backward recomputes. Empty in layouts written before
     this field existed."""
+    before_s: tuple[NotNegative, ...] = ()
+    after_s: tuple[NotNegative, ...] = ()
+    """Seconds of each rank once a step: before its first action (weights gathered) and after its last one (gradients
+    summed, the update). Empty in layouts written before these existed."""
 
     def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""

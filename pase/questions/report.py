@@ -16,6 +16,7 @@ from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation
 from pase.questions.reasons import reasons
 from pase.questions.report_data import explorer_data, priced_step
+from pase.questions.report_pipeline import drawn_schedule, stages_table
 from pase.questions.sensitivity import Swing
 from pase.questions.step_memory import StepMemory, step_memory
 
@@ -43,7 +44,7 @@ def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
         Section(anchor="strategies", title="Strategies compared", body=_strategies(plan)),
         Section(anchor="time", title="Where the time goes", body=_causes(e)),
         Section(anchor="model", title="Model and devices", body=_about_model(plan) + explorer),
-        Section(anchor="timeline", title="The step", body=f"<p>{note}</p>{drawn}"),
+        Section(anchor="timeline", title="The step", body=f"<p>{note}</p>{drawn}{stages_table(plan)}"),
         Section(anchor="roofline", title="Roofline", body=_roofline(e)),
         Section(anchor="memory", title="Memory", body=_memory(plan)),
         Section(anchor="sensitivity", title="If the machine is not as stated", body=_swings(e, swings)),
@@ -150,7 +151,7 @@ def _about_model(plan: PlanData) -> str:
 
 
 def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
-    """The step for the timeline widget, and what it shows; None where costs are no seconds, and for pipelines."""
+    """The step for the timeline widget, and what it shows; None where costs are no seconds."""
     from pase.plan.buckets import schedule_of
     from pase.schedule.gantt import drawn_iteration
     from pase.schedule.simulate import evaluate
@@ -158,10 +159,8 @@ def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
     if plan.unit != "s":
         return None, f"Costs are in {escape(plan.unit)}: they have no place in time."
     if plan.pipeline is not None:
-        return (
-            None,
-            f"A pipeline of {escape(str(plan.pipeline))}: bubble {plan.pipeline.bubble:.1%} of the step.",
-        )
+        said = f"A pipeline of {escape(str(plan.pipeline))}: bubble {plan.pipeline.bubble:.1%} of the step."
+        return drawn_schedule(plan), f"{said} Each row is a rank: which micro-batch it works on when."
     scheduled = schedule_of(plan)
     if scheduled is None:
         return priced_step(plan), "The step as it is priced, one piece after another."

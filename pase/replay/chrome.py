@@ -10,6 +10,7 @@ from typing import Any
 
 from pase.errors import PaseError, needed
 from pase.files.json_values import JsonObject
+from pase.files.terminal import printable
 from pase.replay.builder import Builder, is_sound, split_devices
 from pase.replay.gloo import tie_gloo
 from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
@@ -105,7 +106,7 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         )
     if not len(b):
         why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
-        raise PaseError(f"{path}: no usable event ({why})")
+        raise PaseError(f"{path}: no usable event ({printable(why)})")
     feed.finish(bool(stream.broken or cut))
     t = b.finish()
     t = replace(t, problems=(*t.problems, *problems))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.files.terminal import printable
 from pase.hlo.protos import parse
 from pase.replay.builder import Builder, split_devices
 from pase.replay.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
@@ -45,7 +46,7 @@ def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
         _plane(plane, b, steps, executions, begun)
     if not len(b):
         raise PaseError(
-            f"{path}: no usable event in {len(space.planes)} planes ({'; '.join(b.left_out) or 'empty'})"
+            f"{path}: no usable event in {len(space.planes)} planes ({printable('; '.join(b.left_out)) or 'empty'})"
         )
     b.marks.extend(step_marks(steps, b.rank, False))
     t = split_devices(b.finish(), executions.marks(b.rank))

@@ -266,8 +266,10 @@ def _read_npz(path: Path, wanted: dict[str, int]) -> dict[str, np.ndarray]:
                 out[key] = _usable(path, np.ascontiguousarray(a, dtype=np.float64), f"array '{key}'")
     except FileNotFoundError:
         raise PaseError(f"{path}: no such file; the index needs its .npz beside it") from None
-    except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as err:
-        raise PaseError(f"{path}: the archive is damaged ({err}); fetch the file again") from None
+    except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError, RuntimeError) as err:
+        raise PaseError(
+            f"{path}: the archive is damaged or encrypted ({err}); fetch the file again"
+        ) from None
     except OSError as err:
         raise PaseError(f"{path}: cannot be read ({err.strerror or err})") from None
     except PaseError:

@@ -131,6 +131,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.tables",
         "pase.search",
         "pase.memory",
+        "pase.pipeline",
         "pase.plan",
         "pase.compiler",
         "pase.schedule",

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
 from itertools import pairwise
@@ -24,6 +25,7 @@ from pase.pages.streams import StreamBox, drawn_streams
 from pase.questions.explain import explain
 from pase.questions.report import report_page
 from pase.questions.report_data import PARAMETERS, layer_paths, priced_step
+from pase.questions.report_pipeline import drawn_schedule
 from pase.questions.step_memory import step_memory
 from tests.command import printed
 
@@ -232,4 +234,16 @@ def test_a_pipelines_page_shows_a_ranks_work() -> None:
     for n in p.nodes:
         assert sum(w.cost for w in n.work) == pytest.approx(n.cost.compute + n.cost.update, rel=1e-9)
     assert step_memory(p) is None
-    Elements(report_page(explain(p)))
+    Elements(page := report_page(explain(p)))
+    assert p.pipeline is not None and "Schedule of the stages" in page
+    drawn = drawn_schedule(p)
+    assert drawn is not None and drawn["end"] == pytest.approx(p.cost * 1e9, rel=1e-6)
+    ranks = drawn["streams"]
+    assert [s["name"] for s in ranks] == [f"rank {r}" for r in range(p.pipeline.degree)]
+    for s in ranks:  # one thing at a time, and every micro-batch of its stages forward once
+        ends = [a + n for a, n in zip(s["start"], s["length"], strict=True)]
+        assert all(end <= begin + 2 for end, begin in zip(ends, s["start"][1:], strict=False))
+        forward = sum("forward" in drawn["labels"][i] for i in s["label"])
+        assert forward == p.pipeline.micro_batches * p.pipeline.chunks
+    older = replace(p.pipeline, before_s=())
+    assert drawn_schedule(replace(p, pipeline=older)) is None

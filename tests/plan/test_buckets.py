@@ -131,7 +131,9 @@ def test_nothing_to_send_is_no_bucket_plan() -> None:
 def test_a_million_runs_are_not_listed() -> None:
     data = to_json(plan())
     data["strategy"][3]["times"] = 10**30
-    with pytest.raises(Infeasible, match=r"run 1000000000000.* times in a step, and a bucket plan lists each"):
+    with pytest.raises(
+        Infeasible, match=r"run 1000000000000.* times in a step, and a bucket plan lists each"
+    ):
         buckets.problem_of(Plan.of(from_json(data)))
 
 

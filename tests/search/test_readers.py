@@ -165,7 +165,14 @@ def test_corrupt_indices(tmp_path: Path, arrays: dict[str, Any], doc: dict[str, 
 def test_corrupt_archives(tmp_path: Path) -> None:
     path = write_index(tmp_path, ARRAYS, INDEX)
     whole = (tmp_path / "x.npz").read_bytes()
-    for data, message in ((whole[:100], "archive is damaged"), (b"", "archive is damaged")):
+    locked = bytearray(whole)
+    for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = whole.find(header)
+        while at >= 0:
+            locked[at + flags] |= 1
+            at = whole.find(header, at + 1)
+    damaged = "archive is damaged or encrypted"
+    for data, message in ((whole[:100], damaged), (b"", damaged), (bytes(locked), f"{damaged} .*password")):
         (tmp_path / "x.npz").write_bytes(data)
         with pytest.raises(PaseError, match=message):
             read_instance(path)
