@@ -152,7 +152,7 @@ def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
 def _short(e: Exception) -> str:
     text = e.args[0] if e.args else ""
     text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-    return " ".join(text.split())[:160]
+    return printable(" ".join(text.split()))[:160]
 
 
 def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:

@@ -433,3 +433,14 @@ def test_a_missing_optional_package_is_named(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "ijson", None)
     with pytest.raises(PaseError, match=r"needs ijson: pip install 'ijson"):
         load(_file(tmp_path, [_kernel(1)]))
+
+
+def test_what_is_said_of_a_damaged_trace_commands_no_terminal(tmp_path: Path) -> None:
+    for k, text in enumerate(
+        (b'{"traceEvents": [{"ph": "X", \x1b[2J', b"\x1b[2J", b'{"traceEvents": [{"ph": "\x1b[2J"}]}')
+    ):
+        path = tmp_path / f"rank{k}.json"
+        path.write_bytes(text)
+        with pytest.raises(PaseError) as refused:
+            load(path)
+        assert "\x1b" not in str(refused.value)

@@ -89,3 +89,15 @@ def test_damaged_configurations_are_refused(saved: tuple[Any, Path], tmp_path: P
         path = changed(saved[1], tmp_path / "d.keras", lambda _, text=text: text)
         with pytest.raises(PaseError):
             trace(path, dims=BATCH)
+
+
+def endless(text: bytes) -> bytes:
+    config = json.loads(text)
+    config["config"]["output_layers"] *= 2
+    return json.dumps(config).encode()
+
+
+def test_a_configuration_that_keras_cannot_end_is_refused(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    path = changed(saved[1], tmp_path / "endless.keras", endless)
+    with pytest.raises(PaseError, match="Keras cannot make the model that"):
+        trace(path, dims=BATCH)
