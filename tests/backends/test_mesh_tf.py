@@ -250,9 +250,7 @@ def test_what_jax_programs_cannot_have_is_said_at_once_with_what_to_do():
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 8), (4, 8))]
     plan = pase.compile(loss, *shapes, devices=2, baselines=False)
-    with pytest.raises(
-        PaseError, match=r"'cumsum' at .*: this op has no .*; 'scan' at .* takes scan=0"
-    ):
+    with pytest.raises(PaseError, match=r"'cumsum' at .*: this op has no .*; 'scan' at .* takes scan=0"):
         to_mesh_tf.program(plan)
 
 
