@@ -9,11 +9,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["Infeasible", "PaseError", "install_line", "needed"]
+__all__ = ["Infeasible", "PaseError", "install_line", "needed", "printable"]
+
+
+_UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
+"""Control characters but tabs and line breaks: they move the cursor, hide what was said, or start a command."""
+
+
+def printable(text: str) -> str:
+    """The text with every control character made visible.
+
+    >>> printable("layer\\x1b[2J")
+    'layer\N{REPLACEMENT CHARACTER}[2J'
+    """
+    return text.translate(_UNSEEN)
 
 
 class PaseError(ValueError):
-    """Bad input: the message says what, where, and what to do. Exit code 2."""
+    """Bad input: the message says what, where, and what to do. Exit code 2.
+
+    The message may name what a file holds: control characters in it are shown, not sent to a terminal.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class Infeasible(PaseError):

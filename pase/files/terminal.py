@@ -7,6 +7,8 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from pase.errors import printable
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -14,18 +16,6 @@ __all__ = ["UNWRAPPED", "console", "printable"]
 
 UNWRAPPED = 2000
 """Columns of what is not wrapped: more than any line has."""
-
-_UNSEEN = dict.fromkeys((*range(9), *range(11, 32), *range(127, 160)), "\N{REPLACEMENT CHARACTER}")
-"""Control characters but tabs and line breaks: they move the cursor, hide what was said, or start a command."""
-
-
-def printable(text: str) -> str:
-    """The text with every control character made visible.
-
-    >>> printable("layer\\x1b[2J")
-    'layer\N{REPLACEMENT CHARACTER}[2J'
-    """
-    return text.translate(_UNSEEN)
 
 
 def console(*, err: bool = False, **how: Any) -> Console:

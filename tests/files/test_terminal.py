@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 import pase
+from pase.errors import PaseError
 from pase.files.terminal import console, printable
 from pase.plan.table import layer_table
 from tests.house.test_documents import ROOT
@@ -65,3 +66,10 @@ def test_a_plan_fits_a_narrow_terminal():
         for name in layers:
             (row,) = [line for line in lines if line.startswith(f"{name} ")]
             assert re.search(r"\d (ms|µs) ", row) and re.search(r"\d [KMG]?i?B\b", row)
+
+
+def test_no_error_commands_the_terminal():
+    assert (
+        str(PaseError("op 'Mat\x1b[2Jul'\nhas no rule"))
+        == "op 'Mat\N{REPLACEMENT CHARACTER}[2Jul'\nhas no rule"
+    )
