@@ -145,14 +145,17 @@ def _by_torch_alone(module: Any, batch: Any) -> bool:
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
-    """Counts over the rows, and the ops that are missing with the number of classes that need each."""
-    taken = [r for r in rows.values() if r.get("torch_export")]
+    """Counts over the rows, and the ops that are missing with the number of classes that need each. A row whose process
+    did not end counts as one that torch.export takes: it is not known, and must not flatter the share."""
+    undecided = [r for r in rows.values() if "torch_export" not in r and r.get("stage") != "build"]
+    taken = [r for r in rows.values() if r.get("torch_export")] + undecided
     reasons = Counter(op for r in rows.values() for op in r.get("missing", {}))
     done = [r for r in taken if r["lowered"] and r["searched"]]
     return {
         "classes": len(rows),
         "built": sum(r.get("stage") != "build" for r in rows.values()),
-        "torch_export_takes": len(taken),
+        "torch_export_takes": len(taken) - len(undecided),
+        "undecided": len(undecided),
         "exported": sum(r["exported"] for r in rows.values()),
         "lowered": sum(r["lowered"] for r in rows.values()),
         "searched": sum(r["searched"] for r in rows.values()),
