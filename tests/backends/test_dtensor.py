@@ -116,7 +116,9 @@ def test_axes_that_go_together_are_one_mesh_dim(tmp_path: Path) -> None:
 
 def test_what_dtensor_cannot_say() -> None:
     plan = plans()["pase"]
-    with pytest.raises(PaseError, match="one of 'up/kernel' along data and model, which it also uses apart"):
+    with pytest.raises(
+        PaseError, match="one of 'up/kernel' along data and model, which it also uses separately"
+    ):
         to_dtensor.to_json(
             stored(plan, {"up/kernel": (("data", "model"), ()), "down/kernel": (("model",), ())})
         )

@@ -16,7 +16,7 @@ from msgspec import Meta, Struct
 
 import pase
 from bench.schemas import ROOT, SCHEMAS
-from pase.errors import PaseError
+from pase.errors import PaseError, printable
 from pase.files.codec import convert, json_schema, parse_json, read_json, to_tree
 from pase.machine import dumps, parse
 from pase.plan.layout import to_json
@@ -122,7 +122,7 @@ def test_the_first_bad_key_of_a_mapping_is_named(sizes, data):
         return
     with pytest.raises(PaseError) as e:
         convert(tree, Form, "f")
-    assert str(e.value) == f"f: at leaves/{first}/0/ways: must be at least 1, got -1"
+    assert str(e.value) == f"f: at leaves/{printable(first)}/0/ways: must be at least 1, got -1"
 
 
 def test_numbers_of_numpy_are_written_and_nothing_unknown_is():
