@@ -64,7 +64,7 @@ class LocalWalk:
     @property
     def _finds_arrivals(self) -> bool:
         """Whether this walk is for what parameters become alone, so that nothing needs to run again."""
-        return self.arrivals is not None and self.arrivals.given is None
+        return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
 
     def within(self, what: str) -> LocalWalk:
         """The walk inside of something out of which nothing can be gathered."""

@@ -106,7 +106,8 @@ class Manual:
 
         def refuse(*_: Tree) -> Never:
             raise PaseError(
-                "the manually lowered loss cannot be differentiated: use plan.jax.value_and_grad(lowering='manual')"
+                "a function that is lowered by hand cannot be differentiated: use plan.jax.value_and_grad(), or "
+                "lowering='annotated'"
             )
 
         run.defvjp(refuse, refuse)

@@ -59,7 +59,7 @@ class CollectiveRow:
 
 
 def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotated") -> list[CollectiveRow]:
-    """compiled: what ``plan.jax.lower_train_step(optimizer).compile()`` gave, on host devices; lowering: by which way.
+    """compiled: what ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` gave, on host devices.
     Lowered by hand a program has the plan's own collectives: none of the CPU pipeline's habits is allowed for."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +14,6 @@ from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["batch_size", "blocks_of", "loops_of", "micro"]
 

@@ -7,14 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import DimSizes, type_names
 from pase.frontends.tf_graph import TfGraph
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "KERAS_SUFFIX",

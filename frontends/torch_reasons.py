@@ -77,8 +77,12 @@ def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module]
     if sum(t.nbytes for t in tensors) > _MOST_BYTES:
         return []
     try:
-        with _silent():
-            drafted: Any = torch.export.draft_export(step(copy.deepcopy(module)), batch, strict=False)
+        with (
+            _silent(),
+            torch.random.fork_rng(),
+        ):  # neither the batch nor the program's random state may change
+            own = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), batch)
+            drafted: Any = torch.export.draft_export(step(copy.deepcopy(module)), own, strict=False)
     except Exception:  # it is for a better message alone; the model's own error is reported
         return []
     report = drafted._report

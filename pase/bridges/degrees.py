@@ -32,7 +32,7 @@ from pase.stated.ops import StatedOps, stated_ops
 from pase.stated.timeline import stage_layers
 from pase.tables.itemize import LocalWork
 
-__all__ = ["by_stages", "by_tensor", "kernel_times", "loaded_kernel_times"]
+__all__ = ["KernelTimes", "by_stages", "by_tensor", "kernel_times", "loaded_kernel_times"]
 
 Kernel = tuple[str, tuple[int, ...]]
 """A product by its three arrays' elements, whichever op runs it; any other op by its name and its largest operand's."""
@@ -40,6 +40,7 @@ KernelTimes = Mapping[Kernel, float]
 """Median ns of what was measured."""
 _PRODUCT = "product"
 _PHASE = {"forward": StepPhase.FORWARD, "backward": StepPhase.BACKWARD}
+_DISCIPLINE = "1f1b"
 _FUSED = (2, 3, 4)
 """Products of one operand that a framework runs as one: queries, keys and values."""
 _HALVES = ("bf16", "f16", "half", "fp16")
@@ -75,8 +76,9 @@ class _Pair:
 # ---- stages
 
 
-def by_stages(stages: int, wire_bytes_per_s: float | None = None, discipline: str = "1f1b") -> Rewrite:
-    """The run cut into so many stages of equal layers, each on a device of its own; micro-batches as they were.
+def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
+    """The run cut into so many stages of equal layers, each on a device of its own; micro-batches as they were, one
+    forward and one backward in turn.
 
     Infeasible where the trace does not show micro-batches and layers, or has fewer layers than stages.
     """
@@ -93,11 +95,11 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None, discipline: st
         layers = stage_layers(s.layers, stages)
         orders: list[list[StageAction]] = [
             [(StepPhase.FORWARD if a.kind is Kind.FORWARD else StepPhase.BACKWARD, a.micro) for a in order]
-            for order in schedule(discipline, stages, s.micro_batches).orders
+            for order in schedule(_DISCIPLINE, stages, s.micro_batches).orders
         ]
         sent = _transfer(g, s, wire_bytes_per_s)
         note = (
-            f"{s.layers} layers as {'+'.join(map(str, layers))}, {s.micro_batches} micro-batches ({discipline}), "
+            f"{s.layers} layers as {'+'.join(map(str, layers))}, {s.micro_batches} micro-batches ({_DISCIPLINE}), "
             f"{sent.nbytes / 2**20:.3g} MiB to the next stage in {sent.duration_ns / 1e6:.3f} ms"
         )
         if s.micro_batches < stages:

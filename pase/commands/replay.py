@@ -13,6 +13,7 @@ from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
+    from pase.bridges.degrees import KernelTimes
     from pase.replay.report import Rewrite
     from pase.replay.types import Timeline
 
@@ -172,11 +173,12 @@ def _degrees(
 ) -> dict[str, Rewrite]:
     """Other degrees of pipeline and tensor parallelism."""
     out: dict[str, Rewrite] = {}
+    measured: KernelTimes | None = None
     for text in what_if:
         name, _, value = text.partition("=")
         if name not in ("stages", "tensor"):
             continue
-        if not (value.isascii() and value.isdigit() and 0 < int(value) < 10**6):
+        if not (value.isascii() and value.isdigit() and len(value) < 7 and int(value)):
             raise PaseError(f"what-if '{text}': expected a whole number, as {name}=4")
         from pase.bridges.degrees import by_stages, by_tensor, loaded_kernel_times
 
@@ -188,7 +190,7 @@ def _degrees(
                 f"what-if {text}: give the model of the run (--model 'zoo:gpt2?batch=4', or a file's function) with "
                 "the batch of one micro-batch of one rank: its products say which part each device would do"
             )
-        measured = loaded_kernel_times(kernels)
+        measured = loaded_kernel_times(kernels) if measured is None else measured
         out[text] = by_tensor(int(value), model=model, ran=ran, machine=machine, measured=measured)
     return out
 

@@ -52,11 +52,11 @@ def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: in
 
     spread: of ``spreads``, for this graph with whatever durations.
     """
-    many = with_ranks(g, ranks)
-    if many is None or len(spread) < 2:
+    steps = min(_STEPS, MAX_TASKS // max(_tasks_of(g, ranks), 1) - _SETTLE)
+    if steps < 2 or len(spread) < 2:
         return None
-    steps = min(_STEPS, MAX_TASKS // max(len(many.graph), 1) - _SETTLE)
-    if steps < 2:
+    many = with_ranks(g, ranks)
+    if many is None:
         return None
     rng = np.random.default_rng(seed)
     long = unroll(many.graph, _SETTLE + steps)
@@ -66,6 +66,13 @@ def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: in
     r = replay_graph(replace(long, duration_ns=long.duration_ns * ratio))
     done = r.finish_ns.reshape(_SETTLE + steps, len(many.graph)).max(axis=1)
     return float(done[-1] - done[_SETTLE - 1]) / steps
+
+
+def _tasks_of(g: DataflowGraph, ranks: int) -> int:
+    """Tasks of a graph of so many ranks, which is made only if there are few enough."""
+    each = [int((g.rank == r).sum()) for r in g.ranks]
+    whole, rest = divmod(ranks, len(each))
+    return whole * sum(each) + sum(each[:rest])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

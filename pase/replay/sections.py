@@ -45,8 +45,8 @@ class OpShape:
 
     @property
     def elements(self) -> int:
-        """Of the largest operand."""
-        return max(math.prod(d) for d in self.operands if d)
+        """Of the largest operand; 1 where all are scalars."""
+        return max((math.prod(d) for d in self.operands if d), default=1)
 
 
 def product_of(s: OpShape | None) -> ProductKey | None:

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pase.pytree import Tree
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = [
     "Built",

@@ -7,7 +7,7 @@ so that a split over key-value heads runs through the whole attention without a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from pase.zoo.layers import (
 )
 from pase.zoo.moe import expert_leaves, experts_forward
 from pase.zoo.serving import Decoder, served
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["grouped_attention", "language_model", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,6 @@ from pase.errors import PaseError
 from pase.pytree import Tree
 from pase.zoo.attention import Attend
 from pase.zoo.layers import Built, full, integers, normal
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["Decoder", "served"]
 

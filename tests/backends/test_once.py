@@ -131,6 +131,20 @@ def test_what_cannot_be_sent_once_is_refused(drawn):
         pase.compile(unrolled, apart, tokens, once="all", mode="inference", **small)
 
 
+def branching(params, x):
+    """A branch that computes its own part again in backward."""
+    again = jax.checkpoint(lambda h: jnp.tanh(jnp.sin(h)))
+    y = jax.lax.cond(x[0, 0] > 0, again, lambda h: h, x @ params["w"])
+    return jnp.mean((y @ params["v"]) ** 2)
+
+
+def test_what_a_branch_computes_again_stays_so(drawn):
+    params, x = {"w": jnp.ones((16, 16)), "v": jnp.ones((16, 16))}, jnp.ones((32, 16))
+    plan = planned(branching, params, x, "fsdp", 2)("all")
+    step = str(jax.make_jaxpr(plan.jax.value_and_grad(plan.jax.mesh()))(params, x))
+    assert "checkpoint" in step or "remat" in step
+
+
 def turning(params, x):
     """A weight that the turns of a while loop read."""
     turned = jax.lax.while_loop(

@@ -366,7 +366,7 @@ def test_a_product_of_other_groups_is_refused() -> None:
 
 
 def test_every_place_that_depends_on_the_data_is_listed() -> None:
-    """With real tensors; the model itself, and what the program had logged, stay as they are."""
+    """With real tensors; the model itself, its batch, random numbers, and what is logged stay as they are."""
     import logging
 
     import torch
@@ -379,15 +379,16 @@ def test_every_place_that_depends_on_the_data_is_listed() -> None:
 
         def forward(self, x: Any) -> Any:
             self.seen.add_(1)
-            y = self.inner(x)
+            y = self.inner(x.mul_(2)) + torch.rand_like(x)
             if y.sum() > 0:
                 y = y * 2
             first = int(x.abs().sum().item())
             return y[:first].sum()
 
-    module = Asks()
+    module, batch, state = Asks(), torch.ones(4, 4), torch.get_rng_state()
     with pytest.raises(PaseError) as told:
-        registry.trace(module, torch.ones(4, 4))
+        registry.trace(module, batch)
+    assert batch.eq(1).all() and torch.get_rng_state().equal(state)
     text = str(told.value)
     assert "cannot export Asks" in text and "use torch.where" in text and "There are 2 such places:" in text
     assert "test_torch.py" in text and "if y.sum() > 0:" in text and "int(x.abs().sum().item())" in text

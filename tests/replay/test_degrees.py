@@ -14,7 +14,7 @@ from bench.cases.timelines import write as write_data_parallel
 from bench.cases.transformers import ImaginedTransformer, simulate, write
 from pase.bridges.degrees import by_stages, by_tensor, kernel_times
 from pase.errors import Infeasible
-from pase.replay import align, load, measure
+from pase.replay import align, chance, load, measure
 from pase.replay.chance import mean_iteration_ns, spreads, with_ranks
 from pase.replay.sections import OpShape, StepPhase, product_of, sections
 from pase.replay.steady import evaluate
@@ -156,6 +156,16 @@ def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
     assert got == pytest.approx(want, rel=0.04)
     assert max(evaluate(graph).values()) < 0.9 * want
     assert mean_iteration_ns(graph, spread, 16) == got  # the seed is fixed
+
+
+def test_more_ranks_than_can_be_replayed_are_not_made(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chance, "with_ranks", lambda *_: pytest.fail("made"))
+    spread = spreads(plain.measured, plain.graph, plain.measured.whole())
+    assert mean_iteration_ns(plain.graph, spread, 10**9) is None
+
+
+def test_an_op_of_scalars_alone_has_one_element() -> None:
+    assert OpShape(name="aten::add", operands=((), ())).elements == 1
 
 
 def test_ranks_that_are_copies_replay_as_the_traced_ones_do(tmp_path: Path) -> None:
