@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
 from pase.compiler.every_mesh import close_meshes
-from pase.compiler.fit import fit_more, fit_variants
-from pase.compiler.mesh_search import Found, search_meshes
+from pase.compiler.fit import cheapest_free, fit_more, fit_variants
+from pase.compiler.mesh_search import Found
 from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
 from pase.compiler.pipelines import plan_staged, search_pipelines
@@ -78,8 +78,8 @@ def compile_model(
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
-    over, first = problem.meshes(options.mesh, options.max_axes), problem
-    found, misfit = search_meshes(problem, over, say), None
+    over, first, misfit = problem.meshes(options.mesh, options.max_axes), problem, None
+    problem, found = cheapest_free(problem, tries[0], traced, over, say)
     if limit is not None:
         try:
             problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)

@@ -32,7 +32,34 @@ from pase.tables.layouts import configs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["fit_limit", "fit_more", "fit_variants", "least_memory"]
+__all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants", "least_memory"]
+
+
+def cheapest_free(
+    problem: SplitProblem, group: Sequence[Variant], traced: Traced, over: Sequence[Mesh], say: Progress
+) -> tuple[SplitProblem, Found]:
+    """The variant that takes least time where memory is no constraint, with its answer; its bounds hold for all.
+
+    problem: of the first variant of the first group. Gradients that are summed once are added whole at each
+    micro-batch, so that summing them each time may take less: both are searched. Nothing else may.
+    """
+    found = search_meshes(problem, over, say)
+    for v in group:
+        if replace(v, once=problem.variant.once) != problem.variant or v.once in (
+            problem.variant.once,
+            "none",
+        ):
+            continue
+        p = problem.varied(traced, v)
+        other = search_meshes(p, over, say)
+        bounds = {m: min(b, other.bounds[m]) for m, b in found.bounds.items()}
+        seconds = add_seconds(found.seconds, other.seconds)
+        low = min(found.solution.bound, other.solution.bound)
+        if other.solution.cost < found.solution.cost:
+            problem, found = p, other
+        s = replace(found.solution, bound=low, optimal=low >= found.solution.cost * (1 - 1e-9))
+        found = replace(found, solution=s, bounds=bounds, seconds=seconds)
+    return problem, found
 
 
 def fit_variants(
@@ -47,7 +74,7 @@ def fit_variants(
 ) -> tuple[SplitProblem, Found]:
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
 
-    free: the unconstrained answer to the first variant, which is ``problem``. If it fits, it is the answer.
+    free: the unconstrained answer to ``problem``, both of ``cheapest_free``. If it fits, it is the answer.
 
     The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
     fits. The bound covers the variants that were tried. The strategy's ``seconds`` are the sum over all searches.
@@ -61,12 +88,12 @@ def fit_variants(
     for group in tries:
         promising = False
         try:
-            ways = [(v, problem if v == tries[0][0] else problem.varied(traced, v)) for v in group]
+            ways = [(v, problem if v == problem.variant else problem.varied(traced, v)) for v in group]
         except NotInParts as e:
             say(str(e))
             break
         for variant, p in ways:
-            first = variant == tries[0][0]
+            first = variant == problem.variant
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: least_memory(p, m) for m in over}
             where = min(over, key=needs.__getitem__)

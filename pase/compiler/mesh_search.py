@@ -67,7 +67,6 @@ def search_meshes(
     """
     pricing = problem.pricing
     best = so_far
-    tried = list(so_far.tried) if so_far else []
     bounds = dict(so_far.bounds) if so_far else {}
     answers = dict(so_far.answers) if so_far else {}
     spent = dict(so_far.seconds) if so_far else {}
@@ -78,7 +77,6 @@ def search_meshes(
         built = time.perf_counter()
         solution = pricing.solve(mesh, below=np.inf if best is None else best.solution.cost)
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
-        tried.append((mesh, solution.cost))
         bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
         if best is None or solution.cost < best.solution.cost:
             best = Found(mesh=mesh, space=space, solution=solution, tried=())
@@ -87,6 +85,7 @@ def search_meshes(
     start = time.perf_counter()
     best = _closed(problem, over, best, bounds, answers)
     spent = add_seconds(spent, {"search": time.perf_counter() - start})
+    tried = [*(so_far.tried if so_far else ()), *((m, answers[m.sizes].cost) for m in over)]
     low = min([*bounds.values(), *([so_far.solution.bound] if so_far else [])])
     s = best.solution  # where a gap is left, another mesh's bound may be the lowest
     s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))

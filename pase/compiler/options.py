@@ -203,12 +203,21 @@ class CompileOptions:
                 "meshes='all' proves what one program of summed compute and communication costs on every mesh: "
                 "leave out mesh, overlap and a number of groups"
             )
+        if self.meshes == "all" and self.once == "auto":
+            raise PaseError(
+                "meshes='all' proves one way to run the step: with it once is 'none', 'gathers' or 'all'"
+            )
         if self.pipeline not in ("none", "auto") and self.ranks is None:
             raise PaseError(
                 f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"
             )
         if self.target != "any" and self.pipeline != "none":
             raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
+        if self.pipeline != "none" and self.overlap != "none":
+            raise PaseError(
+                f"overlap='{self.overlap}' is for steps without stages, which are priced with nothing beside compute: "
+                f"leave out overlap or pipeline"
+            )
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"

@@ -100,7 +100,7 @@ def variants(
     once: Once | Literal["auto"] = "none",
 ) -> Iterator[list[Variant]]:
     """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
-    no other takes less time.
+    no other takes less time, but those that differ in ``once`` alone.
 
     graph: the simplified one. accumulate, remat, once: what the user fixed; None and "auto" fix nothing.
     """

@@ -252,16 +252,15 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
         return
     backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
     times = runs_of(op, node.name)
-    cast: tuple[tuple[tuple[Access, ...], Phase, float], ...] = (
-        (op.factors, phase_of(op), times * (2 if op.remat else 1)),
-        (backward, "backward", times),
+    cast: tuple[tuple[tuple[Access, ...], Phase, float, bool], ...] = (
+        (op.factors, phase_of(op), times * (2 if op.remat else 1), op.remat),
+        (backward, "backward", times, False),
     )
-    for accesses, phase, runs in cast:
+    for accesses, phase, runs, again in cast:
         for a in accesses:
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
             nbytes = (1 + SCALE_PASSES) * read + 2 * read / t.itemsize
-            again = op.remat and accesses is op.reads
             yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, again), casts=True)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 import pase
@@ -10,8 +13,11 @@ from pase.compiler.mesh_search import search_meshes
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.errors import PaseError
+from pase.machine import mesh_from
+from pase.search import Solution
 from tests.command import run
 
+FREE = np.zeros(0, np.int64)
 MLP = "zoo:mlp?batch=48"
 GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
 
@@ -93,6 +99,8 @@ def test_a_limit_is_kept() -> None:
 def test_what_cannot_be_proven_is_refused() -> None:
     with pytest.raises(PaseError, match="leave out mesh"):
         pase.compile(MLP, devices=8, mesh="2x4", meshes="all")
+    with pytest.raises(PaseError, match="'none', 'gathers' or 'all'"):
+        pase.compile(MLP, devices=8, once="auto", meshes="all")
     with pytest.raises(PaseError, match="meshes is 'few' or 'all'"):
         pase.compile(MLP, devices=8, meshes="most")  # type: ignore[arg-type]
 
@@ -100,3 +108,17 @@ def test_what_cannot_be_proven_is_refused() -> None:
 def test_the_command_says_so() -> None:
     done = run("compile", MLP, "--devices", "8", "--meshes", "all", "--overlap", "none")
     assert done[0] == 0 and "over all 3 meshes of the devices" in done[1]
+
+
+def test_a_mesh_is_listed_with_the_answer_of_its_further_search() -> None:
+    """What ``close`` finds is what the mesh's cheapest strategy costs, in the list of meshes too."""
+
+    class TwoSteps:
+        space = staticmethod(lambda mesh: None)
+        solve = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=2.0, bound=1.0, optimal=False))
+        close = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=1.5, bound=1.5, optimal=True))
+
+    mesh = mesh_from("2x4", 8)
+    found = search_meshes(SimpleNamespace(pricing=TwoSteps()), [mesh])  # type: ignore[arg-type]
+    assert found.solution.cost == 1.5
+    assert found.tried == ((mesh, 1.5),)

@@ -195,3 +195,14 @@ def test_what_cannot_fit_says_how_near_it_comes():
     with pytest.raises(Infeasible, match=r"on 2 devices: any needs .* On (4|8|16) devices it may fit"):
         least = pase.compile(wide, *WIDE, devices=2, accumulate=4096, baselines=False).memory
         pase.compile(wide, *WIDE, devices=2, memory_limit=least.total / 4)
+
+
+@pytest.mark.parametrize("limit", [None, "machine"])
+def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
+    """Unsummed gradients are added whole at each micro-batch: here that takes longer than to sum them each time."""
+    o = {"devices": 8, "accumulate": 2, "baselines": False, "memory_limit": limit}
+    plans = {once: pase.compile("zoo:mlp", once=once, **o) for once in ("none", "gathers", "all", "auto")}
+    assert plans["gathers"].cost < plans["all"].cost
+    assert plans["auto"].cost == min(p.cost for p in plans.values())
+    assert plans["auto"].once == "gathers"
+    assert plans["auto"].optimal

@@ -190,6 +190,9 @@ def test_the_machine_says_whether_anything_runs_beside_compute():
 def test_what_cannot_be_asked_for():
     with pytest.raises(PaseError, match="overlap is 'none', 'parameters' or 'machine', not 'all'"):
         pase.compile("zoo:mlp", devices=2, overlap="all")
+    for stages in (2, "auto"):
+        with pytest.raises(PaseError, match="leave out overlap or pipeline"):
+            pase.compile("zoo:gpt2?layers=2", devices=2, overlap="parameters", pipeline=stages)
 
 
 def test_a_memory_limit_holds_with_overlap_too():

@@ -75,6 +75,19 @@ def test_price_is_the_products_at_their_rate_and_what_scaling_moves():
     assert small < plain
 
 
+def test_of_a_recomputed_product_by_groups_half_the_casts_are_in_backward():
+    """A third read, which says where groups of rows end, is not cast and changes nothing of the others'."""
+    eighth = in_fp8(graph_of(64, 32))
+    (up,) = (n for n in eighth.nodes if any(op.product_dtype for op in n.ops))
+    ops = (
+        replace(op, remat=True, reads=(*op.reads, op.reads[0])) if op.product_dtype else op for op in up.ops
+    )
+    grouped = replace(up, ops=tuple(ops))
+    work = node_work(eighth, grouped, np.full((1, 1), -1, dtype=np.int8), mesh_from("1", 1))
+    casts = [w for w in work if w.casts and w.phase == "forward"]
+    assert len(casts) == 2 and all(w.again and w.times == 2 for w in casts)
+
+
 def test_few_rows_make_casts_take_longer_than_products_save():
     few = (pase.compile(loss, *wide(64, 2048), devices=1, precision=p).cost for p in ("model", "fp8"))
     many = (pase.compile(loss, *wide(65536, 2048), devices=1, precision=p).cost for p in ("model", "fp8"))
