@@ -239,7 +239,7 @@ def sharded_step(
     optimizer: GradientTransformation,
     params: Tree,
     *batch: Tree,
-    lowering: Lowering | None = None,
+    lowering: Lowering = "auto",
 ) -> StepResult:
     """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
     import jax
@@ -251,7 +251,7 @@ def sharded_step(
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
-        compiled = jp.lower_train_step(kept, mesh, lowering=lowering or "auto").compile()
+        compiled = jp.lower_train_step(kept, mesh, lowering=lowering).compile()
     placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)

@@ -212,7 +212,7 @@ def _by_chance(run: Run, g: DataflowGraph, made: DataflowGraph, ranks: int) -> J
     """What other numbers of ranks take on average: a step waits for the slowest of them."""
     unknown: JsonObject = {
         "note": "how much longer the slowest of so many ranks takes is not in it: that needs traces of two ranks or "
-        "more that all share their collectives, and of two iterations or more"
+        "more that all share their collectives, two iterations or more, and few enough tasks in all to replay so often"
     }
     if len(g) != len(run.graph):
         return unknown
