@@ -40,8 +40,9 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.extend.core import DebugInfo
     from jax.sharding import Mesh as JaxMesh
+
+    from pase.frontends.jax_versions import DebugInfo
 
 __all__ = ["LocalWalk"]
 

@@ -13,8 +13,9 @@ from pase.registry import Registry
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.extend.core import DebugInfo
     from jax.sharding import Mesh as JaxMesh
+
+    from pase.frontends.jax_versions import DebugInfo
 
 __all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
 

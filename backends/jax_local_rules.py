@@ -23,9 +23,10 @@ from pase.local.types import Extents, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
-    from jax.extend.core import DebugInfo
     from jax.lax import GatherScatterMode
     from jax.typing import DTypeLike
+
+    from pase.frontends.jax_versions import DebugInfo
 
 __all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
 

@@ -137,9 +137,9 @@ class ParallelModule:
         import torch
 
         first = next(module.parameters(), None)
-        device = torch.device(device if device is not None else "cpu" if first is None else first.device)
-        groups = plan.groups("cpu" if device.type == "meta" else device.type)
-        made = cls(plan=plan, module=module, walk=plan.walk(groups), device=device, seed=_agreed_seed(device))
+        at = torch.device(device if device is not None else "cpu" if first is None else first.device)
+        groups = plan.groups("cpu" if at.type == "meta" else at.type)
+        made = cls(plan=plan, module=module, walk=plan.walk(groups), device=at, seed=_agreed_seed(at))
         _Storage(parallel=made).replace()
         return made
 

@@ -26,7 +26,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
-    from jax.extend.core import DebugInfo
+    from jax.extend.core import DebugInfo as DebugInfo  # for others, too
 
 __all__ = [
     "KNOWN",

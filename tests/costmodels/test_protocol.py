@@ -48,7 +48,7 @@ def traced():
     return trace(loss, PARAMS, S((256, 512), "float32"))
 
 
-@pytest.mark.parametrize("overlap", ["none", "gradients"])
+@pytest.mark.parametrize("overlap", ["none", "parameters"])
 def test_a_second_model_serves_every_question(traced, overlap):
     machine = load("h100x8")
     assert isinstance(Bytes(machine), CostModel)

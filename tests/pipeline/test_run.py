@@ -243,7 +243,7 @@ def test_what_it_cannot_run_is_said():
         plan.jax.train_step(OPTIMIZER, lowering="manual")
     with pytest.raises(PaseError, match="the plan is for 2 devices, but JAX sees 1"):
         plan.jax.mesh(jax.devices()[:1])
-    with pytest.raises(PaseError, match=r"plan\.jax\.in_shardings is of a plan without stages"):
+    with pytest.raises(PaseError, match=r"plan\.jax\.in_shardings exists only for plans without stages"):
         plan.jax.in_shardings()
     with pytest.raises(PaseError, match="has shape"):
         plan.jax.device_put(w[:3], x)
