@@ -103,7 +103,7 @@ def _cost(tables, costs, picked, where):
 
 
 def test_stacked_layers_pass_their_state_on():
-    """Twelve layers: the first reads the embedding, eleven the layer before, and the last norm reads the last."""
+    """Twelve layers: the first reads the embeddings' sum, eleven the layer before, and the last norm reads the last."""
     layers = layers_of(graph_of("gpt2"))
     kinds = {n.name: n.kind for n in layers.nodes}
     assert not {"copy", "carry", "parameter", "input"} & set(kinds.values())
@@ -111,7 +111,11 @@ def test_stacked_layers_pass_their_state_on():
     for f in layers.flows:
         if f.dst == "reduce@layer_norm":
             into[f.src] += f.times
-    assert into == {"map@lookup": 1, "map@feed_forward": 11}
+    assert into == {"map@gpt.loss_fn": 1, "map@feed_forward": 11}
+    read = {f.dst: f.src for f in layers.flows}
+    assert (
+        read["map@gpt.loss_fn"] == "map@lookup" and read["map@lookup"] == "wte:take"
+    )  # looked up, cast, summed
     assert [f.src for f in layers.flows if f.dst == "reduce@layer_norm~3"] == ["map@feed_forward"]
 
 

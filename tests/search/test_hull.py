@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from pase.errors import Infeasible
-from pase.search import MemoryProfile, brute_force, cost_of
+from pase.search import brute_force, cost_of
 from pase.search.hull import best_prices
 from pase.search.sums import sums_of
 from pase.tables.types import CostTables
@@ -18,9 +20,12 @@ def test_no_price_bounds_higher_and_no_bound_is_above_what_fits() -> None:
     for seed in range(400):
         rng = np.random.default_rng(seed)
         tables = random_tables(rng)
-        held = random_memory(rng, tables).bytes
-        low, high = sum(b.min() for b in held), sum(b.max() for b in held)
-        memory = MemoryProfile.all_live(held, float(np.floor(low + (high - low) * rng.uniform(0.0, 0.6))))
+        held = random_memory(rng, tables)  # some nodes hold several things
+        low, high = sum(b.min() for b in held.bytes), sum(b.max() for b in held.bytes)
+        limit = float(np.floor(low + (high - low) * rng.uniform(0.0, 0.6)))
+        memory = replace(
+            held, start=np.zeros_like(held.start), stop=np.ones_like(held.stop), limit_bytes=limit
+        )
         try:
             free, want = brute_force(tables), brute_force(tables, memory)
         except Infeasible:
