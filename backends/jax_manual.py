@@ -45,8 +45,7 @@ def lowered(
     annotated: Callable[..., Tree],
 ) -> Callable[..., Tree]:
     """The one of two functions that ``lowering`` asks for on these devices."""
-    tpu = mesh.devices.flat[0].platform == "tpu"
-    if lowering == "annotated" or (lowering == "auto" and tpu):
+    if lowering == "annotated" or (lowering == "auto" and mesh.devices.flat[0].platform == "tpu"):
         return annotated
     return by_hand() if lowering == "manual" else _ByHandOrNot(by_hand=by_hand(), annotated=annotated)
 
