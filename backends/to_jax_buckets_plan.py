@@ -139,7 +139,7 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ..
         here = cast(
             "JaxMesh", jax.sharding.get_abstract_mesh()
         )  # axes' names and sizes are all that is asked of it
-        made = inside.loss(here)(params, *batch)
+        made = inside.loss(here, lowering="annotated")(params, *batch)
         return made[0] if aux else made
 
     return loss

@@ -8,12 +8,21 @@ from pase.schedule.compare import PolicyResult, compare_policies
 from pase.schedule.plan import BucketPlan, Message, Piece, Update, check_plan, whole
 from pase.schedule.registry import Options, all_policies, get_policy
 from pase.schedule.simulate import Evaluation, as_sequence, evaluate
-from pase.schedule.types import ComputeBlock, Link, ScheduleProblem, SendTime, Transfer, problem_from_times
+from pase.schedule.types import (
+    AxisGroup,
+    ComputeBlock,
+    Link,
+    ScheduleProblem,
+    SendTime,
+    Transfer,
+    problem_from_times,
+)
 
 # What they were called before a compilation and a trace had problems of their own.
 Problem, Tensor = ScheduleProblem, Transfer
 
 __all__ = [
+    "AxisGroup",
     "BucketPlan",
     "ComputeBlock",
     "Evaluation",

@@ -19,6 +19,7 @@ from bench.cases.schedules import link  # noqa: E402
 from pase.backends.to_jax_buckets import BucketRunner, gradient_problem  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
 from pase.schedule import (  # noqa: E402
+    AxisGroup,
     BucketPlan,
     ComputeBlock,
     Options,
@@ -283,7 +284,7 @@ def stages(name: str, nbytes: int, at: int, n: int, axes: list[str], sizes: dict
             nbytes=size,
             ready_after=None if i else 2 * n - 1 - at,
             needed_before=at if kind == "all_gather" else None,
-            axes=f"{','.join(over)}/{kind}",
+            axes=AxisGroup(tuple(over), kind),
             kind=kind,
             follows=(i - 1,) if i else (),
         )
@@ -372,7 +373,7 @@ def test_what_it_cannot_run_is_said() -> None:
     plan = get_policy("fifo").make(problem, Options())
     params, other, _ = setup()
     for wrong, message in (
-        ({"w": params["in"]}, "is no parameter"),
+        ({"w": params["in"]}, "tensor 'in' of 'model' is not a parameter; there are w"),
         (params | {"w": 1.0}, "leaves out parameters w"),
     ):
         runner = BucketRunner(
