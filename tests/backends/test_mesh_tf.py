@@ -56,7 +56,7 @@ def worker():
     ("mesh", "layout", "says"),
     [
         ("x:2;y:2", "a:x;a:y", "dim 'a' has two mesh axes, x and y"),
-        ("x:2", "a:y", "dim 'a' goes to mesh axis 'y', which the mesh x:2 has not"),
+        ("x:2", "a:y", "dim 'a' goes to mesh axis 'y', which the mesh x:2 does not have"),
         ("x:0", "", "axis 'x' has size '0'"),
         ("x:2;x:4", "", "axis 'x' occurs twice"),
         ("x:2", "a", "'a' is not NAME:VALUE"),
@@ -158,7 +158,8 @@ def test_every_tensor_of_a_program_obeys_the_rules(model, strategy):
     try:
         text, layout = to_mesh_tf.program(plan)
     except PaseError as e:
-        assert re.search(r"cannot have '(scan|conv_general_dilated|reduce_window_\w+)' at .*\.py", str(e)), e
+        assert model in ("transformer", "rnnlm"), e
+        assert re.match(r"'scan' at .*\.py.* cannot be in a Mesh-TensorFlow program: ", str(e)), e
         return
     compile(text, "program.py", "exec")
     mesh, rules = check_layout(layout.mesh_shape, layout.layout_rules)
@@ -184,7 +185,7 @@ def test_what_has_no_translation_is_named():
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((8, 8), (8, 8))]
     plan = case_of(loss, *shapes).plan("random0@2x2x2")
-    with pytest.raises(PaseError, match=r"cannot have 'sort' at .*test_mesh_tf\.py:\d+"):
+    with pytest.raises(PaseError, match=r"'sort' at .*test_mesh_tf\.py:\d+.* cannot be in a Mesh-TensorFlow"):
         to_mesh_tf.program(plan)
 
 
@@ -235,8 +236,8 @@ def test_mesh_tf_moves_what_the_plan_says():
 @needs_mesh_tf
 def test_what_tensorflow_models_cannot_have_is_named():
     said = worker()["refused"]
-    assert re.search(
-        r"cannot have 'Cumsum' at running: there is no Mesh-TensorFlow translation", said["cumulative"]
+    assert re.match(
+        r"'Cumsum' at running cannot be in .*: this op has no Mesh-TensorFlow translation", said["cumulative"]
     )
     assert re.search(r"cannot have '\w*While' at until.*depends on data", said["until"])
 
