@@ -30,12 +30,20 @@ if TYPE_CHECKING:
 
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["Lowering", "Manual", "lowered"]
+__all__ = ["Lowering", "Manual", "lowered", "lowerings"]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
 can split the whole program, else XLA. On TPUs auto is XLA: which forms of moves its compiler keeps there is not known
 well enough (``docs/tpu-witness.md``)."""
+
+
+def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+    """What is tried in turn on these devices, until one can lower the whole program."""
+    if lowering != "auto":
+        return (lowering,)
+    tpu = mesh.devices.flat[0].platform == "tpu"
+    return ("annotated",) if tpu else ("manual", "annotated")
 
 
 def lowered(
@@ -45,9 +53,10 @@ def lowered(
     annotated: Callable[..., Tree],
 ) -> Callable[..., Tree]:
     """The one of two functions that ``lowering`` asks for on these devices."""
-    if lowering == "annotated" or (lowering == "auto" and mesh.devices.flat[0].platform == "tpu"):
+    first, *rest = lowerings(lowering, mesh)
+    if first == "annotated":
         return annotated
-    return by_hand() if lowering == "manual" else _ByHandOrNot(by_hand=by_hand(), annotated=annotated)
+    return _ByHandOrNot(by_hand=by_hand(), annotated=annotated) if rest else by_hand()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -68,7 +77,7 @@ class _ByHandOrNot:
                 return self.by_hand(*args)
             except NotByHand as e:
                 self.refused = True
-                warnings.warn(f"{e.why}; so all of it is left to XLA, led by constraints", stacklevel=2)
+                warnings.warn(e.left, stacklevel=2)
         return self.annotated(*args)
 
 

@@ -26,6 +26,11 @@ class NotByHand(PaseError):
         super().__init__(f"{why}. Use lowering='annotated', which leaves it to XLA")
         self.why = why
 
+    @property
+    def left(self) -> str:
+        """What a warning says where XLA splits the program instead."""
+        return f"{self.why}; so all of it is left to XLA, led by constraints"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceValue:

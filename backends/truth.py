@@ -12,14 +12,17 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_manual import lowerings
 from pase.backends.jax_pipeline import in_stages
 from pase.backends.jax_plans import jax_plan
-from pase.backends.to_jax import Lowering
+from pase.backends.jax_values import NotByHand
+from pase.backends.to_jax import JaxPlan, Lowering
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
 from pase.plan.types import PlanData
@@ -27,6 +30,7 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
     from pase.ir import Access, Graph, Op
@@ -182,6 +186,8 @@ class StepResult:
     parameters: Tree
     compiled: XlaProgram | None = None
     """The compiled step, for ``compare``."""
+    lowering: Lowering = "annotated"
+    """By which way it was lowered, for ``compare``: never auto."""
     rematerialised: tuple[str, ...] = ()
     """XLA's warnings of a tensor that it gathered whole because it found no better way."""
 
@@ -251,7 +257,8 @@ def sharded_step(
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
     mesh = jp.mesh()
     with _stderr() as said:
-        compiled = jp.lower_train_step(kept, mesh, lowering=lowering).compile()
+        program, way = _lowered_step(jp, kept, mesh, lowering)
+        compiled = program.compile()
     placed, *placed_batch = arrays(jp.device_put(params, *batch, mesh=mesh))
     state = jp.init(kept, placed, mesh)
     updated, (grads, _), value = compiled(placed, state, *placed_batch)
@@ -260,8 +267,23 @@ def sharded_step(
         gradients=grads,
         parameters=trained(updated),
         compiled=compiled,
+        lowering=way,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
     )
+
+
+def _lowered_step(
+    jp: JaxPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
+) -> tuple[Tree, Lowering]:
+    """The lowered step, and which way took it: what a CPU's program sends depends on that (``compare``)."""
+    only = jp.once != "none" and lowering == "auto"  # XLA would send for each micro-batch
+    *first, last = ("manual",) if only else lowerings(lowering, mesh)
+    for way in first:
+        try:
+            return jp.lower_train_step(optimizer, mesh, lowering=way), way
+        except NotByHand as e:
+            warnings.warn(e.left, stacklevel=3)
+    return jp.lower_train_step(optimizer, mesh, lowering=last), last
 
 
 def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree, *batch: Tree) -> StepResult:

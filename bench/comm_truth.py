@@ -131,7 +131,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
         if plan is None:
             continue
         began = time.perf_counter()
-        step = sharded_step(plan, optimizer, params, batch)
+        step = sharded_step(plan, optimizer, params, batch, lowering="annotated")
         off = whole.differences(step)
         collectives = {
             r.kind: {"predicted": r.predicted, "on_cpu": r.on_cpu, "compiled": r.compiled}

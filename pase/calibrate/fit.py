@@ -277,6 +277,7 @@ def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[Collectiv
                 f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s and {beta:.3g} s a byte; "
                 f"neither can be negative; run again on a quiet machine with --fresh"
             )
+            work.doubtful += [s.key for t, s in work.of("all_gather") if t.ways == ways]
             continue
         w = level.ways
         out.append(

@@ -180,7 +180,7 @@ def step_against_unsharded(
                 "compiled_bytes": r.compiled,
             }
             for r in (
-                [] if split.compiled is None else compare(plan, split.compiled)
+                [] if split.compiled is None else compare(plan, split.compiled, split.lowering)
             )  # stages: many programs
         ],
         "seconds": {"compile_and_step": seconds},

@@ -171,4 +171,4 @@ def test_a_transformer_in_micro_batches_moves_what_is_predicted():
     step = sharded_step(plan, optimizer, params, batch)
     off = unsharded_step(case.model.loss_fn, optimizer, params, batch).differences(step)
     assert max(off.values()) < 5e-5, off
-    assert abs(total_error(compare_bytes(plan, step.compiled))) < 0.01
+    assert abs(total_error(compare_bytes(plan, step.compiled, step.lowering))) < 0.01

@@ -253,13 +253,14 @@ def test_no_time_is_refused(clean):
     assert "nan s is not a time" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
 
 
-def test_a_negative_latency_is_refused(clean):
+def test_a_negative_latency_is_refused_and_doubted(clean):
     tasks, _ = clean
     # Superlinear from the first byte: the line through it starts below zero.
     gathers = {t.key: t for t in tasks if t.op == "all_gather" and t.ways == (4,)}
     bent = {k: {"seconds": 1e-12 * t.nbytes**1.5} for k, t in gathers.items()}
-    error = str(refusal(clean, bent))
-    assert "link level 'device': its all-gather gives a latency of -" in error
+    error = refusal(clean, bent)
+    assert "link level 'device': its all-gather gives a latency of -" in str(error)
+    assert set(error.doubtful) == set(gathers)
 
 
 def test_too_little_is_refused():
