@@ -59,7 +59,7 @@ _WORDS = {
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _STEP = re.compile(r"\.([^.\[\]`]+)|\[(\d+)\]|(\[\.\.\.\])")
 _SHOWN = 80
-# Of JSON and TOML alike; tabs and line breaks may stand. An even number of backslashes before it escapes nothing.
+# For JSON and TOML; tabs and line breaks are allowed. An even number of backslashes before it escapes nothing.
 _CONTROL = re.compile(
     r"(?<!\\)(?:\\\\)*\\(?:[bf]|u00(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f])|U000000(?:0[0-8bcef]|1[0-9a-f]|7f|[89][0-9a-f]))"
     r"|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]",
@@ -86,7 +86,7 @@ def read_json(path: str | Path, what: str, most_bytes: int) -> Any:
 
 
 def parse_json(text: str | bytes, where: str, hint: str = "") -> Any:
-    """The tree of a JSON text from a stranger; hint: what to do where it is none, for the end of the message.
+    """The tree of an untrusted JSON text. hint: what to do if it is not JSON, for the end of the message.
 
     PaseError names ``where`` and the place in it: no text, no JSON, nested too deep for Python, a number too long for
     it, or characters that would command a terminal when a name that holds them is printed.
@@ -161,7 +161,7 @@ def json_schema(form: type, title: str, *, closed: bool = False) -> JsonObject:
 
 
 def _unknown_or_infinite(tree: object, types: list[inspect.Type], path: KeyPath) -> Iterator[str]:
-    """What a closed form refuses although its types would take it; types: those that may stand at ``path``."""
+    """What a closed form refuses although its types would accept it. types: the types allowed at ``path``."""
 
     def below(step: str | int) -> list[inspect.Type]:
         return [t for outer in types for info in _inner(outer, step) for t in _unwrapped(info)]
@@ -186,7 +186,7 @@ def _unknown(known: list[str], path: KeyPath, key: str) -> str:
 
 
 def _explain(tree: object, form: type, message: str) -> str:
-    """msgspec's message, with the place by its keys, the value that stands there, and what may stand there."""
+    """msgspec's message, with the keys that lead to the place, the value there, and what is allowed there."""
     said, _, place = message.partition(" - at ")
     path: KeyPath = ()
     for field, index, some_key in _STEP.findall(place):
@@ -210,7 +210,7 @@ def _explain(tree: object, form: type, message: str) -> str:
 
 
 def _wanted(types: Iterable[inspect.Type], said: str) -> str:
-    """What msgspec says, in words; types: those that may stand there."""
+    """What msgspec says, in words. types: the types allowed there."""
     if said.startswith("Invalid enum value"):
         values = (str(v) for t in types if isinstance(t, inspect.LiteralType) for v in t.values)
         return f"must be one of {', '.join(values)}"
@@ -224,7 +224,7 @@ def _wanted(types: Iterable[inspect.Type], said: str) -> str:
 
 
 def _culprit(tree: object, form: type, path: KeyPath, message: str) -> str:
-    """The key of the mapping at ``path`` whose value is the first to give this message, by halving."""
+    """The key of the mapping at ``path`` whose value is the first to give this message, found by bisection."""
     items = list(_value_at(tree, path).items())
     low, high = 0, len(items)
     while high - low > 1:
@@ -255,7 +255,7 @@ _type_info = cache(inspect.type_info)
 
 
 def _types_at(form: type, path: KeyPath) -> Iterator[inspect.Type]:
-    """What msgspec knows of the types that may stand at ``path``."""
+    """What msgspec knows of the types allowed at ``path``."""
     found = [_type_info(form)]
     for step in path:
         found = [t for outer in found for t in _inner(outer, step)]

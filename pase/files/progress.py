@@ -1,4 +1,4 @@
-"""What goes on while people wait: lines of text, of which some say how far they are."""
+"""Progress of long work: lines of text, some of which say how far the work is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _QUIET_S = 2.0
 
 
 class PieceOfWork(str):
-    """A line of progress: the piece of work that begins, as many being ``done`` of a ``total`` of alike ones.
+    """A line of progress: the piece of work that begins, with ``done`` of ``total`` similar pieces finished.
 
     >>> PieceOfWork("mesh 2×4", 1, 3)
     'mesh 2×4 (2 of 3)'
@@ -30,8 +30,8 @@ class PieceOfWork(str):
 def estimating(
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[str], None]:
-    """``say`` of each line with the time so far, and of a ``PieceOfWork`` with about how long the rest takes: for each
-    piece as long as those took that are done."""
+    """A function that calls ``say`` with each line and the time so far. For a ``PieceOfWork`` it adds an estimate of the
+    remaining time, from the mean time of the finished pieces."""
     start = begun = clock()
 
     def told(text: str) -> None:

@@ -22,7 +22,7 @@ _POINTS = 5
 
 
 def _parse(text: str, units: Mapping[str, float], refusal: str, *, zero: bool = False) -> float:
-    """The number times its unit (upper or lower case); PaseError(refusal) where it is none, or not above 0."""
+    """The number times its unit (upper or lower case). PaseError(refusal) if it is not a number above 0."""
     read = re.fullmatch(r"\s*([-+.\de]*\d\.?)\s*([a-z/]*)\s*", text.lower())
     try:
         value = float(read[1]) * units[read[2]] if read else math.nan
@@ -57,7 +57,7 @@ def parse_rate(text: str, where: str) -> float:
 
 
 def parse_factors(text: str, where: str) -> tuple[float, ...]:
-    """Factors above 0, with 1 among them: "0.5..2" (five, even in the logarithm), "0.5..2:9" (so many), "0.5,1,4".
+    """Factors above 0, with 1 among them: "0.5..2" (five, evenly spaced in the logarithm), "0.5..2:9" (9), "0.5,1,4".
 
     >>> parse_factors("0.25..4", "--vary")
     (0.25, 0.5, 1.0, 2.0, 4.0)

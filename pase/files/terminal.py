@@ -19,7 +19,7 @@ UNWRAPPED = 2000
 
 
 def console(*, err: bool = False, **how: Any) -> Console:
-    """A rich Console on standard output or error, which takes brackets for brackets and prints no control character.
+    """A rich Console on standard output or error. It prints brackets literally and never prints control characters.
 
     Where it is no terminal, and neither ``how`` (as rich's own Console takes it) nor COLUMNS says how wide to print,
     nothing is wrapped.

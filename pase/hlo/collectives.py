@@ -80,7 +80,7 @@ class HloCollective:
 
 
 def collectives(compiled: str | XlaProgram, mesh: Mesh | None = None) -> list[HloCollective]:
-    """The collectives of a compiled program, in the order in which they stand in the text.
+    """The collectives of a compiled program, in the order of the text.
 
     compiled: the text of ``.compile().as_text()``, or the compiled object.
     mesh: where given, each collective's ``axes`` are found: device ids are then taken to be the mesh's
@@ -108,12 +108,12 @@ def summary(found: Iterable[HloCollective]) -> dict[HloKind, tuple[int, int]]:
 
 
 def kind_of(i: Instruction) -> HloKind | None:
-    """The kind of collective that an instruction is, or starts; None of any other."""
+    """The kind of collective that an instruction is or starts; None for any other instruction."""
     return _KINDS.get(i.opcode.removesuffix("-start"))
 
 
 def sent(computation: Computation, i: Instruction) -> list[Shape]:
-    """The larger local buffers of a collective: what a gather puts out, what any other takes in; one an operand."""
+    """The larger local buffers of a collective, one per operand: the outputs of a gather, the inputs of any other."""
     if kind_of(i) == "all_gather":
         made = i.shape.parts[1] if i.opcode.endswith("-start") else i.shape
         return list(made.arrays())
@@ -150,10 +150,10 @@ def _walk(module: Module, computation: Computation) -> list[HloCollective]:
 
 
 def _goes_on(computation: Computation, i: Instruction) -> bool:
-    """True where a collective goes on that has started elsewhere.
+    """True if this continues a collective that was started elsewhere.
 
-    TPU fuses a collective with the products that hide it: the same collective then stands in the
-    fusion that starts it, in each fusion that it runs beside, and in the one that ends it.
+    TPU fuses a collective with the products that hide it. The same collective then appears in the
+    fusion that starts it, in each fusion that overlaps with it, and in the one that ends it.
     """
     calls = {c.custom_call_target for c in computation.instructions.values()}
     beside = i.noted("async_collective_fusion_config") is not None and "AsyncCollectiveStart" not in calls

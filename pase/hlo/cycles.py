@@ -1,4 +1,4 @@
-"""Cycles in a program compiled for TPU: the compiler's own estimate for each op, loops counted as often as they turn.
+"""Cycles in a program compiled for TPU: the compiler's own estimate for each op, times the trip counts of loops.
 
 >>> text = '''HloModule m
 ... ENTRY %main (p: f32[8]) -> f32[8] {
@@ -8,9 +8,9 @@
 >>> cycles(text).total
 70
 
-XLA for TPU notes ``estimated_cycles`` on the ops that it tiles: products, fusions, copies, and the products that a
-collective runs beside. It notes none on a collective that stands alone in the schedule, and a step waits for those
-just as well: ``waiting`` lists them, to be priced by who knows the links. (Seen with libtpu 0.0.40 and 0.0.51.)
+XLA for TPU writes ``estimated_cycles`` on the ops that it tiles: products, fusions, copies, and products that overlap
+with a collective. It writes none on a collective that overlaps with nothing, although a step waits for it.
+``waiting`` lists these, so that a caller who knows the links can price them. (Seen with libtpu 0.0.40 and 0.0.51.)
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _scheduled(
 
 
 def _standing(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[str, str]]:
-    """(computation, name) of the collectives that this instruction is, or holds, with nothing beside them."""
+    """(computation, name) of the collectives that this instruction is or contains, if nothing overlaps with them."""
     if i.opcode == "fusion":
         (callee,) = module.called(i)
         inside = callee.instructions.values()

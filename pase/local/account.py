@@ -1,4 +1,4 @@
-"""What a local program sends, read off it: the plan's own list of collectives, without prices."""
+"""The collectives that a local program sends: the same list as the plan's, without prices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["ProgramCollective", "program_collectives"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCollective(NodeCollective):
-    """A collective of a step; node: where it is paid (of a transfer, the reader's), source: where it comes from."""
+    """A collective of a step. node: the node that pays for it (for a transfer, the reader). source: its origin."""
 
     node: str
     source: str

@@ -1,7 +1,8 @@
-"""A strategy that follows from how inputs lie: for a program that no search has seen, such as a derivative rule.
+"""A strategy derived from the layouts of the inputs, for a program that was not searched, such as a derivative rule.
 
-Node by node, each axis splits the iteration dim on which the first operand that it splits has it. What is summed on the
-way is settled by the next reader, what does not fit together is moved: ``local_program`` finds how.
+Each node is sharded like its operands: a mesh axis splits the iteration dim that the first operand split by that axis
+has it on. Partial sums are reduced for the next reader, and layouts that do not match are resharded;
+``local_program`` finds the moves.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ __all__ = ["followed"]
 
 
 def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str, np.ndarray]:
-    """Node -> config, int8 [axes], of a graph whose parameters and inputs lie as ``leaves`` says (tensor -> layout), as
-    far as a config can say that: its axes split a leaf's dims into contiguous parts, in the order of the mesh."""
+    """Node -> config, int8 [axes]. leaves: tensor -> layout, of the graph's parameters and inputs.
+
+    A config can only express layouts whose axes split a leaf's dims into contiguous parts, in the order of the mesh.
+    """
     held: dict[str, np.ndarray] = {}
     out: dict[str, np.ndarray] = {}
     for node in graph.nodes:
@@ -49,7 +52,7 @@ def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str
 
 
 def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], mesh: Mesh) -> np.ndarray:
-    """The config by which these accesses find what they read as it lies, as far as it goes."""
+    """The config under which these accesses read their tensors in place, as far as one exists."""
     config = np.full(len(mesh.sizes), NOT_SPLIT, np.int8)
     ways = dict.fromkeys(range(len(node.space.dims)), 1)
     for a in accesses:
@@ -63,7 +66,7 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
 
 
 def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """(axis, iteration dim) of what is split of a tensor; dims under a window are left whole."""
+    """(axis, iteration dim) for each split dim of a tensor; dims under a window stay whole."""
     for axis, state in enumerate(held.get(a.tensor, ())):
         if state < 0:
             continue

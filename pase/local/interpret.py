@@ -1,8 +1,9 @@
-"""A whole local program in numpy, forward and backward, all devices in one process: an oracle for what runs programs.
+"""A whole local program in numpy, forward and backward, on all devices in one process: the oracle for the backends.
 
-An op is computed by what its maps say and no framework does (``pase.local.nests``). Loops turn as often as the graph
-says, from the first element of a stack on. Rematerialised regions compute the same values again, so they are computed
-once here. What the graph alone does not determine (a branch, a while loop's end, an op of several results) is refused.
+Each op is computed from its maps, without any framework (``pase.local.nests``). A loop runs as many iterations as the
+graph says, starting at the first element of a stack. Rematerialised regions recompute the same values, so they are
+computed only once here. What the graph alone does not determine (a branch, the end of a while loop, an op with several
+results) is refused.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ def loss_and_gradients(
     loss: str,
     numbers: OpNumbers | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """(the tensor ``loss``, its gradient by each trained parameter), whole; graph: of which the program was lowered;
-    given: the values of its parameters and inputs; numbers: those written into its ops.
+    """(the tensor ``loss``, its gradient by each trained parameter), unsharded.
 
-    PaseError where an op is not determined by the graph.
+    graph: the graph that the program was lowered from. given: the values of its parameters and inputs. numbers: the
+    numbers written into its ops. Raises PaseError where the graph does not determine an op.
     """
     run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {})
     r = program.result(loss)
@@ -63,7 +64,7 @@ def loss_and_gradients(
 
 
 def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
-    """The moves by which the model returns it."""
+    """The moves that bring it to the layout in which the model returns it."""
     op = program.outputs[program.original(tensor)]
     number = op.operands[0].transfer
     return () if number is None else program.transfers[number].forward
@@ -71,8 +72,9 @@ def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
 
 @dataclass(kw_only=True)
 class _NumpyRun:
-    """values: of tensors, as they are made. tape: what made them, in order. gradients: of tensors, as they arrive
-    there. moved: by transfers, there; arriving: gradients on transfers, as they leave their readers."""
+    """values: tensors in the layout in which they are made. tape: what made them, in order. gradients: of tensors, in
+    the layout in which they arrive. moved: values after the forward moves of a transfer. arriving: gradients on a
+    transfer, in the layout in which they leave the reader."""
 
     program: LocalProgram
     graph: Graph
@@ -92,20 +94,20 @@ class _NumpyRun:
         layout = r.gradient if gradient else tuple(None if s == "partial" else s for s in r.layout)
         return whole_of(parts, r.shape, layout, self.program.mesh)
 
-    # Which turn of which loop.
+    # Which iteration of which loop.
 
     def _end(self, op: LocalOp) -> LocalOp:
-        """Of a carry, the op that takes its next value."""
+        """The op that takes a carry's next value."""
         return self.program.takers[op.op.eqn][0]
 
     def _length(self, op: LocalOp) -> int:
-        """Turns of the innermost loop around an op."""
+        """Number of iterations of the innermost loop around an op."""
         outer = [o for o in self.program.ops if o.op.loops == op.op.loops[:-1]]
         times = number(op.op.times, op.op.name)
         return times // (number(outer[0].op.times, op.op.name) if outer else 1)
 
     def key(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> TurnedTensor:
-        """Which of a tensor's values one reads who stands in these turns of these loops."""
+        """Which of a tensor's values a reader gets in these iterations of these loops."""
         op = self.program.maker[tensor]
         if op.op.kind == "carry":
             inner = self._end(op).op.loops
@@ -122,7 +124,7 @@ class _NumpyRun:
     # Forward.
 
     def value(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
-        """A tensor as it is made, for a reader in these turns of these loops."""
+        """A tensor in the layout in which it is made, for a reader in these iterations of these loops."""
         key = self.key(tensor, turns, loops)
         if key not in self.values:
             op = self.program.maker[tensor]
@@ -131,7 +133,7 @@ class _NumpyRun:
         return self.values[key]
 
     def read(self, o: LocalOperand, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
-        """An operand as its op reads it."""
+        """An operand in the layout in which its op reads it."""
         if o.constant:
             raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
         if o.transfer is None:
@@ -144,7 +146,7 @@ class _NumpyRun:
         return self.moved[o.transfer, key[1]]
 
     def _source(self, op: LocalOp, turns: Turns) -> tuple[LocalOperand, Turns, Sequence[Scope]]:
-        """Where a carry's value in a turn comes from: (what is read, in which turns of which loops)."""
+        """Where a carry's value in an iteration comes from: (what is read, in which iterations of which loops)."""
         if turns[-1] == 0:
             return op.operands[0], turns[:-1], op.op.loops
         end = self._end(op)
@@ -175,7 +177,7 @@ class _NumpyRun:
         return LocalNest.of(op, self.graph.node[op.node], self.program.mesh.sizes, self.numbers, back)
 
     def _where(self, nest: LocalNest, op: LocalOp, at: tuple[int, ...]) -> np.ndarray | None:
-        """Of a lookup or an update by index, the index of each of the nest's points on this device."""
+        """For a lookup or an update by index: the index of each of the nest's points on this device."""
         if nest.looked is None:
             return None
         table: tuple[LocalOperand | LocalResult, Access] = (op.operands[0], op.op.reads[0])
@@ -185,21 +187,21 @@ class _NumpyRun:
         return nest.spread(part_of(every, table[0].layout, at, self.program.mesh), table[1])
 
     def _first(self, op: LocalOp, at: tuple[int, ...]) -> bool:
-        """Whether this device counts the array that partial updates are added to."""
+        """Whether this device contributes the array that partial updates are added to."""
         (r,), mesh = op.results, self.program.mesh
         over = [i for i, s in enumerate(r.layout) if s == "partial" or mesh.names[i] in r.summed]
         return not any(at[i] for i in over)
 
     def joined(self, parts: DeviceParts, axes: tuple[str, ...], nest: LocalNest) -> DeviceParts:
-        """All-reduced over axes, as partial results of the op become one."""
+        """All-reduce over axes, with the reduction that combines the op's partial results."""
         nothing: Layout = (None,) * len(self.program.mesh.names)
         move = LocalMove(kind="all_reduce", axes=axes, before=nothing, after=nothing)
         return moved_all(parts, [move] if axes else [], (), self.program.mesh, nest.joins)
 
-    # Windows that reach over the border of a part.
+    # Windows that cross the border of a shard.
 
     def _neighbour(self, o: LocalOperand, dim: int, at: tuple[int, ...], step: int) -> tuple[int, ...] | None:
-        """The device with the part before (-1) or behind (1) of this one's along a dim."""
+        """The device that holds the previous (-1) or next (1) shard along a dim."""
         held, out = sorted((blocks, axis) for axis, blocks in digits_of(o.layout, dim)), list(at)
         place = 0
         for _, axis in held:
@@ -218,7 +220,7 @@ class _NumpyRun:
         return list(nest.sliding.items())
 
     def _widened(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
-        """Each part with the rows before and behind it that its windows reach over."""
+        """Each shard with the rows before and after it that its windows read."""
         for dim, s in self._slides(nest, o):
             wide = {}
             for at, x in parts.items():
@@ -236,7 +238,7 @@ class _NumpyRun:
         return parts
 
     def _narrowed(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
-        """The transpose: gradients of rows go back to the devices that they came from."""
+        """The transpose: gradients of rows return to the devices that the rows came from."""
         for dim, s in reversed(self._slides(nest, o)):
             out = {at: np.zeros(_with(x.shape, dim, s.rows)) for at, x in parts.items()}
             for at, x in parts.items():
@@ -256,7 +258,7 @@ class _NumpyRun:
     # Backward.
 
     def backward(self, op: LocalOp, turns: Turns) -> None:
-        """Hand the gradient of what an op made in these turns to what it read."""
+        """Propagate the gradient of an op's results in these iterations to its operands."""
         for r in op.results:
             for k, t in enumerate(self.program.transfers):
                 if t.tensor == r.tensor and (k, turns) in self.arriving:
@@ -312,7 +314,7 @@ class _NumpyRun:
             self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, turns, op.op.loops)
 
     def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
-        """Of an extreme, the part of the gradient that each point gets: all that reach it share it."""
+        """For a maximum or minimum: each point's share of the gradient. All points that attain it share equally."""
         (r,), mesh, write = op.results, self.program.mesh, op.op.writes[0]
         over = r.summed or tuple(n for n, s in zip(mesh.names, r.layout, strict=True) if s == "partial")
         top = self.joined(top, () if r.summed else over, nest)
@@ -323,7 +325,7 @@ class _NumpyRun:
         return {at: n / nest.spread(total[at], write) for at, n in reached.items()}
 
     def _hand(self, o: LocalOperand, g: DeviceParts, turns: Turns, loops: Sequence[Scope]) -> None:
-        """The gradient of what an op reads, in the layout in which it leaves the op, on its way."""
+        """Add the gradient of an operand to its transfer, or to the tensor itself if the same node makes it."""
         if not self.graph.tensors[o.tensor].needs_grad:
             return
         key = self.key(o.tensor, turns, loops)

@@ -1,5 +1,5 @@
-"""From a graph and its strategy to the local program: states of accesses, and what moves between and inside of nodes,
-are those by which the tables price it (``pase.tables``)."""
+"""From a graph and its strategy to the local program. The states of accesses, and the moves between and inside nodes,
+are the same ones that the tables price (``pase.tables``)."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
 def program_of(
     graph: Graph, mesh: Mesh, strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
 ) -> LocalProgram:
-    """``local_program`` of a plan's strategy: node name -> iteration dim -> mesh axes. PaseError where it is of another
-    graph."""
+    """``local_program`` of a plan's strategy: node name -> iteration dim -> mesh axes. Raises PaseError if the strategy
+    belongs to another graph."""
     if other := sorted({n.name for n in graph.nodes} ^ set(strategy)):
         raise PaseError(f"the strategy is not one of this model: they differ at {other[0]}")
     return local_program(graph, mesh, {n.name: config_of(n, strategy[n.name], mesh) for n in graph.nodes})
@@ -103,7 +103,7 @@ class _Lower:
         return tuple(name for i, name in enumerate(self.mesh.names) if bits >> i & 1)
 
     def transfer(self, edge: Edge) -> LocalTransfer:
-        """An edge's moves, one after the other, and back."""
+        """An edge's moves in order, forward and backward."""
         src, dst = self.graph.node[edge.src], self.graph.node[edge.dst]
         maker, write = src.write_of(edge.tensor)
         have, want = self._write(src, maker, write), self._read(dst, edge.op, edge.access)
@@ -126,7 +126,7 @@ class _Lower:
         return tuple(_path(now, goal, flow.nbytes, self.mesh))
 
     def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
-        """The node's ops, each with what is sent inside of it."""
+        """The node's ops, each with the collectives inside it."""
         config = self.configs[node.name][None, :]
         inside: dict[int, list[Charge]] = defaultdict(list)
         main = next(k for k, op in enumerate(node.ops) if op is node.main)
@@ -180,7 +180,7 @@ class _Lower:
         )
 
     def _sent(self, c: Charge) -> NodeCollective | None:
-        """The charge, where it sends anything under this strategy."""
+        """The charge, if it sends anything under this strategy."""
         axes, nbytes, turns = (np.ravel(x)[0] for x in (c.axes, c.nbytes, c.turns))
         if not axes or not nbytes or not turns:
             return None
@@ -195,12 +195,13 @@ class _Lower:
 
 
 def _settled(states: np.ndarray) -> np.ndarray:
-    """How a tensor is read, of its ``read_states``: where its gradient will be partial, it is whole."""
+    """The layout in which a tensor is read, from its ``read_states``. The tensor is whole along the axes over which its
+    gradient will be partial."""
     return np.where(states < 0, REPLICATED, states)
 
 
 def layout_of(states: Iterable[int]) -> Layout:
-    """The layout that ``forward_states`` or ``gradient_states`` stand for."""
+    """The layout that ``forward_states`` or ``gradient_states`` describe."""
     return tuple(map(_state, map(int, states)))
 
 
@@ -210,12 +211,12 @@ def states_of(layout: Layout) -> tuple[int, ...]:
 
 
 def between(have: Layout, want: Layout, mesh: Mesh) -> tuple[LocalMove, ...]:
-    """The moves from one layout to another; their bytes are left at 0."""
+    """The moves from one layout to another, with their bytes left at 0."""
     return tuple(_path(states_of(have), states_of(want), 0, mesh))
 
 
 def _path(have: tuple[int, ...], want: tuple[int, ...], nbytes: int, mesh: Mesh) -> Iterator[LocalMove]:
-    """The moves between two rows of states, of a tensor of so many bytes; what is to be partial becomes so at last."""
+    """The moves between two rows of states, for a tensor of this many bytes. Axes that become partial come last."""
     for m in moves(have, want, mesh.sizes):
         yield LocalMove(
             kind=m.kind,

@@ -1,9 +1,9 @@
-"""An op of a local program as a loop nest in numpy, on one device: what it makes, and its derivative read backwards.
+"""An op of a local program as a loop nest in numpy, on one device: its result, and its derivative in reverse mode.
 
-Operands are laid out over the op's iteration dims, its function is applied point by point, and dims that the result
-does not walk are summed (or their maximum is taken). What slides a window has the window's elements as dims of their
-own; a lookup is a product with a row that is one where the index is. Where the graph leaves a choice, the choice is
-made here: a window begins half of what it reaches over before the first row.
+Operands are broadcast over the op's iteration dims, its function is applied pointwise, and dims that the result does
+not walk are summed (or reduced by a maximum). An op with a sliding window has the window's elements as extra dims. A
+lookup is a product with a one-hot row. The graph leaves one choice open, which is made here: a window begins before
+the first row by half of its overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Pointwise = Callable[..., PointValues]
 
 
 def _half(a: PointValues, b: PointValues, above: PointValues) -> PointValues:
-    """The derivative of the larger of two: where they are equal, each has half of it."""
+    """The derivative of the larger of two numbers; equal numbers get half each."""
     return np.where(a == b, 0.5, above)
 
 
@@ -73,9 +73,11 @@ _NEUTRAL = {"sum": 0.0, "max": -np.inf, "min": np.inf}
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingDim:
-    """A tensor dim under a window, on one device. dim: the iteration dim, tap: that of the window's elements, so many
-    (taps) and so far apart (dilation). before: rows read before the part. rows: of the part; reach: of all that is
-    read."""
+    """A tensor dim under a window, on one device.
+
+    dim: the iteration dim. tap: the iteration dim of the window's elements; there are ``taps`` of them, ``dilation``
+    apart. before: rows read before the shard. rows: of the shard. reach: rows read in all.
+    """
 
     dim: str
     tap: str
@@ -88,21 +90,21 @@ class SlidingDim:
 
     @property
     def behind(self) -> int:
-        """Rows read behind the part."""
+        """Rows read after the shard."""
         return self.reach - self.rows - self.before
 
     def index(self, points: int) -> np.ndarray:
-        """Row of each point's elements: [points, taps]."""
+        """The rows that each point reads: [points, taps]."""
         return np.arange(points)[:, None] * self.stride + np.arange(self.taps)[None, :] * self.dilation
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNest:
-    """An op as a loop nest on one device. sizes: of its iteration dims there, in their order.
+    """An op as a loop nest on one device. sizes: of its iteration dims on this device, in order.
 
-    combine: how points become one; joins: how partial results of several devices do.
-    sliding: dims of the first operand that are under a window. numbers: its operands that are numbers. looked: of a
-    lookup or an update by index, the dim that the index is of.
+    combine: how points are reduced. joins: how partial results of several devices are reduced.
+    sliding: dims of the first operand that are under a window. numbers: its operands that are numbers. looked: for a
+    lookup or an update by index, the dim that the index selects from.
     """
 
     op: Op
@@ -117,7 +119,7 @@ class LocalNest:
     def of(
         cls, local: LocalOp, node: Node, ways_of: Sequence[int], numbers: OpNumbers, back: bool = False
     ) -> LocalNest:
-        """ways_of: the sizes of the mesh. back: as its result's gradient lies. PaseError where it is none."""
+        """ways_of: the sizes of the mesh. back: the layout of its result's gradient. PaseError if there is none."""
         op, space = local.op, node.space
         given = numbers.get(op.eqn, (None,) * len(op.reads))
         if given.count(None) != len(op.reads):
@@ -153,7 +155,7 @@ class LocalNest:
 
     @property
     def neutral(self) -> float:
-        """What stands where a window reaches over the tensor's border."""
+        """The padding value where a window crosses the tensor's border."""
         return _NEUTRAL[self.combine]
 
     def _names(self, a: Access) -> list[str]:
@@ -165,7 +167,7 @@ class LocalNest:
         return out
 
     def spread(self, x: np.ndarray, a: Access) -> np.ndarray:
-        """An array with a dim for each iteration dim; of one element where its map does not walk it."""
+        """An array with a dim for each iteration dim; dims that its map does not walk have one element."""
         if a is self.op.reads[0]:
             for i, s in self.sliding.items():
                 index = s.index(self.sizes[s.dim])
@@ -176,7 +178,7 @@ class LocalNest:
         return x.transpose(order).reshape([n if d in names else 1 for d, n in self.sizes.items()])
 
     def collected(self, values: PointValues, a: Access, combine: str) -> np.ndarray:
-        """The inverse, of an array over all iteration dims: those that the map does not walk become one."""
+        """The inverse, for an array over all iteration dims: dims that the map does not walk are reduced."""
         full = np.broadcast_to(values, tuple(self.sizes.values()))
         names = self._names(a)
         full = _REDUCED[combine](full, axis=tuple(i for i, d in enumerate(self.sizes) if d not in names))
@@ -197,7 +199,7 @@ class LocalNest:
         return full
 
     def _wide(self, xs: Sequence[np.ndarray], where: np.ndarray | None) -> list[PointValues]:
-        """All operands over the iteration dims, numbers among them; an index as ones where it points."""
+        """All operands over the iteration dims, numbers included; an index becomes one-hot."""
         read = iter(self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True))
         out = [next(read) if n is None else n for n in self.numbers]
         if where is not None:
@@ -207,15 +209,15 @@ class LocalNest:
     def made(
         self, xs: Sequence[np.ndarray], where: np.ndarray | None = None, first: bool = True
     ) -> np.ndarray:
-        """The op's result of its operands. where: of a lookup, the index of each point. first: whether this device
-        counts the array that updates are added to."""
+        """The op's result from its operands. where: for a lookup, the index of each point. first: whether this device
+        contributes the array that updates are added to."""
         wide, write = self._wide(xs, where), self.op.writes[0]
         if self.op.kind == "scatter":
             return self.collected(wide[1] * wide[2], write, "sum") + first * xs[0]
         return self.collected(_FUNCTIONS[self.op.function.name][0](*wide), write, self.combine)
 
     def reached(self, x: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """1 at the points that are the extreme, over all iteration dims."""
+        """1 at the points that attain the maximum or minimum, over all iteration dims."""
         return (self.spread(x, self.op.reads[0]) == self.spread(top, self.op.writes[0])).astype(float)
 
     def pulled(
@@ -227,8 +229,8 @@ class LocalNest:
         where: np.ndarray | None = None,
         first: bool = True,
     ) -> np.ndarray:
-        """The gradient of the i-th that it reads, of the result's; shares: of an extreme, the part that each point
-        gets."""
+        """The gradient of the i-th operand, from the result's gradient. shares: for a maximum or minimum, the share of
+        each point."""
         wide, spread = self._wide(xs, where), self.spread(g, self.op.writes[0])
         if self.op.kind == "scatter":
             return g * first if i == 0 else self.collected(spread * wide[1], self.op.reads[i], "sum")
@@ -239,7 +241,7 @@ class LocalNest:
 
 
 def _looked_up(op: Op) -> str:
-    """The dim of the table that the index is of."""
+    """The dim of the table that the index selects from."""
     table = op.reads[0] if op.kind == "gather" else op.writes[0]
     others = {d for a in (*op.reads[1:], *(op.writes if op.kind == "gather" else ())) for d in a.map.dims}
     found = [d for d in table.map.dims if d not in others]
@@ -256,7 +258,7 @@ def _sliding(
     ways: Mapping[str, int],
     sizes: dict[str, int],
 ) -> dict[int, SlidingDim]:
-    """Dims of the first operand under a window; the windows' elements become dims of ``whole`` and ``sizes``."""
+    """Dims of the first operand under a window; the windows' elements are added as dims to ``whole`` and ``sizes``."""
     taps = [d for d in op.dims if node.space[d].kind == "window"]
     found: dict[int, SlidingDim] = {}
     for i, walk in enumerate(op.reads[0].map.walks if op.kind in ("conv", "window") else ()):
@@ -292,7 +294,7 @@ def _sliding(
 
 
 def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[int]) -> Mapping[str, int]:
-    """Iteration dim -> into how many parts a layout of what this access walks splits it."""
+    """Iteration dim -> the number of parts into which a layout of the accessed tensor splits it."""
     out: dict[str, int] = {}
     for axis, state in enumerate(layout):
         if not isinstance(state, tuple):
@@ -308,7 +310,7 @@ def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[
 
 
 def coordinates(shape: Extents, a: Access, dim: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """A whole tensor of the index that an iteration dim has at each element."""
+    """An unsharded tensor that holds, at each element, its index along an iteration dim."""
     i = next(k for k, w in enumerate(a.map.walks) if dim in w.dims)
     dims = a.map.walks[i].dims
     minor = math.prod(sizes[d] for d in dims[dims.index(dim) + 1 :])

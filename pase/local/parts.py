@@ -1,8 +1,9 @@
-"""How a tensor's parts lie on the devices: the digits of its dims, and a move as a view, a wire and a view.
+"""How a tensor's shards lie on the devices: the digits of its dims, and a move as reshape, transfer, reshape.
 
-A tensor dim that axes split is a number in mixed radix: each axis holds one digit, and what no axis holds is what a
-device has, major to minor. A move changes who holds which digit. So every backend does it alike: see the local array as
-its digits, bring those that leave to the front, send, and put those that arrive in their places.
+The index along a split tensor dim is a number in mixed radix, major to minor: each mesh axis holds one digit, and the
+digits that no axis holds are local to a device. A move changes which axis holds which digit. So every backend does the
+same: reshape the local array to its digits, bring the digits that leave to the front, send, and put the digits that
+arrive in their places.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class RadixDigit:
 
 @lru_cache(maxsize=1 << 14)
 def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) -> tuple[RadixDigit, ...]:
-    """The digits of all dims, major to minor, that two layouts tell apart; PaseError where they do not nest."""
+    """The digits of all dims, major to minor, that distinguish two layouts. PaseError if the layouts do not nest."""
     out: list[RadixDigit] = []
     for dim, extent in enumerate(shape):
         spans = [_spans(extent, dim, layout, mesh) for layout in (before, after)]
@@ -62,7 +63,7 @@ def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) ->
 
 
 def _spans(extent: int, dim: int, layout: Layout, mesh: Mesh) -> dict[tuple[int, int], int]:
-    """(stride, stride times ways) of each digit that an axis holds -> the axis; digits of one way are none."""
+    """(stride, stride times ways) of each digit that an axis holds -> the axis. Digits of one way are left out."""
     return {
         (extent // blocks, extent // blocks * mesh.sizes[axis]): axis
         for axis, blocks in digits_of(layout, dim)
@@ -86,12 +87,12 @@ def _holder(held: dict[tuple[int, int], int], low: int, high: int, extent: int) 
 class WireView:
     """A move over the wire, of an array of this local shape.
 
-    seen: the shape to see the local array in, a dim each digit. leaving: positions in it of the digits that go onto the
-    wire, in the order of the axes; they are brought to the front and make up its first dim. ways: of the axes.
-    arriving: where digits come off the wire: the first dim of what arrives is seen as ``ways``, then the rest, and this
-    permutation puts all in its place; None: none does. shape: of the local array afterwards.
-    along: where all digits that leave, and all that arrive, are the outermost of one dim: these two dims of the local
-    array, by which a backend may do without permutations.
+    seen: the local array's shape with one dim for each digit. leaving: positions in it of the digits that are sent, in
+    the order of the axes; they are brought to the front and form the first dim. ways: of the axes.
+    arriving: the permutation for received digits: the first dim of the received array is reshaped to ``ways``, then
+    the permutation puts all dims in their places; None: no digits arrive. shape: of the local array afterwards.
+    along: set where all digits that leave are the outermost of one dim, and all that arrive the outermost of one dim:
+    these two dims of the local array. A backend can then skip the permutations.
     """
 
     seen: tuple[int, ...]
@@ -109,7 +110,7 @@ class WireView:
 
 @lru_cache(maxsize=1 << 14)
 def view(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> WireView:
-    """How a move of a tensor of this whole shape looks on one device; a permute leaves arrays as they are."""
+    """A move of a tensor of this whole shape, seen from one device. A permute does not change the local shape."""
     every = digits(shape, move.before, move.after, mesh)
     axes = [a for name in move.axes if mesh.sizes[a := mesh.names.index(name)] > 1]
     had = [d for d in every if d.before is None]
@@ -140,7 +141,7 @@ def _along(
     has: Sequence[RadixDigit],
     came: Sequence[RadixDigit],
 ) -> tuple[int | None, int | None] | None:
-    """The dims whose outermost digits, in order, are those that leave and those that arrive."""
+    """(dim whose outermost digits leave, dim whose outermost digits arrive), the digits in order."""
     out: list[int | None] = []
     for moved, held in ((gone, had), (came, has)):
         if not moved:
@@ -154,12 +155,12 @@ def _along(
 
 
 def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, int]]:
-    """(from, to) of a permute: places along the move's axes, row-major. Each device gets what it is to hold."""
+    """(source, target) pairs of a permute: positions along the move's axes, row-major. Each device gets its shard."""
     axes = [mesh.names.index(name) for name in move.axes]
     places = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
 
     def held(layout: Layout) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """Per place, which parts of which digits a device there has."""
+        """For each position, which parts of which digits the device there holds."""
         for place in places:
             found: list[tuple[int, int, int]] = []
             for a, index in zip(axes, place, strict=True):
@@ -187,7 +188,7 @@ def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int
 def _parts(
     extent: int, state: tuple[int, int], ways: int, index: int, edges: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """The index of a digit as indices of the finer digits that the edges of other digits cut it in: (dim, stride,
+    """The index of a digit, as indices of the finer digits that other digits' boundaries cut it into: (dim, stride,
     index)."""
     dim, blocks = state
     bottom = extent // blocks
@@ -197,7 +198,7 @@ def _parts(
 
 
 def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """Per tensor dim the axes that split it, major to minor; None where it is partial, or parts are not contiguous.
+    """The axes that split each tensor dim, major to minor; None if the tensor is partial or its parts not contiguous.
 
     >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     >>> placement(((0, 2), (0, 8)), 2, mesh), placement(((0, 4), None), 1, mesh)
@@ -226,11 +227,11 @@ def axes_of(layout: Layout, dim: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def window_border(window: Window, padded: int) -> tuple[int, int]:
-    """Rows that a device reads before its part of a dim, and behind it, under a window that begins ``padded`` rows
-    before the whole; negative: so many rows of its own it does not read.
+    """(rows before, rows after) that a device reads around its shard of a dim, under a window that begins ``padded``
+    rows before the whole dim. A negative number is the rows of its own shard that it does not read.
 
-    A part is as many windows as it has strides: the last of them ends ``extent - stride`` rows behind where the next
-    part's would begin. PaseError where the rows are more than the halo that the plan sends.
+    A shard has one window for each stride: its last window ends ``extent - stride`` rows after the place where the
+    next shard's first would begin. PaseError where the rows exceed the halo that the plan sends.
 
     >>> window_border(Window(extent=3), 1), window_border(Window(extent=3, stride=2), 0)
     ((1, 1), (0, 1))
@@ -247,7 +248,7 @@ def window_border(window: Window, padded: int) -> tuple[int, int]:
 
 
 def to_whole(layout: Layout, mesh: Mesh) -> list[LocalMove]:
-    """The moves by which every device gets all of a tensor."""
+    """The moves that replicate a tensor on every device."""
     out: list[LocalMove] = []
     now = layout
 

@@ -1,4 +1,4 @@
-"""All devices of a mesh in one process, in numpy: what a layout means, and what a move does. The oracle of backends."""
+"""All devices of a mesh in one process, in numpy: what a layout means and what a move does. The backends' oracle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part_of(x: np.ndarray, layout: Layout, place: tuple[int, ...], mesh: Mesh) -
 
 
 def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> np.ndarray:
-    """The tensor of its parts; summands of it are added up. Devices that hold the same must hold the same numbers."""
+    """The tensor from its shards, partial sums added up. Replicas of a shard must hold the same numbers."""
     out = np.zeros(shape)
     filled = np.zeros(shape, bool)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -59,14 +59,14 @@ def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> 
 def moved_all(
     parts: DeviceParts, moves: Sequence[LocalMove], shape: Extents, mesh: Mesh, combine: Combine = "sum"
 ) -> DeviceParts:
-    """What all devices hold after the moves of a tensor of this whole shape; combine: how partial values become one."""
+    """What all devices hold after the moves of a tensor of this whole shape. combine: reduces partial values."""
     for move in moves:
         parts = _moved(parts, move, shape, mesh, combine)
     return parts
 
 
 def _join(combine: Combine) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """What makes one of partial values; PaseError where no collective does."""
+    """The reduction of partial values; PaseError where no collective does it."""
     by = {"sum": np.add, "max": np.maximum, "min": np.minimum}
     if combine not in by:
         raise PaseError("no collective joins partial results but sums, maxima and minima")

@@ -12,11 +12,12 @@
         make t3[4:data/2 8:model/4]
         send all_reduce data 512 t3 forward 1
 
-A line for each op, in the form of ``pase.ir.text``, and under it what one device reads, makes and sends for it
-(``joined``: how partial results become one, if not by a sum). A tensor has the sizes of its local part, and behind a
-size the axes that split the dim (``a/4``: into four blocks in all), then ``+a`` where it is partial over an axis. A
-layout alone names for each axis the dim and the blocks. ``move`` is a transfer, before the first op that reads it, with
-its moves there and back (``stays``: no gradient comes back; ``once``: for the whole step).
+Each op has a line in the form of ``pase.ir.text``. The lines below it say what one device reads, makes and sends for
+the op (``joined``: how partial results are reduced, if not by a sum). A tensor is written with its local sizes. Each
+size is followed by the axes that split the dim (``a/4``: into four blocks in all); ``+a`` marks a tensor that is
+partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``move`` is a transfer, written
+before the first op that reads it, with its moves there and back (``stays``: no gradient comes back; ``once``: for the
+whole step).
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _number(line: TextLine, what: str) -> int:
 
 @dataclass(kw_only=True)
 class _OpRead:
-    """An op as far as its lines are read."""
+    """An op whose lines are being read."""
 
     node: str
     op: Op
@@ -213,7 +214,7 @@ class _OpRead:
 
 @dataclass(kw_only=True)
 class _TransferRead:
-    """A transfer as far as its lines are read."""
+    """A transfer whose lines are being read."""
 
     head: LocalTransfer
     there: list[LocalMove] = field(default_factory=list)
@@ -236,7 +237,7 @@ class _TransferRead:
 
 @dataclass(kw_only=True)
 class _Reader:
-    """What was read so far; the last of ops or transfers is what indented lines belong to."""
+    """What was read so far. Indented lines belong to the last op or transfer."""
 
     name: str
     mesh: Mesh
@@ -446,7 +447,7 @@ class _Reader:
         return tuple(states)
 
     def _tensor(self, line: TextLine) -> tuple[str, Extents, Layout]:
-        """A tensor's name, its whole shape and its layout, of the sizes of its part."""
+        """A tensor's name, its whole shape and its layout, from its local sizes."""
         name = line.word("a tensor")
         shape: list[int] = []
         states: list[AxisState] = [None] * len(self.mesh.names)

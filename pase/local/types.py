@@ -1,12 +1,12 @@
-"""A local program: per op what one device holds and computes of it, per edge the moves there and back.
+"""A local program: for each op, what one device holds and computes; for each edge, the moves forward and backward.
 
-Layouts are written per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. Of a
-value that is *partial* over an axis the devices along it hold summands (or, after a maximum, candidates).
+Layouts are written per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. If a
+value is *partial* over an axis, the devices along it hold summands (or, for a maximum, candidates).
 
-Gradients follow one rule. The gradient of what an op reads is partial over the axes that split dims which the op works
-on and the operand does not walk, and equal on all devices along axes that split nothing of the op; the gradient of a
-partial sum is equal on all its summands. So plain differentiation of the local computation, and the moves that stand
-here, are all there is.
+Gradients follow one rule. An operand's gradient is partial over the axes that split iteration dims of the op which the
+operand does not walk. It is replicated over the axes that split nothing of the op. The gradient of a partial sum is
+the same on all its summands. So a backward pass needs only plain differentiation of the local computation and the
+moves listed here.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ LocalMoveKind = Literal[CollectiveKind, "slice", "own"]
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMove:
-    """One collective, or a free step: a slice, or *own*, by which a value that all devices hold becomes partial (the
-    first device along each axis keeps it, the others take zero).
+    """One collective, or a free step: a slice, or *own*, which makes a replicated value partial (the first device along
+    each axis keeps it, the others take zero).
 
-    axes: those it goes over, in the order of the mesh. nbytes: the larger local buffer; 0 of a free step.
+    axes: the mesh axes that it runs over, in the order of the mesh. nbytes: the larger local buffer; 0 for a free step.
     """
 
     kind: LocalMoveKind
@@ -74,12 +74,12 @@ class LocalMove:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTransfer:
-    """A tensor on its way from the node that makes it to those ops of another that read it alike, and its gradient
-    on its way back.
+    """The moves of a tensor from the node that makes it to the ops of another node that read it in the same layout, and
+    the moves of its gradient back.
 
-    backward: None where no gradient comes back. combine: how partial values of it become one. phase: in which it is
-    read: backward by the ops of a derivative rule that the user wrote. runs: how often the way there and the way back
-    run in a step. once: it is of a parameter, in a step that gathers these once (``LocalProgram.once``).
+    backward: None where no gradient comes back. combine: how its partial values are reduced. phase: the phase in which
+    it is read; ops of a user's derivative rule read it in the backward phase. runs: how often a step runs the forward
+    and the backward moves. once: it carries a parameter, in a step that gathers these once (``LocalProgram.once``).
     """
 
     tensor: str
@@ -104,11 +104,12 @@ class LocalTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOperand(LocalTensor):
-    """What an op reads. transfer: what brings it, by number; None: an op of the same node makes it, or it is constant.
+    """What an op reads. transfer: the number of the transfer that brings it; None: an op of the same node makes it, or
+    it is constant.
 
-    gradient: the layout that its gradient leaves the op in. constant: known without data, so that each device makes its
-    part. summed: the axes over which its gradient is summed at once. halo: the axes over which neighbours exchange the
-    rows that a window reaches over.
+    gradient: the layout in which its gradient leaves the op. constant: known without data, so each device makes its
+    shard. summed: the axes over which its gradient is all-reduced immediately. halo: the axes along which neighbours
+    exchange the rows that a window needs.
     """
 
     gradient: Layout
@@ -120,8 +121,8 @@ class LocalOperand(LocalTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult(LocalTensor):
-    """What an op makes. summed: the axes over which it is summed at once, since its own node reads it; layout: after
-    that. gradient: the layout that its gradient arrives in."""
+    """What an op makes. summed: the axes over which it is all-reduced immediately, because its own node reads it.
+    layout: after that sum. gradient: the layout in which its gradient arrives."""
 
     gradient: Layout
     summed: tuple[str, ...] = ()
@@ -129,7 +130,7 @@ class LocalResult(LocalTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCollective:
-    """A collective inside of a node, of an op of it or (an updated parameter's gather) of none."""
+    """A collective inside a node: it belongs to one of its ops, or (the gather of an updated parameter) to none."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -141,8 +142,8 @@ class NodeCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOp:
-    """One op on one device. sent: the collectives that stand in it, which ``summed`` and ``halo`` of its operands and
-    results, or its kind (a ring), stand for. combine: how partial results of it become one."""
+    """One op on one device. sent: the collectives inside it, which follow from ``summed`` and ``halo`` of its operands
+    and results, or from its kind (a ring). combine: how its partial results are reduced."""
 
     node: str
     op: Op
@@ -154,9 +155,9 @@ class LocalOp:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
-    """What each device of the mesh does in a step; ops stand in the order of the graph.
+    """What each device of the mesh does in a step; ops are in the order of the graph.
 
-    originals: copy -> the tensor that it is a copy of. once: what of parameters is sent once a step.
+    originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step.
     """
 
     name: str
@@ -173,7 +174,7 @@ class LocalProgram:
 
     @cached_property
     def at(self) -> Mapping[Place, tuple[LocalOp, ...]]:
-        """Place -> the ops that stand there: those of a call that is kept whole all stand at its place."""
+        """Place -> its ops. All ops of a call that is kept whole have the place of the call."""
         found: dict[Place, list[LocalOp]] = {}
         for op in self.ops:
             found.setdefault(op.op.eqn, []).append(op)
@@ -181,7 +182,7 @@ class LocalProgram:
 
     @cached_property
     def takers(self) -> Mapping[Place, tuple[LocalOp, ...]]:
-        """Place -> the ops there that make nothing: what leaves a loop's body, or the model."""
+        """Place -> its ops that make nothing: they mark what leaves a loop's body, or the model."""
         found: dict[Place, list[LocalOp]] = {}
         for op in self.ops:
             if not op.results:
@@ -190,11 +191,11 @@ class LocalProgram:
 
     @cached_property
     def outputs(self) -> Mapping[str, LocalOp]:
-        """Tensor of the traced program -> the op by which the model returns it."""
+        """Tensor of the traced program -> the op that returns it from the model."""
         return {self.original(op.operands[0].tensor): op for op in self.ops if op.op.kind == "output"}
 
     def result(self, tensor: str) -> LocalResult:
-        """The tensor as its op makes it."""
+        """The tensor in the layout in which its op makes it."""
         return next(r for r in self.maker[tensor].results if r.tensor == tensor)
 
     def original(self, tensor: str) -> str:
@@ -202,7 +203,7 @@ class LocalProgram:
         return self.originals.get(tensor, tensor)
 
     def ways(self, axes: tuple[str, ...]) -> int:
-        """Devices along these axes together."""
+        """Number of devices along these axes together."""
         return self.mesh.ways(sum(1 << self.mesh.names.index(a) for a in axes))
 
 
@@ -214,7 +215,7 @@ def digits_of(layout: Layout, dim: int) -> Iterator[tuple[int, int]]:
 
 
 def local_shape(shape: Extents, layout: Layout, mesh: Mesh) -> tuple[int, ...]:
-    """The shape of one device's part.
+    """The shape of one device's shard.
 
     >>> local_shape((8, 6), ((0, 4), None, (1, 6)), Mesh(names=("a", "b", "c"), sizes=(4, 2, 3)))
     (2, 2)

@@ -1,8 +1,8 @@
-"""What must hold of a local program: every value arrives as it is read, every partial sum is settled once and only
-once, and so is every gradient; and every move hands on whole parts, so that no device waits for what none sends.
+"""Checks a local program: every value arrives in the layout in which it is read, every partial sum and every gradient
+is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends.
 
-All devices run one program, and what decides a branch or a loop's end is read whole: they meet at the same moves in the
-same order.
+All devices run one program, and the values that decide a branch or the end of a loop are replicated. So all devices
+reach the same moves in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["verify_program"]
 
 
 def verify_program(program: LocalProgram) -> None:
-    """PaseError where the program is unsound; it names the tensor and the move."""
+    """Raises PaseError if the program is unsound, naming the tensor and the move."""
     for problem in _problems(program):
         raise PaseError(f"local program of '{program.name}': {problem}")
 
@@ -49,7 +49,7 @@ def _problems(program: LocalProgram) -> Iterator[str]:
 def _made_here(
     program: LocalProgram, op: LocalOp, tensor: str, layout: Layout, constant: bool
 ) -> Iterator[str]:
-    """A tensor that an op of the same node makes is read as it is made, and no longer partial."""
+    """A tensor from an op of the same node is read in the layout in which it is made, and is no longer partial."""
     if constant:
         return
     made = program.maker.get(tensor)
@@ -60,7 +60,7 @@ def _made_here(
 
 
 def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Layout) -> Iterator[str]:
-    """Moves that follow each other from one layout to another."""
+    """The moves form a chain from one layout to another."""
     now = start
     for m in moves:
         if m.before != now:
@@ -72,7 +72,7 @@ def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Lay
 
 
 def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Iterator[str]:
-    """Who sends what to whom can be said: the digits that two layouts tell apart nest, and whole ones change hands."""
+    """Sources and targets are well defined: the digits that distinguish two layouts nest, only whole digits move."""
     try:
         if m.kind == "permute":
             pairs(m, shape, mesh)
@@ -83,7 +83,7 @@ def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Ite
 
 
 def _step(t: LocalTransfer, m: LocalMove) -> Iterator[str]:
-    """A sum settles the axes that it goes over, nothing else does; nothing but 'own' makes a value partial."""
+    """Only a sum reduces a partial axis, namely those that it runs over; only 'own' makes a value partial."""
     settles, begins = m.kind in ("all_reduce", "reduce_scatter"), m.kind == "own"
     moved = [i for i, (a, b) in enumerate(zip(m.before, m.after, strict=True)) if a != b]
     for i in moved:

@@ -15,8 +15,8 @@ _LEFT, _BOTTOM, _TOP, _RIGHT = 78, 40, 24, 30
 
 @dataclass(frozen=True, kw_only=True)
 class WorkPoint:
-    """A piece of work: FLOPs a byte, FLOPs a second, its share of the whole (its area); title: what a reader is told.
-    node: which of the page's nodes it belongs to."""
+    """A piece of work: FLOPs per byte, FLOPs per second, its share of the whole (its area). title: shown to the reader.
+    node: the page's node that it belongs to."""
 
     intensity: float
     rate: float
@@ -28,7 +28,7 @@ class WorkPoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Roof:
-    """No work is faster than ``rate`` FLOP/s, nor than ``bandwidth`` bytes/s allow at its intensity."""
+    """Work is limited to ``rate`` FLOP/s, and to what ``bandwidth`` bytes/s allow at its intensity."""
 
     name: str
     rate: float
@@ -51,7 +51,7 @@ def _engineering(x: float) -> str:
 
 
 def roofline(points: Sequence[WorkPoint], roofs: Sequence[Roof]) -> str:
-    """Both axes logarithmic. Raises ValueError where there is no point."""
+    """Both axes are logarithmic. Raises ValueError if there are no points."""
     across = [p.intensity for p in points] + [r.rate / r.bandwidth for r in roofs]
     rates = [p.rate for p in points] + [r.rate for r in roofs]
     x0, x1 = _decades(min(across), max(across) * 1.5)
@@ -100,7 +100,7 @@ def areas(
     end: str = "",
 ) -> str:
     """Layers (name, colour, one value a time) stacked from the bottom up, over times that do not fall; limits: lines
-    (name, value). value: the unit that is written beside the axis; end: what stands at the last time."""
+    (name, value). value: the unit written next to the axis. end: the label at the last time."""
     most = max([*(sum(v[i] for *_, v in layers) for i in range(len(times))), *(v for _, v in limits)]) or 1.0
     whole = times[-1] or 1.0
 
@@ -135,7 +135,7 @@ def areas(
 
 
 def _nice(x: float) -> float:
-    """The least of 1, 2, 5 times a power of ten that is not below x.
+    """The smallest of 1, 2 or 5 times a power of ten that is at least x.
 
     >>> _nice(0.013), _nice(34)
     (0.02, 50.0)

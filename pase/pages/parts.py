@@ -35,7 +35,7 @@ def table(label: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 
 def in_notebook(line: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A line of plain text and a table, for a notebook, which has a style of its own."""
+    """A line of plain text and a table, for a notebook, which has its own style."""
     style = "<style>.pase td.n,.pase th.n{text-align:right}.pase td,.pase th{text-align:left}</style>"
     return f"<div class='pase'>{style}<p>{escape(line)}</p>{table(line, head, rows)}</div>"
 
@@ -50,7 +50,7 @@ def cards(figures: Iterable[tuple[str, str, str]]) -> str:
 
 
 def key(names: Iterable[tuple[str, str]]) -> str:
-    """What each colour stands for: (colour of the sheet, name)."""
+    """What each colour means: (colour of the sheet, name)."""
     return (
         "<ul class='key'>"
         + "".join(f"<li><i class='f-{c}'></i>{escape(name)}" for c, name in names)

@@ -79,6 +79,6 @@ def _asset(name: str) -> str:
 
 
 def _json(data: JsonObject) -> str:
-    """JSON that no text in it can end, whatever it holds."""
+    """JSON that is safe inside a script element: no text in it can close the element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

@@ -29,7 +29,7 @@ def drawn_streams(
     end_ns: int,
     hint: str,
 ) -> JsonObject:
-    """JSON for the timeline widget. kinds: (name, colour of the sheet). Names are held once each."""
+    """JSON for the timeline widget. kinds: (name, colour of the sheet). Each name is stored once."""
     labels: dict[str, int] = {}
     more: dict[str, int] = {}
     rows = []
@@ -58,5 +58,5 @@ def drawn_streams(
 
 
 def timeline_mount(name: str) -> str:
-    """Where the widget draws the timeline of this name of the page's data."""
+    """The element in which the widget draws the timeline with this name in the page's data."""
     return f"<div data-timeline='{name}'><p>The timeline is drawn by the page's script.</p></div>"

@@ -1,1 +1,1 @@
-"""Questions to a plan: where its seconds come from, what else would cost, how far the answer holds."""
+"""Questions about a plan: where its seconds come from, what alternatives cost, how robust the answer is."""

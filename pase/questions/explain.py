@@ -1,4 +1,4 @@
-"""Why a plan is what it is: every second and byte by cause, and what the next-best choice would cost."""
+"""Explains a plan: every second and byte by cause, and what the next-best choice would cost."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Split = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """One reason for which time is spent, over all layers; costs in the plan's unit, all of a step's.
+    """One reason why time is spent, summed over all layers and one step; costs in the plan's unit.
 
-    group: "compute", "communication" or "update". nbytes: what one device sends out of its larger buffer, all times.
+    group: "compute", "communication" or "update". nbytes: bytes of one device's larger buffer, summed over all runs.
     """
 
     group: str
@@ -45,8 +45,8 @@ class Cause:
 class WorkItem(LocalWork):
     """Local work of a layer, and how fast it is.
 
-    achieved_flops, achieved_bytes: the part of the device's peak FLOP/s and of its memory bandwidth that this
-    prediction amounts to; None where the cost model is not in seconds or the machine is not at hand.
+    achieved_flops, achieved_bytes: the fraction of the device's peak FLOP/s and of its memory bandwidth that this
+    prediction reaches; None where the cost model is not in seconds or the machine is not known.
     """
 
     achieved_flops: float | None
@@ -55,7 +55,7 @@ class WorkItem(LocalWork):
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Another way to split one layer. cost: of the best whole strategy that splits the layer so, proven."""
+    """Another way to split one layer. cost: the proven optimum over all strategies that split the layer this way."""
 
     split: Split
     ways: Mapping[str, int]
@@ -67,7 +67,7 @@ class Alternative:
 class LayerReport:
     """One layer: what it does, what it moves and why, what it keeps, and what else it could have been.
 
-    work and holds are empty in layouts of before they were kept, alternatives where the plan's model was not at hand.
+    work and holds are empty in layouts from before they were stored, alternatives if the plan's model is not available.
     """
 
     node: NodePlan
@@ -80,12 +80,12 @@ class LayerReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan by cause; ``layer`` where one was asked for.
+    """A plan's costs by cause; ``layer`` is set if one was asked for.
 
-    next_best: layer -> cost of the best strategy that splits it in another way (in other numbers of ways), in
-    the order of the plan; only for layers that were tried before the time was up.
-    unfused: attention that the model writes out, and that a fused kernel would run faster. machine, problem: what the
-    plan was made for, where they are at hand; remark says why where they are not.
+    next_best: layer -> cost of the best strategy that splits it in other numbers of ways, in the order of the plan;
+    only for layers that were tried within the time limit.
+    unfused: attention that the model writes out as products and that a fused kernel would run faster. machine, problem:
+    what the plan was made for, if available; otherwise remark says why not.
     """
 
     plan: PlanData
@@ -112,7 +112,7 @@ _NOTHING = 1e-6  # of the plan's cost: rounding
 
 
 def why(c: Collective, op_of: Mapping[str, str]) -> str:
-    """The reason for a collective in words, the same for alike ones; op_of: node name -> its op."""
+    """The reason for a collective in words, equal for similar ones. op_of: node name -> its op."""
     backward = c.phase == "backward"
     kind = _WORDS.get(c.kind, c.kind)
     if op_of.get(c.source) == "parameter":
@@ -147,7 +147,7 @@ def why(c: Collective, op_of: Mapping[str, str]) -> str:
 
 
 def causes(plan: PlanData) -> tuple[Cause, ...]:
-    """The plan's whole cost by cause, the largest first; what overlap hides comes last, with a minus."""
+    """The plan's whole cost by cause, largest first. Time hidden by overlap comes last, as a negative cost."""
     op_of = {n.name: n.op for n in plan.nodes}
     found: dict[tuple[str, str], list[float]] = {}
 
@@ -193,9 +193,9 @@ def explain(
     """Where the plan's predicted time and memory come from, and how close the other choices are.
 
     layer: a node's name (or a parameter's path) to report on in full.
-    model: the name of the plan's model, to trace it again: not needed for a plan that still has its model, nor for
-        zoo models. Without it the report says what moves and why, but not what else could be.
-    machine: the machine file that the plan was made for, where it is not one of pase's own.
+    model: the name of the plan's model, to trace it again. It is not needed for zoo models, or if the plan still has
+        its model. Without the model the report says what moves and why, but not the alternatives.
+    machine: the machine file that the plan was made for, if it is not one of pase's own.
     time_limit: seconds to spend on the next-best choices of all layers.
 
     Raises PaseError for an unknown layer, a model or machine that is not the plan's.
@@ -241,7 +241,7 @@ def _remarks(
     report: LayerReport | None,
     remark: str,
 ) -> str:
-    """What the prices of other choices leave out, before the remark."""
+    """What the costs of the alternatives leave out, followed by the remark."""
     said = [remark] if remark else []
     others = [*next_best.values(), *(a.cost for a in (report.alternatives if report is not None else ()))]
     if plan.memory_limit is not None and min(others, default=plan.cost) < plan.cost * (1 - _NOTHING):
@@ -260,8 +260,8 @@ def _find(plan: PlanData, layer: str) -> NodePlan:
 
 
 def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> tuple[Traced | None, str]:
-    """The trace of the plan's model, or why it is not at hand. A layout may come from a stranger: only what the user
-    names is imported."""
+    """The trace of the plan's model, or why it is not available. A layout may be untrusted, so only what the user names
+    is imported."""
     if plan.traced is not None:
         return plan.traced, ""
     name = model if model is not None else plan.model if plan.model.startswith("zoo:") else None
@@ -276,7 +276,7 @@ def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> 
 
 
 def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, str]:
-    """The machine that the plan was made for, or why it is not at hand; PaseError where the user named another."""
+    """The machine that the plan was made for, or why it is not available. PaseError if the user named another one."""
     from pase.machine import load
 
     try:
@@ -310,7 +310,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:
-    """Config indices of node v by how many ways each dim is split: axes of one size are as good as another."""
+    """Config indices of node v, grouped by how many ways each dim is split: axes of equal size are interchangeable."""
     space = problem.pricing.space(plan.mesh)
     out: dict[tuple[int, ...], list[int]] = {}
     for i, cfg in enumerate(space.configs[v]):
@@ -323,7 +323,7 @@ def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ..
 
 
 def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int]) -> tuple[float, int]:
-    """The cheapest strategy in which node v has one of these configs: (cost, which one); inf where there is none."""
+    """The cheapest strategy in which node v has one of these configs: (cost, which one); inf if there is none."""
     import numpy as np
 
     from pase.search import Solution, solve
@@ -361,7 +361,7 @@ def _chosen_index(plan: PlanData, problem: SplitProblem, v: int) -> int:
 def _next_best(
     plan: PlanData, problem: SplitProblem, time_limit: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], int]:
-    """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many were left out."""
+    """Layer -> cost of the best strategy that splits it in other numbers of ways; and how many layers were left out."""
     start = time.perf_counter()
     out: dict[str, float] = {}
     nodes = [v for v, n in enumerate(problem.graph.nodes) if n.kind not in ("output", "constant")]

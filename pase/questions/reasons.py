@@ -1,4 +1,4 @@
-"""Why a plan splits a model as it does, in sentences: from its meshes, its layers, and what else was priced."""
+"""Explains in sentences why a plan splits a model as it does, from its meshes, its layers and other priced plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TIE = 1e-9
 
 
 def reasons(e: Explanation) -> list[str]:
-    """What a person would say of the plan who had its figures, the most important first."""
+    """What an expert would say about the plan's figures, most important first."""
     return [
         *_axes(e.plan),
         *_storage(e.plan),
@@ -28,7 +28,7 @@ def reasons(e: Explanation) -> list[str]:
 
 
 def _axes(plan: PlanData) -> Iterator[str]:
-    """What the mesh's axes split, by the products' time; axes that split the same are named together."""
+    """What the mesh's axes split, weighted by the products' time; axes that split the same dims are named together."""
     heavy = [n for n in plan.nodes if n.op in _HEAVY]
     whole = sum(n.cost.compute for n in heavy)
     alike: dict[tuple[str, str], list[str]] = {}
@@ -85,7 +85,7 @@ def _meshes(plan: PlanData) -> Iterator[str]:
 
 
 def _methods(plan: PlanData) -> Iterator[str]:
-    """The best of what people do by hand, of those that fit where any does."""
+    """The best manual strategy: among those that fit in memory, or among all if none fits."""
     if not plan.baselines or not plan.cost:
         return
     fitting = {n: c for n, c in plan.baselines.items() if n not in plan.too_large}

@@ -1,4 +1,4 @@
-"""A plan as one page: what was chosen and why, its model and devices to look around in, the step, what else was."""
+"""A plan as one page: what was chosen and why, its model and devices to explore, the step, and the alternatives."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _KINDS = [*_HELD.items(), ("buffers", "other")]
 
 
 def report_page(e: Explanation, swings: list[Swing] | None = None) -> str:
-    """The page as text; everything that comes from the layout is escaped. swings: how the plan fares where the
-    machine's figures are off, ``pase.questions.sensitivity.swings``."""
+    """The page as text; everything from the layout is escaped. swings: how good the plan stays if the machine's figures
+    are wrong, see ``pase.questions.sensitivity.swings``."""
     plan = e.plan
     step, note = _step(plan)
     timelines = {} if step is None else {"step": step}
@@ -151,7 +151,7 @@ def _about_model(plan: PlanData) -> str:
 
 
 def _step(plan: PlanData) -> tuple[JsonObject | None, str]:
-    """The step for the timeline widget, and what it shows; None where costs are no seconds."""
+    """The step for the timeline widget, and what it shows; None where costs are not in seconds."""
     from pase.plan.buckets import schedule_of
     from pase.schedule.gantt import drawn_iteration
     from pase.schedule.simulate import evaluate

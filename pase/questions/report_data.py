@@ -77,17 +77,17 @@ def explorer_data(e: Explanation) -> JsonObject:
 
 
 def _short(x: float) -> float:
-    """Six digits are more than a person reads, and half of what a file would hold."""
+    """Rounded to six digits: more than a reader needs, and half the size in the file."""
     return float(f"{x:.6g}")
 
 
 def _host(e: Explanation) -> int:
-    """Devices that the machine's innermost level joins; 1: not known."""
+    """Number of devices that the machine's innermost level connects; 1 if not known."""
     return 1 if e.machine is None else e.machine.levels[0].ways or 1
 
 
 def _next(e: Explanation, layer: str) -> float | str | None:
-    """How much more the next best strategy costs, as a part of this one's cost."""
+    """How much more the next best strategy costs, as a fraction of this one's cost."""
     other, whole = e.next_best.get(layer), e.plan.cost
     if other is None or not whole:
         return None
@@ -95,11 +95,11 @@ def _next(e: Explanation, layer: str) -> float | str | None:
 
 
 def layer_paths(nodes: Sequence[NodePlan]) -> dict[str, list[str]]:
-    """Node -> the groups that it stands in, from the outermost; in the order in which they are listed: as they run, a
-    layer's parameters before what reads them.
+    """Node -> its groups, outermost first. Nodes are listed in the order in which they run, a layer's parameters before
+    their readers.
 
-    An op belongs to the module whose parameter it reads. Others belong where the op belongs that they read, in the same
-    repeated block, or else the next one that reads them; behind the last op with a parameter, each is of its function.
+    An op belongs to the module whose parameter it reads. Any other op joins the group of the op that it reads in the
+    same repeated block, or else of its next reader. After the last op with a parameter, ops are grouped by function.
     """
     module, last = _modules(nodes)
     users = _first_users(nodes)
@@ -122,7 +122,7 @@ def layer_paths(nodes: Sequence[NodePlan]) -> dict[str, list[str]]:
 
 
 def _module(path: str) -> list[str]:
-    """Where a parameter belongs: all of its path but its own name, unless that is all there is.
+    """The module of a parameter: its path without the last name, unless the path is only one name.
 
     >>> _module("blocks.attention.wq"), _module("wte")
     (['blocks', 'attention'], ['wte'])
@@ -132,7 +132,7 @@ def _module(path: str) -> list[str]:
 
 
 def _modules(nodes: Sequence[NodePlan]) -> tuple[dict[str, list[str]], int]:
-    """Node -> module; and the place, among nodes that are no parameters, of the last one that reads a parameter."""
+    """(node -> module, index of the last node that reads a parameter, counted without the parameters)."""
     of = {n.name: n for n in nodes}
     working = [n for n in nodes if n.op != "parameter"]
     found: dict[str, list[str]] = {}
@@ -155,7 +155,7 @@ def _modules(nodes: Sequence[NodePlan]) -> tuple[dict[str, list[str]], int]:
 
 
 def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
-    """Node -> the first that reads it and is no parameter itself."""
+    """Node -> its first reader that is not a parameter."""
     users: dict[str, str] = {}
     for n in nodes:
         if n.op != "parameter":
@@ -165,7 +165,7 @@ def _first_users(nodes: Sequence[NodePlan]) -> dict[str, str]:
 
 
 def priced_step(plan: PlanData) -> JsonObject:
-    """The step as it is priced, one piece after another, for the timeline widget: nothing runs beside anything."""
+    """The step as priced, for the timeline widget: its pieces run one after another, without overlap."""
     from pase.pages.streams import StreamBox, drawn_streams
 
     streams: Mapping[str, list[StreamBox]] = {"compute": [], "communication": []}
@@ -190,7 +190,7 @@ def priced_step(plan: PlanData) -> JsonObject:
 
 
 def _pieces(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
-    """(stream, label, kind, cost): forward in the order of the nodes, backward the other way, then the update."""
+    """(stream, label, kind, cost): forward in the order of the nodes, backward in reverse, then the update."""
     kinds = {"forward": 0, "backward": 1, "update": 2}
     moved: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:

@@ -1,4 +1,4 @@
-"""A pipelined plan in a report: its stages and who runs them, and the schedule drawn, rank by rank."""
+"""A pipelined plan in a report: its stages with their ranks, and a drawing of the schedule, rank by rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def stages_table(plan: PlanData) -> str:
 
 
 def _times(p: PipelinePlan) -> StageTimes | None:
-    """The stages' seconds; None for layouts written before they were kept."""
+    """The stages' seconds; None for layouts written before they were stored."""
     parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
     if not p.before_s or any(x is None for part in parts for x in part):
         return None
@@ -69,8 +69,8 @@ def _times(p: PipelinePlan) -> StageTimes | None:
 
 
 def drawn_schedule(plan: PlanData) -> JsonObject | None:
-    """Who works on which micro-batch when, for the timeline widget: a stream for each rank. None without stages, for
-    older layouts, and for schedules of too many actions to draw."""
+    """The schedule for the timeline widget: one stream for each rank, with the micro-batches that it works on. None
+    without stages, for older layouts, and for schedules with too many actions to draw."""
     p = plan.pipeline
     times = None if p is None else _times(p)
     if p is None or times is None:

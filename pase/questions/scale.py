@@ -20,7 +20,7 @@ _MOST = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class ScalePoint:
-    """The best plan for so many devices; plan None: why_not says why there is none."""
+    """The best plan for this number of devices. If plan is None, why_not says why there is none."""
 
     devices: int
     plan: PlanData | None
@@ -28,12 +28,12 @@ class ScalePoint:
 
     @property
     def device_s(self) -> float | None:
-        """Seconds of one device that a step takes of all of them: what is paid for."""
+        """Device-seconds of a step, summed over all devices: what is paid for."""
         return None if self.plan is None else self.plan.cost * self.devices
 
 
 def parse_devices(text: str) -> tuple[int, ...]:
-    """Numbers of devices: ``8..4096`` doubles from the first to the last; a list is taken as it stands.
+    """Numbers of devices: ``8..4096`` doubles from the first to the last; a list is used as given.
 
     >>> parse_devices("8..64"), parse_devices("8,24,96")
     ((8, 16, 32, 64), (8, 24, 96))
@@ -59,8 +59,8 @@ def scale(
     options: CompileOptions,
     progress: Callable[[str], None] | None = None,
 ) -> list[ScalePoint]:
-    """The best plan of the same model, whole batch and all, for each number of devices; options: its own devices are
-    not used. A number for which there is no plan says why."""
+    """The best plan of the same model with the same global batch, for each number of devices. The devices in options
+    are ignored. A number without a plan says why."""
     from pase.compiler.compilation import compile_model
 
     out = []

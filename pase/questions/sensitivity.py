@@ -1,4 +1,4 @@
-"""Does a strategy stay the best where the machine's file is off? Its price, and the best there is, at each factor."""
+"""Does a strategy stay optimal if the machine file is inaccurate? Compares its cost with the optimum at each factor."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Range:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What holds on the machine scaled by ``factors``; costs in the cost model's unit.
+    """Results on the machine scaled by ``factors``; costs in the cost model's unit.
 
-    ours: the strategy found for the machine as it is, priced on this one. best: that of a new search here.
-    others: the other methods' strategies, as they were, priced here. winner: the cheapest among ours and others.
-    changed: nodes that the new search splits in another way (None where its mesh is another).
+    ours: cost on this machine of the strategy found for the unscaled one. best: cost found by a new search here.
+    others: costs here of the other methods' unchanged strategies. winner: the cheapest among ours and others.
+    changed: nodes that the new search splits in another way (None if its mesh differs).
     """
 
     factors: Mapping[str, float]
@@ -53,7 +53,7 @@ class Point:
 
     @property
     def regret(self) -> float:
-        """How much more ours costs than the best here, as a part of the best."""
+        """How much more ours costs than the best here, as a fraction of the best."""
         return self.ours / self.best - 1 if self.best else 0.0
 
     @property
@@ -64,7 +64,7 @@ class Point:
 
 
 def parse_range(text: str) -> Range:
-    """Reads a quantity and its factors, as ``pase.files.quantities.parse_factors`` has them. PaseError where it cannot.
+    """Reads a quantity and its factors; see ``pase.files.quantities.parse_factors``. Raises PaseError if it cannot.
 
     >>> parse_range("bandwidth=0.25..4").factors
     (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -132,7 +132,7 @@ def vary_machine(
 
 @dataclass(frozen=True, kw_only=True)
 class Swing:
-    """One quantity of the machine times a factor: what the plan then costs, and the best strategy found on the same
+    """One quantity of the machine times a factor: the cost of the plan then, and of the best strategy found on the same
     mesh (without a memory limit), in the cost model's unit."""
 
     quantity: str
@@ -144,7 +144,7 @@ class Swing:
 def swings(
     plan: PlanData, problem: SplitProblem, factors: Sequence[float] = (0.5, 2.0), seconds: float = 20.0
 ) -> list[Swing]:
-    """Each quantity of the machine alone, slower and faster; fewer where the time in seconds is up."""
+    """Varies one quantity of the machine at a time, slower and faster; stops early at the time limit in seconds."""
     from pase.tables.itemize import config_of
 
     start, out = time.perf_counter(), list[Swing]()
@@ -168,7 +168,7 @@ def _on(problem: SplitProblem, factors: Mapping[str, float]) -> SplitProblem:
 
 
 class _MemoryLimit(NamedTuple):
-    """Bytes that a device may hold, and the seconds that a search within them may take."""
+    """Memory limit of a device in bytes, and the time limit in seconds for a search within it."""
 
     nbytes: float
     seconds: float
@@ -199,7 +199,7 @@ def _points(
         here = _on(problem, at)
         over = here.meshes(mesh, max_axes)
         known = {m.sizes for m in over}
-        # Where a method was given a mesh of its own, the search may use it, too: it is never worse than any.
+        # If a method has its own mesh, the search may use it too, so that it is never worse than any method.
         over += [m for m in {m.sizes: m for m, _ in strategies.values()}.values() if m.sizes not in known]
         found = search_meshes(here, over)
         if within is not None and memory_of(here, found.configs, found.mesh).total > within.nbytes:

@@ -1,4 +1,4 @@
-"""What a device holds as a step goes on, by kind: from what each node of a plan keeps."""
+"""The memory of a device during a step, by kind, from what each node of a plan keeps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["StepMemory", "step_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """times: of the corners, in the plan's unit, ``forward`` where backward begins. held: kind -> bytes at each corner;
-    between corners it rises and falls evenly."""
+    """times: of the corners, in the plan's unit. forward: the time when backward begins. held: kind -> bytes at each
+    corner; between corners it is linear."""
 
     times: tuple[float, ...]
     forward: float
@@ -23,13 +23,13 @@ class StepMemory:
 
     @property
     def peak(self) -> float:
-        """The most bytes that are held at once."""
+        """The peak in bytes."""
         return max(sum(v[i] for v in self.held.values()) for i in range(len(self.times)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Nodes that run one after another, in turn if they are repeated: what they take and keep in all."""
+    """Nodes that run one after another, or in a loop if they are repeated: their total cost and kept bytes."""
 
     forward: float
     backward: float
@@ -39,12 +39,12 @@ class _Stretch:
 
 
 def step_memory(plan: PlanData) -> StepMemory | None:
-    """None where the plan does not say what its nodes keep, or where these do not add up to its account: it then counts
-    otherwise, as a compiler that fuses products does (``pase.memory.course``).
+    """None if the plan does not say what its nodes keep, or if these bytes do not add up to the plan's total: the plan
+    then counts differently, for example for a compiler that fuses products (``pase.memory.course``).
 
-    Activations grow through forward and go through backward; a gradient is there from the backward of the first node
-    that reads its parameter on; inside of a rematerialised region one turn of it comes on top. What an op has in flight
-    is not among it.
+    Activations grow during forward and are freed during backward. A gradient exists from the backward of the first node
+    that reads its parameter. A rematerialised region adds one iteration of itself while it runs. Temporary buffers of
+    ops are not included.
     """
     m = plan.memory
     sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
@@ -54,7 +54,7 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     most_again = sum(n.kept_again for n in plan.nodes)
     if not alike or not any(sums.values()) or not -slack <= again <= most_again + slack:
         return None
-    # Kept with a parameter: what its users gather, less what is stored; it is there as long as they are.
+    # Kept with a parameter: what its readers gather, minus what is stored. It lives as long as the readers run.
     extra = sum(n.keeps.get("activations", 0) for n in plan.nodes if n.op == "parameter")
     runs = _runs(plan, max(again, 0.0))
     times, held = [0.0], {k: [0.0] for k in _KINDS}
@@ -84,7 +84,7 @@ def _corner(times: list[float], held: dict[MemoryKind, list[float]], after: floa
 
 
 def _runs(plan: PlanData, again: float) -> list[_Stretch]:
-    """The plan's nodes in runs; again: bytes of the largest rematerialised region, which those that have one share."""
+    """The plan's nodes in runs. again: bytes of the largest rematerialised region, shared by all that have one."""
     gradient = _gradients(plan.nodes)
     moved: dict[str, list[float]] = {}
     for c in plan.collectives:
@@ -96,7 +96,7 @@ def _runs(plan: PlanData, again: float) -> list[_Stretch]:
         together = [*members]
         for nodes in [together] if times > 1 else [[n] for n in together]:
             kept = float(sum(n.keeps.get("activations", 0) for n in nodes))
-            if nodes[0].op == "carry":  # made turn by turn, of the loop that follows
+            if nodes[0].op == "carry":  # made in each iteration of the loop that follows
                 carried, kept = carried + kept, 0.0
             elif times > 1:
                 carried, kept = 0.0, carried + kept
@@ -109,7 +109,7 @@ def _runs(plan: PlanData, again: float) -> list[_Stretch]:
                     again=again if any(n.kept_again for n in nodes) else 0.0,
                 )
             )
-    if carried:  # by loops of a single turn
+    if carried:  # by loops of a single iteration
         out.append(_Stretch(forward=0.0, backward=0.0, activations=carried, gradients=0.0, again=0.0))
     return out
 
@@ -119,7 +119,7 @@ def _cost(n: NodePlan, forward: bool) -> float:
 
 
 def _gradients(nodes: Sequence[NodePlan]) -> dict[str, float]:
-    """Bytes of gradients that a node's backward completes: of parameters of which it is the first reader."""
+    """Bytes of gradients that a node's backward completes: those of the parameters whose first reader it is."""
     out: dict[str, float] = {}
     of = {n.name: n for n in nodes}
     seen: set[str] = set()

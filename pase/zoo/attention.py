@@ -1,7 +1,7 @@
 """Multi-head attention and feed-forward, as the transformers of 2017 to 2020 have them.
 
 Attention weights keep heads as a dim of their own ([d, heads, head_dim]), so that a split over heads is an
-annotation and no reshape stands in its way. Parameters are float32 and cast where they are used.
+annotation and needs no reshape. Parameters are float32 and cast where they are used.
 """
 
 from __future__ import annotations

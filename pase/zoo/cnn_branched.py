@@ -46,7 +46,7 @@ def _halved(x: jax.Array) -> jax.Array:
 
 
 def _fork(x: jax.Array, units: Weights) -> jax.Array:
-    """A chain whose last two convolutions stand side by side."""
+    """A chain whose last two convolutions run in parallel."""
     x = _chain(x, units[:-2])
     return jnp.concatenate([_relu_unit(x, p) for p in units[-2:]], axis=-1)
 

@@ -71,7 +71,7 @@ class Built:
 
     @property
     def inputs(self) -> tuple[Weights, ...]:
-        """What ``loss_fn`` takes behind the parameters."""
+        """The arguments of ``loss_fn`` after the parameters."""
         return (self.batch,) if self.cache is None else (self.batch, self.cache)
 
 

@@ -66,7 +66,7 @@ class ZooModel:
 
     @property
     def inputs(self) -> tuple[Tree, ...]:
-        """What ``loss_fn`` takes behind the parameters."""
+        """The arguments of ``loss_fn`` after the parameters."""
         return (self.batch,) if self.cache is None else (self.batch, self.cache)
 
     def init(self, seed: int = 0) -> tuple[Tree, ...]:

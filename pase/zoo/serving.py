@@ -1,9 +1,8 @@
-"""A decoder that is not trained: a prompt read at once, then one token a call, keys and values of all before kept.
+"""A decoder for inference: it reads a prompt in one pass, then one token per call, with a cache of keys and values.
 
-The cache is a stack of all layers, [layers, batch, context, kv heads, head dim] for keys and for values, which the
-layers write in place one after the other, and how many positions are filled. Tasks: "prefill" reads a prompt of ``seq``
-tokens and makes the cache; "decode" takes it and adds one token; "generate" is both, ``tokens`` steps of decoding to
-one prefill.
+The cache holds all layers, [layers, batch, context, kv heads, head dim] for keys and for values, and the number of
+filled positions. The layers write it in place, one after the other. Tasks: "prefill" reads a prompt of ``seq`` tokens
+and makes the cache; "decode" takes it and adds one token; "generate" is one prefill and ``tokens`` steps of decoding.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Decoder:
     scan: int
 
     def cache_shape(self, batch: int, context: int) -> tuple[int, ...]:
-        """Of the keys, and of the values."""
+        """The shape of the keys, and of the values."""
         return (self.layers, batch, context, self.kv_heads, self.head_dim)
 
     def prefill(self, params: Tree, batch: Tree, context: int) -> tuple[jax.Array, Tree]:
@@ -53,7 +52,7 @@ class Decoder:
         return self._next(params, x), cache | {"filled": jnp.int32(tokens.shape[1])}
 
     def decode(self, params: Tree, token: jax.Array, cache: dict[str, jax.Array]) -> tuple[jax.Array, Tree]:
-        """(the token [b] that follows, the cache with one position more) of the last token [b]."""
+        """(the next token [b], the cache with one more position) from the last token [b]."""
         at = cache["filled"]
         seen = jnp.arange(cache["keys"].shape[2]) <= at
         stacks = {n: cache[n] for n in ("keys", "values")}
@@ -94,8 +93,8 @@ class Decoder:
 
 @dataclass(kw_only=True)
 class _Stored:
-    """Attention in a layer that keeps its keys and values: these are written first, and, where ``seen`` says which
-    positions count, all that the cache has of the layer is read."""
+    """Attention in a layer that caches its keys and values: these are written first. If ``seen`` says which positions
+    count, the layer's whole cache is read."""
 
     attend: Attend
     keys: jax.Array
