@@ -1,8 +1,8 @@
-"""JAX callables to graphs, by way of their jaxpr. Shapes suffice: nothing is run.
+"""JAX callables to graphs, through their jaxpr. Only shapes are needed; nothing is run.
 
-The rules for single primitives are in ``jax_rules``, loops and branches in ``jax_control``; here are the traversal
-and calls. Every equation gets a stable path (its index in each enclosing jaxpr), by which ``backends/jax_walk`` finds
-it again.
+The rules for single primitives are in ``jax_rules``, loops and branches in ``jax_control``; this file has the
+traversal and calls. Every equation gets a stable path (its index in each enclosing jaxpr). ``backends/jax_walk`` uses
+it to find the equation again.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ KEPT_WHOLE = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_j
 
 @dataclass(frozen=True, kw_only=True)
 class TracedJax(registry.Traced):
-    """A callable's jaxpr with the names of what goes in."""
+    """A callable's jaxpr with the names of its inputs."""
 
     jaxpr: ClosedJaxpr
     """jax ClosedJaxpr; its inputs are the leaves of params, then of the batch."""
@@ -117,7 +117,7 @@ def coverage() -> dict[str, list[str]]:
 
 
 def inlined(eqn: Eqn) -> bool:
-    """Is the equation a call whose body stands in the graph, op by op? (A backend walks into it, too.)"""
+    """Is the equation a call whose body is inlined in the graph? (A backend walks into it, too.)"""
     name = eqn.primitive.name
     return name in INLINED and name not in KEPT_WHOLE and jax_attention.call_of(eqn) is None
 
@@ -128,7 +128,7 @@ def inner_jaxpr(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]]:
 
 
 def _paths(tree: Tree, alone: str = "params") -> tuple[str, ...]:
-    """``blocks.0.w`` for each leaf; of a pytree that is one leaf, ``alone``."""
+    """``blocks.0.w`` for each leaf; ``alone`` for a pytree that is a single leaf."""
     import jax
 
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -216,7 +216,7 @@ def trace(
 def _arguments(
     fn: Callable[..., Tree], args: tuple[Tree, ...], dims: DimSizes | None, called: str
 ) -> tuple[Tree, dict[str, int], set[str]]:
-    """The arrays among the arguments as shapes, what of ``dims`` is none of their sizes, and those sizes."""
+    """(the array arguments as shapes, the part of ``dims`` that is not among their sizes, those sizes)."""
     import jax
 
     given = jax_leaves.arrays(args)
@@ -337,7 +337,7 @@ class _JaxLowering:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
     def thread(self, jaxpr: Jaxpr, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
-        """What a call hands to the next; carried: argument -> result, both by place."""
+        """The state that a call passes to the next. carried: argument -> result, both by position."""
         for into, of in carried.items():
             held = self.of(jaxpr.invars[into])
             if (value := returned[of]) is not None and not self.programs:
@@ -385,7 +385,7 @@ class _JaxLowering:
         self.b.saved = False
 
     def _known(self, eqn: Eqn) -> bool:
-        """Arithmetic on symbolic sizes (a mean divides by b): where b is a number, JAX makes it a literal."""
+        """Arithmetic on symbolic sizes (a mean divides by b). For a b that is a number, JAX makes it a literal."""
         variables = [v for v in eqn.invars if not jax_versions.is_literal(v)]
         return (
             bool(variables)
@@ -417,7 +417,7 @@ class _JaxLowering:
         self._return(inner, jaxpr.outvars, eqn.outvars)
 
     def constants(self, jaxpr: Jaxpr) -> None:
-        """What the jaxpr brings along."""
+        """The jaxpr's own constants."""
         for var in jaxpr.constvars:
             self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
 
@@ -430,7 +430,7 @@ class _JaxLowering:
             self.env[out] = inner.of(name)
 
     def alone(self, told: AtRunTime) -> _JaxLowering:
-        """To lower a body by itself, for its price."""
+        """A lowering for a single body, to price it."""
         return _JaxLowering(b=GraphBuilder(name="body"), unknown=self.unknown, told=told)
 
     def of(self, var: Var) -> Tensor:
@@ -445,7 +445,7 @@ class _JaxLowering:
 
 
 def _saves(policy: Callable[..., object], eqn: Eqn) -> bool:
-    """Does a jax.checkpoint policy save this equation's results? (It is asked as JAX asks it.)"""
+    """Does a jax.checkpoint policy save this equation's results? (It is called as JAX calls it.)"""
     if eqn.primitive.name in INLINED or eqn.primitive.name in CONTROL:
         return False  # asked of the equations inside
     answer = policy(eqn.primitive, *(v.aval for v in eqn.invars), **eqn.params)

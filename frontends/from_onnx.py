@@ -1,8 +1,8 @@
 """ONNX models to graphs: an ONNX file or a ModelProto, its weights unread.
 
 Reading is in ``onnx_model``, the rules for single ops in ``onnx_rules*``; here are the traversal, functions and
-control flow. Every node gets a stable path (its index, behind that of each function or graph around it), by which
-``backends/to_onnx`` finds it again.
+control flow. Every node gets a stable path (the index of each enclosing function or graph, then its own).
+``backends/to_onnx`` uses it to find the node again.
 
 What is trained: every float initializer of more than one element, and the float ConstantOfShape of an initializer's
 shape (how models are published without their weights), unless it is a running statistic, a quantizer's scale, an
@@ -220,7 +220,7 @@ class OnnxLowering:
         return node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}:{node.op_type}"
 
     def nodes(self, graph: GraphProto, prefix: str) -> None:
-        """Lower a graph's nodes, those on which an output depends."""
+        """Lower the nodes of a graph on which an output depends."""
         inside = {x for n in graph.node for x in n.input}
         have = {*self.env, *self.absent, *(x for x in inside if self._outside(x))}
         todo = ordered(graph.node, have, self.model.name)
@@ -361,7 +361,7 @@ class OnnxLowering:
 
 
 def _size(proto: TensorProto) -> int:
-    """How many nodes the file has, those of functions included."""
+    """Number of nodes in the file, including those in functions."""
     return len(proto.graph.node) + sum(len(f.node) for f in proto.functions)
 
 

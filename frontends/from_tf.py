@@ -72,7 +72,7 @@ def trace(
     dims: sizes for dims that the model leaves open: ``batch`` for the first dim of every input, ``INPUT.DIM`` for any.
     unknown: what to do at an op without a rule: "error", or "replicate" (it may not be split).
 
-    A model that returns a scalar returns its loss; of another one, the floating-point outputs stand for it.
+    If a model returns a scalar, that is its loss; otherwise its floating-point outputs are used as the loss.
     """
     source = read_source(model, args, name, dict(dims or {}))
     b = GraphBuilder(name=source.name)
@@ -147,7 +147,7 @@ class _ModelVariables:
         return self._handles[v.path]
 
     def read(self, node: TfNode) -> TfValue:
-        """What a node stands for that makes a variable."""
+        """The value of a node that makes a variable."""
         if node.name not in self.source.variables:
             raise PaseError(f"variable '{node.name}' has no static shape: pase needs one")
         t = self.tensor(self.source.variables[node.name])

@@ -34,7 +34,7 @@ __all__ = ["TracedTorch", "coverage", "lowered", "reads", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTorch(registry.Traced):
-    """A module's graph, the exported program that it was read from, and what each node of that became."""
+    """A module's graph, the exported program that it was read from, and what each node of the program became."""
 
     program: TorchProgram = field(repr=False, compare=False)
     scope: TorchScope = field(repr=False, compare=False)
@@ -161,12 +161,12 @@ def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int,
 
 
 def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, ...], str], Tensor]:
-    """What the step writes is handed to the next; what it only reads is known beforehand, on every device."""
+    """State that the step writes is passed to the next step; state that it only reads is constant on every device."""
     return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
 
 
 def _tensor(value: Value) -> Tensor | None:
-    """The value's tensor, made now if it is a view that nothing has read; None: it is no data."""
+    """The value's tensor, made now if it is a view that nothing has read yet; None if it is no data."""
     if value.tensor is None and value.make is not None:
         value.tensor = value.make()
     return value.tensor

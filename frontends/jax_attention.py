@@ -1,9 +1,9 @@
 """Attention that a JAX program asks for by name, kept as one op: ``jax.nn.dot_product_attention`` and fused kernels.
 
-JAX inlines its own attention, so that nothing in the jaxpr says what the two products and the softmax between them
-are. While a model is traced, both of JAX's implementations stand behind a jitted function whose name says it
-(`named`); cuDNN's is then traceable without a GPU, too. A model that writes the products and the softmax itself is
-read, and priced, as it stands.
+JAX inlines its own attention, so nothing in the jaxpr says that the two products and the softmax between them are
+attention. While a model is traced, both of JAX's implementations are wrapped in a jitted function whose name says so
+(`named`). This also makes cuDNN's implementation traceable without a GPU. A model that writes the products and the
+softmax itself is read and priced as written.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _lock = threading.RLock()
 class AttentionCall:
     """One call of attention in a jaxpr.
 
-    order: where batch, positions, heads and width stand in queries, keys, values and result.
-    causal: a query sees no key behind its own position. scale: of the scores. asked: whose kernel is to run.
-    blocks: those of Pallas' kernel, as it takes them.
+    order: the order of batch, positions, heads and width in queries, keys, values and result.
+    causal: a query sees no key after its own position. scale: of the scores. asked: whose kernel is to run.
+    blocks: the block sizes of Pallas' kernel, in its own form.
     """
 
     order: tuple[int, int, int, int] = (0, 1, 2, 3)
@@ -51,12 +51,12 @@ class AttentionCall:
 
     @property
     def name(self) -> str:
-        """What a jitted function is called that does this: the one thing of a call that JAX keeps in a jaxpr."""
+        """The name of a jitted function that does this. The name is all that JAX keeps of a call in a jaxpr."""
         return f"{'causal_' if self.causal else ''}{self.asked}_attention_scaled_{self.scale!r}"
 
 
 def call_of(eqn: Eqn) -> AttentionCall | None:
-    """What an equation asks for, where it is a call of attention on (batch, positions, heads, width) arrays.
+    """The attention that an equation asks for, if it is a call of it on (batch, positions, heads, width) arrays.
 
     A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
     """
@@ -75,7 +75,7 @@ def call_of(eqn: Eqn) -> AttentionCall | None:
 
 
 def _flash(eqn: Eqn) -> AttentionCall | None:
-    """Pallas' flash attention: what it is called with stands beside its derivative rule alone."""
+    """Pallas' flash attention. Its settings are stored only with its derivative rule."""
     inner = eqn.params["jaxpr"].eqns
     given = static_arguments(inner[-1]) if inner and inner[-1].primitive.name == "custom_vjp_call" else None
     if given is None or len(given) != 5:
@@ -86,9 +86,9 @@ def _flash(eqn: Eqn) -> AttentionCall | None:
 
 @contextmanager
 def named() -> Iterator[None]:
-    """JAX's own attention behind a name while a model is traced in this thread; other threads are left alone.
+    """Wraps JAX's own attention in a named function while this thread traces a model; other threads are not affected.
 
-    Where a version of JAX has no such functions, its attention is read as what it is made of.
+    If a version of JAX has no such functions, its attention is read op by op.
     """
     thread = threading.get_ident()
 
@@ -101,7 +101,7 @@ def named() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Named:
-    """Stands for one of JAX's implementations. plain: the one of XLA, which any device can be traced for."""
+    """Replaces one of JAX's implementations. plain: XLA's implementation, which can be traced for any device."""
 
     theirs: Callable[..., Array]
     plain: Callable[..., Array]
@@ -141,8 +141,8 @@ def _jitted(
     asked: Asked,
     settings: dict[str, Tree],
 ) -> Array:
-    """A call of ``plain`` under a name that says what it is; lengths, windows and scales that are no numbers have
-    none, and stay inlined."""
+    """A call of ``plain`` under a name that describes it. Calls with lengths, windows, or scales that are not numbers
+    have no such name and stay inlined."""
     import jax
 
     def attention(qkv: Sequence[Array], beside: Sequence[Array | None]) -> Array:

@@ -1,4 +1,4 @@
-"""A traced JAX model's repeated blocks, and its trace on a part of the batch."""
+"""A traced JAX model's repeated blocks, and its trace on a micro-batch."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
 
 
 def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
-    """Bodies of loops over layers, and equal runs of equations of unrolled layers; none that the user rematerialises.
+    """Bodies of loops over layers, and equal runs of equations from unrolled layers. Rematerialised ones are left out.
 
-    A block holds a product or a convolution; of equal runs, the cut is where the fewest bytes cross.
+    A block holds a product or a convolution. Equal runs are cut where the fewest bytes cross.
     """
     return tuple(_blocks(traced.jaxpr.jaxpr, ""))
 
 
 def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
-    """Paths of the loops of so many turns that hold a product or a convolution, in no other loop; rematerialised by
-    the user or not."""
+    """Paths of the outermost loops with this many iterations that hold a product or a convolution, whether or not the
+    user rematerialises them."""
     return tuple(_loops(traced.jaxpr.jaxpr, turns, ""))
 
 
@@ -99,8 +99,8 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
 
 
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
-    """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
-    batch (the first dim that most inputs have). PaseError where it does not divide."""
+    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
+    is the batch (the first dim that most inputs have). PaseError if it does not divide."""
     import jax
 
     if micro_batches == 1:
@@ -133,7 +133,7 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
 
 
 def split_inputs(traced: TracedJax) -> list[bool]:
-    """Per leaf of the batch: is its first dim the batch? What a step hands to the next is none."""
+    """For each leaf of the batch: is its first dim the batch? State passed from step to step has no batch dim."""
     n, size = len(traced.param_paths), batch_size(traced)
     return [
         bool(a.shape) and a.shape[0] == size and n + i not in traced.carried
@@ -142,7 +142,7 @@ def split_inputs(traced: TracedJax) -> list[bool]:
 
 
 def batch_size(traced: TracedJax) -> int:
-    """The first dim that most inputs have; PaseError where none has one."""
+    """The first dim that most inputs have. PaseError if no input has dims."""
     n = len(traced.param_paths)
     shapes = [
         a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.carried and a.shape

@@ -1,7 +1,7 @@
-"""Loops and branches of a jaxpr: bodies lowered once, times their trip counts; branches weighted by their chance.
+"""Loops and branches of a jaxpr: bodies are lowered once, times their trip counts; branches are weighted by chance.
 
-What each makes on the way stands in ``results`` under its place (``pase.ir.Place``), by which
-``backends/jax_walk`` finds it again.
+Their intermediate values are in ``results`` under their place (``pase.ir.Place``). ``backends/jax_walk`` uses it to
+find them again.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
 
 @dataclass
 class AtRunTime:
-    """What only a run can tell: how often while loops turn, which branches are taken. Names are while0, while1, … and
-    cond0, cond1, … in the order of the program."""
+    """What is known only at run time: the trip counts of while loops, and which branches are taken. Names are while0,
+    while1, … and cond0, cond1, … in the order of the program."""
 
     turns: Mapping[str, int] = field(default_factory=dict)
     chances: Chances = field(default_factory=dict)
@@ -45,7 +45,7 @@ class AtRunTime:
     conds: list[str] = field(default_factory=list)
 
     def copy(self) -> AtRunTime:
-        """To price a body that is lowered later: what is in it is not counted twice."""
+        """A copy to price a body that is lowered later, so that its loops and branches are not counted twice."""
         return replace(self, loops=[*self.loops], conds=[*self.conds])
 
     def turns_of(self, eqn: Eqn, b: GraphBuilder) -> int:
@@ -72,7 +72,7 @@ class AtRunTime:
         return branches.chances(flops) if given is None else branches.told(name, given, len(flops))
 
     def check_chances(self, model: str) -> None:
-        """PaseError where chances are given of a conditional that is not there."""
+        """PaseError if chances are given for a conditional that does not exist."""
         for name in self.chances:
             if name not in self.conds:
                 raise PaseError(
@@ -82,7 +82,7 @@ class AtRunTime:
 
 @lowers_bodies(CONTROL, "scan", listed="loop")
 def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """The body once, times the trip count; the carry's layout is one node, so it is equal in and out."""
+    """The body once, times the trip count. The carry is one node, so it has the same layout in and out."""
     b, p = lower.b, eqn.params
     jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
     nc, nk = scan_groups(eqn)
@@ -119,7 +119,7 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "while", listed="loop")
 def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Condition and body, times the turns. JAX has no backward of it, so nothing in it has a gradient."""
+    """Condition and body, times the trip count. JAX cannot differentiate it, so nothing in it has a gradient."""
     b, p = lower.b, eqn.params
     at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
@@ -149,8 +149,8 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Every branch is lowered, and weighted by its chance: as the user said, else the most expensive one is priced as
-    taken, the others next to nothing."""
+    """Every branch is lowered and weighted by its chance. Without chances from the user, the most expensive branch is
+    priced as always taken, and the others at almost nothing."""
     b = lower.b
     if by_platform(eqn):
         _one_platform(lower, eqn, prefix)
@@ -192,7 +192,7 @@ def by_platform(eqn: Eqn) -> bool:
 
 
 def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Of code written for each platform, the first branch that can be lowered is priced; a backend keeps it whole."""
+    """Code written for several platforms: the first branch that can be lowered is priced; a backend keeps it whole."""
     inner = lower.inner()
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
     inner.constants(body)
@@ -204,12 +204,12 @@ def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 
 @lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
 def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Not split; the work of its solver, which a backend keeps whole."""
+    """Not split; priced at the work of its solver, which a backend keeps whole."""
     by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
 
 
 def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
-    """Not split, with the work of its body, a jaxpr; a backend keeps it whole."""
+    """Not split; priced at the work of its body, a jaxpr. A backend keeps it whole."""
     flops = _flops(lower, body, lower.told)
     lower.b.remarks.append(
         f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device does all of its "
@@ -244,7 +244,7 @@ def _settled(
     at: Place,
     part: PlacePart,
 ) -> None:
-    """What a loop's body reads from outside: its layout is settled once, before the loop."""
+    """What a loop's body reads from outside. Its layout is fixed once, before the loop."""
     for k, (var, value) in enumerate(zip(names, values, strict=True)):
         tensor = inner.env[var] = lower.of(value)
         if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
@@ -267,7 +267,7 @@ def _carried(
 def _held(
     lower: _JaxLowering, goes_on: Tensor, made: Sequence[Tensor], carried: Sequence[Tensor], at: Place
 ) -> list[Tensor | None]:
-    """Of a while loop under vmap each example ends on its own, and from then on keeps what it has."""
+    """In a while loop under vmap, each example ends at its own iteration and keeps its values from then on."""
     out: list[Tensor | None] = []
     for k, (new, before) in enumerate(zip(made, carried, strict=True)):
         here = lower.b.eqn = at.its("y", k)
@@ -292,7 +292,7 @@ def _close(lower: _JaxLowering, outs: Sequence[Tensor | None], carried: Sequence
 
 
 def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
-    """FLOPs of a body by itself."""
+    """FLOPs of a single body."""
     inner = lower.alone(told)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         inner.env[var] = inner.b.constant(_shape(var), _dtype(var))
@@ -301,7 +301,7 @@ def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
 
 
 def _turns(eqn: Eqn) -> int | None:
-    """The turns of ``for i in range(LOW, HIGH)`` with numbers for both, written as a while loop; else None."""
+    """Trip count of ``for i in range(LOW, HIGH)`` with two known numbers, written as a while loop; else None."""
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
@@ -310,7 +310,7 @@ def _turns(eqn: Eqn) -> int | None:
         return None
 
     def before(var: Var) -> Var | None:
-        """What the condition reads, before the loop, where the body does not change it; else None."""
+        """The value from before the loop that the condition reads, if the body does not change it; else None."""
         if is_literal(var):
             return var
         k = cond.invars.index(var)

@@ -1,4 +1,4 @@
-"""Prefill and decode as one model: two programs that share parameters and what the one leaves for the other."""
+"""Prefill and decode as one model: two programs that share parameters and the cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Generation:
     """``prefill(params, *prompt) -> (token, cache)``, then ``tokens`` times ``decode(params, token, cache)``, which
     returns the same.
 
-    token, cache: any pytrees, of the same shapes each time. Parameters are stored once for both programs, and so is
-    what passes between them: it is laid out as it is wanted next. The step that is priced is one prefill and as many
-    steps of decoding as ``tokens`` says.
+    token, cache: any pytrees, with the same shapes each time. Parameters are stored once for both programs, and so is
+    the cache between them, in the layout that its next reader needs. The priced step is one prefill and ``tokens``
+    steps of decoding.
     """
 
     prefill: Callable[..., Tree]
@@ -62,7 +62,7 @@ class Generation:
 
 
 def programs_of(fn: Tree, jaxpr: ClosedJaxpr) -> Mapping[str, int]:
-    """Path of each program's equations -> how often it runs; empty where the model is one program."""
+    """Path of each program's equations -> how often it runs; empty if the model is one program."""
     if not isinstance(fn, Generation):
         return {}
     eqns = opened(jaxpr)[0].eqns

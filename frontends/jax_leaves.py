@@ -1,8 +1,8 @@
-"""Leaves of a user's pytrees: arrays, what is static beside them, and which arrays are trained.
+"""Leaves of a user's pytrees: arrays, static leaves, and which arrays are trained.
 
 Equinox modules hold functions, flags and numbers among their leaves: these are static, as in ``equinox.filter_jit``.
-Integers, keys and booleans are arrays that are carried along and not differentiated. ``None`` stands where a leaf was
-taken out, so that trees keep their form.
+Integers, keys and booleans are arrays that are carried along and not differentiated. ``None`` replaces a leaf that was
+removed, so that trees keep their structure.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _is_float0(x: object) -> bool:
 
 
 def _parted(tree: Tree, wanted: bool) -> Tree:
-    """The arrays of a tree, or the rest. Numbers that stand outside of modules count as arrays."""
+    """The arrays of a tree, or the rest. Numbers outside modules count as arrays."""
     import jax
 
     def part(x: Tree) -> Tree:
@@ -56,7 +56,7 @@ def arrays(tree: Tree) -> Tree:
 
 
 def static(tree: Tree) -> Tree:
-    """The tree's static leaves alone."""
+    """Only the tree's static leaves."""
     return _parted(tree, False)
 
 
@@ -78,7 +78,7 @@ def _is_trained(x: object) -> bool:
 
 
 def combine(*trees: Tree) -> Tree:
-    """Trees of one form, each with leaves where the others have none, as one.
+    """Merges trees of one structure, each with leaves where the others have none.
 
     >>> combine({"a": 1, "b": None}, {"a": None, "b": 2})
     {'a': 1, 'b': 2}
@@ -92,7 +92,7 @@ def combine(*trees: Tree) -> Tree:
 
 
 def loss_and_aux(out: Tree) -> tuple[Tree, Tree]:
-    """What a loss function returned as (loss, aux): the loss is its first leaf; aux is None where there is no more.
+    """A loss function's result as (loss, aux). The loss is the first leaf; aux is None if there are no more leaves.
 
     >>> loss_and_aux(1.0), loss_and_aux((1.0, {"a": 2})), loss_and_aux((1.0, 2, 3))
     ((1.0, None), (1.0, {'a': 2}), (1.0, (2, 3)))

@@ -1,4 +1,4 @@
-"""What a program is for: to be trained, to be run, to be a train step itself; and what it hands to its next call."""
+"""What a program is for: training, inference, or a complete train step; and what it passes to its next call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ what the function returns: an index, a key, or a tuple of them."""
 
 
 def threaded(mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree) -> dict[int, int]:
-    """Input leaf -> the output leaf that is its next value. args, out: pytrees of arrays alone.
+    """Input leaf -> the output leaf that is its next value. args, out: pytrees that hold only arrays.
 
     PaseError where the two differ in structure, shape or dtype.
     """
@@ -75,7 +75,7 @@ def name_of(fn: Tree) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class JaxProgram:
-    """A function's jaxpr, and what its arguments and results are beside arrays."""
+    """A function's jaxpr, and the static leaves of its arguments and results."""
 
     jaxpr: ClosedJaxpr
     kept: Tree
@@ -91,8 +91,8 @@ class JaxProgram:
 def program_of(
     fn: Callable[..., Tree], args: tuple[Tree, ...], as_shapes: Tree, mode: Mode, carry: Carry | None
 ) -> JaxProgram:
-    """PaseError where JAX cannot trace the function, or where it returns no loss; the user's own exceptions pass, with
-    a note of what was traced."""
+    """PaseError if JAX cannot trace the function or if it returns no loss. The user's own exceptions propagate, with a
+    note of what was traced."""
     import jax
 
     kept, called = jax_leaves.static(args), name_of(fn)
@@ -134,8 +134,9 @@ def program_of(
 
 
 def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, carry: Carry | None) -> None:
-    """PaseError unless the function returns a loss first, and no parameters beside it, but what it carries. What has
-    their form may be the next value of a batch argument of that form: statistics, one of each for each weight."""
+    """PaseError unless the function returns a loss first, and besides it no parameters except those that it carries. A
+    result structured like the parameters may be the next value of a batch argument with that structure: for example
+    statistics, one for each weight."""
     import jax
 
     if not outs or outs[0].shape != ():
@@ -161,7 +162,7 @@ def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, c
 
 
 def check_order(fn: Tree, count: int) -> None:
-    """The parameters come first: names that say otherwise are an error, since the batch would be trained."""
+    """Parameters must come first. Argument names that say otherwise are an error, since the batch would be trained."""
     try:
         names = list(inspect.signature(fn).parameters)[:count]
     except (TypeError, ValueError):  # no signature: nothing to read

@@ -62,7 +62,7 @@ _OTHER_NAME = {
 
 @dataclass(frozen=True)
 class Elementwise:
-    """The rule of a primitive that is one function, point by point; literals among its operands are part of it."""
+    """The rule of a primitive that is one pointwise function; literal operands become part of the function."""
 
     function: Function
 
@@ -241,14 +241,14 @@ def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     kept = _kept(x.shape, shape)
     if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
         kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
-    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient is as large as what it is of
+    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient is as large as the sliced operand
         return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
     return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
 
 
 @lowers("dynamic_update_slice")
 def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """In place, where nothing is kept of what was there before."""
+    """An update in place, where the old values are not kept."""
     x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
     inputs = [x, update, *(t for t in ins[2:] if t is not None)]
     kept = _kept(x.shape, update.shape)
@@ -388,7 +388,7 @@ def _random(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
 
 @lowers("debug_callback", "debug_print")
 def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Printing has no part in the step's price, nor a say in any layout."""
+    """Printing costs nothing and does not affect any layout."""
     return []
 
 
@@ -406,7 +406,7 @@ def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     "platform_index",
 )
 def _small(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Key arithmetic: small, on every device alike."""
+    """Key arithmetic: small, and replicated on every device."""
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
 
@@ -426,7 +426,7 @@ def _conservative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Se
 
 
 def _count(shape: Sequence[Size]) -> float:
-    """Elements; a symbolic size counts as 1024, for a price that is only used as a conservative one."""
+    """Number of elements. A symbolic size counts as 1024; the result is only used for a conservative price."""
     return float(math.prod(s if isinstance(s, int) else 1024 for s in shape))
 
 

@@ -16,8 +16,8 @@ __all__: list[str] = []
 
 @lowers("ragged_dot_general")
 def _ragged_dot(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split: where
-    groups begin is known at run time only. The group sizes, a few integers, are not counted as traffic."""
+    """Rows of x in consecutive groups, each times the weights of its group. Rows and groups are not split, because
+    group boundaries are known only at run time. The group sizes, a few integers, are not counted as traffic."""
     d = eqn.params["ragged_dot_dimension_numbers"]
     (contracting, batch) = d.dot_dimension_numbers
     x, w = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)

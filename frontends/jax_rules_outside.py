@@ -79,7 +79,7 @@ def _by_name(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
 
 @lowers("pure_callback", "io_callback")
 def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """The host sees whole arrays. Their traffic is priced; what the host does with them nobody can know."""
+    """The host sees whole arrays. Their traffic is priced; the host's own work is unknown."""
     b.remarks.append(
         f"of the {eqn.primitive.name} at {b.source or 'an unknown line'} only the traffic is priced, not what the host "
         f"computes"
@@ -108,8 +108,8 @@ def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
 
 @lowers("bcoo_dot_general")
 def _sparse_product(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Two FLOPs an element that is there and a column of the dense side. The columns may be split; rows and elements
-    meet by indices that are known at run time only."""
+    """Two FLOPs per stored element and column of the dense operand. The columns may be split. Rows may not: the indices
+    that match them with elements are known only at run time."""
     data, indices, dense = (_operand(b, eqn, ins, i) for i in range(3))
     contracting, batch = eqn.params["dimension_numbers"]
     (shape,) = (_shape(v) for v in eqn.outvars)
@@ -177,7 +177,7 @@ def _of_all_examples(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) ->
     "branched_error_if",
 )
 def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
-    """Equinox's checks: what comes in goes out. A choice among two costs one operation a point."""
+    """Equinox's checks return their operands. A choice between two costs one operation per point."""
     if len(eqn.outvars) != 1:
         return _opaque(b, eqn, ins)
     shape = _shape(eqn.outvars[0])

@@ -33,7 +33,7 @@ class Var(Protocol):
 
 
 class LiteralVar(Var, Protocol):
-    """A literal: a number that stands in the equation itself."""
+    """A literal: a number written in the equation itself."""
 
     val: Any
 
@@ -82,10 +82,10 @@ class ClosedJaxpr(Protocol):
 
     @property
     def in_avals(self) -> Sequence[Aval]:
-        """Of its operands."""
+        """The types of its operands."""
         ...
 
     @property
     def out_avals(self) -> Sequence[Aval]:
-        """Of its results."""
+        """The types of its results."""
         ...

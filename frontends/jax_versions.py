@@ -123,7 +123,7 @@ def source_line(eqn: Eqn) -> SourceLine:
 def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
     """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
 
-    It stands with the rule for backward, which is given it first; None where that is not found.
+    It is stored with the backward rule, which takes it as its first arguments. None if it is not found.
     """
     for transform, args in getattr(eqn.params.get("bwd"), "transforms", ()):
         if transform.__name__ == "_prepend_static_args":
@@ -136,9 +136,9 @@ Attention: TypeAlias = "Callable[..., Array]"
 
 @contextmanager
 def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: str) -> Iterator[None]:
-    """JAX's two implementations of attention, each exchanged for ``stand_in(it, that of XLA)`` for a while.
+    """Temporarily replaces each of JAX's two attention implementations by ``stand_in(it, XLA's implementation)``.
 
-    file: whose lines are not the user's. A version without these functions, which are JAX's own, is left as it is.
+    file: its lines do not count as the user's. A version without these internal functions of JAX is left unchanged.
     """
     from jax._src import source_info_util
     from jax._src.nn import functions
@@ -167,7 +167,7 @@ def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float)
 def cudnn_attention_backward(
     q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array, *, causal: bool, scale: float
 ) -> tuple[Array, Array, Array]:
-    """Its backward kernel, told what result and sums are: gradients of q, k and v."""
+    """Its backward kernel, from the result and the sums: gradients of q, k and v."""
     import jax.numpy as jnp
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
@@ -213,7 +213,7 @@ def flash_attention_backward(
     scale: float,
     blocks: BlockSizes,
 ) -> tuple[Array, Array, Array]:
-    """Its backward kernels, told what result and sums are: gradients of q, k and v."""
+    """Its backward kernels, from the result and the sums: gradients of q, k and v."""
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
@@ -225,9 +225,9 @@ def flash_attention_backward(
 def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
     """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
 
-    wrt: of each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and what it
-    keeps; backward: jaxpr from what is kept and the results' gradients to those of the operands that have one. Results
-    that nothing reads are left out.
+    wrt: for each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and its
+    residuals. backward: jaxpr from the residuals and the results' gradients to the operands' gradients, for operands
+    that have one. Results that nothing reads are left out.
     """
     import jax
     import jax.numpy as jnp
@@ -269,7 +269,7 @@ def without_dead_code(closed: Any) -> Any:
 
 
 def _debug_info_inside(eqn: Eqn) -> DebugInfo:
-    """That of the jaxpr which a call calls, to run the call by itself."""
+    """The debug info of the jaxpr that a call calls, to run only this call."""
     jaxpr: Any = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
     return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
 
@@ -296,7 +296,7 @@ def called(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
 def function_of(
     closed: ClosedJaxpr, eqns: Sequence[Eqn], reads: Sequence[Var], makes: Sequence[Var]
 ) -> Callable[..., list[Array]]:
-    """Some equations of a jaxpr as a function: from values of the variables ``reads`` to those of ``makes``."""
+    """Some equations of a jaxpr as a function, from values of the variables ``reads`` to values of ``makes``."""
     jaxpr, consts = opened(closed)
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))

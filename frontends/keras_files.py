@@ -26,7 +26,7 @@ _OWN = "keras"
 def keras_model(path: Path) -> KerasModel:
     """The file's model, with fresh weights, and with the loss that it was compiled with.
 
-    PaseError where it is no such file, or names a class of its author's: that would have to be imported.
+    PaseError if it is not such a file, or if it names a custom class, which would have to be imported.
     """
     config = parse_json(_config(path), f"{path}, {_CONFIG}")
     for module in _modules(config):

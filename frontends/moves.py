@@ -1,4 +1,4 @@
-"""Parts of tensors, tensors joined and spread, as several frameworks have them."""
+"""Slices, concatenations and broadcasts of tensors that several frameworks share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["join", "part", "spread", "take", "take_along"]
 def part(
     c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
 ) -> Value:
-    """A part of a tensor. That of a weight is made only if something else than a reordering of it reads it."""
+    """A slice of a tensor. A slice of a weight is made only if something reads it other than a reordering of the weight."""
     shape = c.shape(shape)
     if math.prod(shape) == 0:
         return c.nothing(shape, x.dtype)
@@ -54,8 +54,8 @@ def join(c: Site, values: Sequence[Value], axis: int) -> Value:
 
 
 def _reordered(values: Sequence[Value], axis: int) -> Value | None:
-    """The weight itself, where these are all of its parts in another order (a recurrent layer's gates): it is stored
-    in that order then."""
+    """The weight itself, if these are all of its parts in another order (a recurrent layer's gates). The weight is then
+    stored in that order."""
     if any(v.note[:1] != ("slice",) or v.note[1] is not values[0].note[1] for v in values):
         return None
     base: Value = values[0].note[1]
@@ -78,7 +78,7 @@ def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
 
 
 def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
-    """x at these indices of a dim: their shape stands in the place of that dim."""
+    """x at these indices of a dim; the dim is replaced by the indices' shape."""
     axis = c.axis(axis, len(x.shape))
     shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
     if math.prod(shape) == 0 or x.elements == 0:

@@ -27,13 +27,13 @@ CONTROL: Registry[Control] = Registry("ONNX op with bodies")
 
 
 def apart_value(v: Value) -> Value:
-    """The same value for a body that is lowered by itself."""
+    """The same value for a body that is lowered separately."""
     items = None if v.items is None else tuple(map(apart_value, v.items))
     return Value(shape=v.shape, dtype=v.dtype, settled=v.settled, items=items, _data=v.data)
 
 
 def captures(n: GraphProto) -> set[str]:
-    """What the graphs inside of a node may read of those around it."""
+    """What the graphs inside a node may read from the graphs around it."""
     out: set[str] = set()
     stack = [g for a in n.attribute for g in (*([a.g] if a.HasField("g") else []), *a.graphs)]
     while stack:
@@ -48,7 +48,7 @@ def captures(n: GraphProto) -> set[str]:
 def _apart(
     low: OnnxLowering, c: OnnxCall, graph: GraphProto, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], float, dict[str, Value]]:
-    """A body lowered by itself: its results, the FLOPs of one turn, and what it reads of the graphs around."""
+    """A body lowered separately: its results, the FLOPs of one iteration, and what it reads from enclosing graphs."""
     inner = low.inner(c)
     inner.b = GraphBuilder(name="body")
     inner.captured = {}
@@ -77,7 +77,7 @@ def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str) -> lis
 def _if(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """The branch that is taken, where that is known; else not split, at the price of the more expensive branch."""
+    """The branch that is taken, if known. Otherwise one op that is not split, priced as the more expensive branch."""
     then, other = c.subgraph("then_branch"), c.subgraph("else_branch")
     cond = c.x().data
     if cond is not None and cond.size == 1:
@@ -95,7 +95,7 @@ def _if(
 def _loop(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """Not split; the work of its body times the trip count, once where that is not known."""
+    """Not split; costs the work of its body times the trip count (1 if unknown)."""
     body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
     turns = int(c.number_of(0, 0.0))
@@ -121,9 +121,9 @@ def _loop(
 def _scan(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """Not split; the work of its body at every step."""
+    """Not split; costs the work of its body at every step."""
     body, n = c.subgraph("body"), c.integer("num_scan_inputs")
-    first = 1 if c.version < 9 else 0  # sequence lengths; and a batch dim stood before all
+    first = 1 if c.version < 9 else 0  # sequence lengths come first; and all values had a leading batch dim
     values = [c.x(i) for i in range(first, len(c.ins))]
     if not 0 < n <= len(values):
         raise c.fail(f"it scans {n} inputs, but has only {len(values)}")

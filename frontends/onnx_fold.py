@@ -60,11 +60,11 @@ _REDUCE: dict[str, Callable[..., np.ndarray]] = {
 
 
 class _Unfit(Exception):
-    """Not to be worked out here: too large, or for the op's own rule to judge."""
+    """Not to be folded: too large, or left to the op's own rule."""
 
 
 def fold(c: OnnxCall) -> list[Value] | None:
-    """The node's results, where its inputs are known and it is one of those worked out; None else."""
+    """The node's results if its inputs are known and the op can be folded; else None."""
     if c.op not in FOLDS or not c.ins:
         return None
     arrays = []

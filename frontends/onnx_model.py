@@ -1,4 +1,4 @@
-"""Reading an ONNX file: its structure without its weights, its sizes bound, and what is unsound refused."""
+"""Reads an ONNX file: its structure without its weights, with sizes bound. Unsound files are refused."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OnnxModel:
         return self.proto.graph
 
     def shape(self, value_info: ValueInfoProto) -> tuple[int, ...] | None:
-        """The declared shape with symbols bound; None where it is not, or not wholly, known."""
+        """The declared shape with symbols bound; None if any part of it is unknown."""
         out = sizes_of(value_info, self.dims)
         return out if out is None or all(isinstance(s, int) for s in out) else None  # type: ignore[return-value]
 
@@ -253,7 +253,7 @@ def sizes_of(value_info: ValueInfoProto, dims: Mapping[str, int]) -> tuple[Size,
 
 
 def ordered(nodes: Sequence[NodeProto], known: Iterable[str], name: str) -> list[tuple[int, NodeProto]]:
-    """(index, node), each behind those that it reads: as they stand, where that is so. PaseError for a cycle."""
+    """(index, node) in an order that runs: the file's own order if it is one. PaseError for a cycle."""
     made = set(known)
     for n in nodes:
         if not all(x in made for x in n.input if x):

@@ -123,7 +123,7 @@ def _elementwise(function: Function, c: OnnxCall) -> Value:
 
 
 def _aligned(c: OnnxCall, x: Value, y: Value) -> Value:
-    """Before opset 7 the second operand's dims stood at ``axis`` of the first, and only with ``broadcast``."""
+    """Before opset 7 the second operand was aligned at ``axis`` of the first, and only with ``broadcast``."""
     if not c.integer("broadcast") or not y.shape:
         return y
     axis = c.integer("axis", len(x.shape) - len(y.shape))
@@ -262,7 +262,7 @@ def _random_like(c: OnnxCall) -> Value:
 
 @lowers("QuantizeLinear", "DynamicQuantizeLinear")
 def _quantize(c: OnnxCall) -> Value | Sequence[Value | None]:
-    """To integers. Read by DequantizeLinear alone, the pair is one op on floats (as in training with quantization)."""
+    """To integers. If only DequantizeLinear reads it, the pair is one op on floats (as in training with quantization)."""
     x = c.x()
     zero = c.opt(2)
     dtype = zero.dtype if zero is not None else c.dtype("output_dtype", "uint8")

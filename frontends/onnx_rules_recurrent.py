@@ -20,7 +20,7 @@ _GATES = {"LSTM": 4, "GRU": 3, "RNN": 1}
 
 @lowers("LSTM", "GRU", "RNN")
 def _recurrent(c: OnnxCall) -> Sequence[Value | None]:
-    """The product with the inputs is one for all steps, before the loop; gates are a dim of their own."""
+    """The product with the inputs is computed for all steps at once, before the loop; gates are a separate dim."""
     x, w, r = c.x(0), c.x(1), c.x(2)
     batch_first = bool(c.integer("layout"))
     gates, ways = _GATES[c.op], {"bidirectional": 2}.get(c.text("direction", "forward"), 1)
@@ -185,7 +185,7 @@ def _attend(
     causal: bool,
     soft_cap: bool = False,
 ) -> Value:
-    """One op, as the runtime's kernel. causal: behind no cache, all of whose positions are seen."""
+    """One op, like the runtime's kernel. causal: only without a cache, since all positions of a cache are seen."""
     q, k, v = qkv
     (b, s, h, d), (of_b, t, groups, of_d) = ([x.shape[i] for i in order] for x in (q, k))
     if of_b != b or of_d != d or v.shape[:3] != k.shape[:3] or not groups or h % groups:
@@ -221,7 +221,7 @@ def _merged(c: OnnxCall, out: Value, order: Sequence[int]) -> Value:
 
 
 def _heads_first(c: OnnxCall, v: Value, order: Sequence[int]) -> Value:
-    """Keys or values as a cache has them, should anything read it."""
+    """Keys or values in the layout of a cache, if anything reads it."""
     if order == _FIRST:
         return v
     shape = tuple(v.shape[i] for i in (0, 2, 1, 3))
@@ -229,7 +229,7 @@ def _heads_first(c: OnnxCall, v: Value, order: Sequence[int]) -> Value:
 
 
 def _grown(c: OnnxCall, past: Value | None, new: Value) -> Value:
-    """The cache with what is new behind it."""
+    """The cache with the new keys or values appended."""
     if past is None or not past.elements:
         return new
     if len(past.shape) != 4 or (*past.shape[:2], past.shape[3]) != (*new.shape[:2], new.shape[3]):
@@ -238,7 +238,7 @@ def _grown(c: OnnxCall, past: Value | None, new: Value) -> Value:
 
 
 def _order(parts: Sequence[Value], pasts: Sequence[Value | None]) -> Sequence[int]:
-    """Heads stay behind positions, where they are side by side and no cache stands before them."""
+    """Heads stay after positions if they are packed side by side and there is no cache."""
     apart = any(len(p.shape) == 4 for p in parts) or any(p is not None and p.elements for p in pasts)
     return _FIRST if apart else _LAST
 

@@ -237,7 +237,7 @@ def _resize(c: OnnxCall) -> Value:
     return c.value(nests.restrict(c.b, "resize", [c.tensor(x)], full, kept))
 
 
-# What the model alone determines.
+# Values that the model determines without data.
 
 
 @lowers("Constant")
@@ -276,7 +276,7 @@ def _shape(c: OnnxCall) -> Value:
 
 @lowers("ConstantOfShape")
 def _constant_of_shape(c: OnnxCall) -> Value:
-    """Of an initializer's shape and of floats, it stands for a weight that the file leaves out."""
+    """With an initializer as its shape and a float value, it represents a weight that the file leaves out."""
     shape = c.shape(c.ints_of(0, "shape"))
     t = c.attribute("value")
     dtype = "float32" if t is None else dtype_name(t.t.data_type, c.place)
@@ -314,7 +314,7 @@ def _table(c: OnnxCall) -> Value:
     return nothing(c.shape([c.ints_of(1, "length")[0] // 2 + 1, sizes[0]]), dtype)
 
 
-# Sequences of tensors, which exist while lowering alone.
+# Sequences of tensors, which exist only while lowering.
 
 
 def _sequence(items: Sequence[Value]) -> Value:

@@ -49,7 +49,7 @@ class Field:
 
 
 def varint(buf: Buffer, at: int, end: int) -> tuple[int, int]:
-    """(value, position behind it) of the base-128 number at this position."""
+    """(value, position after it) of the base-128 number at this position."""
     value = shift = 0
     while at < end and shift < 64:
         byte = buf[at]
@@ -61,7 +61,7 @@ def varint(buf: Buffer, at: int, end: int) -> tuple[int, int]:
 
 
 def fields(buf: Buffer, start: int, end: int) -> Iterator[Field]:
-    """The fields of the message in buf[start:end]; Malformed where it is none."""
+    """The fields of the message in buf[start:end]. Raises Malformed if it is not a message."""
     at = start
     while at < end:
         key, payload = varint(buf, at, end)

@@ -65,7 +65,7 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
         dtype,
     )
     made = c.value(product)
-    # It stands as: shared batch, a's own batch, rows, b's own batch, columns.
+    # Order of the dims: shared batch, a's own batch, rows, b's own batch, columns.
     stands = [*shared, *only_a, "m", *only_b, "n"]
     wanted = [i for i, n in enumerate(lead) if n != 1] + ["m", "n"]
     made = c.transpose(made, [stands.index(w) for w in wanted])
@@ -73,7 +73,7 @@ def matmul(c: Site, x: Value, y: Value, dtype: str | None = None) -> Value:
 
 
 def einsum(c: Site, equation: str, values: Sequence[Value]) -> Value:
-    """Operands are contracted from the left; what no later operand and no result has is summed on the way."""
+    """Operands are contracted from the left. Dims in no later operand and not in the result are summed on the way."""
     text = equation.replace(" ", "")
     left, arrow, right = text.partition("->")
     terms = left.split(",")

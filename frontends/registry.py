@@ -1,7 +1,7 @@
-"""The frontends: which of them reads a model, and what each hands on.
+"""The frontends: which of them reads a model, and what each returns.
 
-A frontend is a module ``frontends/from_<name>.py``, found by itself, that registers one ``Frontend`` in ``FRONTENDS``
-and imports its framework inside of functions only.
+A frontend is a module ``frontends/from_<name>.py``, found automatically. It registers one ``Frontend`` in ``FRONTENDS``
+and imports its framework only inside functions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UnknownOp(PaseError):
 
 
 class NotInParts(PaseError):
-    """A model that cannot be traced on a part of its batch, whose size its code has in it."""
+    """A model that cannot be traced on a micro-batch, because its code contains the batch size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ FRONTENDS: Registry[Frontend] = Registry("frontend", package="pase.frontends", p
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """How an op that holds bodies of its own, a loop or a branch, is lowered; listed: where ``pase ops`` shows it."""
+    """How an op with bodies, a loop or a branch, is lowered. listed: where ``pase ops`` shows it."""
 
     lower: Callable[..., Any]
     listed: str
@@ -200,8 +200,8 @@ def by_nest(
 
 
 def _calls(rule: object, known: Mapping[str, Callable[..., object] | None], seen: set[object]) -> set[str]:
-    """The nest builders that a function may call, by itself or through functions of its package. known: name -> None
-    for a builder, else the function that calls some."""
+    """The nest builders that a function may call, directly or through functions of its package. known: name -> None
+    for a builder, else a function that calls builders."""
     rule = getattr(rule, "func", rule)  # functools.partial
     rule = rule if isinstance(rule, FunctionType) else type(rule).__call__
     if not isinstance(rule, FunctionType) or rule in seen:

@@ -19,10 +19,10 @@ Crossing = TypeVar("Crossing")
 def equal_runs(
     tokens: Sequence[object], heavy: Callable[[int, int], bool], alive: Callable[[], np.ndarray]
 ) -> list[tuple[int, int]]:
-    """The longest stretch of equal runs, as (start, stop) of each; empty where there is none.
+    """The longest stretch of equal runs, as (start, stop) of each; empty if there is none.
 
-    tokens: equal for equations that are alike. heavy(start, stop): is there enough work in these? alive(): bytes that
-    cross the place before each equation (``crossing``); the cut is where the fewest do.
+    tokens: equal for equal equations. heavy(start, stop): do these equations hold enough work? alive(): bytes that are
+    live before each equation (``crossing``); runs are cut where the fewest are.
     """
     n = len(tokens)
     if not 2 * _FEWEST <= n <= _LONGEST or not heavy(0, n):

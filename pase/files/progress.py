@@ -30,8 +30,8 @@ class PieceOfWork(str):
 def estimating(
     say: Callable[[str], None], clock: Callable[[], float] = time.perf_counter
 ) -> Callable[[str], None]:
-    """A function that calls ``say`` with each line and the time so far. For a ``PieceOfWork`` it adds an estimate of the
-    remaining time, from the mean time of the finished pieces."""
+    """A function that calls ``say`` with each line and the time so far. For a ``PieceOfWork`` it adds an estimate of
+    the remaining time, from the mean time of the finished pieces."""
     start = begun = clock()
 
     def told(text: str) -> None:
