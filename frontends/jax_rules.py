@@ -241,7 +241,7 @@ def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     kept = _kept(x.shape, shape)
     if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
         kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
-    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient is as large as the sliced operand
+    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient has the operand's size
         return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
     return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
 

@@ -15,7 +15,7 @@ __all__ = ["join", "part", "spread", "take", "take_along"]
 def part(
     c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
 ) -> Value:
-    """A slice of a tensor. A slice of a weight is made only if something reads it other than a reordering of the weight."""
+    """A slice of a tensor. A slice of a weight is made only if something other than a reordering of it reads it."""
     shape = c.shape(shape)
     if math.prod(shape) == 0:
         return c.nothing(shape, x.dtype)

@@ -262,7 +262,7 @@ def _random_like(c: OnnxCall) -> Value:
 
 @lowers("QuantizeLinear", "DynamicQuantizeLinear")
 def _quantize(c: OnnxCall) -> Value | Sequence[Value | None]:
-    """To integers. If only DequantizeLinear reads it, the pair is one op on floats (as in training with quantization)."""
+    """To integers. If only DequantizeLinear reads it, the pair is one op on floats (as in quantized training)."""
     x = c.x()
     zero = c.opt(2)
     dtype = zero.dtype if zero is not None else c.dtype("output_dtype", "uint8")

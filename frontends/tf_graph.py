@@ -1,6 +1,6 @@
 """TensorFlow graphs as plain data: nodes in an order that runs, functions with their bodies, references checked.
 
-Everything here reads protos alone; nothing is executed. A reference to a tensor is ``node:k`` throughout, in a
+Everything here only reads protos; nothing is executed. A reference to a tensor is ``node:k`` throughout, in a
 function's body too (where TensorFlow writes ``node:name:k``).
 """
 
@@ -103,7 +103,7 @@ class TfNode:
     attr: Mapping[str, AttrValue]
 
     def hint(self, k: int) -> tuple[int | None, ...] | None:
-        """The shape that TensorFlow itself wrote beside the node for output k, where it did."""
+        """The shape that TensorFlow itself recorded for the node's output k, if it did."""
         if "_output_shapes" not in self.attr:
             return None
         shapes = self.attr["_output_shapes"].list.shape

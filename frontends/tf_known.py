@@ -31,7 +31,7 @@ _rule = KNOWN.register
 
 
 def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
-    """What the node makes of known values; None where no rule is here, or the result is too large to carry along."""
+    """The node's result from known values; None if there is no rule, or if the result is too large to carry along."""
     rule = KNOWN.get(node.op)
     if rule is None:
         return None

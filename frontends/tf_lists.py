@@ -73,7 +73,7 @@ def stacked(c: TfCall, a: TensorList) -> Tensor:
 
 @_list("TensorListGetItem")
 def _get(c: TfCall) -> Sequence[TfValue]:
-    """An element by a known number is a slice, by another one turn's part of the stack."""
+    """An element with a known number is a slice; with any other number, it is one iteration's slice of the stack."""
     a = _operand(c)
     n = None if c.known(1) is None else c.number(1, "index")
     if n in dict(a.parts):

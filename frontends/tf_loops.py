@@ -1,5 +1,5 @@
-"""While and If. A loop whose turns can be counted is its body, so many times, as JAX's scan is; another loop, and a
-branch taken by data, is one region that is not split."""
+"""While and If. A loop with a known trip count is its body times that count, like JAX's scan. Any other loop, and a
+branch that depends on data, is one region that is not split."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -
 
 @lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
 def _if(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
-    """A branch that the graph determines is taken; of others the most expensive is priced, unsplit."""
+    """A branch that the graph determines is inlined. Otherwise the most expensive branch is priced, unsplit."""
     branches = _bodies(lower, node)
     c = TfCall(b=lower.b, node=node, ins=ins)
     choice = c.known(0)
@@ -82,7 +82,7 @@ class _Loop:
 
 
 def _origin(body: TfBody, ref: str) -> str:
-    """The tensor that this one is, behind nodes that pass it on."""
+    """The original tensor, found by following nodes that only pass it on."""
     by_name = {n.name: n for n in body.nodes}
     while True:
         name, _, k = ref.rpartition(":")
@@ -95,7 +95,7 @@ def _origin(body: TfBody, ref: str) -> str:
 def turns(
     condition: TfBody, body: TfBody, first: Mapping[int, np.ndarray], invariant: frozenset[int]
 ) -> tuple[int | None, dict[int, np.ndarray]]:
-    """How often a loop runs, found by running its counters alone: (turns, the counters' last values).
+    """How often a loop runs, found by running only its counters: (trip count, the counters' last values).
 
     first: loop variable -> its value before, where the graph determines it. None: it depends on data, or is more
     than 20,000.
@@ -127,7 +127,7 @@ def turns(
 
 
 def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray | None:
-    """A tensor of a body as a number, from numbers for some arguments alone."""
+    """A tensor of a body as a number, computed only from numbers for some arguments."""
     env: dict[str, np.ndarray | None] = {body.args[k]: v for k, v in args.items()}
     by_name = {n.name: n for n in body.nodes}
     stack = [ref]
@@ -161,7 +161,7 @@ def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray
 def _turns(
     lower: TfLowering, loop: _Loop, node: TfNode, ins: Sequence[TfValue], path: str
 ) -> list[TfValue] | None:
-    """The body once, times the turns. None where a list is both read and written in it, or grows."""
+    """The body once, times the trip count. None if a list is both read and written in it, or grows."""
     b, body = lower.b, loop.body
     assert loop.times is not None
     source = b.source
@@ -214,7 +214,7 @@ def _whole(lower: TfLowering, v: TfValue) -> TfValue:
 
 
 def _settled(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
-    """What every turn reads, in one layout for all of them."""
+    """What every iteration reads, in one layout for all iterations."""
     x = v.tensor if isinstance(v, Handle) else v
     if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
         return v
@@ -247,7 +247,7 @@ def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Te
 
 
 def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> TensorList | None:
-    """A list that the body sets: at its counter, stacked; at a fixed number, the last turn's element (see _last)."""
+    """A list that the body sets: stacked if set at the counter; if at a fixed number, the last element (see _last)."""
     if v.stacked is not before.stacked:
         return None
     if not v.parts:
@@ -265,7 +265,7 @@ def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> T
 
 
 def _last(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
-    """What leaves the loop as its last turn left it is, to the readers behind it, a tensor of their own."""
+    """A value as the last iteration left it is a separate tensor for the readers after the loop."""
     if not isinstance(v, TensorList) or not v.parts:
         return v
     lower.b.eqn = Place(path).its("last", k)
@@ -280,7 +280,7 @@ def _region(
     bodies: Sequence[TfBody],
     more: Sequence[TfValue] = (),
 ) -> list[TfValue]:
-    """Bodies as one op that is not split: the work of the most expensive, priced once."""
+    """Bodies as one op that is not split, priced once at the work of the most expensive body."""
     b = lower.b
     eqn, source = b.eqn, b.source
     flops = 0.0

@@ -1,6 +1,6 @@
 """A TensorFlow graph, node by node, into loop nests: constants, variables, calls, lists, and the rules.
 
-Every node has a stable path, ``CALL/CALL/NODE``: its name behind those of the calls and loops that lead to it.
+Every node has a stable path, ``CALL/CALL/NODE``: the names of the calls and loops that lead to it, then its own.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _tensor_name(v: TfValue) -> str | None:
 
 
 def _output_types(c: TfCall) -> list[str]:
-    """The dtypes of a node's results, by its op's definition; of one like its first operand where there is none."""
+    """The dtypes of a node's results, by its op's definition. Without a definition: one result like operand 0."""
     from tensorflow.python.framework import op_def_registry
 
     found = op_def_registry.get(c.node.op)

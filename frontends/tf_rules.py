@@ -238,7 +238,7 @@ def _add_n(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("BiasAdd")
 def _bias_add(c: TfCall) -> Sequence[TfValue]:
-    """The bias is of the channels, which stand last or (NC...) second."""
+    """The bias is per channel; channels are the last dim or (NC...) the second."""
     x, bias = c.x(0), c.x(1)
     c.rank(1, 1)
     at = 1 if c.text("data_format", "NHWC").startswith("NC") else len(x.shape) - 1

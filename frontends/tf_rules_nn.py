@@ -98,7 +98,7 @@ _FUSED = {
 
 
 def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
-    """What the graph optimizer put behind a product: a bias, an activation."""
+    """What the graph optimizer fused after a product: a bias, an activation."""
     for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
         if op == "BiasAdd":
             bias = c.x(2)
@@ -177,7 +177,7 @@ def _cast(c: TfCall, x: Tensor, dtype: str) -> Tensor:
 
 @lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
 def _batch_norm(c: TfCall) -> Sequence[TfValue]:
-    """Over the whole batch, wherever its parts are: a batch that is split sums its statistics."""
+    """Over the global batch: if the batch is split, its statistics are summed across devices."""
     x, dtype = c.x(0), c.dtype(0)
     rank = len(c.rank(0, 4, 5))
     _, channel, _ = _layout(c, rank, "NHWC" if rank == 4 else "NDHWC")
@@ -224,7 +224,7 @@ def _softmax(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
 def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
-    """The loss of each row. The second result is a gradient, which pase derives by itself."""
+    """The loss of each row. The second result is a gradient, which pase derives itself."""
     (rows, classes) = c.rank(0, 2)
     sparse = c.node.op.startswith("Sparse")
     if sparse and c.shape(1) != (rows,):

@@ -56,8 +56,8 @@ def matmul(c: TfCall, adj_x: bool, adj_y: bool, dtype: str) -> TfValue:
 def _apart(
     c: TfCall, of_x: list[str], of_y: list[str]
 ) -> tuple[tuple[Tensor, list[str]], tuple[Tensor, list[str]], dict[str, list[str]]] | None:
-    """Operands before the reshapes that merged their dims, with names for the dims, and which make up which; None
-    where there is no such reshape, or the two operands do not agree."""
+    """Operands before the reshapes that merged their dims, with names for the dims, and which dims were merged into
+    which. None if there is no such reshape, or if the two operands do not agree."""
     inside: dict[str, list[str]] = {}
     sizes: dict[str, tuple[int, ...]] = {}
     found: list[tuple[Tensor, list[str]]] = []

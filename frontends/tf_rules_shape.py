@@ -113,7 +113,7 @@ def _unpack(c: TfCall) -> Sequence[TfValue]:
 
 
 def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
-    """One index of a dim, which goes; the dim may not be split."""
+    """One index of a dim, which is removed; the dim may not be split."""
     one = [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
     kept = [i != axis for i in range(len(one))]
     part = x if x.shape[axis] == 1 else nests.restrict(c.b, c.node.op, [x], one, kept)
@@ -165,7 +165,7 @@ def _split(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("Slice")
 def _slice(c: TfCall) -> Sequence[TfValue]:
-    """Where it begins may be known at run time only, how much is taken may not."""
+    """The start may be known only at run time; the size must be known."""
     shape, size = c.shape(0), c.numbers(2, "size")
     if len(size) != len(shape):
         raise c.fail(f"its size {size} does not match shape {shape}")
@@ -284,7 +284,7 @@ def _matrix_part(c: TfCall) -> Sequence[TfValue]:
 
 @lowers("OneHot")
 def _one_hot(c: TfCall) -> Sequence[TfValue]:
-    """Ids compared with 0, 1, …: every dim may be split."""
+    """One-hot: ids are compared with 0, 1, …; every dim may be split."""
     shape, depth = c.shape(0), c.number(1, "depth")
     axis = c.whole("axis", -1)
     axis = len(shape) if axis == -1 else c.in_range(axis, len(shape) + 1)

@@ -57,7 +57,7 @@ class Variable:
 
 @dataclass(frozen=True, kw_only=True)
 class TfSource:
-    """A model as a graph. inputs, captured: by the reference of the placeholder that stands for it."""
+    """A model as a graph. inputs, captured: keyed by the reference of their placeholder."""
 
     name: str
     graph: TfGraph

@@ -22,7 +22,7 @@ MOST_KNOWN = 4096
 
 @dataclass(frozen=True)
 class StaticValue:
-    """A small value that the graph alone determines."""
+    """A small value that the graph determines without data."""
 
     array: np.ndarray
 
@@ -56,8 +56,8 @@ class TensorList:
 
 @dataclass(kw_only=True)
 class Reshaped:
-    """A reshape that has not been made: products look behind it, so that what a framework flattens for a matrix
-    product (batch and sequence, heads and features) keeps its own dims; another reader makes it."""
+    """A reshape that is not made yet. Products use its source, so that dims that a framework flattens for a matrix
+    product (batch and sequence, heads and features) stay separate. Any other reader makes the reshape."""
 
     source: Tensor
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Reshaped:
 
 @dataclass(frozen=True)
 class Absent:
-    """What has no part in a price: strings, tokens, iterators. ``why`` goes into the message where it is used."""
+    """A value that is not priced: strings, tokens, iterators. ``why`` goes into the message if it is used."""
 
     why: str
 
@@ -146,7 +146,7 @@ class TfCall:
         return v.tensor.dtype if isinstance(v, Handle) else v.dtype if not isinstance(v, Absent) else "string"
 
     def known(self, i: int) -> np.ndarray | None:
-        """Operand i's value, where the graph alone determines it."""
+        """Operand i's value, if the graph determines it without data."""
         v = self.value(i)
         return v.array if isinstance(v, StaticValue) else None
 
@@ -226,7 +226,7 @@ class TfCall:
         return out
 
     def hinted(self, k: int = 0) -> tuple[int, ...]:
-        """The shape that TensorFlow wrote beside the node; PaseError where it wrote none, or a part of one."""
+        """The shape that TensorFlow recorded for the node. PaseError if it recorded none, or only part of one."""
         shape = self.node.hint(k)
         if shape is None or any(s is None for s in shape):
             raise self.fail(

@@ -1,5 +1,5 @@
-"""An exported PyTorch model's repeated blocks, those that it marks to be computed again, and its trace on a part of the
-batch."""
+"""An exported PyTorch model's repeated blocks, the blocks that it marks for rematerialisation, and its trace on a
+micro-batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv",
 
 
 def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
-    """Equal runs of nodes, where the model marks none of them itself; the cut is where the fewest bytes cross."""
+    """Equal runs of nodes, if the model marks none of them itself. Runs are cut where the fewest bytes cross."""
     nodes = list(traced.scope.nodes)
     runs = equal_runs(
         [_token(i, n) for i, n in enumerate(nodes)],
@@ -81,8 +81,8 @@ def _leaves(traced: TracedTorch) -> list[Tensor]:
 
 
 def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
-    """The model traced on 1/micro_batches of the batch: of each input, so much of its first dim where that is the
-    batch. PaseError where it does not divide, NotInParts where the model cannot be traced so."""
+    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
+    is the batch. PaseError if it does not divide, NotInParts if the model cannot be traced on a micro-batch."""
     import torch
     from torch.utils._pytree import tree_map
 

@@ -42,9 +42,9 @@ class TorchProgram:
 
     parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
     frozen: paths of parameters that need no gradient.
-    mutated: node's name -> path of the buffer whose next value it is, those of one element left out.
+    mutated: node's name -> path of the buffer whose next value it is, without buffers of one element.
     counters: node's name -> path of the buffer of one element whose next value it is.
-    constants: path of a tensor that the model keeps beside its buffers -> that tensor.
+    constants: path of a tensor that the model keeps outside its buffers -> that tensor.
     inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
     losses: names of the nodes that the step returns.
     order: all paths of parameters, in the module's order, each tensor once.
@@ -87,7 +87,7 @@ def _exported(
     import torch
 
     with faked(module) as fake:
-        # A tensor that stands twice in the example (ids, and as labels) is two inputs: detach makes it another.
+        # A tensor that occurs twice in the example (as ids and as labels) is two inputs: detach makes a second one.
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
@@ -120,7 +120,7 @@ def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
 def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
     """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
 
-    Yields the function that makes a tensor's fake. The module has its own tensors again behind it.
+    Yields the function that makes a tensor's fake. Afterwards the module has its own tensors again.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -188,8 +188,8 @@ def _scalar(out: Tree, what: str) -> Tensor:
 
 @contextlib.contextmanager
 def _marked(module: Module) -> Iterator[None]:
-    """Nodes traced under ``torch.no_grad`` are marked so, which PyTorch's own decomposition of an exported graph would
-    forget: parameters would get gradients that they do not have. So are those under ``torch.utils.checkpoint``."""
+    """Marks nodes traced under ``torch.no_grad``. PyTorch's own decomposition of an exported graph would forget this,
+    and parameters would get gradients that they do not have. Nodes under ``torch.utils.checkpoint`` are marked too."""
     import torch
     import torch.fx.traceback as traceback
 

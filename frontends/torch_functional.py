@@ -1,5 +1,5 @@
-"""Exported graphs that are functional as they are. PyTorch's decomposition, which traces a graph again and is half of
-the time that reading a model takes, is left out for them."""
+"""Exported graphs that are already functional. They skip PyTorch's decomposition, which traces a graph again and takes
+half of the time to read a model."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ or as nothing. Where nothing is written in place, that is no difference."""
 
 
 def is_functional(graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
-    """Does nothing in it write in place, and is there no op that has a rule but that decomposition would take apart?
+    """True if nothing in it writes in place, and no op with a rule would be decomposed.
 
-    reads: whether an op of this name has a rule; one that has none is decomposed alone. Regions under
-    ``torch.no_grad`` are looked into; autocast, whose casts only decomposition writes down, and other regions are not
-    functional.
+    reads: whether an op of this name has a rule; an op without one is decomposed separately. Regions under
+    ``torch.no_grad`` are searched too. Other regions are not functional: autocast, for example, whose casts appear only
+    after decomposition.
     """
     return all(_is_plain(n, graph_module, reads) for n in graph_module.graph.nodes if n.op == "call_function")
 

@@ -118,7 +118,7 @@ def _config(name: str, kind: Any, settings: JsonObject) -> Any:
 
 
 def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
-    """The part of the configuration that a setting stands in, and its name there."""
+    """The part of the configuration that holds a setting, and the setting's name there."""
     *outer, key = path.split(".")
     for part in outer:
         config = getattr(config, part, None)
@@ -132,7 +132,7 @@ def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
 
 
 def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[str, Tensor]:
-    """Inputs as the model's main input wants them, and labels as its head does."""
+    """Inputs in the form that the model's main input needs, and labels in the form that its head needs."""
     import torch
 
     config = module.config

@@ -39,7 +39,7 @@ def reads_op(name: str) -> bool:
 
 
 def live(graph: Graph, wanted: Sequence[str]) -> list[FxNode]:
-    """The nodes on which those of these names depend, in order."""
+    """The nodes that the named nodes depend on, in order."""
     nodes = list(graph.nodes)
     needed = set(wanted)
     for n in reversed(nodes):
@@ -71,11 +71,11 @@ def place_of(node: FxNode, model: str, at: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchScope:
-    """A list of nodes as it was lowered: the exported graph's, or of an op that was taken apart.
+    """A lowered list of nodes: those of the exported graph, or of a decomposed op.
 
-    nodes: a node's place is its number among them, behind the op's own. values: node -> what it was lowered to.
-    leaves: of an op that was taken apart, placeholder -> the node outside that it stands for. inner: place of an op ->
-    what it was taken apart into. module: holds the constants.
+    nodes: a node's place is the place of the decomposed op, if any, then its index here. values: node -> what it was
+    lowered to. leaves: for a decomposed op, placeholder -> the outer node that it represents. inner: place of an op ->
+    its decomposition. module: holds the constants.
     """
 
     nodes: Sequence[FxNode]
@@ -87,7 +87,7 @@ class TorchScope:
 
 @dataclass
 class TorchLowering:
-    """A graph on its way through the rules. env: node -> its values; inner: what ops were taken apart into."""
+    """A graph that is being lowered. env: node -> its values. inner: the decompositions of ops."""
 
     b: GraphBuilder
     model: str
@@ -215,7 +215,7 @@ class TorchLowering:
 
 
 def _decomposed(n: FxNode) -> GraphModule | None:
-    """The graph of one op in ops that PyTorch makes of it, on its operands; None where it makes none."""
+    """PyTorch's decomposition of one op, as a graph on its operands; None if there is none."""
     import torch
     from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx

@@ -1,4 +1,4 @@
-"""Why PyTorch cannot export a model, in words for the one who wrote it: what its code does, where, and what to do."""
+"""Explains to a model's author why PyTorch cannot export it: what the code does, where, and what to do."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module]
         ):  # neither the batch nor the program's random state may change
             own = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), batch)
             drafted: Any = torch.export.draft_export(step(copy.deepcopy(module)), own, strict=False)
-    except Exception:  # it is for a better message alone; the model's own error is reported
+    except Exception:  # this only improves the message; the model's own error is reported
         return []
     report = drafted._report
-    # Files are numbered once a process, and the report has the names of those that are new in it.
+    # Files are numbered once per process; the report names only the files that are new in it.
     files = {number: file for file, number in INTERN_TABLE.items()} | dict(report.str_to_filename)
     return list(dict.fromkeys(line for f in report.failures if (line := _line(f, files))))
 
@@ -110,7 +110,7 @@ def _silent() -> Iterator[None]:
 
 
 def _line(failure: FailureReport, files: Mapping[int, str]) -> str:
-    """The user's line of one of draft export's findings."""
+    """The user's line for one of draft export's findings."""
     for frame in reversed(failure.data.get("user_stack") or failure.data.get("stack") or []):
         file = files.get(frame["filename"], "")
         if file and not of_pytorch(file):

@@ -229,7 +229,7 @@ def _reduce(c: TorchCall) -> Value:
 
 @lowers("prod", "max", "min", "argmax", "argmin")
 def _extreme(c: TorchCall) -> Value | Sequence[Value]:
-    """Over all, or over a dim: max and min then say where, too. Two tensors: the larger or smaller, place by place."""
+    """Over all dims, or over one: max and min then also return the index. Two tensors: the elementwise max or min."""
     x = c.x()
     if c.opt("other") is not None:
         return c.pointwise(FUNCTIONS[c.op])

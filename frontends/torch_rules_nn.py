@@ -62,7 +62,7 @@ def _einsum(c: TorchCall) -> Value:
 
 @lowers("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped(c: TorchCall) -> Value:
-    """Rows in groups, each group times weights of its own. How many rows a group has is known at run time only."""
+    """Rows in groups, each group times its own weights. The number of rows in a group is known only at run time."""
     x, w = c.values[:2]
     ends = c.opt("offs")
     if (len(x.shape), len(w.shape)) != (2, 3) or ends is None:
@@ -195,7 +195,7 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     "adaptive_max_pool3d",
 )
 def _adaptive(c: TorchCall) -> Sequence[Value]:
-    """To so many elements a dim: to one, a mean or a maximum over space; else windows that may overlap by one."""
+    """To a given number of elements per dim. One: mean or maximum over space; else windows that may overlap by one."""
     n = int(c.op[c.op.index("pool") + 4])
     x, largest = c.x(), "max" in c.op
     rank, sizes = len(x.shape), c.shape_out[-n:]
@@ -261,7 +261,7 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     "_native_batch_norm_legit_no_training",
 )
 def _batch_norm(c: TorchCall) -> Sequence[Value]:
-    """In training by the batch's own mean and variance, of which the running ones take a part; else by the latter."""
+    """In training by the batch's mean and variance, which also update the running ones; else by the running ones."""
     x = c.x("input")
     rank = len(x.shape)
     scale, shift, mean, variance = (

@@ -39,7 +39,7 @@ __all__: list[str] = []
     "as_strided_copy",
 )
 def _view(c: TorchCall) -> Value:
-    """The same elements in another shape, those of dims of one perhaps repeated."""
+    """The same elements in another shape; dims of one element may be repeated."""
     x, (shape, dtype) = c.x("src" if c.op == "copy" else "self"), c.out()
     if x.note == ("filled",):
         return c.filled(shape, dtype)
@@ -183,7 +183,7 @@ def _interleave(c: TorchCall) -> Value:
     "_upsample_bicubic2d_aa",
 )
 def _restrict(c: TorchCall) -> Value:
-    """Dims whose elements change places are whole on a device."""
+    """Dims whose elements are reordered are not split."""
     x, shape = c.values[0], c.shape_out
     changed = c.axes(c.ints("dims", 1), len(shape)) if c.op in ("flip", "roll") else ()
     kept = [s == t and i not in changed for i, (s, t) in enumerate(zip(x.shape, shape, strict=True))]
@@ -241,7 +241,7 @@ def _together(c: TorchCall, ids: Sequence[Value]) -> Value:
 
 @lowers("index", "_unsafe_index")
 def _index(c: TorchCall) -> Value:
-    """x[i, :, j]: where the indexed dims are neighbours the indices' shape stands in their place, else in front."""
+    """x[i, :, j]: the indices' shape replaces the indexed dims if these are adjacent; else it comes first."""
     x = c.x()
     at, ids = _indices(c, len(x.shape))
     if len(at) == 1:

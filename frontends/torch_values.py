@@ -35,7 +35,7 @@ def dtype_of(dtype: torch.dtype | str) -> str:
 
 
 def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
-    """What a node makes, from the fake tensors that stand for it; PaseError where a size depends on the data."""
+    """What a node makes, from its fake tensors. PaseError if a size depends on the data."""
     import torch
 
     out: list[TorchSpec | None] = []
@@ -108,7 +108,7 @@ class TorchCall(Site):
         return out
 
     def ints(self, name: str, n: int, default: Sequence[int] = ()) -> list[int]:
-        """A list of integers, of which one may stand for all n."""
+        """A list of n integers; a single one applies to all n."""
         v = self.arg(name)
         found = [v] if isinstance(v, int) else list(v or default)
         return found * n if len(found) == 1 else found

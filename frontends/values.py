@@ -26,7 +26,7 @@ _MOST_ELEMENTS = 1 << 50
 class Value:
     """A tensor of the graph. Its loop nest is made when something first reads its data.
 
-    data: its contents, where they are small and the model alone determines them.
+    data: its contents, if they are small and known without data.
     settled: may ops on ``data`` be worked out now? (Not for a trainable parameter, whose contents will change.)
     note: where it comes from, for rules that see two ops as one (quantize and dequantize, slices of a weight).
     items: of a sequence.
