@@ -41,7 +41,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
 
         def body(so_far: Tree, mine: Tree) -> Tree:
             total, loss, states = so_far
-            # Without the barrier, gathers of parameters move out of the loop, and stay gathered.
+            # Without the barrier, gathers of parameters move out of the loop, and the parameters stay gathered.
             here, mine = jax.lax.optimization_barrier((arrays(params), mine))
             turn = iter(mine)
             whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]

@@ -9,7 +9,7 @@ from pase.ir.blocks import Block
 __all__ = ["KEPT", "boundary"]
 
 KEPT = "pase_kept"
-"""The name of results that are kept for backward if only light work is recomputed. The policy asks for this name."""
+"""The name of results that are kept for backward if only cheap work is recomputed. The policy asks for this name."""
 
 
 def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:

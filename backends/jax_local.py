@@ -51,8 +51,8 @@ __all__ = ["LocalWalk"]
 class LocalWalk:
     """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
 
-    kept: those of them whose results are kept for backward. devices: JAX's mesh. arrivals: of parameters that the step
-    gathers once; None: each is gathered where it is read.
+    kept: equations in these blocks whose results are kept for backward. devices: JAX's mesh. arrivals: parameters that
+    the step gathers once; None if each is gathered where it is read.
     """
 
     program: LocalProgram
@@ -64,11 +64,11 @@ class LocalWalk:
 
     @property
     def _finds_arrivals(self) -> bool:
-        """Whether this walk is for what parameters become alone, so that nothing needs to run again."""
+        """Whether this walk only finds the gathered parameters, so that nothing needs to run again."""
         return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
 
     def within(self, what: str) -> LocalWalk:
-        """The walk inside of something out of which nothing can be gathered."""
+        """The walk inside of a construct out of which nothing can be gathered."""
         return self if self.arrivals is None else replace(self, arrivals=Arrivals(barred=what))
 
     def _arriving(self, key: str, number: int, make: Callable[[], Tree]) -> Tree:
@@ -231,8 +231,8 @@ class LocalWalk:
         }
 
     def _seen(self, op: LocalOp, eqn: Eqn, value: DeviceValue, cache: Cache) -> DeviceValue:
-        """A value that an op does not read itself. It may read it as another op of the equation has put it: what is
-        stacked has one more dim there. Then it is moved in that form and put back."""
+        """A value that an op does not read directly. The op may read a form of it that another op of the equation
+        made; a stacked value, for example, has one more dim. It is then moved in that form and converted back."""
         layout = value.layout
         if value.tensor is None or layout is None:
             return value
@@ -265,7 +265,7 @@ class LocalWalk:
         """For each value, which operand of the op it is; None for a number."""
         left = list(op.operands)
         out: list[LocalOperand | None] = [None] * len(ins)
-        for named in (True, False):  # constants of a jaxpr have no names: they are what is left
+        for named in (True, False):  # constants of a jaxpr have no names: they are the remaining ones
             for i, h in enumerate(ins):
                 if (h.tensor is not None) != named:
                     continue
@@ -282,7 +282,7 @@ class LocalWalk:
 
     def brought(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value in the layout in which an op reads it."""
-        if value.layout is None:  # made of no data, whole on every device
+        if value.layout is None:  # does not depend on data, whole on every device
             array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
             return replace(value, array=array, layout=wanted.layout)
         if wanted.transfer is not None:
@@ -327,7 +327,7 @@ class LocalWalk:
         import jax
 
         try:
-            with jax.named_scope(what):  # a profile, or a compiled program, then says what it sends
+            with jax.named_scope(what):  # profiles and compiled programs then name what is sent
                 return moved(x, moves, shape, combine, self.program.mesh)
         except PaseError as e:
             raise NotByHand(f"{what} cannot be moved by hand: {e}") from None

@@ -58,5 +58,5 @@ LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
 
 
 def split_dims(call: LocalCall, ins: Sequence[Array], i: int = 0) -> set[int]:
-    """Dims of an input of which this device has a part."""
+    """Dims of an input that are split, so that this device has only a part."""
     return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

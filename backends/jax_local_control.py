@@ -1,7 +1,7 @@
 """Loops and branches on one device: ``LocalWalk`` walks the bodies; inputs and outputs have the plan's layouts.
 
-The layouts of what a body reads from outside, carries and stacks are set at its border. A stack whose slices the body
-reads is moved before the loop, all of it in one move.
+The layouts of what a body reads from outside, carries and stacks are set at its border. If the body reads
+slices of a stack, the whole stack is moved before the loop, in one move.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _settled(
         key = at.its(of, *which, k)
         (name,) = walk.traced.results.get(key, (None,))
         op = walk.program.maker.get(name or "")
-        if op is None:  # of one element, or of no data
+        if op is None:  # of one element, or independent of data
             out.append(h if name is None else replace(h, tensor=name))
             continue
         r = walk.program.result(op.results[0].tensor)

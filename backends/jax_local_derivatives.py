@@ -70,7 +70,7 @@ def call_with_rule(
 
 @dataclass(frozen=True, kw_only=True)
 class _RuledCall:
-    """What the plan says of such a call. trained: which operands have gradients.
+    """What the plan says about such a call. trained: which operands have gradients.
 
     results: names of the results that are used. reads: for each operand, how the first op inside reads it. hands: for
     each operand with a gradient, how a rule for vector-Jacobian products returns it.
@@ -168,7 +168,7 @@ def _ran(
 def _traced(
     walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
 ) -> tuple[LocalWalk, list[DeviceValue]]:
-    """The program as a local program of its own, and its results' layouts for values in these layouts."""
+    """The program as a separate local program, and its results' layouts for values in these layouts."""
     import jax
 
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]

@@ -52,7 +52,7 @@ def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
 
 
 def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
-    """Sum at once, if the node that makes it also reads it. The gradient is that of every summand."""
+    """Sum immediately, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
     import jax
 
     over, combine = result.summed, call.op.combine
@@ -167,7 +167,7 @@ def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
 
 @LOCAL_RULES.register("gather")
 def _gather(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
-    """Each device looks up what it has of a split dim and takes zero elsewhere. Then the rows are summed."""
+    """Each device looks up the rows that it has of a split dim and takes zero for others. Then the rows are summed."""
     import jax
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -192,7 +192,7 @@ def _gather(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         return jax.lax.broadcast_in_dim(flags, out.shape, batch)
 
     out = jnp.where(over_rows(mine), out, jnp.zeros((), out.dtype))
-    if inside is not None:  # what no device has is the fill value, once
+    if inside is not None:  # out of bounds: the fill value, on one device
         fill = p["fill_value"]
         if fill is None:
             fill = jnp.nan if jnp.issubdtype(out.dtype, jnp.inexact) else _filler(out.dtype)
@@ -271,7 +271,7 @@ def _attention(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     from pase.backends import jax_attention
 
     asked = call_of(call.eqn)
-    assert asked is not None  # the frontend makes no other
+    assert asked is not None  # the frontend makes no others
     read = [(o.shape, o.layout) for o in call.operands if o is not None]
     if len(read) != len(ins) or any("partial" in layout for _, layout in read):
         raise NotLowered("one of its operands is a number")

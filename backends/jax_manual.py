@@ -39,7 +39,7 @@ well enough (``docs/tpu-witness.md``)."""
 
 
 def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-    """What is tried in turn on these devices, until one can lower the whole program."""
+    """The ways to lower on these devices, tried in order until one can lower the whole program."""
     if lowering != "auto":
         return (lowering,)
     tpu = mesh.devices.flat[0].platform == "tpu"
@@ -154,7 +154,7 @@ class Manual:
         return jax.tree.unflatten(self.plan.traced.in_tree, leaves)[0]
 
     def value(self, outs: Sequence[Array]) -> Tree:
-        """What the user's function returns, of its leaves."""
+        """The user's function's result, from its leaves."""
         import jax
 
         traced = self.plan.traced
@@ -162,7 +162,7 @@ class Manual:
         return out[0] if traced.mode == "train" and not traced.has_aux else out
 
     def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Array]]:
-        """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of the leaves it takes."""
+        """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of its input leaves."""
         closed = self.plan.traced.jaxpr
         eqn, names = closed.jaxpr.eqns[number], self._names
         each = len(closed.jaxpr.outvars) // len(self.plan.traced.programs)
@@ -197,8 +197,8 @@ class Manual:
         given: Sequence[int] | None = None,
         stacked: Collection[int] = (),
     ) -> Callable[..., Tree]:
-        """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: of those, which are
-        micro-batches one behind the other."""
+        """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: which of them are
+        stacked micro-batches."""
         import jax
         from jax.sharding import PartitionSpec
 
@@ -299,7 +299,7 @@ class Manual:
         return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
 
     def _end(self, j: int) -> LocalOp | None:
-        """The op that takes a result of the model: the output's, or that of the leaf whose next value it is."""
+        """The op that takes a result of the model: that of the output, or of the leaf that gets it as next value."""
         traced = self.plan.traced
         into = {of: leaf for leaf, of in traced.carried.items()}
         if (

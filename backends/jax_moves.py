@@ -147,7 +147,7 @@ def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
 
 
 def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:
-    """This device's part of what all devices hold whole."""
+    """This device's part of an array that is replicated."""
     axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
     if not axes or local_shape(shape, layout, mesh) == shape:
         return x

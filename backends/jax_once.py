@@ -1,8 +1,8 @@
 """A step that gathers its parameters once, and sums their gradients once or after each micro-batch.
 
-All of it is one ``shard_map``. One walk over the jaxpr finds what parameters become for their readers, and what else it
-computes is dropped: that is the program of the gathers, and its transpose is the program of the sums. Between the two,
-each micro-batch is walked with parameters that have arrived, and its gradients are added as they leave the products.
+The whole step is one ``shard_map``. One walk over the jaxpr finds the parameters in the form that their readers need,
+and drops everything else. This is the program of the gathers, and its transpose is the program of the sums. Between the
+two, the walk runs for each micro-batch with the gathered parameters, and adds gradients as they leave the products.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["graded_once"]
 
 Gathers = Callable[[dict[int, Tree]], list[Tree]]
-"""From what carries the parameters' gradients to what their readers have."""
+"""From the arrays that carry the parameters' gradients to the parameters in their readers' form."""
 
 
 def graded_once(manual: Manual) -> Callable[..., Tree]:
@@ -84,7 +84,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
-        """The way back of what parameters became: summed, and laid out as they are stored."""
+        """The gradients of the gathered parameters, summed and in the parameters' storage layouts."""
         turn = iter(grads)
         whole = [
             next(turn).astype(x.dtype) if on else _no_gradient(x)
@@ -129,8 +129,8 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 def _gathers(
     manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]
 ) -> tuple[Gathers, Tree, list[str]]:
-    """(the program of the gathers, the form of what it finds, for each of it the type in which gradients are added,
-    empty where it has none)."""
+    """(the program of the gathers, the tree structure of its results, for each result the dtype in which gradients are
+    added, empty if it has no gradient)."""
     import jax
 
     forms: list[Tree] = []
@@ -151,13 +151,13 @@ def _gathers(
 
 
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:
-    """``others`` with ``some`` in the chosen places."""
+    """``others``, with ``some`` in the chosen places."""
     turn = iter(some)
     return [next(turn) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
 def _no_gradient(x: Array) -> Array | np.ndarray:
-    """What stands for the gradient of what has none."""
+    """A placeholder gradient, of zeros, for a value that has no gradient."""
     import jax
     import numpy as np
 

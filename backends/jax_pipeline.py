@@ -132,7 +132,7 @@ class JaxPipeline:
 
         def mine(
             x: Tree,
-        ) -> Tree:  # the step donates its arguments: none may share memory with what the caller holds
+        ) -> Tree:  # the step donates its arguments: none may share memory with the caller's arrays
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
         placed = self._on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))

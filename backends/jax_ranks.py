@@ -1,4 +1,4 @@
-"""Run a function of arrays that are on several ranks where they are: an optimizer's update of a model in stages.
+"""Run a function on arrays that stay on their several ranks: an optimizer's update of a model in stages.
 
 The function is traced once as a whole. Each equation runs on the ranks that have all of its operands. Operands that no
 single rank has together must be numbers (such as the norm of all gradients), which are sent. There is therefore one
@@ -208,7 +208,7 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
     every = frozenset(parts.values())
 
     def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
-        """What is not yet a sum over all parts."""
+        """Values that are not yet a sum over all parts."""
         whole = {stack for stack, _ in found if all(p in found for p in every if p[0] == stack)}
         return frozenset(p for p in found if p[0] not in whole)
 

@@ -195,7 +195,7 @@ class RingAttention:
         return jnp.concatenate(back, axis=1)
 
     def _ordered(self, one: Array, other: Array) -> Array:
-        """(one, other) on even devices and (other, one) on odd ones, whose i-th chunk is an odd one."""
+        """(one, other) on even devices, and (other, one) on odd devices, because the i-th chunk there is odd."""
         import jax
         import jax.numpy as jnp
 

@@ -100,7 +100,7 @@ def on_rank(x: Array, home: Home, rank: int) -> Array:
 
 
 def joined(parts: Sequence[Array], home: Home) -> Array:
-    """The array whose parts the ranks hold, without a copy."""
+    """The whole array, from the parts that the ranks hold, without a copy."""
     import jax
 
     if len(home.ranks) == 1:

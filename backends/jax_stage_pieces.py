@@ -1,4 +1,4 @@
-"""A traced model as a list of pieces, of which the stages of a pipeline are made.
+"""A traced model as a list of pieces, from which the stages of a pipeline are built.
 
 A piece reads and makes values: a single equation, a written-out block as a whole, or a single turn of the loop over
 layers.

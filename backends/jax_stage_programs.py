@@ -178,7 +178,7 @@ class Cutting:
                 self.prepared.update(makes)
 
     def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
-        """Whether it costs nothing to compute again: a view, or a constraint to the layout that is already there."""
+        """Whether it is free to recompute: a view, or a constraint to the layout that the value already has."""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
         if name == "sharding_constraint":
@@ -191,7 +191,7 @@ class Cutting:
         return name in _VIEWS
 
     def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
-        """(equations that the targets need, what they read of the given values and of the inputs)."""
+        """(equations that the targets need, the given values and inputs that they read)."""
         left, seen = [v for v in targets if not is_literal(v)], set[Var]()
         equations, reads = set[int](), dict[Var, None]()
         eqns = opened(self.closed)[0].eqns
@@ -229,7 +229,7 @@ class Cutting:
         found = []
         for k, ts in enumerate(targets):
             wanted = list(ts)
-            for later in range(k + 1, len(targets)):  # what is kept for the parts to come
+            for later in range(k + 1, len(targets)):  # what is kept for later parts
                 _, reads = self.needed(targets[later], self.prepared.union(*made[:later]))
                 wanted += [v for v in reads if v in made[k] and v not in wanted]
             found.append((wanted, *self.needed(wanted, given)))

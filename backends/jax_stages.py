@@ -39,7 +39,7 @@ __all__ = ["Stage", "StageWeight", "stages_of"]
 
 @dataclass(frozen=True)
 class StageWeight:
-    """A leaf of the parameters in a stage. rows: the first and the end of those that it has; None: all of it."""
+    """A leaf of the parameters in a stage. rows: (first, end) of the rows in this stage; None: all of it."""
 
     leaf: int
     rows: tuple[int, int] | None = None
@@ -47,9 +47,9 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """pieces: in the order in which they run. read_whole: leaves that its blocks read, not by rows. alike: equal for
-    stages that do the same with other weights. enters, leaves: activations that are passed in and on. names: value ->
-    tensor of the traced graph. constants: values that belong to the program.
+    """pieces: in the order in which they run. read_whole: leaves that its blocks read whole, not by rows. alike: equal
+    for stages that do the same with other weights. enters, leaves: activations that are passed in and on. names: value
+    -> tensor of the traced graph. constants: values that belong to the program.
     """
 
     pieces: tuple[StagePiece, ...]
@@ -222,7 +222,7 @@ class _Cut:
                 source = producer.get(key.of if isinstance(key, StageRows) else key)
                 placed[maker] = number.get(maker, -1 if source is None else number[source])
                 left += maker.reads
-        # Rows of a value stand right behind what makes it.
+        # The rows of a value come directly after the piece that makes it.
         order = sorted(placed, key=lambda p: (placed[p], isinstance(p.makes[0], StageRows)))
         return order, list(needs)
 

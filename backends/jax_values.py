@@ -48,11 +48,12 @@ class DeviceValue:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """Parameters as their readers have them, in a step that gathers these once: one walk finds them, others are given
-    them. Keys are numbers of transfers; a loop's are in a mapping under its path, stacked over its turns.
+    """Parameters in the form that their readers need, in a step that gathers them once. One walk finds them; later
+    walks are given them. Keys are numbers of transfers. Those of a loop are in a mapping under the loop's path, stacked
+    over its turns.
 
-    given: None while they are found. wide: for each that is found, the type in which its gradients are added, empty
-    where it has none. barred: what this is inside of, if nothing can be taken out of it.
+    given: None in the walk that finds them. wide: for each one found, the dtype in which its gradients are added, empty
+    if it has none. barred: the construct that this walk is inside of, if nothing can be gathered outside of it.
     """
 
     given: Mapping[str, Tree] | None = None
@@ -61,7 +62,7 @@ class Arrivals:
     barred: str = ""
 
     def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Tree]) -> Tree:
-        """What arrives. stored: the type that the parameter is stored in; make: gathers it."""
+        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it."""
         if self.barred:
             raise PaseError(
                 f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step: "
@@ -75,21 +76,21 @@ class Arrivals:
         return self.found[key]
 
     def turn(self, given: Mapping[str, Tree]) -> Arrivals:
-        """Those of one turn of a loop. given: of this turn, while they are given."""
+        """The arrivals of one turn of a loop. given: those of this turn, if arrivals are given."""
         return Arrivals(given=None if self.given is None else given, barred=self.barred)
 
     def stacked(self, loop: str) -> Mapping[str, Tree]:
-        """Those of a loop that are given, stacked over its turns."""
+        """The given arrivals of a loop, stacked over its turns."""
         return {} if self.given is None else self.given.get(loop, {})
 
     def leave(self, loop: str, turn: Arrivals, found: Mapping[str, Tree]) -> None:
-        """Take what was found in a loop. turn: of its last turn; found: the same, stacked."""
+        """Store what was found in a loop. turn: the arrivals of its last turn. found: the same, stacked."""
         if found:
             self.found[loop], self.wide[loop] = found, turn.wide
 
 
 def packed(values: Sequence[DeviceValue]) -> list[Tree]:
-    """Their arrays, as a pytree."""
+    """The values' arrays and shadows, as a pytree."""
     return [(h.array, h.shadow) for h in values]
 
 

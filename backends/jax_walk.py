@@ -153,7 +153,7 @@ class JaxprWalk:
                 self._one(jaxpr, j, mine, block.prefix, inside)
             return [mine[v] for v in makes]
 
-        # A loop's body that is all block has nothing to merge with.
+        # If the block is the whole body of a loop, there is nothing to merge with.
         alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
         keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])

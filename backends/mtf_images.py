@@ -1,8 +1,8 @@
-"""Convolutions and pools in Mesh-TensorFlow, whose own want rows and columns whole and channels in one dim.
+"""Convolutions and pools in Mesh-TensorFlow. Its own ops need whole rows and columns, and channels in one dim.
 
-Where the plan splits rows (or columns), they become blocks of rows, of which each device has one, and the blocks a
-batch dim; what a window reaches over into the next block is exchanged first (``ops.halo``). Channels split over two
-axes are two dims, which a convolution of our own takes.
+If the plan splits rows (or columns), they become blocks, one block per device, and the index of the block becomes a
+batch dim. The rows that a window reads from neighbouring blocks are exchanged first (``ops.halo``). Channels that are
+split over two axes are two dims, which the convolution in ``mtf_ops`` accepts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def conv2d(
     strides: Sequence[int],
     padding: Sequence[tuple[int, int]],
 ) -> MeshTfValue:
-    """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], however the source orders its dims."""
+    """x: [b, h, w, c], w: [h, w, c, n] and the result's shape [b, h, w, n], in any order of the source's dims."""
     extents = w.shape[:2]
     w = _one_dim(p, w, (0, 1, 2, 3))
     x = _one_dim(p, x, (1, 2, 3))
@@ -111,7 +111,7 @@ def _crooked(op: SourceOp, k: int, axis: str | None) -> Exception:
 def _apart(
     p: MeshTfProgram, op: SourceOp, x: MeshTfValue, k: int
 ) -> tuple[MeshTfValue, tuple[MeshTfDim, ...], MeshTfDim]:
-    """(the value, the dim of blocks if dim k is split, the dim of a block's own rows)."""
+    """(the value, the dim of blocks if dim k is split, the dim of rows within a block)."""
     group = x.dims[k]
     axes = [d.axis for d in group if d.axis is not None]
     if not axes and len(group) == 1:
@@ -127,7 +127,7 @@ def _apart(
 
 
 def _one_dim(p: MeshTfProgram, x: MeshTfValue, where: Sequence[int]) -> MeshTfValue:
-    """With a dim of one element where the source's tensor has such, at these places."""
+    """Add dims of size 1 at these places, where the source's tensor has them."""
     dims: TensorDims = tuple(g if g or i not in where else (p.names.fresh(1),) for i, g in enumerate(x.dims))
     if dims == x.dims:
         return x

@@ -19,7 +19,7 @@ from pase.ir.places import NOWHERE, Place
 __all__ = ["RULES", "source_ops"]
 
 _ATTENTION = "attention"
-"""The name of attention asked for as one op, however the program calls it."""
+"""The name of attention that is requested as one op, whatever the program calls it."""
 _NO_LOOPS = (
     "Mesh-TensorFlow programs have no loops of JAX's; write the turns out one after another in the model's own code (a "
     "model of the zoo takes scan=0, and attention=plain)"
@@ -182,7 +182,7 @@ RULES.rule("pase:same")(lower.same)
 
 
 def source_ops(traced: TracedJax, roles: Mapping[str, str]) -> Iterator[SourceOp]:
-    """The jaxpr's equations, calls inlined; what depends on no data is worked out on the way.
+    """The jaxpr's equations, with calls inlined. Values that do not depend on data are computed on the way.
 
     roles: tensor -> its role in the graph.
     """
@@ -215,7 +215,7 @@ class _JaxprReader:
 
         for i, eqn in enumerate(eqns):
             at = Place(inside or f"{prefix}{i}")
-            self.line = source_line(eqn) or self.line  # a cached inner jaxpr has lost its lines
+            self.line = source_line(eqn) or self.line  # a cached inner jaxpr has no source lines
             name = _ATTENTION if call_of(eqn) else eqn.primitive.name
             ins = [read(v) for v in eqn.invars]
             if name in INLINED:
@@ -257,7 +257,7 @@ class _JaxprReader:
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
     def _returned(self, eqn: Eqn, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
-        """What a call returns that is one op to the graph bears the graph's names from here on."""
+        """If a call is one op in the graph, its results have the graph's names from here on."""
         for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
             given = self._named(var, name)
             yield SourceOp(
@@ -271,7 +271,7 @@ class _JaxprReader:
             )
 
     def _inner(self, var: Var) -> str:
-        """A name for what the graph has no name for: a value inside a call that is kept whole."""
+        """A name for a value that the graph does not name, because it is inside a call that is one op there."""
         self.fresh += 1
         return f"inner{self.fresh}"
 

@@ -1,7 +1,7 @@
-"""From a source's ops to statements of a Mesh-TensorFlow program: what is common to all frontends.
+"""From a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
 
-A rule takes the program, an op and makes the values of its outputs. A table of names is enough for most ops
-(``UNARY``, ``BINARY``, ``REDUCE`` of ``mtf_tf`` and ``mtf_jax``); the functions here are what the rules are made of.
+A rule takes the program and an op, and makes the values of the op's outputs. A table of names is enough for most ops
+(``UNARY``, ``BINARY``, ``REDUCE`` of ``mtf_tf`` and ``mtf_jax``). Rules are built from the functions in this file.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MeshTfRule = Callable[[MeshTfProgram, SourceOp], "MeshTfValue | Sequence[MeshTfV
 
 @dataclass(kw_only=True)
 class MeshTfRules:
-    """A frontend's ops: the names of simple ones, and functions for the rest."""
+    """A frontend's ops: names for the simple ones, and functions for the rest."""
 
     file: str
     """Where to add an op."""
@@ -47,9 +47,9 @@ class MeshTfRules:
     binary: dict[str, str]
     reduce: dict[str, str]
     views: frozenset[str]
-    """Ops whose access maps say it all: those that move no element, and products."""
+    """Ops that their access maps describe completely: ops that move no element, and products."""
     axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
-    """Over which dims an op of ``reduce`` goes, and whether they stay."""
+    """The dims that an op of ``reduce`` reduces over, and whether they stay."""
     rules: dict[str, MeshTfRule] = field(default_factory=dict)
     instead: dict[str, str] = field(default_factory=dict)
     """Of ops that Mesh-TF has no form for: why, and what to do."""
@@ -96,7 +96,7 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
 
 
 def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
-    """Raise PaseError, at once for all of them, if ops have no translation."""
+    """Raise one PaseError that lists all ops that have no translation."""
     unknown = {op.name: op for op in reversed(ops) if op.name not in rules.all}
     if unknown:
         refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
@@ -111,7 +111,7 @@ def refuse(op: SourceOp, why: str) -> PaseError:
 
 
 def call(fn: str, *args: str, dtype: str = "") -> str:
-    """mtf functions as they are; TensorFlow's on slices."""
+    """mtf functions are called directly; TensorFlow functions run on slices."""
     if not fn.startswith("tf."):
         return f"{fn}({', '.join(args)})"
     return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
@@ -131,7 +131,7 @@ _BOOLEAN = frozenset(
 
 
 def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
-    """Two operands that broadcast as numpy's do; dims of one element are not there."""
+    """Two operands that broadcast as in numpy. Dims of size 1 are left out."""
     a, b = p.scalar(op, 0), p.scalar(op, 1)
     out = len(op.shapes[0])
     infix = _INFIX.get(fn)
@@ -171,7 +171,7 @@ def _aligned(dims: TensorDims, rank: int) -> TensorDims:
 
 
 def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
-    """Where: all three operands broadcast."""
+    """Select (``where``). All three operands broadcast."""
     parts = [p.arg(op, k) for k in (condition, yes, no)]
     out = len(op.shapes[0])
     dims: TensorDims = ((),) * out
@@ -184,7 +184,7 @@ def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) ->
 
 
 def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """A value under another name: what a loop carries, what is put into a list, what a call returns."""
+    """A value under another name: a loop carry, an element put into a list, or the result of a call."""
     given = op.inputs[0]
     if given.value is not None:
         return p.constant(given.value, p.written(op.outputs[0]), given.dtype)
@@ -195,7 +195,7 @@ def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The op as the loop nests that its frontend made of it: views, and products summed over what the result lacks."""
+    """The op as its frontend's loop nests: views, and products that are summed over dims that the result lacks."""
     made: MeshTfValue | None = None
     for node, nest in p.nests(op):
         xs = [p.read(op, node, a) for a in nest.reads]
@@ -217,7 +217,7 @@ def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
-    """A reduction over tensor dims; keep: they stay, with one element."""
+    """A reduction over tensor dims. keep: whether they stay, with size 1."""
     x = p.arg(op, 0)
     dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
     order = tuple(d for d in x.order if d in set(flat(dims)))
@@ -230,7 +230,7 @@ def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: b
 
 
 def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
-    """The value with tensor dim ``axis`` as one dim that nothing splits, of one element if need be."""
+    """The value with tensor dim ``axis`` as one dim that is not split, added with size 1 if it is missing."""
     group = x.dims[axis]
     if len(group) == 1 and group[0].axis is None:
         return x, group[0]
@@ -245,7 +245,7 @@ def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[M
 
 
 def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
-    """Dims of one element are not there."""
+    """Dims of size 1 are left out."""
     dims = tuple(tuple(d for d in g if d.size > 1) for g in x.dims)
     if flat(dims) == flat(x.dims):
         return x
@@ -254,7 +254,7 @@ def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
 
 
 def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
-    """Elements begin … begin + size of one tensor dim. The dim is whole on a device, or cut between its major parts."""
+    """Elements begin … begin + size of one tensor dim. The dim is not split, or cut between its major parts."""
     extent = x.shape[axis]
     if begin == 0 and size == extent:
         return x
@@ -275,7 +275,7 @@ def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, s
 
 
 def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int) -> MeshTfValue:
-    """Joined along a tensor dim, which is whole on a device."""
+    """Concatenate along a tensor dim that is not split."""
     if len(xs) == 1:
         return xs[0]
     made: list[MeshTfValue] = []
@@ -303,7 +303,7 @@ def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int)
 def lookup(
     p: MeshTfProgram, op: SourceOp, table: MeshTfValue, ids: MeshTfValue, axis: int, dims: TensorDims
 ) -> MeshTfValue:
-    """Rows of ``table`` along ``axis`` by number. dims: of the result."""
+    """Look up rows of ``table`` along ``axis`` by index. dims: of the result."""
     over = table.dims[axis]
     code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
     return p.let(code, flat(dims), dims, table.dtype)

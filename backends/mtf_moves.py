@@ -1,9 +1,9 @@
-"""From one Mesh-TensorFlow layout of a tensor to another, in reshapes that Mesh-TF can lower.
+"""Moves from one Mesh-TensorFlow layout of a tensor to another, by reshapes that Mesh-TF can lower.
 
-``mtf.reshape`` compares, for each mesh axis, the product of the dims before the one that it splits. Where it differs,
-it slices, gathers or exchanges along that axis; it raises where the dim to split next does not exist before the
-reshape, and two axes that trade places in one reshape come out interleaved. So a move goes through shapes between:
-each reshape moves axes only onto dims that nothing splits.
+For each mesh axis, ``mtf.reshape`` compares the product of the dims before the dim that the axis splits. If this
+product changes, it slices, gathers or exchanges along that axis. It raises an error if the dim to split does not exist
+before the reshape, and it interleaves two axes that trade places in one reshape. A move therefore goes through
+intermediate shapes: each reshape moves axes only onto dims that are not split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MeshTfShape = tuple[MeshTfDim, ...]
 
 
 def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
-    """The shapes to reshape to, one after the other, the wanted one last; empty where the tensor is there.
+    """The shapes to reshape to, in order, ending with the wanted one. Empty if the tensor already has it.
 
     >>> b, s = MeshTfDim("b", 8, "x"), MeshTfDim("s", 4)
     >>> moves(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
@@ -49,9 +49,9 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[M
         after = list(state)
         for i, axis in enumerate(target):
             free = state[i] is None and axis is not None
-            if free:  # from where it is, or from nowhere: a slice or an exchange
+            if free:  # an exchange if the axis splits another dim, else a slice
                 after = [axis if j == i else None if a == axis else a for j, a in enumerate(after)]
-        if after == state:  # only axes that leave, or that wait for each other: gather
+        if after == state:  # only axes to remove, or axes that wait for each other, are left: gather
             gone = [i for i, a in enumerate(state) if a is not None and a not in target]
             waiting = [i for i, a in enumerate(state) if a is not None and a != target[i]]
             for i in gone or waiting[:1]:
@@ -66,7 +66,7 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[M
 
 
 def direct(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bool:
-    """Does one mtf.reshape do it, and right, and one back again, for the gradient?"""
+    """Whether one mtf.reshape does this correctly, and one reshape back does it for the gradient."""
     return _one_way(now, goal, axes) and _one_way(goal, now, axes)
 
 
@@ -84,7 +84,7 @@ def _one_way(now: MeshTfShape, goal: MeshTfShape, axes: Mapping[str, int]) -> bo
             if old is not None or at:
                 return False
             if any(s is not None and before[j] <= after[i] < before[j] * now[j].size for j, s in _split(now)):
-                return False  # would have to be cut within a dim that another axis splits
+                return False  # the cut would be within a dim that another axis splits
     return True
 
 
@@ -93,7 +93,7 @@ def _split(shape: MeshTfShape) -> list[tuple[int, str]]:
 
 
 def _starts(shape: MeshTfShape) -> list[int]:
-    """Per dim, the product of the sizes before it: what Mesh-TF calls cumprod."""
+    """For each dim, the product of the sizes before it (Mesh-TF's cumprod)."""
     out, n = [], 1
     for d in shape:
         out.append(n)
@@ -102,13 +102,13 @@ def _starts(shape: MeshTfShape) -> list[int]:
 
 
 def _pieces(now: MeshTfShape, goal: MeshTfShape) -> list[int] | None:
-    """The sizes of the coarsest shape that both are made of by joining neighbours."""
+    """The sizes of the coarsest shape from which both can be made by joining adjacent dims."""
     common = common_factors([d.size for d in now], [d.size for d in goal])
     return None if common is None else [int(str(f)) for f in common[0]]
 
 
 def _fits(shape: MeshTfShape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
-    """Can each split dim of the shape be split at its first piece?"""
+    """Whether each split dim of the shape can be split at its first piece."""
     k = 0
     for d in shape:
         if d.axis is not None and pieces[k] % axes[d.axis]:
@@ -121,7 +121,7 @@ def _fits(shape: MeshTfShape, pieces: Sequence[int], axes: Mapping[str, int]) ->
 
 
 def _refined(shape: MeshTfShape, pieces: Sequence[int]) -> MeshTfShape:
-    """The shape in these pieces; a split dim's first piece is split."""
+    """The shape in these pieces. If a dim is split, its first piece is."""
     out: list[MeshTfDim] = []
     k = 0
     for d in shape:
@@ -136,6 +136,6 @@ def _refined(shape: MeshTfShape, pieces: Sequence[int]) -> MeshTfShape:
 
 
 def _through_whole(now: MeshTfShape, goal: MeshTfShape) -> list[MeshTfShape]:
-    """Gather what is split, reshape, split again: what always works."""
+    """Gather split dims, reshape, and split again. This always works."""
     steps = [tuple(replace(d, axis=None) for d in now), tuple(replace(d, axis=None) for d in goal), goal]
     return [s for k, s in enumerate(steps) if s != (now, *steps)[k]]

@@ -1,12 +1,12 @@
-"""Names for Mesh-TensorFlow's dims, so that one layout a name expresses the plan.
+"""Names for Mesh-TensorFlow's dims, chosen so that one layout per name expresses the plan.
 
 Mesh-TF has one set of rules for a whole program: the name of a tensor's dim says over which mesh axis it is split.
-So iteration dims that mean one thing share a name through the graph; where the plan splits such a dim differently in
-different places, it has a name for each. Naming is a union-find over the edges' access maps with one kind of
-constraint: two dims of one loop nest (q's and k's positions) never share a name.
+Iteration dims with one meaning therefore share a name throughout the graph. If the plan splits such a dim differently
+in different places, the dim has a name for each split. Naming is a union-find over the edges' access maps with one kind
+of constraint: two dims of one loop nest (such as the positions of q and k) never share a name.
 
-What Mesh-TF cannot say of one dim, that it is split over two mesh axes, is said in one of two ways: axes that are
-never used apart become one axis of the mesh, and else the dim becomes two dims, major and minor.
+Mesh-TF cannot split one dim over two mesh axes. If the axes are always used together, they become one axis of the mesh.
+Otherwise the dim becomes two dims, major and minor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["MeshTfDim", "Names", "TensorDims", "flat", "merged_axes"]
 
 @dataclass(frozen=True)
 class MeshTfDim:
-    """A dim of a Mesh-TF tensor: ``base`` is what it means, ``axis`` the mesh axis that splits it."""
+    """A dim of a Mesh-TF tensor. base: its meaning. axis: the mesh axis that splits it."""
 
     base: str
     size: int
@@ -33,9 +33,9 @@ class MeshTfDim:
 
 
 TensorDims = tuple[tuple[MeshTfDim, ...], ...]
-"""Per dim of the source's tensor, the Mesh-TF dims that it is made of, major to minor; none for one of one element."""
+"""For each dim of the source's tensor, its Mesh-TF dims, major to minor; none for a dim of size 1."""
 
-_ROLES = ("pending", "state")  # dims that walk no tensor
+_ROLES = ("pending", "state")  # dims that do not index a tensor
 
 
 def flat(dims: TensorDims) -> tuple[MeshTfDim, ...]:
@@ -45,9 +45,9 @@ def flat(dims: TensorDims) -> tuple[MeshTfDim, ...]:
 def merged_axes(
     mesh: Mesh, splits: Iterable[Mapping[str, tuple[str, ...]]]
 ) -> tuple[dict[str, str], dict[str, int]]:
-    """(axis -> the axis of Mesh-TF's mesh that it becomes part of, that mesh). Axes of one device are left out.
+    """(axis -> the axis of Mesh-TF's mesh that it becomes part of, that mesh). Axes of size 1 are left out.
 
-    Neighbours merge where every dim that uses one uses the other.
+    Adjacent axes are merged if every dim that uses one also uses the other.
 
     >>> merged_axes(Mesh(names=("x", "y", "z"), sizes=(2, 2, 4)), [{"b": ("x", "y")}, {"k": ("z",)}])
     ({'x': 'x_y', 'y': 'x_y', 'z': 'z'}, {'x_y': 4, 'z': 4})
@@ -79,9 +79,9 @@ class Names:
     _into: dict[str, str] = field(init=False)
     _base: dict[tuple[str, str], str] = field(init=False)
     _usual: dict[str, str | None] = field(init=False, default_factory=dict)
-    """base -> the axis (or none) whose variant bears the base's own name."""
+    """base -> the axis (or none) of the variant that has the base's own name."""
     _used: dict[str, str | None] = field(init=False, default_factory=dict)
-    """Every name given out, and its mesh axis."""
+    """Every name used so far, and its mesh axis."""
     _anonymous: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class Names:
         self._usual = {base: next(iter(v)) if len(v) == 1 else None for base, v in variants.items()}
 
     def _walked(self, node: Node) -> dict[str, tuple[str, ...]]:
-        """The split of the node's dims that walk tensors."""
+        """The split of the node's dims that index tensors."""
         split = self.strategy.get(node.name, {})
         return {d: axes for d, axes in split.items() if node.space[d].kind not in _ROLES}
 
@@ -106,7 +106,7 @@ class Names:
         return tuple(dict.fromkeys(self._into[a] for a in axes if a in self._into))
 
     def factors(self, node: Node, dim: str) -> tuple[MeshTfDim, ...]:
-        """The iteration dim as dims of Mesh-TF: one, or one for each axis that splits it."""
+        """The iteration dim as Mesh-TF dims: a single dim, or one for each axis that splits it."""
         size, axes = number(node.space[dim].size, node.name), self.split(node, dim)
         base = self._base[node.name, dim]
         if len(axes) < 2:
@@ -119,7 +119,7 @@ class Names:
         return tuple(out)
 
     def dims(self, node: Node, access: Access, tensor: Tensor) -> TensorDims:
-        """The tensor as this access walks it. Under a window, a dim has the tensor's extent."""
+        """The tensor's dims as this access indexes them. Under a window, a dim has the tensor's extent."""
         out: list[tuple[MeshTfDim, ...]] = []
         for walk, extent in zip(access.map.walks, tensor.shape, strict=True):
             extent = number(extent, tensor.name)
@@ -136,13 +136,13 @@ class Names:
         return tuple(out)
 
     def fresh(self, size: int) -> MeshTfDim:
-        """A dim that nothing else has, whole."""
+        """A new dim that nothing else uses, not split."""
         self._anonymous += 1
         self._usual[f"whole{self._anonymous}"] = None
         return MeshTfDim(f"whole{self._anonymous}", size)
 
     def name(self, dim: MeshTfDim) -> str:
-        """The dim's name in the program. The variant that is usual has the base's own; others say how they differ."""
+        """The dim's name in the program. The most common variant has the base's name; others say how they differ."""
         usual = self._usual.setdefault(dim.base, dim.axis)
         name = dim.base if dim.axis == usual else f"{dim.base}_{dim.axis or 'whole'}"
         self._used[name] = dim.axis
@@ -155,12 +155,12 @@ class Names:
 
     @property
     def layout_rules(self) -> str:
-        """``"batch:data;h:model"``, for all names given out so far."""
+        """``"batch:data;h:model"``, for all names used so far."""
         return ";".join(f"{name}:{axis}" for name, axis in sorted(self._used.items()) if axis is not None)
 
 
 def _bases(graph: Graph) -> dict[tuple[str, str], str]:
-    """(node, iteration dim) -> a name shared by all dims of one meaning, and by no two dims of one node."""
+    """(node, iteration dim) -> a name. Dims with one meaning share it; two dims of one node never do."""
     Key = tuple[str, str]
     of: dict[Key, Key] = {(n.name, d.name): (n.name, d.name) for n in graph.nodes for d in n.space}
     members: dict[Key, dict[str, str]] = {(node, dim): {node: dim} for node, dim in of}
@@ -169,7 +169,7 @@ def _bases(graph: Graph) -> dict[tuple[str, str], str]:
         a, b = of[x], of[y]
         if len(members[a]) < len(members[b]):
             a, b = b, a
-        if not members[a].keys().isdisjoint(members[b]):  # also where a is b
+        if not members[a].keys().isdisjoint(members[b]):  # also if a is b
             return
         joined = members.pop(b)
         members[a] |= joined

@@ -1,7 +1,8 @@
-"""What generated Mesh-TensorFlow programs call where Mesh-TF has no such op, or one that is too narrow.
+"""Functions that generated Mesh-TensorFlow programs call where Mesh-TF has no such op, or only a limited one.
 
-All of it is built of Mesh-TF's own ops and of ``mtf.slicewise``, a TensorFlow function on each device's slice, whose
-gradient is given here: Mesh-TF's generic one cannot take a gradient that still has to be summed over devices.
+They are built from Mesh-TF's own ops and ``mtf.slicewise``, which runs a TensorFlow function on each device's slice.
+Gradients of slicewise functions are defined here, because Mesh-TF's generic gradient cannot take an incoming gradient
+that still has to be summed over devices.
 Tensors are ``mtf.Tensor``; dims that a function works on are given as lists of ``mtf.Dimension``.
 """
 
@@ -46,7 +47,7 @@ def variable(
     dtype: str,
     values: Mapping[str, np.ndarray] | None,
 ) -> Tensor:
-    """A parameter. values: name -> array in the source's shape; a name that is not there starts at random."""
+    """A parameter. values: name -> array in the source's shape; a missing name gets a random initial value."""
     mtf, tf = mesh_tensorflow()
     shape = [d.size for d in dims]
     initial: Callable[..., Slice] = tf.truncated_normal_initializer(stddev=0.02)
@@ -71,14 +72,14 @@ def descend(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(loss, gradients, assignments) of a step of gradient descent.
 
-    No assignment runs before every gradient is there: a slice that is assigned early would be read by the rest.
+    No assignment runs before every gradient is computed. Otherwise the rest would read slices already updated.
     """
     mtf, _ = mesh_tensorflow()
     made = mtf.gradients([loss], list(parameters.values()))
     lost = [name for name, g in zip(parameters, made, strict=True) if g is None]
     if lost:
         raise ValueError(f"the loss does not depend on {', '.join(lost)}")
-    whole = [mtf.identity(loss), *(mtf.identity(g) for g in made)]  # what still had to be summed is
+    whole = [mtf.identity(loss), *(mtf.identity(g) for g in made)]  # sums what still has to be summed
     updates = []
     for p, g in zip(parameters.values(), whole[1:], strict=True):
         updates.append(mtf.assign(p, mtf.depend(p - learning_rate * g, whole)))
@@ -86,7 +87,7 @@ def descend(
 
 
 def cwise(fn: Callable[..., Slice], *xs: Tensor, dtype: DType | None = None) -> Tensor:
-    """An elementwise TensorFlow function; the operands broadcast by the names of their dims."""
+    """An elementwise TensorFlow function. Operands broadcast by the names of their dims."""
     mtf, _ = mesh_tensorflow()
     dims: list[Dimension] = []
     for x in sorted(xs, key=lambda x: -len(x.shape.dims)):
@@ -96,8 +97,8 @@ def cwise(fn: Callable[..., Slice], *xs: Tensor, dtype: DType | None = None) -> 
 
 
 def slopes(fn: Callable[..., Slice], args: Sequence[Slice], wanted: Sequence[int], dy: Slice) -> list[Slice]:
-    """The gradients of fn(*args) to some arguments. An argument may itself be computed from another (a mean from what
-    it is the mean of), and that way is not for here to go: so they are cut off."""
+    """The gradients of fn(*args) with respect to some arguments. One argument may be computed from another (such as
+    its mean). Gradients must not pass along that path here, so the arguments are detached."""
     _, tf = mesh_tensorflow()
     cut = [tf.stop_gradient(a) for a in args]
     made: list[Slice] = tf.gradients(
@@ -113,7 +114,7 @@ def local(
     shape: Shape | None = None,
     dtype: DType | None = None,
 ) -> Tensor:
-    """A TensorFlow function on slices. Right only where every operand has all dims that are split."""
+    """A TensorFlow function on slices. Correct only if every operand has all dims that are split."""
     mtf, _ = mesh_tensorflow()
 
     def gradient(op: Operation, dy: Tensor) -> list[Tensor]:
@@ -147,7 +148,7 @@ def local(
 
 
 def where(condition: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """a where the condition holds, else b; what is not taken may be infinite."""
+    """a where the condition holds, else b. Elements that are not selected may be infinite."""
     _, tf = mesh_tensorflow()
     return cwise(tf.where, condition, a, b, dtype=a.dtype)
 
@@ -167,7 +168,7 @@ def log_softmax(x: Tensor, over: Sequence[Dimension]) -> Tensor:
 
 
 def sparse_cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> Tensor:
-    """-log softmax(logits)[label]; labels: numbers."""
+    """-log softmax(logits)[label]. labels: class indices."""
     mtf, _ = mesh_tensorflow()
     return mtf.negative(
         mtf.einsum(
@@ -184,7 +185,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, over: Sequence[Dimension]) -> 
 
 
 def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor]:
-    """Factors whose product is one where ``dims``, major to minor, stand at ``ids``, and else zero."""
+    """Factors with the product 1 where the index in ``dims``, major to minor, equals ``ids``, and 0 elsewhere."""
     mtf, tf = mesh_tensorflow()
     left = mtf.cast(ids, tf.int32)
     out = []
@@ -195,7 +196,7 @@ def one_hot(ids: Tensor, dims: Sequence[Dimension], dtype: DType) -> list[Tensor
 
 
 def lookup(table: Tensor, ids: Tensor, over: Sequence[Dimension], shape: Sequence[Dimension]) -> Tensor:
-    """Rows of the table by number: a product with one-hot vectors, as Mesh-TF's own gather; ``over`` may be split."""
+    """Rows of the table by index: a product with one-hot vectors, like Mesh-TF's own gather. ``over`` may be split."""
     mtf, _ = mesh_tensorflow()
     return mtf.einsum([*one_hot(ids, over, table.dtype), table], output_shape=mtf.Shape(list(shape)))
 
@@ -208,7 +209,7 @@ def summed(
     gradient: Callable[[Tensor], list[Tensor]] | None = None,
     name: str = "summed",
 ) -> Tensor:
-    """A TensorFlow function on slices, whose results are then summed over the devices that split ``over``.
+    """A TensorFlow function on slices. Its results are then summed over the devices that split ``over``.
 
     gradient: from the result's gradient to the operands'.
     """
@@ -240,8 +241,8 @@ def summed(
 
 
 def halo(x: Tensor, blocks: Dimension, rows: Dimension, low: int, high: int) -> Tensor:
-    """Every block of rows with the last ``low`` of the block before it and the first ``high`` of the next; zeros at
-    the ends. (``mtf.halo_exchange`` with sides of their own.)"""
+    """Each block of rows, extended by the last ``low`` rows of the previous block and the first ``high`` of the next;
+    zeros at the ends. (Like ``mtf.halo_exchange``, but the two sides may differ.)"""
     mtf, _ = mesh_tensorflow()
     parts = [x]
     if low:
@@ -261,8 +262,8 @@ def conv2d(
 ) -> Tensor:
     """x: [batch dims, rows, columns, channels], w: [rows, columns, channels, out channels]; over: the channels.
 
-    Mesh-TF's own convolution miscounts what a stride leaves over ((in - k + 1) // stride, rounded down), and pads as
-    TensorFlow does for strides of one alone; so the input is padded here to an extent for which it is right.
+    Mesh-TF's own convolution computes a wrong extent for some strides ((in - k + 1) // stride, rounded down), and pads
+    like TensorFlow only for stride 1. The input is therefore padded here to an extent for which it is right.
     """
     mtf, _ = mesh_tensorflow()
     n = len(over)
@@ -282,7 +283,7 @@ def conv2d(
 
 
 def _conv2d_of_parts(x: Tensor, w: Tensor, over: list[Dimension], strides: tuple[int, int]) -> Tensor:
-    """An unpadded convolution whose channels are several dims: Mesh-TF's own has one for those in and one for out."""
+    """An unpadded convolution with channels in several dims. Mesh-TF's own has one dim for those in and one for out."""
     mtf, tf = mesh_tensorflow()
     n = len(over)
     batch, made = x.shape.dims[: -2 - n], w.shape.dims[2 + n :]
@@ -336,8 +337,8 @@ def pool2d(
     strides: tuple[int, int],
     padding: str,
 ) -> Tensor:
-    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channel dims]; over: rows and columns. (Mesh-TF's own takes
-    windows apart alone.)"""
+    """kind: "MAX" or "AVG"; x: [batch dims, rows, columns, channel dims]; over: rows and columns. (Mesh-TF's own
+    accepts only windows that do not overlap.)"""
     mtf, tf = mesh_tensorflow()
     dims = x.shape.dims
     first = dims.index(over[0])

@@ -1,8 +1,8 @@
 """A Mesh-TensorFlow program under construction: values with named dims, statements, and the moves between layouts.
 
-The source's ops come one after the other; ``mtf_rules_*`` say what each becomes. A value's dims are those of the loop
-nest that makes it; an op reads it in the dims of its own nest, and where the two differ a reshape stands between, once
-for all readers that agree. Views thus mostly vanish: dims have names, and no order that matters.
+The source's ops are translated in order, by the rules of their frontend (``mtf_tf``, ``mtf_jax``). A value has the dims
+of the loop nest that makes it. An op reads it in the dims of its own nest. If the two differ, a reshape is inserted;
+readers with the same dims share it. Most views therefore vanish, because dims have names and their order is irrelevant.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pase.ir import Access, Node, Op, Place
 __all__ = ["Input", "MeshTfProgram", "MeshTfValue", "SourceOp", "comment"]
 
 _MOST_INLINE = 64
-"""Elements of the largest constant that is written out as numbers."""
+"""Number of elements of the largest constant that is written out as numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Input:
-    """An operand: a tensor of the graph, or a value that no data decides."""
+    """An operand: a tensor of the graph, or a value that does not depend on data."""
 
     tensor: str | None
     value: np.ndarray | None = None
     shape: tuple[int, ...] = ()
     dtype: str = "float32"
     behind: str | None = None
-    """The tensor that this is a reshape of: a reader that looks behind the reshape reads that."""
+    """The tensor that this is a reshape of. A reader that looks past the reshape reads that tensor."""
 
     def named(self, tensor: str) -> bool:
         return tensor in (self.tensor, self.behind)
@@ -46,12 +46,12 @@ class SourceOp:
     """One op of the source program. ``attr(name)`` is the framework's own attribute."""
 
     at: Place | None
-    """The op of the traced program; None: an op of our own."""
+    """The op of the traced program; None for an op that only pase has."""
     name: str
     label: str
     inputs: tuple[Input, ...]
     outputs: tuple[str, ...]
-    """Tensors of the graph; "" where nothing reads the output."""
+    """Tensors of the graph; "" if nothing reads the output."""
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     attrs: Any = None
@@ -63,7 +63,7 @@ class SourceOp:
 
 @dataclass(frozen=True)
 class MeshTfValue:
-    """code: an expression; order: the dims as the Mesh-TF tensor has them; dims: as the source's tensor has them."""
+    """code: an expression; order: the dims of the Mesh-TF tensor; dims: in the order of the source's tensor."""
 
     code: str
     order: tuple[MeshTfDim, ...]
@@ -80,16 +80,16 @@ class MeshTfProgram:
     names: Names
     lines: list[str] = field(default_factory=list)
     values: dict[str, MeshTfValue] = field(default_factory=dict)
-    """tensor of the graph -> what holds it"""
+    """tensor of the graph -> the value that holds it"""
     known: dict[str, np.ndarray] = field(default_factory=dict)
-    """tensor of the graph -> its value, where no data decides it"""
+    """tensor of the graph -> its value, if it does not depend on data"""
     constants: dict[str, np.ndarray] = field(default_factory=dict)
     """name in the program -> an array too large to be written out"""
     dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(dim name, size) -> its variable in the program"""
     _moved: dict[tuple[str, TensorDims], MeshTfValue] = field(default_factory=dict)
     _at: dict[Place, list[tuple[Node, Op]]] = field(default_factory=dict)
-    """Source op -> the loop nests that it became, in order."""
+    """Source op -> its loop nests in the graph, in order."""
     _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
     _copies: dict[str, list[str]] = field(default_factory=dict)
     _node: str = ""
@@ -103,7 +103,7 @@ class MeshTfProgram:
                 made = op.writes[0].tensor if op.writes else ""
                 if made and (source := tensors[made].copy_of):
                     self._copies.setdefault(source, []).append(made)
-                elif op.kind not in ("parameter", "input", "constant"):  # whose names are the user's
+                elif op.kind not in ("parameter", "input", "constant"):  # the user named these
                     self._at.setdefault(op.eqn, []).append((n, op))
                 for a in op.writes:
                     self._writes.setdefault(a.tensor, (n, op, a))
@@ -166,7 +166,7 @@ class MeshTfProgram:
         if key in self._moved:
             return self._moved[key]
         alike = [[d.size for d in g] for g in value.dims] == [[d.size for d in g] for g in want]
-        if alike:  # dim by dim, in whatever order they stand
+        if alike:  # dim by dim, in any order
             new = dict(zip(have, flat(want), strict=True))
             order = value.order
             steps = moves(tuple((d,) for d in order), tuple((new[d],) for d in order), self.names.axes)
@@ -191,7 +191,7 @@ class MeshTfProgram:
         return self.let(code, order, value.dims, value.dtype, f"{value.code}_t")
 
     def regrouped(self, value: MeshTfValue, dims: TensorDims) -> MeshTfValue:
-        """The same elements in another shape: no move between layouts, but where dims have to be made."""
+        """The same elements in another shape: a move between layouts only if the dims themselves differ."""
         if set(flat(value.dims)) == set(flat(dims)):
             return replace(value, dims=dims)
         value = self.ordered(value, flat(value.dims))
@@ -211,7 +211,7 @@ class MeshTfProgram:
         if given.value is None or any(given.named(self._original(a)) for _, a in reads):
             nth = sum(i.tensor == given.tensor for i in op.inputs[:k])
             found = [(n, a) for n, a in reads if given.named(self._original(a))]
-        else:  # a number that the frontend made a constant of: one that no other operand is
+        else:  # a number that the frontend made a constant: the one that no other operand is
             mine = {t for i in op.inputs for t in (i.tensor, i.behind)}
             alike = [i for i in op.inputs[:k] if i.value is not None and i.shape == given.shape]
             nth = len(alike)
@@ -230,11 +230,11 @@ class MeshTfProgram:
         return self.read(op, *found[min(nth, len(found) - 1)])
 
     def _original(self, access: Access) -> str:
-        """The tensor of the source's program that is read, perhaps in a copy."""
+        """The tensor of the source's program that is read, possibly through a copy."""
         return self.names.graph.tensors[access.tensor].original
 
     def read(self, op: SourceOp, node: Node, access: Access) -> MeshTfValue:
-        """A tensor as this access of the op's loop nests reads it."""
+        """A tensor in the dims in which this access of the op's loop nests reads it."""
         name, want = access.tensor, self.dims(node, access)
         raw = self._original(access)
         if raw not in self.values and self.names.graph.tensors[raw].role == "constant":
@@ -246,7 +246,7 @@ class MeshTfProgram:
         return self.to(held, want)
 
     def held(self, op: SourceOp, tensor: str | None) -> MeshTfValue:
-        """The value as it was made."""
+        """The value in the dims in which it was made."""
         if tensor is None or tensor not in self.values:
             raise PaseError(
                 f"{op.where} reads a value that the Mesh-TensorFlow program does not have ({tensor})"
@@ -263,7 +263,7 @@ class MeshTfProgram:
         return self.values[copy]
 
     def scalar(self, op: SourceOp, k: int) -> str | None:
-        """Operand k as a literal, where it is one known number."""
+        """Operand k as a literal, if it is one known number."""
         v = op.inputs[k].value
         return None if v is None or v.size != 1 else _literal(v.reshape(()).item())
 
@@ -277,7 +277,7 @@ class MeshTfProgram:
         return v
 
     def constant(self, array: np.ndarray, want: TensorDims | None, dtype: str) -> MeshTfValue:
-        """A known array as a tensor in these dims (by default, dims of its own, whole)."""
+        """A known array as a tensor in these dims (by default, in new dims that are not split)."""
         if want is None:
             want = tuple((self.names.fresh(s),) if s > 1 else () for s in array.shape)
         dims = flat(want)
@@ -301,8 +301,8 @@ class MeshTfProgram:
     # --- results
 
     def settle(self, op: SourceOp, made: Sequence[MeshTfValue | None]) -> None:
-        """Keep what a rule made, in the dims that the plan gives it. A frontend may have put a reshape behind the op
-        itself, or left one out that nobody needs: then it is the tensor before it that the rule made."""
+        """Store what a rule made, in the dims that the plan gives it. If the frontend added a reshape after the op
+        itself, or omitted one that nothing needs, the rule made the tensor before that reshape."""
         tensors = self.names.graph.tensors
         for k, value in enumerate(made):
             name = op.outputs[k] if k < len(op.outputs) else ""
@@ -321,7 +321,7 @@ class MeshTfProgram:
                 self.views_of(op, alike[-1])
 
     def views_of(self, op: SourceOp, tensor: str) -> None:
-        """Reshapes that the op ends with."""
+        """The reshapes at the end of the op."""
         for node, nest in self.nests(op):
             if nest.kind == "view" and [a.tensor for a in nest.reads] == [tensor]:
                 dims = self.dims(node, nest.writes[0])
@@ -329,7 +329,7 @@ class MeshTfProgram:
                 self.keep(nest.writes[0].tensor, self.viewed(x, dims))
 
     def viewed(self, x: MeshTfValue, dims: TensorDims) -> MeshTfValue:
-        """Reshape, transpose, broadcast: mostly another reading of the same dims."""
+        """Reshape, transpose, broadcast: usually the same dims, read in another way."""
         have, want = set(flat(x.dims)), set(flat(dims))
         if have == want:
             return replace(x, dims=dims)
@@ -338,14 +338,14 @@ class MeshTfProgram:
         return self.regrouped(x, dims)
 
     def keep(self, name: str, value: MeshTfValue) -> None:
-        """The value of a tensor from here on (each turn of a loop makes it again), in the plan's dims for it."""
+        """Set the value of a tensor from here on, in the plan's dims. Each turn of a loop sets it again."""
         want = self.written(name)
         self.values[name] = value if want is None else self.to(value, want)
         for copy in self._copies.get(name, ()):
             self.values.pop(copy, None)
 
     def heading(self, op: SourceOp) -> None:
-        """A comment where another node of the plan begins."""
+        """Write a comment where another node of the plan begins."""
         node = self.node_of(op)
         if node is None or node.name == self._node:
             return
@@ -358,7 +358,7 @@ class MeshTfProgram:
 
 
 def comment(text: str) -> str:
-    """Someone's words on one line of ours, and short."""
+    """Someone else's text, shortened to one line."""
     return "".join(c if c.isprintable() else " " for c in text)[:200]
 
 

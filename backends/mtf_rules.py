@@ -1,7 +1,7 @@
 """Mesh-TensorFlow's rules for layouts, as a check that needs no TensorFlow.
 
-From ``LayoutRules`` and ``MeshImpl`` (mesh_tensorflow 0.1.21, ops.py): a dim's name has one mesh axis at most; the
-dims of a tensor have different mesh axes; an axis divides what it splits. And from the ops: which dims they want whole.
+From ``LayoutRules`` and ``MeshImpl`` (mesh_tensorflow 0.1.21, ops.py): a dim's name has at most one mesh axis, the dims
+of a tensor have different mesh axes, and an axis divides the dim that it splits. Ops also require some dims unsplit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def parse_pairs(text: str, what: str) -> list[tuple[str, str]]:
 
 
 def check_layout(mesh_shape: str, layout_rules: str) -> tuple[dict[str, int], dict[str, str]]:
-    """(mesh axis -> size, dim name -> mesh axis). PaseError where Mesh-TF would refuse them, or ignore a rule."""
+    """(mesh axis -> size, dim name -> mesh axis). Raises PaseError if Mesh-TF would reject them, or ignore a rule."""
     mesh: dict[str, int] = {}
     for axis, size in parse_pairs(mesh_shape, "mesh_shape"):
         if axis in mesh:
@@ -61,7 +61,7 @@ def check_tensor(
     layout: dict[str, str],
     whole: Iterable[str] = (),
 ) -> None:
-    """A tensor's (name, size) dims under a layout. whole: names that the op at hand cannot split."""
+    """A tensor's (name, size) dims under a layout. whole: names that this op cannot split."""
     seen: dict[str, str] = {}
     for name, size in dims:
         axis = layout.get(name)

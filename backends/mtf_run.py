@@ -33,7 +33,7 @@ class EmittedModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTfRun:
-    """What training steps gave. gradients: of the first step; parameters: after the last; in the source's shapes."""
+    """Results of training steps. gradients: of the first step; parameters: after the last; in the source's shapes."""
 
     losses: tuple[float, ...]
     gradients: Mapping[str, np.ndarray]
@@ -113,7 +113,7 @@ def run(
 
 
 def demo(program: EmittedModel, steps: int = 3) -> None:
-    """What a generated program does when it is run: a few steps on made-up data."""
+    """The main function of a generated program: a few training steps on random data."""
     rng = np.random.default_rng(0)
 
     def made_up(shape: Sequence[int], dtype: str) -> np.ndarray:

@@ -1,14 +1,14 @@
 """Mesh-TensorFlow on a current TensorFlow.
 
-mesh-tensorflow 0.1.21 (its last release, 2022) needs two things that TensorFlow has since dropped, neither of which
-a program built here uses:
+mesh-tensorflow 0.1.21 (its last release, 2022) needs two things that TensorFlow has since dropped. Generated
+programs use neither:
 
-- ``tensorflow.compat.v1.estimator``: TensorFlow 2.16 removed Estimators; Mesh-TF derives checkpoint hooks from two of
-  its classes when it is imported;
+- ``tensorflow.compat.v1.estimator``: TensorFlow 2.16 removed Estimators; when it is imported, Mesh-TF derives
+  checkpoint hooks from two of their classes;
 - ``tensorflow.python.framework.ops.register_tensor_conversion_function``: moved to ``tensor_conversion_registry``;
   it is called for the variables of a TPU.
 
-Both are put back, where missing, before the import. Upstream's own tests then pass on TensorFlow 2.21.
+Both are restored before the import if they are missing. Upstream's own tests then pass on TensorFlow 2.21.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["mesh_tensorflow"]
 
 
 def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
-    """(mesh_tensorflow, tensorflow.compat.v1), imported. PaseError where one is not installed."""
+    """(mesh_tensorflow, tensorflow.compat.v1), imported. Raises PaseError if one is not installed."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         import tensorflow.compat.v1 as tf
@@ -38,7 +38,7 @@ def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
     if not hasattr(tf, "estimator"):
 
         class Hook:
-            """Stands in for a base class of Estimators."""
+            """A placeholder for a base class of Estimators."""
 
         tf.estimator = types.SimpleNamespace(
             SessionRunHook=Hook,
@@ -53,5 +53,5 @@ def mesh_tensorflow() -> tuple[ModuleType, ModuleType]:
         import mesh_tensorflow as mtf
     except ImportError as e:
         raise PaseError(f"cannot import mesh-tensorflow ({e}): {install_line('tf')}") from e
-    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns at every variable
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)  # it warns for every variable
     return mtf, tf

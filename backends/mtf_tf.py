@@ -1,4 +1,4 @@
-"""TensorFlow's ops as Mesh-TensorFlow ops. ``mtf_tf_walk`` brings them one by one, calls inlined, loops unrolled."""
+"""TensorFlow's ops as Mesh-TensorFlow ops. ``mtf_tf_walk`` yields them in order, calls inlined and loops unrolled."""
 
 from __future__ import annotations
 
@@ -375,7 +375,7 @@ def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 @RULES.rule("OneHot")
 def _one_hot(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """The plan's dim of the classes; ones and zeros by number."""
+    """One-hot vectors of indices, in the plan's dim of the classes."""
     on, off = p.scalar(op, 2), p.scalar(op, 3)
     dims = p.written(op.outputs[0])
     axis = int(op.attrs["axis"].i) % len(op.shapes[0]) if "axis" in op.attrs else len(op.shapes[0]) - 1

@@ -1,8 +1,8 @@
-"""A TensorFlow graph walked a second time, as ``frontends/tf_lower`` walked it: one op after the other.
+"""A second walk over a TensorFlow graph, op by op, in the order of ``frontends/tf_lower``.
 
-Calls are inlined, what data does not decide is worked out, and loops whose turns can be counted are unrolled: the ops
-of every turn bear the names of the plan's one body. Lists of tensors are lists here; what goes in and out of them, and
-what a loop carries, are ops of our own (``pase:same``, ``pase:take``, ``pase:stack``).
+Calls are inlined, values that do not depend on data are computed, and loops with a known number of turns are unrolled.
+The ops of every turn have the names of the plan's single body. Lists of tensors are Python lists. Reading and writing
+them, and loop carries, are ops that only pase has (``pase:same``, ``pase:take``, ``pase:stack``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable", "AutoReloadVari
 
 @dataclass(frozen=True)
 class _List:
-    """A list of tensors: names of its elements by number, or the tensor that holds all of them."""
+    """A list of tensors: the names of its elements by index, or one tensor that holds all of them."""
 
     length: int | None
     elements: Mapping[int, Input] = field(default_factory=dict)
@@ -151,10 +151,10 @@ class _GraphWalk:
         if inputs and names and names[0] and inputs[0].named(names[0]):
             out.append(
                 made[0]
-            )  # a cast to what it is, a reduction over nothing, a reshape of a reshape and back
+            )  # a cast to the same type, a reduction over no dims, a reshape and its inverse
             return
         shape = _reshaped(node, inputs)
-        if shape is not None and names:  # the frontend may not have made this reshape: readers look behind it
+        if shape is not None and names:  # the frontend may have omitted this reshape: readers look past it
             if node.op == "Reshape":
                 source = inputs[0].behind or inputs[0].tensor
             else:
@@ -190,7 +190,7 @@ class _GraphWalk:
         shape: Sequence[int],
         **attrs: Any,
     ) -> SourceOp:
-        """An op of our own that makes a tensor of this name."""
+        """An op that only pase has, which makes a tensor of this name."""
         dtype = inputs[0].dtype
         return SourceOp(
             at=at,
@@ -236,7 +236,7 @@ class _GraphWalk:
                 break
             if turn == _MOST_TURNS:
                 raise _data(node, path, f"it has more than {_MOST_TURNS} iterations, and loops are unrolled")
-            for k, v in enumerate(now):  # what a turn reads bears the names of the plan's loop
+            for k, v in enumerate(now):  # a turn's inputs have the names of the plan's loop
                 for kind in _READ_BY_TURNS:
                     names = self.names(at.its(kind, k))
                     if names and isinstance(v, Input):
@@ -344,7 +344,7 @@ class _Attributes(Mapping[str, Any]):
 
 
 def _reshaped(node: TfNode, ins: Sequence[Input]) -> tuple[int, ...] | None:
-    """The shape of what an op makes, for those whose last reshape the frontend may leave to their readers."""
+    """The shape of an op's result, for ops whose last reshape the frontend may leave to the readers."""
     if node.op == "Reshape" and ins[1].value is not None:
         size = int(np.prod(ins[0].shape, dtype=np.int64))
         wanted = [int(s) for s in ins[1].value]
@@ -381,7 +381,7 @@ def _constant(node: TfNode, name: str) -> _WalkedValue:
 
 
 def _run(node: TfNode, arrays: Sequence[np.ndarray], path: str) -> list[np.ndarray]:
-    """What TensorFlow itself makes of known operands."""
+    """The results that TensorFlow itself computes for known operands."""
     import tensorflow.compat.v1 as tf
 
     definition = tf.NodeDef(name="known", op=node.op)

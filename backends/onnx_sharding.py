@@ -1,11 +1,11 @@
-"""ONNX's multi-device annotations: from a layout to a ShardingSpecProto and back, and a validator of its own.
+"""ONNX's multi-device annotations: from a layout to a ShardingSpecProto and back, with a validator.
 
-onnx.checker looks at none of this, so ``check`` does. What onnx.proto leaves open is settled here as follows: shards
-of a tensor are numbered row-major, by axis and within an axis by the entries of ``simple_sharding`` from the major
-one on; ``device`` has one entry a shard, which is a device, or where several devices hold the shard a negative
-number, which ``index_to_device_group_map`` resolves. A dim that is whole has no entry in ``sharded_dim``. Several
-``simple_sharding`` of one axis are the factors of a merged dim, major to minor: (p h) with h split reads 1 of p,
-then n of h.
+onnx.checker does not check these annotations, so ``check`` does. Where onnx.proto is not specific, this file uses these
+conventions. Shards of a tensor are numbered row-major: by axis, and within an axis by the entries of
+``simple_sharding``, major to minor. ``device`` has one entry per shard. The entry is a device, or, if several devices
+hold the shard, a negative number that ``index_to_device_group_map`` resolves. A dim that is not sharded has no entry in
+``sharded_dim``. Several ``simple_sharding`` of one axis are the factors of a merged dim, major to minor. For example,
+(p h) with h split has 1 shard of p, then n shards of h.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Digit", "Digits", "check", "factors", "from_spec", "restated", "to_s
 
 
 def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
-    """dim -> its factors, major to minor, as (extent, mesh axes that split it); dims that are whole are left out.
+    """dim -> its factors, major to minor, as (extent, mesh axes that split it); dims that are not split are left out.
 
     >>> mesh = Mesh(names=("x", "y"), sizes=(2, 4))
     >>> factors((8, 6), ((0, 2), (0, 8)), mesh), factors((8, 6), (None, None), mesh)
@@ -46,7 +46,7 @@ def factors(shape: Sequence[int], digits: Digits, mesh: Mesh) -> dict[int, list[
                     f"axis {mesh.names[a]} splits dim {dim} of {list(shape)} across the parts of another axis"
                 )
             if gap > 1 or not entries:
-                if entries:  # the factor before ends here, with what is whole of it
+                if entries:  # the previous factor ends here, with its part that is not split
                     entries[-1] = (entries[-1][0] * gap, entries[-1][1])
                 elif gap > 1:
                     entries.append((gap, []))
@@ -71,7 +71,7 @@ def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Shar
 
     spec = onnx.ShardingSpecProto(tensor_name=name)
     cut = factors(shape, digits, mesh)
-    order: list[int] = []  # mesh axes, as they number the shards
+    order: list[int] = []  # mesh axes, in the order in which they number the shards
     for dim, entries in cut.items():
         sharded = spec.sharded_dim.add(axis=dim)
         for extent, axes in entries:
@@ -91,7 +91,7 @@ def to_spec(name: str, shape: Sequence[int], digits: Digits, mesh: Mesh) -> Shar
 
 
 def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
-    """The layout that a ShardingSpecProto states; PaseError where no assignment of mesh axes to dims gives it."""
+    """The layout of a ShardingSpecProto. Raises PaseError if no assignment of mesh axes to dims gives it."""
     groups = {e.key: list(e.value) for e in spec.index_to_device_group_map}
     ways = [(d.axis, s.dim_value, s.num_shards) for d in spec.sharded_dim for s in d.simple_sharding]
     shard_of = {device: k for k, entry in enumerate(spec.device) for device in groups.get(entry, [entry])}
@@ -134,7 +134,7 @@ def from_spec(spec: ShardingSpecProto, mesh: Mesh) -> Digits:
 
 
 def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mesh) -> Digits | None:
-    """The same placement of elements for a reshaped tensor; None where a digit falls across its dims.
+    """The same placement of elements for a reshaped tensor; None if a digit crosses a border of its dims.
 
     >>> restated(((0, 2), None), (4, 6), (24,), Mesh(names=("x", "y"), sizes=(2, 4)))
     ((0, 2), None)
@@ -162,7 +162,7 @@ def restated(digits: Digits, shape: Sequence[int], new: Sequence[int], mesh: Mes
 def check(model: ModelProto, shapes: Mapping[str, Sequence[int]] | None = None) -> None:
     """Raise PaseError unless a ModelProto's multi-device annotations are sound.
 
-    shapes: what is known of the tensors' shapes; those declared in the model are known.
+    shapes: known shapes of tensors, in addition to those that the model declares.
     """
     configurations: dict[str, int] = {}
     for conf in model.configuration:

@@ -1,7 +1,7 @@
 """The backends that write a plan to a file in another program's terms.
 
-A backend is a module ``backends/to_<name>.py``, found by itself, that registers one ``Backend`` in ``BACKENDS`` and
-imports its framework inside of functions only.
+A backend is a module ``backends/to_<name>.py``, which is found automatically. It registers one ``Backend`` in
+``BACKENDS`` and imports its framework only inside functions.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["BACKENDS", "Backend", "Emit", "emit"]
 
 class Emit(Protocol):
     def __call__(self, plan: PlanData, path: Path, *, model: object) -> str:
-        """Write ``path``, whole or not at all, and return one line that says what was written.
+        """Write ``path`` completely or not at all, and return one line that says what was written.
 
-        model: what the plan was compiled from (a file's path, say): what the user gave, else the plan's own name of
-        it. What the target cannot express is a PaseError, never left out in silence.
+        model: what the plan was compiled from (for example, a file's path), as given by the user, otherwise as named in
+        the plan. Raises PaseError if the target cannot express something; nothing is left out silently.
         """
 
 
@@ -33,16 +33,16 @@ class Backend:
     """What it writes, in a few words."""
     emit: Emit
     needs_model: bool = False
-    """Is what it writes made of the model's own ops? Then the plan must have its model."""
+    """Whether the file is made from the model's own ops. If so, the plan must have its model."""
     stages: bool = False
-    """Does it write what is a pipelined plan's alone?"""
+    """Whether it writes something that only a pipelined plan has."""
 
 
 BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends", prefix="to_")
 
 
 def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str:
-    """Write the plan for another program. PaseError where no backend has that name, or what it cannot express."""
+    """Write the plan for another program. Raises PaseError if no backend has that name, or it cannot express it."""
     backend = BACKENDS[to]
     if not backend.stages:
         plan.check_emitted()

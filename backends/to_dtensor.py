@@ -58,7 +58,7 @@ def to_json(plan: PlanData) -> JsonObject:
 
 
 def _other_step(plan: PlanData, mesh: Mapping[str, int]) -> bool:
-    """Does the plan split some layer along an axis that this mesh has only together with others, or along several?"""
+    """Whether the plan splits a layer along several axes, or along one that this mesh has only merged with others."""
     return any(axes and "_".join(axes) not in mesh for n in plan.nodes for axes in n.split.values())
 
 

@@ -60,7 +60,7 @@ class JaxPlan:
     blocks: tuple[Block, ...] = ()
     """Equations that backward recomputes."""
     once: Once = "none"
-    """What of parameters is sent once a step. Unless it is nothing, the plan is lowered by hand."""
+    """Which transfers of parameters happen once per step. Unless there are none, the plan is lowered by hand."""
     _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class JaxPlan:
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
-        """Equations whose results are kept for backward, in blocks of which only light work is recomputed."""
+        """Equations whose results are kept for backward, in blocks where only cheap work is recomputed."""
         return kept_results(self.traced.graph, self.blocks)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
@@ -340,7 +340,7 @@ class JaxPlan:
 
         def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
             value, grads = graded(params, *batch)
-            # Each device updates the part whose state it has; out_shardings then gather the parameters.
+            # Each device updates the part that it has the state of; out_shardings then gather the parameters.
             mine = trained(params)
             mine = jax.tree.map(jax.lax.with_sharding_constraint, mine, updated_as)
             updates, opt_state = optimizer.update(grads, opt_state, mine)
@@ -449,13 +449,15 @@ class JaxPlan:
 
         def put(leaf: Tree, sharding: NamedSharding) -> Array:
             if jax.process_count() == 1:
-                # The step donates its arguments: none may share memory with what the caller holds.
+                # The step donates its arguments: none may share memory with the caller's arrays.
                 mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
                 return jax.device_put(mine, sharding)
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        if self.traced.programs and len(given) < len(shardings):  # what prefill makes may be left out
+        if self.traced.programs and len(given) < len(
+            shardings
+        ):  # arguments that prefill makes may be left out
             shardings = shardings[: len(given)]
         placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

@@ -226,7 +226,7 @@ class BucketRunner:
         due = [g for g, _, _ in state.generations if self._generation(g)[3] < state.iteration]
         if not due:
             return state.params, state.opt_state
-        # Which update it is, and what was sent of it, is all that the program depends on.
+        # The program depends only on which update it is, and on what was already sent.
         updates = tuple(g % len(self.plan.updates) for g in due)
         given = [(acc, dict(bufs)) for g, acc, bufs in state.generations if g in due]
         key = ("finish", updates, tuple(tuple(sorted(bufs)) for _, bufs in given))

@@ -136,9 +136,7 @@ def local_loss(plan: PlanData, loss_fn: Callable[..., Tree], axes: tuple[str, ..
     )
 
     def loss(params: Tree, *batch: Tree) -> Tree:
-        here = cast(
-            "JaxMesh", jax.sharding.get_abstract_mesh()
-        )  # axes' names and sizes are all that is asked of it
+        here = cast("JaxMesh", jax.sharding.get_abstract_mesh())  # only the axes' names and sizes are used
         made = inside.loss(here, lowering="annotated")(params, *batch)
         return made[0] if aux else made
 

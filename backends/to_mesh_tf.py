@@ -1,6 +1,6 @@
 """A plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
 
-The source is walked a second time, op by op, in the order in which its frontend walked it. The names of a tensor's dims
+The source is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims
 follow from the plan (``mtf_names``). The translation of each op is in one table per frontend (``mtf_tf``, ``mtf_jax``).
 What Mesh-TensorFlow cannot express is refused, with the name of the op and its place.
 """
@@ -34,7 +34,7 @@ __all__ = ["MeshTfLayout", "emit", "layout", "program"]
 
 @dataclass(frozen=True, kw_only=True)
 class MeshTfLayout:
-    """mesh_shape and layout_rules as Mesh-TF reads them, and the dims of the parameters and inputs under them."""
+    """mesh_shape and layout_rules in Mesh-TF's format, and the dims of the parameters and inputs under them."""
 
     mesh_shape: str
     layout_rules: str
@@ -99,7 +99,7 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
 
 
 def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:
-    """The frontend's table of ops, and the model's ops one by one."""
+    """The frontend's table of ops, and the model's ops in order."""
     roles = {t.name: t.role for t in graph.tensors.values()}
     frontend = traced.graph.meta.get("frontend", "")
     if frontend == "jax":

@@ -8,8 +8,8 @@ another framework can apply them to its own arrays. ``SCHEMA`` is the file's for
      "inputs": {"x": {"shape": [8, 64], "dtype": "float32", "spec": [["data"], []]}},
      "activations": {"dense/MatMul:0": {"shape": [8, 256], "dtype": "float32", "spec": [["data"], ["model"]]}}}
 
-A spec has, for each dim of the tensor, the mesh axes that split it, major to minor; what JAX writes as
-``PartitionSpec(*map(tuple, spec))``. The mesh's axes stand in the order of the devices, the last one innermost.
+A spec has, for each dim of the tensor, the mesh axes that split it, major to minor. In JAX it is
+``PartitionSpec(*map(tuple, spec))``. The mesh's axes are in the order of the devices, with the last one innermost.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A bucket plan run by PyTorch: a communication hook for DistributedDataParallel, and DDP's own bucket sizes.
 
-DDP passes on gradients as they are made. The hook cuts and joins them as the plan's messages say, and issues the
-messages strictly in the plan's order, each as soon as its gradients are ready. The order is the same on every rank, so
-there is no deadlock. DDP waits for the messages that hold a bucket's gradients, as it does without a hook.
+DDP passes on gradients as soon as they are computed. The hook cuts and joins them as the plan's messages say. It issues
+the messages strictly in the plan's order, each as soon as its gradients are ready. The order is the same on every rank,
+so there is no deadlock. DDP waits for the messages that hold a bucket's gradients, as it does without a hook.
 
     runner = to_torch.attach(ddp, problem, plan)
     loss.backward(); runner.step(optimizer)
@@ -90,8 +90,8 @@ def attach(
     """Register the plan's hook on a DistributedDataParallel module.
 
     ddp: created with a small ``bucket_cap_mb`` (such as 0.001), so that it passes on each gradient as soon as it is
-    made. With larger buckets the numbers are the same, but messages start later. groups: a process group for each link
-    of the problem, by name, each over the same ranks; None uses the module's own group for all links.
+    computed. With larger buckets the numbers are the same, but messages start later. groups: a process group for each
+    link of the problem, by name, each over the same ranks; None uses the module's own group for all links.
 
     Raises PaseError if the plan is not for this module's parameters, or has gradients that are not all-reduced.
     """

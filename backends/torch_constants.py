@@ -1,4 +1,4 @@
-"""Constants on one rank, whose values do not depend on data: masks, positions, buffers that are only read.
+"""Constants on one rank. Their values do not depend on data: masks, positions, buffers that are only read.
 
 Each rank computes the whole constant, and each reader takes its part of it.
 """

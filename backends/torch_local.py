@@ -40,7 +40,7 @@ __all__ = ["Body", "Keeping", "RankWalk"]
 
 @dataclass
 class Keeping:
-    """Whether the op that runs now keeps its result, in a block of which only light work is recomputed."""
+    """Whether the current op keeps its result, in a block where only cheap work is recomputed."""
 
     now: bool = False
 
@@ -71,7 +71,7 @@ class Body:
 class RankWalk:
     """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
 
-    kept: those of their nodes whose results are kept for backward.
+    kept: nodes in these blocks whose results are kept for backward.
     """
 
     program: LocalProgram
@@ -183,7 +183,7 @@ class RankWalk:
             return
         pairs = self._pairs.get(path)
         if not pairs:
-            return  # a view that its readers make, or what no data decides
+            return  # a view that its readers make, or a value that does not depend on data
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:

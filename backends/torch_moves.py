@@ -1,6 +1,6 @@
 """The moves of a local program on local PyTorch tensors: views and collectives.
 
-Each edge is one ``autograd.Function``, whose forward and backward moves are both the plan's.
+Each edge is one ``autograd.Function``. Its forward and backward moves are both the plan's.
 """
 
 from __future__ import annotations
@@ -124,14 +124,14 @@ def _from_front(x: Tensor, v: WireView) -> Tensor:
 
 
 def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
-    """All-reduced, if the node that makes it also reads it. The gradient is that of every summand."""
+    """All-reduce, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
     if not x.is_floating_point():
         return groups.all_reduce(x, axes)
     return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
 
 
 def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tensor:
-    """This rank's part of what all ranks hold whole. Dims of size 1 that are larger in the whole tensor are kept."""
+    """This rank's part of a tensor that is replicated. Dims of size 1 that are larger in the whole tensor are kept."""
     mesh = groups.mesh
     states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
     axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)

@@ -111,7 +111,7 @@ def _elementwise(op: Op, local: LocalOp, ins: Sequence[Tensor], numbers: Iterato
 
 
 def _reduce(op: Op, x: Tensor) -> Tensor:
-    """Reduce over the dims that the result does not have. The caller sums what is still partial."""
+    """Reduce over the dims that the result does not have. The caller sums partial results."""
     axes = tuple(
         i
         for i, w in enumerate(op.reads[0].map.walks)

@@ -92,13 +92,13 @@ class NodeOps:
                 self._nest(pair, iter(()))
         elif self._closed(work):
             self._at_once(work, before, self._anchors(work), {})
-        elif work and work[0].op.kind == "conv":  # and what is added to it by itself
+        elif work and work[0].op.kind == "conv":  # what is added to it runs separately
             first = work[0].op.writes[0].tensor
             self._at_once(work[:1], before, [(first, ())], {"bias": None})
             for pair in work[1:]:
                 self._nest(pair, iter(()))
         elif len(work) > 1 and not any(r.tensor in _made(work) for pair in work for r in pair.op.reads):
-            anchors = self._anchors(work)  # several that know nothing of one another: the parts of a split
+            anchors = self._anchors(work)  # several independent ones: the parts of a split
             for pair in work:
                 self._at_once(
                     [pair], before, [a if a and a[0] in _made([pair]) else None for a in anchors], {}
@@ -182,7 +182,7 @@ class NodeOps:
             layout = laid_through(r.gradient if gradient else r.layout, a[1], mesh)
             outs.append((_shape_through(r.shape, a[1]), layout))
         given, laid = reads.given(outs, gradient)
-        if given.get("device") is not None:  # where it was traced is not where it runs
+        if given.get("device") is not None:  # it was traced on another device than it runs on
             given = {**given, "device": self.body.constants.device}
         call = RankCall(
             target=self.node.target,
@@ -214,7 +214,7 @@ class NodeOps:
         return x
 
     def _settled(self, local: LocalOp, r: LocalResult, x: Tensor) -> Tensor:
-        """Sum at once, if the node that makes it also reads it."""
+        """Sum immediately, if the node that makes it also reads it."""
         partial = r.summed or "partial" in r.layout
         if partial and local.combine != "sum" and local.op.function.name not in ("reduce_max", "reduce_min"):
             raise NotOnParts("no collective combines its partial results")
@@ -265,7 +265,7 @@ class NodeOps:
         if known is not None:
             shadow = computed([v.array if v.shadow is None else v.shadow for v in ins], r.gradient)
         if local.combine != "sum" and (r.summed or "partial" in r.layout):
-            x = x.detach()  # only what no gradient passes is run so: a softmax's maximum
+            x = x.detach()  # only ops that pass no gradient run this way: a softmax's maximum
             x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
         self._keep(r, self._settled(local, r, x), shadow)
 
@@ -357,7 +357,7 @@ class _Reads:
                 if root[0] == name and read in self.values:
                     return self._led(self.values[read], (*inverse(root[1]), *steps), value, gradient)
         if walk.index.decided(m):
-            return None, (value.shape, (None,) * len(mesh.names))  # of which only the shape counts
+            return None, (value.shape, (None,) * len(mesh.names))  # only its shape matters
         return self._constant(m, value, outs)
 
     def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Tensor, Laid]:

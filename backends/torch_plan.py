@@ -196,11 +196,11 @@ class ParallelModule:
         held = self.module.get_submodule(owner)._buffers
         if name in held:
             return held[name]
-        # A tensor that the model keeps beside its buffers, which the export lifted out.
+        # A tensor that the model has in addition to its buffers. The export lifted it out.
         return self.plan.traced.program.constants[path]
 
     def _parameters(self) -> dict[str, RankValue]:
-        """Parameters as the step reads them. Those whose state is split further are gathered."""
+        """Parameters in the layouts that the step reads. If a parameter's state is split further, it is gathered."""
         program, out = self.plan.program, {}
         for tensor, stored in self._stored.items():
             r = program.result(tensor)
@@ -291,7 +291,7 @@ class TorchStep:
 
     @property
     def module(self) -> Module:
-        """The user's module, whose parameters are DTensors."""
+        """The user's module, with DTensors as parameters."""
         return self.parallel.module
 
     def __call__(self, *batch: Tree) -> Tensor:

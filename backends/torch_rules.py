@@ -61,7 +61,7 @@ class RankCall:
         return local_shape(*laid, self.groups.mesh)
 
     def split(self, name: str = "self") -> set[int]:
-        """Dims of an operand of which this rank has a part."""
+        """Dims of an operand that are split, so that this rank has only a part."""
         whole = self.laid[name][0]
         here = local_shape(*self.laid[name], self.groups.mesh)
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
@@ -100,7 +100,7 @@ def _copy(call: RankCall) -> Tensor:
     return call.given["src"].to(call.whole[0].dtype)
 
 
-# Parts of a tensor. Dims that are split are kept whole, or all parts of them alike are.
+# Parts of a tensor. Split dims are either not sliced, or sliced in the same way in all parts.
 
 
 @RANK_RULES.register("slice", "narrow", "select")
@@ -168,7 +168,7 @@ def _extreme(call: RankCall) -> Tensor:
     (result,) = call.ops[-1].results
     over, combine, groups = result.summed, call.ops[-1].combine, call.groups
     here = call.run()
-    if not over:  # the edge joins them; nothing says then which elements reach it
+    if not over:  # the edge joins the parts; which elements attain it is unknown
         return here.detach()
     top = groups.all_reduce(here.detach(), over, combine)
     if not x.requires_grad:
@@ -176,7 +176,7 @@ def _extreme(call: RankCall) -> Tensor:
     whole = top if call.given.get("keepdim") else _unsqueezed(top, sorted(axes))
     reached = x.detach() == whole
     shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(x.dtype), over)
-    # Of this sum the value is the maximum, and the gradient reaches the elements that are it.
+    # The value of this sum is the maximum; its gradient reaches the elements that attain the maximum.
     ours = torch.where(reached, x - x.detach(), x.new_zeros(())) / shares
     return top + ours.sum(sorted(axes), keepdim=bool(call.given.get("keepdim")))
 
@@ -187,7 +187,7 @@ def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:
     return x
 
 
-# Lookups by index. Of a dim that is split each rank looks up what it has; elsewhere it takes zero, and rows are summed.
+# Lookups by index. In a split dim, each rank looks up its own rows and takes zero for others; then rows are summed.
 
 
 @RANK_RULES.register("embedding")
@@ -272,8 +272,8 @@ def _scatter(call: RankCall) -> Tensor:
 
 
 def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
-    """Update a tensor of which this rank has a part along some of the indexed dims. What is for other ranks goes into
-    a place behind the part, which is cut off again."""
+    """Update a tensor that is split along some of the indexed dims. Updates for other ranks go into an extra place
+    after this rank's part, which is then cut off."""
     import torch
 
     several = "indices" in call.given
@@ -292,7 +292,7 @@ def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
     return call.run(self=wider, **changes).narrow(first, 0, behind)
 
 
-# Attention, norms: sizes in their operands are those of parts.
+# Attention and norms: sizes among their operands become the sizes of parts.
 
 
 @RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
@@ -310,9 +310,7 @@ def _grouped(call: RankCall) -> Tensor:
     order = group.argsort(stable=True)
     own = torch.arange(w.shape[0], device=x.device)
     until = torch.searchsorted(group[order], own, right=True, out_int32=True)
-    reached = (mine[order])[
-        :, None
-    ]  # PyTorch leaves what it makes of other rows as it finds it, gradients too
+    reached = (mine[order])[:, None]  # PyTorch leaves results and gradients of other rows uninitialised
     zero = x.new_zeros(())
     made = call.run(**{rows_of: torch.where(reached, x[order], zero), "offs": until})
     return torch.where(reached, made, zero.to(made.dtype))[order.argsort()]
@@ -337,7 +335,7 @@ def _attention(call: RankCall) -> Tensor:
         return call.run(**changes)
     where = sum(
         call.groups.place[i] * 7919**i for i, s in enumerate(layout) if isinstance(s, tuple)
-    )  # parts differ, and ranks that hold the same part draw the same
+    )  # different parts draw different values, and ranks with the same part draw the same
     with seeded(call.seed + where, q.device):
         return call.run(**changes)
 
@@ -352,7 +350,7 @@ def _group_norm(call: RankCall) -> Tensor:
     return call.run(**changes)
 
 
-# What is random: one seed for the whole, of which each rank takes its part.
+# Random ops: the whole tensor is drawn from one seed, and each rank takes its part.
 
 _DRAWING = threading.Lock()
 

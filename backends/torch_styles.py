@@ -56,7 +56,7 @@ class DataStyle:
 
 
 def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> DataStyle:
-    """The data-parallel style of the plan. beside: axes that belong to another style.
+    """The data-parallel style of the plan. beside: axes that are left to another style.
 
     Raises PaseError, with the layer and what it does, if the plan is not data parallel.
     """
@@ -111,7 +111,7 @@ def _batch_axes(plan: PlanData, target: str, beside: tuple[str, ...]) -> tuple[s
 
 
 def _placed(placement: Placement, axes: tuple[str, ...]) -> tuple[tuple[str, ...], int | None]:
-    """Those of the axes that split a tensor, and the dim that they split; None if they split several dims."""
+    """The axes among these that split a tensor, and the dim that they split; None if they split several dims."""
     split = {dim: tuple(a for a in held if a in axes) for dim, held in enumerate(placement)}
     split = {dim: held for dim, held in split.items() if held}
     every = tuple(a for a in axes if any(a in held for held in split.values()))
@@ -155,9 +155,7 @@ def tensor_style(plan: PlanData, target: str, axis: str, *, sequence: bool) -> d
             continue
         maker = c.source.partition(":")[0].rpartition(".")[0]
         if _of_parameter(plan, c):
-            if (
-                c.kind != "all_reduce" or not sequence
-            ):  # the gradient of what works on split positions is summed
+            if c.kind != "all_reduce" or not sequence:  # gradients from work on split positions are summed
                 raise PaseError(
                     f"this plan is not {target}: '{c.source}' is moved by a {c.kind} over {axis}. {_INSTEAD}"
                 )
@@ -191,7 +189,7 @@ def _style(plan: PlanData, node: NodePlan, path: str, verb: str, axis: str) -> T
 
 
 def units_of(plan: PlanData) -> tuple[str, ...]:
-    """Numbered modules of which there are several equal ones: the blocks that are gathered one at a time."""
+    """Numbered modules with several equal ones: the blocks that are gathered one at a time."""
 
     def numbered() -> Iterator[str]:
         for path in plan.parameters:

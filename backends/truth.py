@@ -1,10 +1,10 @@
-"""A plan compared with what XLA makes of it: the numbers of one step, and bytes by kind of collective.
+"""A plan compared with the program that XLA compiles: the numbers of one step, and bytes by kind of collective.
 
-Three habits of XLA's CPU pipeline are allowed for, in the column ``on_cpu``, so that the comparison tests the
-plan and not the backend. It never forms a reduce-scatter: a whole all-reduce and a slice instead, which also
-does what was to be reduced after it. It does not sum the partial gradients of a tensor's readers before it
-reduces them (GPU and TPU pipelines do). And a sum over two split dims (batch and sequence) is one all-reduce a
-dim, where one over both would do.
+The column ``on_cpu`` allows for three habits of XLA's CPU pipeline, so that the comparison tests the plan and not the
+backend. First, it never forms a reduce-scatter. It uses a whole all-reduce and a slice instead, and this all-reduce
+also replaces reductions that would follow. Second, it does not sum the partial gradients of a tensor's readers before
+it reduces them (GPU and TPU pipelines do). Third, a sum over two split dims (batch and sequence) is one all-reduce per
+dim, although one over both would be enough.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class CollectiveRow:
 
 
 def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotated") -> list[CollectiveRow]:
-    """compiled: what ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` gave, on host devices.
-    Lowered by hand a program has the plan's own collectives: none of the CPU pipeline's habits is allowed for."""
+    """compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices.
+    A program lowered by hand has the plan's own collectives, so no habit of the CPU pipeline is allowed for."""
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
     on_cpu = dict.fromkeys(kinds, 0)
@@ -77,7 +77,7 @@ def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotate
             on_cpu[c.kind] += nbytes
             continue
         if c.kind == "all_reduce" and _flow(c) in scattered and not sums.sliced_between(c):
-            continue  # a whole all-reduce over all the axes stood in for the reduce-scatter
+            continue  # a whole all-reduce over all the axes replaced the reduce-scatter
         if c.kind in ("all_reduce", "reduce_scatter"):
             on_cpu["all_reduce"] += nbytes * sums.count(c)
         else:
@@ -94,11 +94,11 @@ def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotate
 def unmatched(
     plan: PlanData, compiled: XlaProgram, kinds: Sequence[str]
 ) -> tuple[list[Collective], list[HloCollective]]:
-    """What is left, line by line, once collectives of equal kind, bytes and mesh axes are paired: of the plan's, and of
-    the compiled program's. ``times`` and ``count`` are how many of a line have no partner.
+    """Unmatched collectives of the plan and of the compiled program, line by line. Collectives of equal kind, bytes and
+    mesh axes are paired. ``times`` and ``count`` are how many of a line have no partner.
 
-    kinds: "all_gather", "all_to_all", "permute"; sums are formed otherwise on a CPU (see the module's text), so that
-    all_reduce and reduce_scatter leave lines in any case.
+    kinds: "all_gather", "all_to_all", "permute". Sums are formed differently on a CPU (see the module's docstring), so
+    all_reduce and reduce_scatter always leave lines.
     """
     left: dict[tuple[str, int, int | None], list[HloCollective]] = {}
     for h in collectives(compiled, plan.mesh):
@@ -132,7 +132,7 @@ def _flow(c: Collective) -> tuple[str, str, str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _AllReduceCount:
-    """How many all-reduces the CPU pipeline makes of one that the plan has."""
+    """The number of all-reduces that the CPU pipeline makes for one in the plan."""
 
     plan: PlanData
     graph: Graph
@@ -159,8 +159,8 @@ class _AllReduceCount:
         return max(sum(self._read(c, n, copied) for n in nodes), 1)
 
     def sliced_between(self, c: Collective) -> bool:
-        """Is this what is left to sum of a product whose gradient goes straight into slices? XLA then sums over the
-        slices' axes first, whole, and over the others in slices."""
+        """Whether this is the remaining sum of a product whose gradient goes directly into slices. XLA then sums the
+        whole gradient over the slices' axes first, and the slices over the other axes."""
         main = self.graph.node[c.node].main
         product = main.kind in ("matmul", "conv") and any(a.tensor == c.tensor for a in main.reads)
         route = self.plan.define.get(c.tensor)
@@ -172,14 +172,14 @@ class _AllReduceCount:
         return max((self._dims(c, node, op, a) for op, a in reads), default=0)
 
     def _dims(self, c: Collective, node: str, op: Op, access: Access) -> int:
-        """Split dims of the op that the tensor knows nothing of: each is a sum."""
+        """The number of split dims of the op that the tensor does not have. Each is a sum."""
         split = self.plan.strategy[node]
         return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One training step: its loss, gradients and updated parameters; gathered where they were sharded."""
+    """One training step: its loss, gradients and updated parameters. Sharded arrays are gathered."""
 
     loss: float
     gradients: Tree
@@ -187,7 +187,7 @@ class StepResult:
     compiled: XlaProgram | None = None
     """The compiled step, for ``compare``."""
     lowering: Lowering = "annotated"
-    """By which way it was lowered, for ``compare``: never auto."""
+    """How it was lowered, for ``compare``; never auto."""
     rematerialised: tuple[str, ...] = ()
     """XLA's warnings of a tensor that it gathered whole because it found no better way."""
 
@@ -201,8 +201,8 @@ class StepResult:
 
 
 def worst_difference(a: Tree, b: Tree) -> float:
-    """The largest |a - b| of two pytrees, relative to the largest |a|: 0 where they are equal, zeros too; infinite
-    where only a is zero; NaN where there is one in either.
+    """The largest |a - b| of two pytrees, relative to the largest |a|. It is 0 if they are equal (also if both are
+    zero), infinite if only a is zero, and NaN if either contains one.
 
     >>> [worst_difference([1.0, 4.0], b) for b in ([1.0, 3.0], [1.0, 4.0], [1.0, float("nan")])]
     [0.25, 0.0, nan]
@@ -221,7 +221,7 @@ def worst_difference(a: Tree, b: Tree) -> float:
 def unsharded_step(
     loss_fn: Callable[..., Array], optimizer: GradientTransformation, params: Tree, *batch: Tree
 ) -> StepResult:
-    """The step as any user would write it, on one device."""
+    """The step on one device, as any user would write it."""
     import jax
 
     from pase.frontends.jax_leaves import arrays, combine, static, trained, value_and_grad
@@ -247,7 +247,7 @@ def sharded_step(
     *batch: Tree,
     lowering: Lowering = "auto",
 ) -> StepResult:
-    """The same step as ``plan.jax.train_step`` does it, on the plan's devices; compiled once."""
+    """The same step by ``plan.jax.train_step``, on the plan's devices. It is compiled once."""
     import jax
 
     from pase.frontends.jax_leaves import arrays, trained
@@ -275,8 +275,8 @@ def sharded_step(
 def _lowered_step(
     jp: JaxPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
 ) -> tuple[Tree, Lowering]:
-    """The lowered step, and which way took it: what a CPU's program sends depends on that (``compare``)."""
-    only = jp.once != "none" and lowering == "auto"  # XLA would send for each micro-batch
+    """The lowered step, and how it was lowered. What a CPU program sends depends on that (``compare``)."""
+    only = jp.once != "none" and lowering == "auto"  # XLA would send once per micro-batch
     *first, last = ("manual",) if only else lowerings(lowering, mesh)
     for way in first:
         try:
@@ -304,7 +304,7 @@ def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree
 
 
 def _keeping_gradients(optimizer: GradientTransformation) -> GradientTransformation:
-    """The same optimizer; its state also holds the gradients that it last saw."""
+    """The same optimizer, with the last gradients stored in its state."""
     import jax
     import optax
 
@@ -320,7 +320,7 @@ def _keeping_gradients(optimizer: GradientTransformation) -> GradientTransformat
 
 @contextmanager
 def _stderr() -> Iterator[list[str]]:
-    """What is written to the process's standard error meanwhile, by XLA too; the list is filled at the end."""
+    """What the process, including XLA, writes to standard error in this block. The list is filled at the end."""
     lines: list[str] = []
     sys.stderr.flush()
     kept = os.dup(2)

@@ -1,8 +1,9 @@
-"""Predicted peak memory against what XLA's buffer assignment says of the compiled step.
+"""Predicted peak memory, compared with XLA's buffer assignment for the compiled step.
 
-Two habits of XLA's CPU pipeline are allowed for, in ``on_cpu``. It gathers all sums of gradients of a scope (the whole
-step, or one turn of a loop) in one all-reduce at its end, so that all partial gradients and all their sums live at
-once, whole, since it forms no reduce-scatter either. And around convolutions nothing fuses (``_forward``).
+``on_cpu`` allows for two habits of XLA's CPU pipeline. First, it combines all gradient sums of a scope (the whole step,
+or one turn of a loop) into one all-reduce at the end of the scope. All partial gradients and all their sums are then
+live at the same time, and they are whole, because it never forms a reduce-scatter. Second, it does not fuse anything
+with convolutions (``_forward``).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Peak", "compare_memory"]
 @dataclass(frozen=True, kw_only=True)
 class Peak:
     """Bytes on one device. stored: parameters and optimizer state, predicted, then the arguments of the compiled step
-    less its batch; the others are peaks."""
+    without its batch. The others are peaks."""
 
     stored: int
     stored_compiled: int
@@ -44,8 +45,9 @@ class Peak:
 
 
 def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "annotated") -> Peak:
-    """compiled: what ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` gave, on host devices, with the
-    plan's optimizer. Lowered by hand, gradients are reduced as in the plan: whole ones are not held beside it."""
+    """compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices, with the
+    plan's optimizer. A step lowered by hand reduces gradients as the plan does, so no additional whole gradients are
+    held."""
     a, m = compiled.memory_analysis(), plan.memory
     assert a is not None  # host devices have it
     sums = _sums_at_once(plan) if lowering == "annotated" else 0
@@ -75,8 +77,8 @@ def _local(plan: PlanData, t: TensorPlan) -> int:
 
 
 def _sums_at_once(plan: PlanData) -> int:
-    """Partial gradients and their sums in the scope that has most of them, less the summed gradients that the plan
-    counts already."""
+    """Bytes of partial gradients and their sums in the scope that has the most, without the summed gradients that the
+    plan already counts."""
     graph = plan.graph
     parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
     whole: dict[Scope | None, dict[tuple[str, str], int]] = {}
@@ -101,14 +103,16 @@ _INDEX = 4
 
 
 def _forward(plan: PlanData) -> int:
-    """Most bytes at a max-pooling of forward, or at forward's end, as XLA's CPU pipeline holds them: what is kept by
-    then, and of convolutions and poolings what no fusion contains there.
+    """Peak bytes of XLA's CPU pipeline at a max-pooling of forward, or at the end of forward. They are the values kept
+    by then, and the arrays of convolutions and poolings that are not fused.
 
-    - A convolution's gradients are convolutions that read its operands transposed: copies, made with the operands and
-      kept as long; of weights, which depend on nothing, from the step's start on.
-    - A max-pooling with a gradient finds indices beside maxima: it reads one array of indices for each dim of its
-      operand (iotas, which depend on nothing, so those of later poolings are there too), writes as many of its
-      result's size, and keeps these, with the zeros of the operand's size into which its gradient is scattered.
+    - A convolution's gradients are convolutions that read its operands transposed. These copies are made together with
+      the operands and kept as long as they are. Copies of weights depend on nothing and exist from the start of the
+      step.
+    - A max-pooling with a gradient finds indices as well as maxima. It reads one array of indices for each dim of its
+      operand (iotas, which depend on nothing, so those of later poolings already exist). It writes the same number of
+      arrays in its result's size and keeps them, with the zeros of the operand's size into which its gradient is
+      scattered.
     """
     graph, mesh, m = plan.graph, plan.mesh, plan.memory
     kept = weights = zeros = indices = 0.0
