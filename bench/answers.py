@@ -37,7 +37,7 @@ REPLAYED = (
 
 
 def digest(value: object) -> str:
-    """Twelve letters that stand for a value of JSON."""
+    """The first twelve hex digits of a JSON value's SHA-256."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 

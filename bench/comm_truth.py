@@ -94,7 +94,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
-    """Write the row beside those that stand: each as it is made, so that an interrupt loses none."""
+    """Add the row to those in the file. Each is written as soon as it is made, so that an interrupt loses none."""
     import jax
 
     from pase import zoo
@@ -116,7 +116,7 @@ def _keep(row: dict[str, Any], alike: dict[str, str]) -> None:
 
 
 def rows_of(name: str) -> Iterator[dict[str, Any]]:
-    """One row a strategy of a model: predicted and compiled bytes, and how far its step is from the unsharded one."""
+    """One row per strategy of a model: predicted and compiled bytes, and how far its step is from the unsharded one."""
     import optax
 
     from bench.cases.plans import reduced

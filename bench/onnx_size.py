@@ -3,7 +3,7 @@
     python -m bench.onnx_size            # writes bench/results/onnx_size.json
 
 Chains of transformer blocks as exporters write them (their sizes computed by Shape, Gather, Concat and Reshape),
-up to 50,000 nodes; and one file of 600 MB of weights beside the same graph without any. Each measurement is a process
+up to 50,000 nodes; one file with 600 MB of weights and the same graph without any. Each measurement is a process
 of its own: its time is CPU time of ``from_onnx.trace`` (reading included; one thread), its memory the growth of the
 peak resident set.
 """

@@ -1,11 +1,11 @@
-"""Published training steps, each priced as its own configuration under the executor that its framework is.
+"""Published training steps, each priced in its own configuration with the executor of its framework.
 
     python -m bench.published_steps FILE.csv [--json] [--only PREFIX] [-o bench/results/published_steps.json]
 
 Nothing is fitted: cards are machine files (``bench/published_cards.py``), frameworks are entries of
-``pase.stated.program``. What a row does not tell is taken as its framework has it by default (``configured``); what
-cannot be priced says why. JSON: {"rows": [{"id", "step_s", "predicted_s", "error", "why_not"}], "median_error", "tau"};
-error and order are over the rows that have a step time and a price.
+``pase.stated.program``. Values missing from a row take the framework's defaults (``configured``). A row that cannot be
+priced says why. JSON: {"rows": [{"id", "step_s", "predicted_s", "error", "why_not"}], "median_error", "tau"};
+median_error and tau are over the rows that have a step time and a price.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summar
 
 @dataclass(frozen=True, kw_only=True)
 class PricedRun:
-    """A row and its price, or why there is none."""
+    """A row and its price, or the reason why it has none."""
 
     row: PublishedRow
     priced: Priced | None
@@ -107,12 +107,12 @@ _DEEPSPEED: dict[str, Any] = {
 
 
 def is_old(row: PublishedRow) -> bool:
-    """Megatron of 2021 and 2022, and what ran beside it: attention written out, no kernels of Transformer Engine."""
+    """Megatron of 2021 and 2022, and its contemporaries: unfused attention, no Transformer Engine kernels."""
     return row.source in ("mlm", "alp") and "h100" not in (row.text("gpu") or "").lower()
 
 
 def program_of(row: PublishedRow) -> Program:
-    """The executor that the row's framework is."""
+    """The executor of the row's framework."""
     notes, kernel = row.notes, (row.text("attn_kernel") or "").lower()
     if is_old(row):
         return replace(
@@ -170,12 +170,12 @@ _NODE = 8
 
 
 def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
-    """(the row's strategy, its batch); Infeasible where its layout is not told.
+    """(the row's strategy, its batch); Infeasible if its layout is not stated.
 
-    Not told: nothing is computed again unless the row's TFLOP/s count it, or where that does not fit, as little as
-    does (``price_row``: it ran); ZeRO
-    is 1 under Megatron (its distributed optimizer) and 3 elsewhere; a micro-batch is the largest that fits, and one
-    example where there are stages; sequence parallelism goes with tensor parallelism.
+    Defaults for what is not stated: no recomputation unless the row's TFLOP/s count it, or, if that does not fit, the
+    least recomputation that fits (``price_row``; the row did run). ZeRO is 1 under Megatron (its distributed optimizer)
+    and 3 elsewhere. The micro-batch is the largest that fits, or one example with pipeline stages. Sequence parallelism
+    is on if tensor parallelism is.
     """
     gpus, batch = row.whole("gpus"), row.whole("global_batch")
     if not gpus:
@@ -195,7 +195,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     kind = (row.text("dp_type") or "").lower()
     if (
         kind == "ddp" and row.source == "mbr"
-    ):  # the page's word for no FSDP; the recipes' optimizer is distributed
+    ):  # the page's term for no FSDP; the recipes' optimizer is distributed
         kind = "zero1"
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
     data = ranks if zero == 0 else _replicas(row, ranks) if kind == "hsdp" else 1
@@ -205,7 +205,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         max(own // pp, 1) if row.source == "ttn" else 1
     )  # torchtitan: as many micro-batches as ranks of stages
     micro = row.whole("micro_batch") or (staged if pp > 1 else own)
-    # Aleph Alpha's sheets with a column for sequence parallelism lie in data/seqpara: the sweeps before had none of it.
+    # Aleph Alpha's sheets with a column for sequence parallelism are in data/seqpara: earlier sweeps did not use it.
     told_otherwise = "no" if row.source == "aal" else "yes"
     precision = (row.text("precision") or "BF16").upper()
     remat = (row.text("act_ckpt") or ("full" if counts_recomputation(row) else "none")).lower()
@@ -229,9 +229,9 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
 
 
 def counts_recomputation(row: PublishedRow) -> bool:
-    """Do the TFLOP/s and the step that a row of Megatron prints multiply to four passes over its layers?
+    """Do a Megatron row's TFLOP/s and step time multiply to four passes over its layers?
 
-    Its counter of then is 96·B·s·l·h²(1 + s/6h) + 6·B·s·h·V, recomputation included (Narayanan et al. 2021, 5.1).
+    Its counter at that time was 96·B·s·l·h²(1 + s/6h) + 6·B·s·h·V, with recomputation (Narayanan et al. 2021, 5.1).
     """
     if not is_old(row) or row.text("tflops_kind") != "given" or row.text("step_kind") != "given":
         return False
@@ -246,16 +246,16 @@ def counts_recomputation(row: PublishedRow) -> bool:
 
 
 def _replicas(row: PublishedRow, ranks: int) -> int:
-    """Groups of an HSDP run: slices of TPUs where the notes name them ("4x v4-128"), else nodes of 8."""
+    """Groups of an HSDP run: TPU slices if the notes name them ("4x v4-128"), else nodes of 8."""
     slices = re.search(r"(\d+)x v\d\w*-\d+", row.notes)
     groups = int(slices.group(1)) if slices else ranks // _NODE
     return groups if groups and ranks % groups == 0 else 1
 
 
 def _chunks(row: PublishedRow, stages: int) -> int:
-    """Chunks of layers a stage. Megatron sends between stages beside compute in its interleaved schedule alone: a run
-    that does so and tells no number has a block each. torchtitan's has two (torchtitan/parallelisms/
-    pipelining_utils.py)."""
+    """Chunks of layers per stage. Megatron overlaps sends between stages with compute only in its interleaved schedule:
+    a run that does so without stating a number has one block per chunk. torchtitan's schedule has two chunks
+    (torchtitan/parallelisms/pipelining_utils.py)."""
     told = row.whole("vp")
     if told is None and row.source == "ttn" and stages > 1 and "interleaved" in row.notes:
         return 2
@@ -265,15 +265,15 @@ def _chunks(row: PublishedRow, stages: int) -> int:
 
 
 def price_row(row: PublishedRow) -> PricedRun:
-    """A row's price. What stands in the way is said, never raised: a row is a stranger's."""
+    """A row's price. Problems are reported in the result, never raised: rows are external input."""
     try:
         program = program_of(row)
         s, batch = configured(row, program)
         model = costmodels.get("analytic", card(row.text("gpu") or "?"))
         tries = [s]
-        if row.text("micro_batch") is None and s.pipeline == 1:  # not told: the largest that fits
+        if row.text("micro_batch") is None and s.pipeline == 1:  # not stated: the largest that fits
             tries = [replace(s, micro=k) for k in range(s.micro or 1, 0, -1) if (s.micro or 1) % k == 0]
-        if row.text("act_ckpt") is None:  # not told: the least that fits, for it ran
+        if row.text("act_ckpt") is None:  # not stated: the least that fits, since it ran
             least = get_args(Remat).index(s.remat or "none")
             tries = [replace(t, remat=how) for how in get_args(Remat)[least:] for t in tries]
         for t in tries:
@@ -289,7 +289,7 @@ def price_row(row: PublishedRow) -> PricedRun:
 
 
 def summary(answers: list[PricedRun]) -> dict[str, Any]:
-    """Median absolute error and Kendall's tau over what has both a time and a price; None: nothing has."""
+    """Median absolute error and Kendall's tau over rows with both a time and a price; None if there are none."""
     from scipy.stats import kendalltau
 
     known = [a for a in answers if a.error is not None]
@@ -353,7 +353,7 @@ def main() -> None:
 
 
 def digest(answers: list[PricedRun]) -> dict[str, Any]:
-    """Errors and order by kind of run, and which runs are said not to fit: what may be kept without the file."""
+    """Errors and order by kind of run, and the runs that are said not to fit: what may be stored without the file."""
     groups = {name: summary(group) for name, group in _groups(answers)}
     priced = [(a.row, a.priced) for a in answers if a.priced is not None]
     memory = [abs(p.memory.total / row.memory_bytes - 1) for row, p in priced if row.memory_bytes]

@@ -243,7 +243,7 @@ def main() -> None:
         if before["seed"] != args.seed:
             parser.error(f"{args.o} holds seed {before['seed']}; --resume goes on with that one")
         found = Counter(before["outcomes"])
-        # Faults that were mended since then are found anew, and end otherwise.
+        # Earlier faults run again: those that were fixed since then now have another outcome.
         again, faults = fuzz([f["k"] for f in before["faults"]], args.seed)
         found = found + again
         found["fault"] -= len(before["faults"])

@@ -4,10 +4,10 @@
     .venv/bin/python -m bench.replay_hta --hta /tmp/hta/bin/python    # writes bench/results/replay_hta.json
     .venv/bin/python -m bench.replay_hta      # the same with HTA's numbers as that file has them
 
-HTA needs versions of its own and is run in an environment of its own. Times in µs; ``difference`` is relative for times
-and absolute for percentages. A number that differs is computed once more as HTA defines it, and ``as_hta`` says within
-which bounds that lies; ``why`` says what that definition is and which of the two is right. Bounds are apart where HTA's
-answer depends on the order in which pandas sorts events of one time: with all begins first, and with all ends first.
+HTA needs its own package versions, so it runs in its own environment. Times in µs; ``difference`` is relative for times
+and absolute for percentages. A number that differs is computed again by HTA's definition, and ``as_hta`` gives the
+bounds of that result; ``why`` gives the definition and says which of the two is right. The bounds differ if HTA's
+answer depends on how pandas sorts simultaneous events: one with all begins first, and one with all ends first.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def explained(rows: list[dict[str, Any]], trace: Path) -> list[dict[str, Any]]:
 
 
 def in_whole_us(t: Timeline) -> Timeline:
-    """Begins taken up and ends taken down to whole µs, as HTA's parser does."""
+    """Begins rounded up and ends rounded down to whole µs, as in HTA's parser."""
     start = -(-t["start_ns"] // 1000) * 1000
     length = np.maximum(t.end_ns // 1000 * 1000 - start, 0)
     return replace(t, columns={**t.columns, "start_ns": start, "duration_ns": length})
@@ -212,7 +212,7 @@ def running_sums(trace: Path) -> dict[str, tuple[float, float]]:
         means = []
         for sign in (1, -1):
             total = np.maximum(np.cumsum(change[np.lexsort((sign * change, at))]), 0.0)
-            # What rounding leaves of a sum that has come to zero may count, or may not.
+            # A rounding residue in a sum that should be zero may or may not count.
             means += [float(total[total > least].mean()) for least in (0.0, 1e-9)]
         out[f"{name}: mean GB/s"] = (min(means), max(means))
     return out

@@ -11,7 +11,7 @@ with stages are 1F1B of equal stages (``pase.stated``), on the same executor.
     python -m bench.vtrain --multi ground_truth_multi.csv
 
 also predicts the rows without pipeline of vTrain's other table (VIA-Research/vTrain, data/), which was first looked at
-when all was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, Megatron's optimizer.
+after all code was written: 64 and 256 A100 over 800 Gb/s a node, full recomputation, Megatron's optimizer.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def rows(folder: Path = DATA) -> list[MeasuredRow]:
 
 
 def rows_of_many_nodes(path: Path) -> list[MeasuredRow]:
-    """Those of the other table, without a pipeline and with tensor parallelism within a node."""
+    """Rows of the other table without a pipeline and with tensor parallelism within a node."""
     with open(path, encoding="utf-8-sig") as f:
         found = _rows([r[1:] for r in csv.reader(f) if r and not r[0].startswith("Param")])
     return [r for r in found if r.pipeline == 1 and r.tensor <= 8]
@@ -110,7 +110,7 @@ def graph_of(batch: int, seq: int, layers: int, d: int, heads: int, vocab: int, 
 def strategy(
     graph: Graph, data: int, tensor: int, m: Machine, model: CostModel, *, by_sequence: bool = False
 ) -> Baseline:
-    """Megatron's own on these degrees."""
+    """Megatron's own strategy at these degrees."""
     kind = "megatron_sp" if by_sequence else "megatron"
     name = f"{kind}_{data}x{tensor}" if tensor > 1 else "data_parallel"
     if data * tensor == 1:
@@ -162,10 +162,10 @@ def predict_pipelined(row: MeasuredRow, model: CostModel) -> Priced:
 
 
 def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, Any]:
-    """Errors of predictions, in the mean and the median and but for one factor, and Kendall's tau."""
+    """Errors of predictions (mean, median, and after removing one common factor), and Kendall's tau."""
     m, p = np.array(measured), np.array(predicted)
     error = p / m - 1
-    # What is left once one factor for all rows is taken out: how far the order and the proportions are right.
+    # The error left after one factor for all rows is removed: how far the order and the proportions are right.
     shape = p / m / np.median(p / m) - 1
     return {
         "rows": len(m),
@@ -178,7 +178,7 @@ def accuracy(measured: Sequence[float], predicted: Sequence[float]) -> dict[str,
 
 
 def summary(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
-    """``accuracy``, and the part of rows that the host bounds."""
+    """``accuracy``, and the share of rows that are host-bound."""
     measured, predicted = [r.measured_s for r, _ in found], [t.total_s for _, t in found]
     error = np.array(predicted) / np.array(measured) - 1
     host = np.array([t.host_bound for _, t in found])
@@ -203,7 +203,8 @@ def by(found: list[tuple[MeasuredRow, StepTime]], *fields: str) -> dict[str, Any
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """What measured rows of one width and tensor parallelism without stages are sums of, as far as they tell it."""
+    """The components that measured rows of one width and tensor parallelism without stages add up from, as far as the
+    rows determine them."""
 
     layer_s: dict[int, float]
     """Micro-batch → a layer, of one micro-batch."""
@@ -229,7 +230,7 @@ def profile(mine: list[MeasuredRow]) -> StepProfile:
         a[i, 2 * len(micro) + once.index((r.layers, r.data))] = 1
     y = np.array([r.measured_s for r in mine])
     x, _, rank, _ = np.linalg.lstsq(a, y, rcond=None)
-    # An unknown is told where all solutions agree on it.
+    # An unknown is determined if all solutions agree on it.
     told = np.isclose(np.diag(np.linalg.pinv(a) @ a), 1.0, atol=1e-9)
     named = dict(
         zip([*((k, n) for n in micro for k in ("layer", "rest")), *once], range(len(x)), strict=True)
@@ -258,10 +259,11 @@ def composed(found: list[MeasuredRow]) -> dict[str, Any]:
 
 
 def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | None:
-    """Seconds of a row with stages, put together from what measured rows without stages consist of.
+    """Seconds of a row with stages, composed from the components of measured rows without stages.
 
-    Stages are equal; all else of a micro-batch (nearly all of it logits and loss) is the last one's; a third of a
-    layer is forward; what a step does once is that of a stage's layers. None where the rows do not tell all that.
+    Stages are equal. Everything else in a micro-batch (nearly all of it logits and loss) belongs to the last stage. A
+    third of a layer is forward. The once-per-step work is that for a stage's layers. None if the rows do not determine
+    all of these.
     """
     of_layers = sorted((n, s) for (n, data), s in p.once_s.items() if data == row.data)
     if row.micro_batch not in p.layer_s.keys() & p.rest_s.keys() or len(of_layers) < 2:
@@ -278,8 +280,8 @@ def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | 
 
 
 def from_other_degrees(found: list[tuple[MeasuredRow, StepTime]]) -> dict[str, Any]:
-    """Rows predicted from rows of the same model and micro-batch at another degree: what those measured, times the
-    ratio of the two predictions. A what-if of a traced run scales by the same prices where no kernel was measured."""
+    """Rows predicted from rows of the same model and micro-batch at another degree: their measured time multiplied by
+    the ratio of the two predictions. A what-if of a traced run scales by the same prices if no kernel was measured."""
     pairs: dict[str, list[tuple[float, float]]] = {"tensor": [], "data": []}
     for r, t in found:
         for o, u in found:
@@ -313,7 +315,7 @@ def pipelined(found: list[MeasuredRow], predicted: list[float]) -> dict[str, Any
 def staged_rows(
     staged: list[MeasuredRow], plain: list[MeasuredRow], model: CostModel
 ) -> dict[str, list[tuple[MeasuredRow, float]]]:
-    """Rows with stages and what they are predicted to take: by the cost model, and from the measured rows without."""
+    """Rows with stages and their predicted times: by the cost model, and from the measured rows without stages."""
     keys = {(r.d, r.tensor) for r in plain}
     known = {k: profile([r for r in plain if (r.d, r.tensor) == k]) for k in keys}
     measured = []

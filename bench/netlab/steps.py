@@ -24,7 +24,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One strategy of one model, as a layout on disk; what its step is predicted to take."""
+    """One strategy of one model, as a layout on disk, and the predicted time of its step."""
 
     model: str
     batch: int
@@ -38,8 +38,8 @@ class Cell:
 
 
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
-    """Ours, every method's cheapest and no split at all, priced on the machine file, as layouts in a folder;
-    cheapest first. stamp: what was planned under the same one is read again."""
+    """Our strategy, the cheapest of every method and the unsharded one, priced on the machine file, as layouts in a
+    folder; cheapest first. stamp: plans made under the same stamp are read back."""
     from pase.api import Plan
     from pase.compiler.compilation import compile_model
     from pase.compiler.methods import price_methods
@@ -86,9 +86,9 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
 
 
 def _same(a: Any, b: Any) -> bool:
-    """The same split of everything over a mesh of the same sizes; axes may be named otherwise."""
+    """Whether everything is split the same way over a mesh of the same sizes; axis names may differ."""
     if not any(split for p in (a, b) for split in map(_taken, p.strategy.values())):
-        return True  # neither splits anything, over whatever mesh
+        return True  # neither splits anything, whatever the mesh
     if a.mesh.sizes != b.mesh.sizes:
         return False
     number = [{n: i for i, n in enumerate(p.mesh.names)} for p in (a, b)]
@@ -131,11 +131,11 @@ class Running:
         self.cpu_s = 0.0
 
     def run(self, steps: int, traces: Path | None = None, late_s: float = 0.0) -> None:
-        """Steps, each waited for; under the profiler where a folder is given. late_s: what this process does nothing
-        for before it launches each step, as a host that prepares its batch would.
+        """Run steps and wait for each, under the profiler if a folder is given. late_s: how long this process idles
+        before it launches each step, like a host that prepares its batch.
 
-        All hosts begin together: a step that sends nothing would else run while the others are elsewhere, and have this
-        machine's cores for itself.
+        All hosts start together. Otherwise a step that sends nothing could run while the others are elsewhere, and
+        have this machine's cores to itself.
         """
         import jax
         from jax.experimental import multihost_utils
@@ -157,7 +157,7 @@ class Running:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """steps_s: each until it was done on the last host. cpu_s: of this process a step, its sending included."""
+        """steps_s: each until it was done on the last host. cpu_s: CPU time of this process per step, with sending."""
         import numpy as np
         from jax.experimental import multihost_utils
 
@@ -179,9 +179,9 @@ def timed(cell: Cell, repeats: int, traces: Path | None = None, late_s: float = 
 def in_turn(
     cells: Sequence[tuple[Cell, int]], rounds: int, begin: Callable[[int], None]
 ) -> list[dict[str, Any]]:
-    """The steps of several cells, some of each in every round: what drifts in a run drifts under all of them.
+    """The steps of several cells, some of each in every round, so that drift during a run affects all of them.
 
-    begin: told the number of each cell before it is compiled.
+    begin: called with the number of each cell before it is compiled.
     """
     running = []
     for i, (cell, _) in enumerate(cells):

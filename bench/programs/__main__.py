@@ -48,7 +48,7 @@ def run(processes: Any, name: str, cpu_s: int, what: child.What = "step") -> dic
 
 
 def read() -> dict[str, Any]:
-    """The rows that stand in the result file."""
+    """The rows in the result file."""
     return json.loads(FILE.read_text())["programs"] if FILE.exists() else {}
 
 

@@ -17,7 +17,7 @@ STRATEGY = "ours@2x4"
 
 
 def recount(name: str) -> dict[str, Any]:
-    """The FLOPs of a program's row anew, after what counts them has changed."""
+    """Recompute the FLOPs of a program's row after the counting has changed."""
     from bench.cases.plans import case_of
     from bench.programs.catalog import load
 

@@ -171,7 +171,7 @@ def conv_lstm() -> LibraryProgram:
 
 @program
 def reset_core() -> LibraryProgram:
-    """A recurrence that begins anew where a flag says so, as agents have it."""
+    """A recurrence that restarts where a flag is set, as in RL agents."""
     import haiku as hk
 
     def net(x: Any) -> Any:

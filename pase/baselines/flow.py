@@ -1,10 +1,8 @@
-"""What a dim is to the methods that people use, read off the graph: batch, model dim, heads, experts.
+"""The role of each dim for the usual parallelization methods, read off the graph: batch, model dim, heads, experts.
 
-Nothing here looks at names. The batch is the first dim of the inputs, where that is more than
-one example. The model dim (residual stream) is
-the one that most weights share. A weight from the model dim outwards is a *column* weight, one back to
-it a *row* weight; the dims between them (heads, hidden units, vocabulary) are what tensor parallelism
-splits.
+Names are not used. The batch is the first dim of the inputs, if it holds more than one example. The model dim
+(residual stream) is the dim that most weights share. A *column* weight maps the model dim to another dim, a *row*
+weight maps back to it. Tensor parallelism splits the dims between the two (heads, hidden units, vocabulary).
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _SHARE = 2 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as one product or look-up reads it; dims are classes, major to minor."""
+    """A parameter as one product or look-up reads it. Its dims are given as classes, major to minor."""
 
     parameter: str
     node: str
@@ -38,11 +36,11 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Classes of dims by what they are for.
+    """Classes of dims by role.
 
-    model: None where no dim runs through the weights. tensor: what tensor parallelism splits; ends: those of
-    it that are no layer's inside (vocabulary, classes).
-    experts: dims that weights, activations and results share. sequence: what else the residual stream has.
+    model: None if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
+    of ``tensor`` that is not inside a layer (vocabulary, classes). experts: dims that weights, activations and results
+    share. sequence: the other dims of the residual stream.
     """
 
     classes: dict[DimKey, int]
@@ -57,11 +55,11 @@ class Roles:
     """Node -> a number; nodes of one number are of one kind, with dims of the same sizes, kinds and roles."""
 
     def dims(self, node: Node, wanted: frozenset[int]) -> list[int]:
-        """Indices of the node's dims that are of these classes."""
+        """Indices of the node's dims that belong to these classes."""
         return [i for i, d in enumerate(node.space) if self.classes[node.name, d.name] in wanted]
 
     def sizes(self, graph: Graph, wanted: frozenset[int]) -> list[int]:
-        """Distinct sizes of these classes, as they are in the graph."""
+        """Distinct sizes of these classes in the graph."""
         return sorted(
             {int(d.size) for n in graph.nodes for d in n.space if self.classes[n.name, d.name] in wanted}
         )
@@ -69,13 +67,13 @@ class Roles:
 
 @once
 def roles(graph: Graph) -> Roles:
-    """The roles of every dim of the graph; kept with it, since every method asks."""
+    """The roles of every dim of the graph. The result is cached with the graph, since every method needs it."""
     classes = dim_classes(graph)
     weights = tuple(_weights(graph, classes))
     inputs = [n for n in graph.nodes if n.kind == "input"]
-    # What comes back from a call (a cache) may be stacked by layers; the rest arrives example by example.
+    # An input that the call also returns (a cache) may be stacked by layer; the first dim of the others is the batch.
     fresh = [n for n in inputs if not any(op.kind == "carry" for op in n.ops)]
-    batch = frozenset(  # a first dim of one example is walked by no dim: then there is no batch
+    batch = frozenset(  # no dim walks a first dim of size 1: then there is no batch
         classes[n.name, d]
         for n in fresh or inputs
         for first in n.ops[0].writes[0].map.walks[:1]
@@ -99,7 +97,7 @@ def roles(graph: Graph) -> Roles:
     numbers: dict[object, int] = {}
 
     def look(n: Node) -> object:
-        """All that a method which asks for roles alone can see of a node."""
+        """Everything about a node that a method sees if it looks at roles only."""
         dims = ((d.size, d.kind, *(classes[n.name, d.name] in role for role in told)) for d in n.space)
         return n.kind, tuple(dims)
 
@@ -117,7 +115,7 @@ def roles(graph: Graph) -> Roles:
 
 
 def _parameter_of(graph: Graph, tensor: str) -> str | None:
-    """The parameter that this tensor is, perhaps cast and copied; None for an activation."""
+    """The parameter that this tensor is a (cast or copied) version of; None for an activation."""
     producer = graph.producer.get(tensor)
     while producer is not None and producer.kind == "copy":
         producer = graph.producer.get(producer.ops[0].reads[0].tensor)
@@ -162,7 +160,7 @@ def _model_dim(weights: tuple[Weight, ...]) -> int | None:
 def _tensor_dims(
     graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: int | None
 ) -> tuple[set[int], set[int]]:
-    """Dims between a column weight and its row weight; dims that look-ups start from or columns end in."""
+    """(dims between a column weight and its row weight, dims that look-ups start from or columns end in)."""
     inner: set[int] = set()
     ends: set[int] = set()
     if model is None:
@@ -176,7 +174,7 @@ def _tensor_dims(
         if w.op.kind == "gather" and model in w.out:
             ends.update(summed[:1])
         elif w.node in rows and summed:
-            # Attention stands before its output's weight: only what all its products share (heads) will do.
+            # The input of this weight comes from attention: only dims that all its products share (heads) qualify.
             between = [
                 {classes[m, d.name] for d in graph.node[m].space if d.kind != "replicated"}
                 for m in _reach(before, w.node, readers)
@@ -189,7 +187,7 @@ def _tensor_dims(
 
 
 def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """(nodes that feed each node, nodes that it feeds), within one layer: not through parameters and carries."""
+    """(predecessors, successors) of each node within one layer: edges through parameters and carries are left out."""
     before: dict[str, list[str]] = defaultdict(list)
     after: dict[str, list[str]] = defaultdict(list)
     kinds = {n.name: n.kind for n in graph.nodes}
@@ -201,7 +199,7 @@ def _neighbours(graph: Graph) -> tuple[dict[str, list[str]], dict[str, list[str]
 
 
 def _reach(follow: Mapping[str, list[str]], start: str, stop: set[str]) -> set[str]:
-    """Nodes from ``start`` on, up to and with the next that read weights."""
+    """Nodes reached from ``start``, up to and including the next ones that read weights."""
     seen: set[str] = set()
     left = list(follow.get(start, ()))
     while left:

@@ -177,7 +177,7 @@ def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Sk
             return only(cfg, [0], mine)
         if node.kind == "parameter":
             return only(cfg, [0], [NOT_SPLIT])
-        if mine:  # on the way to the experts and back: where the exchange is best
+        if mine:  # between the experts and the rest: wherever the exchange is cheapest
             return only(cfg, [0], [*mine, *r.dims(node, r.batch)])
         return by_batch(r, node, cfg, mesh, [0])
 
@@ -187,7 +187,7 @@ def expert(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | Sk
 def _downstream(graph: Graph, start: set[str]) -> set[str]:
     """Nodes fed by these, directly or not."""
     seen = set(start)
-    for n in graph.nodes:  # in order, but for loop carries
+    for n in graph.nodes:  # in order, except for loop carries
         if any(a.tensor in graph.producer and graph.producer[a.tensor].name in seen for _, a in n.reads):
             seen.add(n.name)
     return seen

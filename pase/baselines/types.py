@@ -21,7 +21,7 @@ class Intent:
     """What a method decides: a mesh, and which configs each node may have. The search fills in the rest,
     so that a baseline is the best that its method can do, not our first guess at it.
 
-    Intents of one name are variants of one method (two orders of the mesh's axes); the cheapest stands.
+    Intents of one name are variants of one method (two orders of the mesh's axes); the cheapest is used.
     """
 
     name: str

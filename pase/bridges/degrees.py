@@ -1,10 +1,10 @@
 """What if a traced run had other degrees of tensor or pipeline parallelism: its own kernels, matched by shape.
 
-The plan's graph of the model says which products a device does at the degree that ran and at the one that is asked for.
-Each measured product is matched, by the sizes of its operands and its place, to one of the first list; the second gives
-the shape that it would have. Where a kernel of that shape was measured (in this run, or in traces given for it), that
-time is taken; where none was, the measured time is scaled as the cost model's roofline has the two shapes, and the
-report says of how much of the time that holds. Stages are the measured tasks of their layers (``pase.replay.restage``).
+The plan's graph of the model lists the products of a device at the degree that ran and at the requested degree. Each
+measured product is matched to one of the first list by the sizes of its operands and its position; the second list
+gives its new shape. If a kernel of that shape was measured (in this run, or in traces given for it), its time is used.
+Otherwise the measured time is scaled by the cost model's roofline for the two shapes, and the report says how much of
+the time was scaled. Stages consist of the measured tasks of their layers (``pase.replay.restage``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ _HALVES = ("bf16", "f16", "half", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A product of a micro-batch as it ran, and as it would. node: of the plan's graph; together: so many as one."""
+    """A product of a micro-batch as it ran, and as it would run. node: in the plan's graph; together: how many products
+    ran as one."""
 
     node: str
     now: LocalWork
@@ -56,7 +57,7 @@ class _Pair:
     together: int = 1
 
     def key(self, work: LocalWork) -> ProductKey:
-        """Which product it is, as ``product_of`` has it."""
+        """The product's key, as in ``product_of``."""
         a, b, c = sorted(self.sizes(work))
         return a, b, c
 
@@ -68,7 +69,7 @@ class _Pair:
 
     @property
     def roofline(self) -> float:
-        """What the cost model has for the second over the first."""
+        """The cost model's ratio of the second time to the first."""
         a, b = self.now.cost / self.now.times, self.then.cost / self.then.times
         return b / a if a > 0 else 1.0
 
@@ -77,10 +78,10 @@ class _Pair:
 
 
 def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
-    """The run cut into so many stages of equal layers, each on a device of its own; micro-batches as they were, one
-    forward and one backward in turn.
+    """The run split into this many stages with equal numbers of layers, each on its own device. Micro-batches stay the
+    same and run as one forward, one backward in turn.
 
-    Infeasible where the trace does not show micro-batches and layers, or has fewer layers than stages.
+    Infeasible if the trace does not show micro-batches and layers, or has fewer layers than stages.
     """
     if stages < 1:
         raise PaseError(f"what-if stages={stages}: expected a whole number from 1")
@@ -110,7 +111,7 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
 
 
 def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> StageTransfer:
-    """What a layer hands to the next, and its time by the run's own collectives or the link's bandwidth."""
+    """What a layer sends to the next, and its time from the run's own collectives or the link's bandwidth."""
     second = [i for i in s.order.tolist() if i in s.product and s.phase[i] == StepPhase.FORWARD]
     second = [i for i in second if s.layer[i] == min(1, s.layers - 1)]
     operands = s.shapes[second[0]].operands
@@ -157,10 +158,10 @@ def by_tensor(
     machine: str | None = None,
     measured: KernelTimes | None = None,
 ) -> Rewrite:
-    """The run with tensor parallelism over so many devices in place of what ran.
+    """The run with tensor parallelism over this many devices instead of the degree that ran.
 
-    model: with the batch of one micro-batch of one rank. ran: the strategy of that as it ran. measured: products of
-    other runs on this kind of device. Infeasible where the run is not of that model, or the model cannot be split so.
+    model: with the batch of one micro-batch of one rank. ran: the strategy that the model ran with. measured: products
+    of other runs on this kind of device. Infeasible if the run is not of that model, or the model cannot be split so.
     """
     if ways < 1:
         raise PaseError(f"what-if tensor={ways}: expected a whole number from 1")
@@ -220,7 +221,7 @@ class _Retensored:
         return out, {"method": "shapes", "note": note, "scaled_by_roofline": share}
 
     def _matched(self) -> dict[int, _Pair]:
-        """Measured product → the plan's. Infeasible where the two lists are not the same."""
+        """Measured product → the plan's. Infeasible if the two lists differ."""
         s = self.s
         out: dict[int, _Pair] = {}
         for phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
@@ -251,7 +252,7 @@ class _Retensored:
                     layered[p.key(a)].append((round(a.times), p))
         out: dict[ProductKey, list[_Pair]] = {}
         for key, pairs in layered.items():
-            # Those of a loop over layers take turns; what runs once stands before or behind them.
+            # Products of a loop over layers alternate; what runs once comes before or after them.
             most = max(n for n, _ in pairs)
             out[key] = [p for turn in range(most) for n, p in pairs if turn < n]
         return out
@@ -280,7 +281,7 @@ class _Retensored:
         )
 
     def _light(self) -> int:
-        """Kernels that are no product, by the product that they stand behind or before. Returns how many changed."""
+        """Kernels that are not products, scaled by the product before or after them. Returns how many changed."""
         s, g = self.s, self.g
         attention = {p: self._attention(p) for p in ("forward", "backward")}
         heads = _ways(self.now.strategy) / self.ways
@@ -344,7 +345,7 @@ class _Retensored:
         )
 
     def _collectives(self) -> tuple[dict[int, list[Inserted]], str]:
-        """Collectives between products: those that ran at their new number of ranks, or those that come in."""
+        """Collectives between products: those that ran, at their new number of ranks, or those that are added."""
         g = self.g
         mine = np.flatnonzero(self._between_now())
         if self.now.between and not len(mine):
@@ -367,7 +368,7 @@ class _Retensored:
         for c in self.then.between:
             ns = 1e9 * c.cost / c.times if line is None else line.all_reduce_ns(c.nbytes, self.ways)
             if line is not None and c.kind != "all_reduce":
-                ns /= 2  # one way round the ring, where a sum goes round twice
+                ns /= 2  # once around the ring; an all-reduce goes around twice
             new = Inserted(
                 name=f"{c.kind} between products",
                 duration_ns=ns,
@@ -389,7 +390,7 @@ class _Retensored:
         return min(line.step_ns * steps, float(self.g.duration_ns[i])) if line else 0.0
 
     def _not_launched(self, gone: list[int]) -> None:
-        """The thread spends no time on what no longer runs."""
+        """Removes the thread's time for launching what no longer runs."""
         g, call_of = self.g, launching_calls(self.g)
         program = g.edge_kind == EDGES.index("program")
         before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
@@ -399,7 +400,7 @@ class _Retensored:
                 self.duration[before.get(call_of[i], call_of[i])] = 0.0
 
     def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
-        """Measured products of that node; where it is none, the last of each layer and micro-batch."""
+        """Measured products of that node; if it is not a product, the last product of each layer and micro-batch."""
         s = self.s
         mine = [i for i, p in self.pair.items() if p.node == node and s.phase[i] == phase]
         if mine and phase == StepPhase.BACKWARD:
@@ -415,8 +416,8 @@ class _Retensored:
 
 
 def _share(elements: int, behind: _Pair | None, ahead: _Pair | None) -> float:
-    """How an array of so many elements changes: as the result of the product behind which it is used, or as the first
-    operand of the next one."""
+    """The scale factor of an array with this many elements: as the result of the product before its use, or as the
+    first operand of the next one."""
     if behind is not None and behind.sizes(behind.now)[2] == elements:
         return behind.sizes(behind.then)[2] / elements
     if ahead is not None and ahead.sizes(ahead.now)[0] == elements:

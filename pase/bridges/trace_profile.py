@@ -1,21 +1,21 @@
 """A scheduling problem from traces of a run: what it computed, what it sent, and how long its links took for that.
 
-One rank's steady iteration, as replay estimates it (medians over iterations), is run again with collectives that take
-no time: what is left is compute, with the gaps that the host leaves. There each collective has a moment at which it is
-ready and one at which the first op that reads it would begin.
+Replay estimates one rank's steady iteration (medians over iterations). It is replayed with collectives that take no
+time, which leaves compute and the gaps due to the host. In that replay, each collective has a time at which it is
+ready and a time at which the first op that reads it would start.
 
-- What is wanted within a twentieth of its own length after it is ready stands between an op and the next (tensor
-  parallelism, a clipped norm), and broadcasts, barriers and the like are not ours to move: what compute would wait
-  for them is time on the compute stream.
-- A sum that is started in backward and first read behind it is a gradient: the optimizer waits for it, and forward
-  for the optimizer. (PyTorch's autograd thread tells; of others, what is read behind the last of all sums.) A trace
-  does not say which layer it belongs to; a layer's forward is taken to mirror its backward, so that what is made last
-  is needed first. The optimizer's time is spread over forward.
-- Others, a gathered parameter for one, are needed within their iteration.
+- A collective that is needed within a twentieth of its own length after it is ready is on the path between two ops
+  (tensor parallelism, a clipped norm). It cannot be moved, and neither can broadcasts, barriers and the like. The time
+  that compute would wait for them counts as time on the compute stream.
+- A sum that starts in backward and is first read after backward is a gradient: the optimizer waits for it, and forward
+  waits for the optimizer. (PyTorch's autograd thread shows what starts in backward; without it, a gradient is a sum
+  that is read after the last of all sums.) A trace does not say which layer a gradient belongs to. Forward is assumed
+  to mirror backward, so the gradient made last is needed first. The optimizer's time is spread over forward.
+- Other collectives, such as a gathered parameter, are needed within their iteration.
 
-Links: one for each stream that carries collectives, since streams ran beside each other. Its curve for a kind of
-collective goes through the medians of each size; the startup is that of a least-squares line through them or, for a
-single size, the shortest collective of the stream. Durations are own times: from the last rank's start.
+Links: one for each stream that carries collectives, since streams ran concurrently. Its curve for a kind of collective
+goes through the median of each size. The startup is that of a least-squares line through the medians or, for a single
+size, the shortest collective of the stream. Durations are own times: from the last rank's start.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["fit_curve", "is_trace", "problem_from_timeline", "problem_from_traces"]
 
 AT_ONCE = 0.05
-"""Slack, relative to its own length, up to which a collective stands between two ops."""
+"""Slack, relative to its own length, up to which a collective counts as being on the path between two ops."""
 MOVED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
 FORWARD_SHARE = 1 / 3
@@ -49,7 +49,7 @@ BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
 
 @dataclass(frozen=True, kw_only=True)
 class _SentCollective:
-    """One collective of the iteration; times in seconds from its start, compute alone."""
+    """One collective of the iteration. Times are seconds from the iteration's start, with compute alone."""
 
     name: str
     kind: str
@@ -90,9 +90,9 @@ def problem_from_timeline(
 ) -> ScheduleProblem:
     """The problem of one rank (None: the first with collectives) of an aligned timeline.
 
-    links: in place of those that the trace shows; the first also gives the bytes of collectives whose sizes the trace
-    does not hold, from their durations. PaseError where there is nothing to replay, or a size is unknown;
-    Infeasible where no collective leaves a choice.
+    links: replace those that the trace shows; the first also gives the bytes of collectives whose sizes are not in the
+    trace, from their durations. PaseError if there is nothing to replay or a size is unknown. Infeasible if no
+    collective can be scheduled differently.
     """
     from pase.replay import estimate, measure, replay_graph
     from pase.replay.types import COLLECTIVE
@@ -150,7 +150,7 @@ def _collectives(
     end_s: float,
     backward: set[tuple[int, int]],
 ) -> list[_SentCollective]:
-    """The rank's collectives in order, each with when it is ready and when it is first read."""
+    """The rank's collectives in order, each with the time it is ready and the time it is first read."""
     from pase.replay.types import COLLECTIVE, OPERATIONS
     from pase.schedule.types import AxisGroup
 
@@ -191,7 +191,7 @@ def _at_once(s: _SentCollective) -> bool:
 
 
 def _sized(s: _SentCollective, links: Sequence[Link], where: str) -> _SentCollective:
-    """With its size, where the trace lacks it from its duration on the first link given."""
+    """The collective with its size. If the trace lacks it, it follows from the duration on the first link given."""
     if s.nbytes > 0:
         return s
     if not links:
@@ -203,7 +203,7 @@ def _sized(s: _SentCollective, links: Sequence[Link], where: str) -> _SentCollec
 
 
 def _launched_in_backward(t: Timeline) -> set[tuple[int, int]]:
-    """(rank, correlation) of what PyTorch's autograd threads launched; empty where no thread is known as one."""
+    """(rank, correlation) of what PyTorch's autograd threads launched; empty if no such thread is known."""
     from pase.replay.types import KINDS
 
     host = t["kind"] == KINDS.index("host")
@@ -222,7 +222,7 @@ def _forward_end_s(
     last_s: float,
     backward: set[tuple[int, int]],
 ) -> float:
-    """When backward's first op begins, where the trace tells; else a third of the way to the last gradient."""
+    """The start of backward's first op, if the trace shows it; else a third of the way to the last gradient."""
     from pase.replay.types import GPU_KINDS
 
     tasks = np.flatnonzero(compute & np.isin(g.kind, GPU_KINDS) & (g.event >= 0))
@@ -235,9 +235,9 @@ def _forward_end_s(
 
 
 def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: float = 0.0) -> SendTime:
-    """A cost curve through the median of each size, from a fitted startup on.
+    """A cost curve through the median of each size, with a fitted startup.
 
-    shortest_s: stands in for the startup where there is one size alone, and is never exceeded by it.
+    shortest_s: the startup if there is only one size, or that size's median if that is shorter.
 
     >>> c = fit_curve([1e6, 2e6, 2e6], [1.5e-3, 2.4e-3, 2.6e-3])
     >>> round(c.startup_s * 1e3, 6), round(c.seconds_for(4e6) * 1e3, 6)
@@ -252,7 +252,7 @@ def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: 
     if len(sizes) == 1:
         startup = min(shortest_s, float(times[0]))
     else:
-        # Relative residuals: a large message shall not drown the small ones' startup.
+        # Relative residuals: a large message must not outweigh the startup of small ones.
         rows = np.stack((np.ones(len(sizes)), sizes), axis=1) / np.maximum(times, 1e-12)[:, None]
         startup = min(float(nnls(rows, np.ones(len(sizes)))[0][0]), float(times.min()))
     made = SendTime.table([0.0, *sizes], [startup, *times])
@@ -300,18 +300,18 @@ def _problem(
     name: str,
     source: str,
 ) -> ScheduleProblem:
-    """Compute cut into blocks at every moment that a tensor names."""
+    """Compute cut into blocks at every time at which a tensor is ready or needed."""
     from pase.schedule.types import ALL_DEVICES, ComputeBlock, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)
 
     def need_of(s: _SentCollective) -> float:
-        """Of a gradient: where forward mirrors the moment at which it was made."""
+        """When the next forward needs a gradient: the mirror image of the time at which it was made."""
         if s not in gradients:
             return s.need_s
         return forward_s * min(max(1.0 - (s.ready_s - forward_s) / back_s, 0.0), 1.0)
 
-    # What only the optimizer does comes behind the last gradient, and is spread over forward.
+    # The optimizer's own time comes after the last gradient and is spread over forward.
     body_s = backward_s if gradients else end_s
     moments = {0.0, forward_s, body_s}
     for s in kept:

@@ -28,7 +28,7 @@ _LAUNCHES = 16
 _OpOperands = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a program's operands on one device."""
 OpProgram: TypeAlias = "tuple[_OpOperands, Callable[..., Array], int]"
-"""Operands, the op, and how many ops it stands for."""
+"""Operands, the op, and the number of ops it represents."""
 
 
 def _matmul(task: Task) -> OpProgram:

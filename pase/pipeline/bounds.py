@@ -67,7 +67,7 @@ def wait_paths(s: Schedule) -> Iterator[Path]:
     """A rank's first backward waits for a micro-batch's way to the last stage and back; of the rank's work only the
     forwards that its list has before it are done by then.
 
-    With one stage a rank: Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards stand before stage j's first
+    With one stage a rank: Σ t + max_j [(m - 1) t_j - (w_j - 1) f_j], where w_j forwards come before stage j's first
     backward.
     """
     for order in s.orders:

@@ -1,9 +1,9 @@
-"""The best numbers of equal blocks for a pipeline's stages, proven.
+"""The best number of equal blocks for each pipeline stage, with a proof.
 
-A step's seconds are the longest of its paths, and every path is linear in the stages' times, so in their numbers of
-blocks: each simulation of some cuts gives, with its longest path, a lower bound on all others. The search asks an
-integer program for the numbers whose known paths are shortest, simulates them, adds the path that was longest, and
-ends when none could be shorter than the best simulated. (A cutting-plane method: Kelley 1960; Benders 1962.)
+A step takes as long as its longest path. Every path is linear in the stages' times, and so in their numbers of blocks.
+The longest path of each simulation is therefore a lower bound for all other cuts. The search asks an integer program
+for the numbers of blocks whose longest known path is shortest, simulates them, and adds the longest path it finds. It
+ends when nothing can beat the best simulated cuts. (A cutting-plane method: Kelley 1960; Benders 1962.)
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _MOST_STAGES = 20
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageBytes:
-    """Bytes of each stage, float64 [stages]. held: throughout; kept: of one micro-batch until its backward;
-    for_weights: what of it is left until the gradients of the weights."""
+    """Bytes of each stage, float64 [stages]. held: for the whole step; kept: of one micro-batch until its backward;
+    for_weights: the part of ``kept`` that stays until the weight gradients are computed."""
 
     held: np.ndarray
     kept: np.ndarray
@@ -44,10 +44,10 @@ class StageBytes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CutProblem:
-    """How many of so many equal blocks each stage gets, at least ``least``.
+    """How to divide equal blocks among the stages, at least ``least`` each.
 
-    fixed: times of stages without blocks; each: of one block more, in every stage the times of its own split. In
-    ``each``, before and after are per stage, float64 [stages]. bytes_fixed, bytes_each alike, under ``limit`` bytes on
+    fixed: times of stages without blocks. each: times added by one block, per stage for that stage's own split; its
+    before and after are per stage, float64 [stages]. bytes_fixed, bytes_each: the same for bytes. limit: bytes on
     every rank.
     """
 
@@ -61,7 +61,7 @@ class CutProblem:
     least: int = 1
 
     def times(self, counts: np.ndarray) -> StageTimes:
-        """Of stages with so many blocks, int [stages]."""
+        """Times of stages with these numbers of blocks, int [stages]."""
         f, e = self.fixed, self.each
         return StageTimes(
             forward=f.forward + counts * e.forward,
@@ -75,13 +75,13 @@ class CutProblem:
 
     @cached_property
     def on_rank(self) -> np.ndarray:
-        """Whether a rank has a stage, float64 [ranks, stages]."""
+        """1 where a rank has a stage, else 0; float64 [ranks, stages]."""
         rank = np.array(self.schedule.rank_of)
         out: np.ndarray = (np.arange(self.schedule.ranks)[:, None] == rank).astype(float)
         return out
 
     def along(self, path: Path) -> tuple[float, np.ndarray]:
-        """A path's seconds as (with no blocks, for one block more of each stage [stages])."""
+        """A path's seconds as (seconds without blocks, seconds per additional block of each stage [stages])."""
         slope = (path.runs * self.each.by_kind).sum(axis=0)
         slope = (
             slope + self.on_rank[path.first] * self.each.before + self.on_rank[path.last] * self.each.after
@@ -90,8 +90,8 @@ class CutProblem:
 
     @cached_property
     def memory_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """(bytes for one block more of each stage [rows, stages], room for blocks [rows]): each moment of a rank at
-        which it may hold most is a row."""
+        """(bytes per additional block of each stage [rows, stages], room for blocks [rows]). There is a row for each
+        moment at which a rank may reach its peak."""
         s, f, e = self.schedule, self.bytes_fixed, self.bytes_each
         if f is None or e is None or np.isinf(self.limit):
             return np.zeros((0, s.stages)), np.zeros(0)
@@ -106,7 +106,7 @@ class CutProblem:
 
 @lru_cache(maxsize=1024)
 def most_held(schedule: Schedule, rank: int) -> np.ndarray:
-    """The moments at which no other has as much of everything, of ``in_flight``; float64 [moments, 2, stages]."""
+    """The moments of ``in_flight`` that no other moment dominates; float64 [moments, 2, stages]."""
     held = in_flight(schedule, rank)
     flat = np.unique(held.reshape(len(held), -1), axis=0)[::-1]
     kept: list[np.ndarray] = []
@@ -118,8 +118,8 @@ def most_held(schedule: Schedule, rank: int) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cuts:
-    """counts: blocks of each stage; None: none is better than what was asked for. bound: no counts take less than it,
-    to ``TOLERANCE``. simulations: how many it took."""
+    """counts: blocks of each stage; None if nothing beats the time that was given. bound: a lower bound on the step
+    for any counts, up to ``TOLERANCE``. simulations: how many were run."""
 
     counts: tuple[int, ...] | None
     simulated: Simulated | None
@@ -138,11 +138,11 @@ def best_cuts(
     gap: float = TOLERANCE,
     seconds: float = np.inf,
 ) -> Cuts:
-    """The numbers of blocks under which the step is shortest.
+    """The numbers of blocks that give the shortest step.
 
-    below: seconds that are known to be possible; what takes as long need not be found. Ends after ``most`` simulations,
-    at a relative ``gap``, or where one integer program takes more than ``seconds``, with what it has; the bound holds
-    all the same. Infeasible where no numbers fit.
+    below: seconds that are known to be possible; only shorter steps are searched for. The search stops after ``most``
+    simulations, at a relative ``gap``, or when one integer program takes more than ``seconds``. It then returns the
+    best so far, with a valid bound. Infeasible if no numbers fit.
     """
     s = problem.schedule
     if problem.blocks < problem.least * s.stages:
@@ -152,12 +152,12 @@ def best_cuts(
     bound, tried = _parts(problem, known)[1], 0
     while bound < below * (1 - TOLERANCE) and tried < most:
         counts, least = _master(problem, known, gap / 2, seconds)
-        if best is None and s.stages > _MOST_STAGES:  # equal numbers to begin with
+        if best is None and s.stages > _MOST_STAGES:  # start from equal numbers
             even = _rounded(problem, np.full(s.stages, problem.blocks / s.stages))
             counts = counts if even is None else even
         if best is not None and counts is not None and (counts == best[0]).all():
             bound = max(bound, least)
-            break  # rounded, the same again
+            break  # the same numbers again after rounding
         bound = max(bound, least)
         top = below if best is None else min(below, best[1].step_s)
         if counts is None or bound >= top * (1 - gap):
@@ -169,7 +169,7 @@ def best_cuts(
         known.append(problem.along(done.path))
         value, slope = known[-1]
         if s.lockstep or value + slope @ counts < done.step_s * (1 - TOLERANCE):
-            break  # idle slots take time that no path sees: such cuts are simulated, not proven
+            break  # idle slots take time that no path includes: such cuts are simulated, not proven
     if best is None or best[1].step_s >= below:
         return Cuts(counts=None, simulated=None, bound=bound, simulations=tried)
     bound = min(bound, best[1].step_s)
@@ -177,16 +177,16 @@ def best_cuts(
 
 
 def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[np.ndarray, float]:
-    """(parts of blocks whose longest known path is shortest, a lower bound on any's)."""
+    """(fractional numbers of blocks whose longest known path is shortest, a lower bound for all numbers)."""
     found, unit = _program(problem, known, 0.0, {})
     return found.x[:-1], float(found.fun) * unit
 
 
 def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> list[Path]:
-    """The paths of the schedule that decide by how much parts of blocks may shorten the step.
+    """The schedule's paths that determine the optimum for fractional numbers of blocks.
 
-    Between the program's answer, which is far out at first, and the best parts so far, a simulation finds the longest
-    path. (In-out separation: Ben-Ameur and Neto 2007.) Infeasible where no numbers fit.
+    Each simulation is at a point between the program's answer, which is far off at first, and the best point so far.
+    It adds its longest path. (In-out separation: Ben-Ameur and Neto 2007.) Infeasible if no numbers fit.
     """
     s = problem.schedule
     every = list(paths(s))
@@ -208,9 +208,9 @@ def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> l
 def _master(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, seconds: float
 ) -> tuple[np.ndarray | None, float]:
-    """(the numbers of blocks whose longest known path is shortest, a lower bound on any's); None: not in the time.
+    """(the numbers of blocks whose longest known path is shortest, a lower bound for all numbers); None on timeout.
 
-    Of many stages, parts of blocks that are rounded: the bound holds, the numbers are near it.
+    For many stages, fractional numbers are rounded: the bound is valid, and the numbers are close to it.
     """
     if problem.schedule.stages > _MOST_STAGES:
         parts, least = _parts(problem, known)
@@ -224,7 +224,7 @@ def _master(
 
 
 def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
-    """Whole numbers of blocks near these parts that fit; None where there is no room for the last blocks."""
+    """Integer numbers of blocks near these fractional ones that fit; None if there is no room for the last blocks."""
     rows, room = problem.memory_rows
     counts = np.maximum(np.floor(parts + 1e-6), problem.least).astype(np.int64)
     while counts.sum() > problem.blocks:
@@ -244,7 +244,7 @@ def _rounded(problem: CutProblem, parts: np.ndarray) -> np.ndarray | None:
 def _program(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], whole: float, limits: Any
 ) -> tuple[OptimizeResult, float]:
-    """The program's answer, and the seconds that are one of its units; Infeasible where no numbers fit."""
+    """The program's answer, and the seconds that one of its units stands for. Infeasible if no numbers fit."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     s = problem.schedule

@@ -1,4 +1,4 @@
-"""A schedule's actions as arrays, in an order in which they can run; a deadlock is an error that names who waits."""
+"""A schedule's actions as arrays, in an order in which they can run. A deadlock is an error that names who waits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _INPUTS = (Kind.BACKWARD, Kind.INPUT)
 def order_of(schedule: Schedule) -> Order:
     """The schedule's actions in an order in which they can run.
 
-    PaseError where one is missing, stands twice, or ranks wait for one another.
+    PaseError if one is missing or duplicated, or if ranks wait for one another.
     """
     _complete(schedule)
     queue = [list(order) for order in schedule.orders]
@@ -86,8 +86,8 @@ def order_of(schedule: Schedule) -> Order:
 
 
 def _needs(schedule: Schedule, a: Action) -> tuple[int, bool, int] | None:
-    """What an action needs of another stage: (stage, forward?, micro-batch). Its own stage's work stands before it on
-    its rank, as ``_complete`` has seen."""
+    """What an action needs from another stage: (stage, forward?, micro-batch). Its own stage's work comes before it on
+    the same rank, as ``_complete`` has checked."""
     if a.kind == Kind.FORWARD:
         return (a.stage - 1, True, a.micro) if a.stage else None
     if a.kind == Kind.WEIGHT:
@@ -101,7 +101,7 @@ def _ready(schedule: Schedule, a: Action, done: dict[tuple[int, bool, int], int]
 
 
 def _complete(schedule: Schedule) -> None:
-    """Every stage has each micro-batch forward, then backward, whole or in its two parts, on the stage's own rank."""
+    """Check that every stage runs each micro-batch forward, then backward (whole or in two parts), on its own rank."""
     state: dict[tuple[int, int], str] = {}
     after = {"": "F", "F": "BI", "I": "W"}
     for r, order in enumerate(schedule.orders):

@@ -1,8 +1,8 @@
-"""A step of a pipeline, action by action: each begins once its rank is free and what it needs has arrived.
+"""Simulates a pipeline step action by action: each starts once its rank is free and its inputs have arrived.
 
-Sends are asynchronous: an activation takes its time on the way and holds neither rank. Who begins when follows from the
-lists alone, so that one order of all actions serves any times, and a step's seconds are a longest path: they only grow
-with any of the times, and each path is a lower bound, linear in them (``Path``), for every cut of the model.
+Sends are asynchronous: an activation takes time to arrive but blocks neither rank. The dependencies follow from the
+lists alone, so one order of all actions works for any times, and the step takes as long as the longest path. It never
+gets shorter if a time grows. Each path is a lower bound, linear in the times (``Path``), for every cut of the model.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pase.pipeline.types import Kind, Schedule, StageTimes
 
 __all__ = ["Path", "Simulated", "in_flight", "peak_bytes", "simulate"]
 
-_IMPORT_ACTIONS = 2_000_000  # what numpy's twin steps through while numba and its kernel load, about 1 s
+_IMPORT_ACTIONS = 2_000_000  # what the numpy kernel simulates while numba and its kernel load, about 1 s
 
 
 class _SteppedThrough:
-    """Actions that numpy's twin has stepped through in this process. Either kernel gives the same bits."""
+    """Actions that the numpy kernel has simulated in this process. Both kernels give the same bits."""
 
     actions = 0
 
 
 def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> ModuleType:
-    """numpy's kernel until it has worked for as long as numba takes to load, then numba's."""
+    """The numpy kernel until it has run for as long as numba takes to load, then the numba kernel."""
     if kernel not in ("auto", "numba", "numpy"):
         raise ValueError(f"kernel {kernel!r}: there are 'auto', 'numba' and 'numpy'")
     loaded = "pase.pipeline.kernels_numba" in sys.modules
@@ -44,10 +44,10 @@ def kernels_for(kernel: Literal["auto", "numba", "numpy"], actions: int) -> Modu
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Path:
-    """A chain of actions that wait for one another: its length is a lower bound on the step, whatever the times.
+    """A chain of actions that wait for one another. Its length is a lower bound on the step for any times.
 
-    runs: how often each kind of action of each stage stands in it, float64 [kinds, stages]; crossed: how often each
-    cut, float64 [stages - 1]; first, last: the ranks at which it begins and ends.
+    runs: how often each kind of action of each stage occurs in it, float64 [kinds, stages]. crossed: how often it
+    crosses each cut, float64 [stages - 1]. first, last: the ranks on which it starts and ends.
     """
 
     runs: np.ndarray
@@ -69,8 +69,8 @@ class Simulated:
     """A simulated step. start, end: seconds of each action, as ``order_of`` has them; busy: seconds that each
     rank works on micro-batches, float64 [ranks].
 
-    step_s: until the last rank is done. period_s: of one step after another where no rank waits for all others between
-    them, the longest that one rank takes: zero-bubble schedules count so (their optimizer checks norms afterwards).
+    step_s: until the last rank is done. period_s: time per step if ranks do not wait for all others between steps, the
+    longest that one rank takes. Zero-bubble schedules are measured this way (their optimizer checks norms afterwards).
     """
 
     schedule: Schedule
@@ -83,7 +83,7 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The part of the step that ranks on average are idle, or busy with what they do once a step.
+        """The share of the step in which ranks are, on average, idle or busy with their once-per-step work.
 
         >>> from pase.pipeline.registry import schedule
         >>> done = simulate(schedule("1f1b", 4, 12), StageTimes.of([1.0] * 4, 2.0, 0.0, ranks=4))
@@ -94,7 +94,7 @@ class Simulated:
 
     @property
     def imbalance(self) -> float:
-        """How much more the busiest rank works than the average one."""
+        """How much more work the busiest rank has than the average one."""
         mean = float(self.busy.mean())
         return float(self.busy.max()) / mean - 1 if mean else 0.0
 
@@ -102,7 +102,7 @@ class Simulated:
 def simulate(
     schedule: Schedule, times: StageTimes, *, kernel: Literal["auto", "numba", "numpy"] = "auto"
 ) -> Simulated:
-    """A step under the schedule with stages of these times. PaseError where the schedule deadlocks."""
+    """A step under the schedule with these stage times. PaseError if the schedule deadlocks."""
     if times.forward.size != schedule.stages:
         raise ValueError(f"times of {times.forward.size} stages for a schedule of {schedule.stages}")
     order = order_of(schedule)
@@ -136,7 +136,7 @@ def _turn_s(times: StageTimes) -> float:
 
 
 def _lockstep(times: StageTimes, kind: np.ndarray, spent: np.ndarray) -> np.ndarray:
-    """In lockstep each turn takes as long as the slowest stage's, whatever a rank has in it."""
+    """In lockstep each turn takes as long as the slowest stage, whatever a rank does in it."""
     slowest = times.by_kind.max(axis=1)
     out: np.ndarray = np.maximum(spent, slowest[kind])
     return out
@@ -156,8 +156,8 @@ def _path(schedule: Schedule, by: np.ndarray, last: int) -> Path:
 
 
 def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
-    """What the rank holds after each of its actions: micro-batches whose activations each stage holds, and those of
-    which its gradients of weights still need a part; float64 [actions, 2, stages]."""
+    """What the rank holds after each of its actions, float64 [actions, 2, stages]: the number of micro-batches whose
+    activations each stage holds, and of those that its weight gradients still need in part."""
     change = np.zeros((len(schedule.orders[rank]), 2, schedule.stages))
     for row, a in zip(change, schedule.orders[rank], strict=True):
         row[0, a.stage] = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}[a.kind]
@@ -168,7 +168,7 @@ def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
 def peak_bytes(schedule: Schedule, kept: np.ndarray, for_weights: np.ndarray | float = 0.0) -> np.ndarray:
     """The most bytes of activations that each rank holds at once, float64 [ranks].
 
-    kept: of one micro-batch of each stage until its backward; for_weights: what of them is left until its WEIGHT.
+    kept: of one micro-batch of each stage until its backward; for_weights: the part that stays until its WEIGHT.
     """
     left = np.broadcast_to(np.asarray(for_weights, float), kept.shape)
     held = (in_flight(schedule, r) for r in range(schedule.ranks))

@@ -1,4 +1,4 @@
-"""A pipeline's schedule as data: for each rank the list of what it does, in order; and what its stages take."""
+"""A pipeline's schedule as data: for each rank the ordered list of its actions; and the times of the stages."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """Who does what in which order. rank_of: stage -> rank; several stages of one rank are its chunks.
+    """The actions of each rank, in order. rank_of: stage -> rank; several stages on one rank are its chunks.
 
-    orders: per rank its actions, first to last. lockstep: all ranks begin each turn together, as one program that ends
-    each turn with a permutation of activations does; idle slots then take as long as busy ones.
+    orders: per rank its actions, first to last. lockstep: all ranks start each turn together, as in a single program
+    that ends each turn with a permutation of activations; idle slots then take as long as busy ones.
     """
 
     name: str
@@ -62,11 +62,11 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of weights are worked out apart from those of activations."""
+        """Whether weight gradients are computed separately from activation gradients."""
         return any(a.kind is Kind.WEIGHT for a in self.orders[0])
 
     def __str__(self) -> str:
-        """One line a rank, as ``_PipelineScheduleRuntime._load_csv`` of PyTorch reads it."""
+        """One line per rank, in the format that PyTorch's ``_PipelineScheduleRuntime._load_csv`` reads."""
         return "\n".join(",".join(map(str, order)) for order in self.orders)
 
 
@@ -74,9 +74,9 @@ class Schedule:
 class StageTimes:
     """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once a step, float64 [ranks].
 
-    input, weight: backward's two parts. again: recomputation, before a backward or its INPUT part. send: from a stage
-    to the next one where that is on another rank, float64 [stages - 1]; gradients take as long on the way back.
-    before, after: of a rank's first and last action (weights gathered once; gradients summed, the update).
+    input, weight: the two parts of backward. again: recomputation, before a backward or its INPUT part. send: from a
+    stage to the next one if that is on another rank, float64 [stages - 1]; gradients take as long on the way back.
+    before, after: before a rank's first and after its last action (gathering weights once; summing gradients, update).
     """
 
     forward: np.ndarray
@@ -100,7 +100,7 @@ class StageTimes:
         before: object = 0.0,
         after: object = 0.0,
     ) -> StageTimes:
-        """From sequences or single numbers; the number of stages is the longest's.
+        """From sequences or single numbers. The number of stages is the length of the longest sequence.
 
         >>> StageTimes.of([1, 2], 1.0, 0.0, ranks=2).full.tolist()
         [2.0, 3.0]
@@ -127,6 +127,6 @@ class StageTimes:
 
     @property
     def full(self) -> np.ndarray:
-        """All that a stage does with a micro-batch, float64 [stages]."""
+        """Total time of a stage for one micro-batch, float64 [stages]."""
         out: np.ndarray = self.forward + self.again + self.input + self.weight
         return out

@@ -1,8 +1,8 @@
 """Where each measured iteration went: compute, communication, waiting, and every idle stretch with its cause.
 
 Nothing here is replayed: it is the trace, cut at the iterations of ``iterations``. The parts of an iteration add up to
-its length, to the nanosecond. Communication is exposed where the rank computes nothing meanwhile: NCCL beside
-kernels, XLA's collectives beside XLA's ops, or gloo beside the ops of the thread.
+its length, to the nanosecond. Communication is exposed while the rank computes nothing: it is compared with kernels for
+NCCL, with XLA's ops for XLA's collectives, and with the ops of the thread for gloo.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PLAIN_NS = 50_000
 
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
-    """A call that held up its thread: which, from where, and for how long in all."""
+    """A call that blocked its thread: which one, from where, and for how long in total."""
 
     name: str
     where: str
@@ -70,7 +70,7 @@ class Breakdown:
     """Collectives in all, hidden or not, overlapping ones once."""
 
     def mean_ns(self, cause: str) -> float:
-        """Mean ns an iteration."""
+        """Mean ns per iteration."""
         return sum(v for (k, _), v in self.parts.items() if k == cause) / len(self.iterations)
 
     @property
@@ -79,12 +79,12 @@ class Breakdown:
 
     @property
     def idle_ns(self) -> float:
-        """Mean ns an iteration in which no device op runs."""
+        """Mean ns per iteration in which no device op runs."""
         return sum(self.mean_ns(c) for c in list(CAUSES)[3:])
 
     @property
     def exposed_ns(self) -> float:
-        """Communication that nothing hides, waiting for other ranks in it included; mean ns an iteration."""
+        """Exposed communication, including waiting for other ranks in it; mean ns per iteration."""
         return self.mean_ns("communication") + self.mean_ns("rank")
 
 
@@ -175,7 +175,7 @@ class _RankView:
         self.loading = union(t["start_ns"][data], t.end_ns[data])
 
     def _blocks(self, call: int) -> bool:
-        """Whether a call holds its thread until the device has done something."""
+        """Whether a call blocks its thread until the device has done something."""
         t = self.t
         if SYNC.search(t.names[int(t["name"][call])]):
             return True
@@ -256,7 +256,7 @@ class _RankView:
         k = int(np.searchsorted(t["start_ns"][self.device], b, side="left"))
         op = int(self.device[k]) if k < len(self.device) else -1
         call = self.call_of.get(int(t["correlation"][op]), -1) if op >= 0 else -1
-        # A call that launches may itself take long: the driver loads a module, or allocates.
+        # A launching call may itself take long: the driver loads a module or allocates memory.
         at = 0 if call < 0 else int((t["start_ns"] if call in self.is_blocking else t.end_ns)[call])
         launched = min(max(at, a), b) if call >= 0 else b
         if launched > a:
@@ -292,9 +292,9 @@ class _RankView:
                 parts[cause, title] += int(length[mask].sum())
 
     def _held_up_by(self, call: int, end: int) -> int:
-        """The blocking call after which ``call`` is the first that launches anything, −1 where there is none.
+        """The blocking call after which ``call`` is the first to launch anything; −1 if there is none.
 
-        Where nothing is launched any more (call −1), the last call before ``end``, if that blocked.
+        If nothing more is launched (call −1): the last call before ``end``, if it blocked.
         """
         if call < 0:
             k = int(np.searchsorted(self.t["start_ns"][self.calls], end)) - 1
@@ -304,7 +304,7 @@ class _RankView:
         return before if before in self.is_blocking else -1
 
     def _unseen(self, call: int, op: int) -> str:
-        """Why nothing shows what a launched op waited for, where the trace gives a reason."""
+        """Why the trace does not show what a launched op waited for, if it gives a reason."""
         t = self.t
         if call < 0:
             return ""
@@ -327,7 +327,7 @@ class _RankView:
         return f"{name} ({t.names[int(t['name'][op])]}{size})"
 
     def _where(self, call: int) -> str:
-        """The user's line or the framework's op around a call, innermost first; empty where the trace has neither."""
+        """The user's line or the framework's op around a call, innermost first; empty if the trace has neither."""
         t = self.t
         at, end = int(t["start_ns"][call]), int(t.end_ns[call])
         host = self.on_host[t["lane"][self.on_host] == t["lane"][call]]
@@ -341,7 +341,7 @@ class _RankView:
         return ", ".join(x for x in (op, line) if x)
 
     def blocked(self, spans: list[Iteration]) -> tuple[Blocked, ...]:
-        """Calls that held their thread up for longer than a launch takes, longest in all first."""
+        """Calls that blocked their thread for longer than a launch takes, largest total first."""
         t = self.t
         found: dict[tuple[str, str], list[int]] = {}
         steps = np.isin(t["iteration"][self.blocking], [s.number for s in spans])

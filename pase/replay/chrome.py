@@ -120,7 +120,7 @@ def _whole(x: object, default: int) -> int:
 
 
 def _header(path: Path, limits: Limits) -> JsonObject:
-    """Top-level values that stand before the events, and the ijson prefix of the events."""
+    """Top-level values that come before the events, and the ijson prefix of the events."""
     with open_stream(path, limits) as stream:
         return _read_header(stream, path)
 

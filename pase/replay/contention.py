@@ -1,8 +1,8 @@
-"""On CPUs communication takes cores and memory from computing, so that even hidden communication costs time.
+"""On CPUs, communication takes cores and memory from compute, so even hidden communication costs time.
 
-gloo's workers copy, sum and send on the cores that compute. How much slower that makes an op is read from the trace:
-ops of one name and shape, while a collective of their rank runs and while none does. A collective that takes less time
-then gives back what it took from the ops beside it.
+gloo's workers copy, sum and send on the cores that compute. The slowdown is measured in the trace: it compares ops of
+the same name and shape while a collective of their rank runs and while none does. If a collective becomes shorter, the
+ops that overlap with it get the lost time back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ __all__ = ["relieved", "slowdowns"]
 
 _HOST = KINDS.index("host")
 _INSIDE, _OUTSIDE = 0.9, 0.1
-"""Shares of an op's time beside a collective from which, and up to which, it counts as beside one or as alone."""
+"""Share of an op's time that overlaps with collectives: from the first on it counts as overlapped, up to the second as
+alone."""
 _SHORT_NS = 20_000
 """Shorter ops say more about the clock."""
 _SAMPLES = 3
@@ -29,8 +30,8 @@ _SAMPLES = 3
 
 
 def slowdowns(t: Timeline) -> dict[int, float]:
-    """Rank → how many times as long its ops take while gloo works for it, at least 1. Ranks on a device of their own,
-    and those whose trace has no op both beside a collective and alone, are absent."""
+    """Rank → slowdown factor of its ops while gloo works for it, at least 1. Ranks with a device of their own are
+    absent, and so are ranks whose trace has no op both overlapped with a collective and alone."""
     out: dict[int, float] = {}
     gloo = np.array([n.startswith("gloo:") for n in t.names], dtype=bool)
     for rank in t.ranks:
@@ -59,9 +60,9 @@ def slowdowns(t: Timeline) -> dict[int, float]:
 
 
 def relieved(t: Timeline, g: DataflowGraph, changed: DataflowGraph) -> DataflowGraph:
-    """``changed``, which is ``g`` with other times of collectives, with the ops beside them as long as that makes them.
+    """``changed`` (``g`` with other times of collectives) with the durations of overlapping ops adjusted to match.
 
-    Ops that run at 1/s of their speed for o ns beside collectives lose o(1 − 1/s) of them.
+    Ops that run at 1/s of their speed for o ns next to collectives lose o(1 − 1/s) ns.
     """
     slow = slowdowns(t)
     if not any(s > 1 for s in slow.values()):
@@ -86,7 +87,7 @@ def relieved(t: Timeline, g: DataflowGraph, changed: DataflowGraph) -> DataflowG
 
 
 def _overlap(start: np.ndarray, end: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """How much of each [start, end) lies in the disjoint sorted spans."""
+    """The length of each [start, end) that overlaps with the disjoint sorted spans."""
     if not len(spans):
         return np.zeros(len(start))
     reached = np.concatenate([[0.0], np.cumsum(spans[:, 1] - spans[:, 0])])

@@ -1,4 +1,4 @@
-"""What there is to find in a run: one function a kind of finding, each from the measured parts and the replay."""
+"""Findings about a run: one function for each kind of finding, from the measured parts and the replay."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One reason.
+    """One reason for lost time.
 
-    cost_ns: how much shorter the replayed iteration would be without it; 0 where the replay shows none, or is not to
-    be believed. measured_ns: how much of the measured iteration it concerns, a mean; 0 for a remark.
+    cost_ns: how much shorter the replayed iteration would be without it; 0 if the replay shows no gain or is not
+    trusted. measured_ns: how much of the measured iteration it concerns, as a mean; 0 for a remark.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
-    """What findings are made from."""
+    """The inputs of the findings."""
 
     run: Run
     parts: Sequence[Breakdown]
@@ -66,17 +66,17 @@ class Scene:
         return self.run.graph
 
     def saved(self, without: DataflowGraph) -> float:
-        """What the replay saves without a cause; 0 where the replay is not to be believed."""
+        """What the replay saves without a cause; 0 if the replay is not trusted."""
         if self.run.doubts:
             return 0.0
         return max(0.0, self.run.replayed_ns - max(evaluate(without).values()))
 
     def most(self, cause: str) -> Breakdown:
-        """The rank on which a cause takes most."""
+        """The rank on which a cause takes the most time."""
         return max(self.parts, key=lambda b: b.mean_ns(cause))
 
     def event(self, e: int, name: str = "") -> Evidence:
-        """Where an event stands in the trace."""
+        """The location of an event in the trace."""
         t = self.run.measured.timeline
         rank = int(t.rank_of[e])
         a, b = t.clock(rank).to_global(np.array([t["start_ns"][e], t.end_ns[e]], dtype=np.int64)).tolist()
@@ -85,7 +85,7 @@ class Scene:
         )
 
     def tasks(self, tasks: Sequence[int], before: str = "") -> tuple[Evidence, ...]:
-        """The events of tasks, of those that have one."""
+        """The events of the tasks that have one."""
         g = self.graph
         return tuple(
             self.event(int(g.event[i]), before + g.task_name(i)[:100] if before else "")
@@ -149,7 +149,7 @@ _WAITED = "It waits for its collectives: start them earlier (smaller first bucke
 
 
 def _blocking(s: Scene) -> list[Finding]:
-    """Calls that hold the CPU up, each by name and place; the cost is that of all together."""
+    """Calls that block the CPU, each by name and place. The cost is for all of them together."""
     g = s.graph
     sync = g.edge_kind == EDGES.index("sync")
     keep, carried = ~sync, g.carried.kind != EDGES.index("sync")
@@ -193,7 +193,7 @@ def _blocking(s: Scene) -> list[Finding]:
                 )
             )
     out.sort(key=lambda f: -f.measured_ns)
-    # Ranks do the same: the worst place of each call tells all.
+    # All ranks do the same, so the worst place of each call is enough.
     first = {f.title.split(" holds ")[0]: f for f in reversed(out)}
     return sorted(first.values(), key=lambda f: -f.measured_ns)[:3]
 
@@ -216,7 +216,7 @@ _ADVICE = {
 
 
 def _other_idle(s: Scene) -> list[Finding]:
-    """Idle time of the causes that need no counterfactual to be told."""
+    """Idle time whose causes need no counterfactual replay."""
     out = []
     for cause, (title, advice) in _ADVICE.items():
         b = s.most(cause)
@@ -237,7 +237,7 @@ def _other_idle(s: Scene) -> list[Finding]:
 
 
 def _exposed(s: Scene) -> list[Finding]:
-    """Communication that nothing hides."""
+    """Exposed communication."""
     g = s.graph
     comm = np.flatnonzero(g.kind == COLLECTIVE)
     b = max(s.parts, key=lambda b: b.exposed_ns)
@@ -272,7 +272,7 @@ def _exposed(s: Scene) -> list[Finding]:
 
 
 def _exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[int, float]]:
-    """Collectives by how much of them the replay hides behind nothing, most first; waiting left out."""
+    """Collectives by their exposed time in the replay, most first, without waiting."""
     r = replay_graph(g)
     waits = waits_ns(g, r)
     work = {
@@ -307,7 +307,7 @@ def _stragglers(s: Scene) -> list[Finding]:
     for x in s.late:
         caused[x.rank] += x.caused_ns / n
     rank, most = max(caused.items(), key=lambda x: x[1])
-    # What a rank waits while it computes costs nothing.
+    # Waiting that overlaps with the rank's own compute costs nothing.
     worst = min(most, max(b.exposed_ns for b in s.parts if b.rank != rank))
     if worst < _SHARE / 2 * s.run.measured_ns:
         return []
@@ -375,7 +375,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
     n = int(per_rank.max(initial=0))
     if n < 8:
         return []
-    # Fused ten to one: a tenth of the fixed parts is left, and of the launches.
+    # Fused ten to one: a tenth of the fixed parts and of the launches is left.
     duration = g.duration_ns.copy()
     duration[small] -= 0.9 * fixed[small]
     launch = np.isin(np.arange(len(g)), g.src[(g.edge_kind == EDGES.index("launch")) & small[g.dst]])
@@ -396,7 +396,7 @@ def _small_collectives(s: Scene) -> list[Finding]:
 
 
 def _hot_ops(s: Scene) -> list[Finding]:
-    """The device op whose halving would help most, of the three that weigh most on the critical path."""
+    """Of the three device ops with the most time on the critical path, the one whose halving would help most."""
     g = s.graph
     weight: defaultdict[int, float] = defaultdict(float)
     for step in s.run.replay.path():
@@ -424,7 +424,7 @@ def _hot_ops(s: Scene) -> list[Finding]:
 
 
 def remarks(run: Run) -> list[Finding]:
-    """What is worth knowing and has no cost."""
+    """Remarks that are worth knowing but have no cost."""
     out = []
     m = run.measured
     t = m.timeline

@@ -81,7 +81,7 @@ def _within(t: Timeline, events: np.ndarray, start: int, end: int) -> np.ndarray
 def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Timeline:
     """Calls where the asking thread idles until a collective that it asked for before has ended.
 
-    A wait stands after the k-th call of an iteration where most iterations show it there. It lasts from the first such
+    A wait is placed after the k-th call of an iteration if most iterations show it there. It lasts from the first such
     gap before the next call to the last; where the collectives were done already, it takes no time.
     """
     found: list[dict[tuple[int, int], tuple[int, int]]] = []
@@ -136,7 +136,7 @@ def _waits(
         busy = busy[np.argsort(t["start_ns"][busy], kind="stable")]
         begin, reach = t["start_ns"][busy], np.maximum.accumulate(t.end_ns[busy])
         for k, after in enumerate([*begun[1:], stop]):
-            # What stands between this call and the next; its own end bounds the first gap.
+            # What lies between this call and the next; its own end bounds the first gap.
             here = np.flatnonzero((begin > begun[k]) & (begin <= after))
             gaps = []
             for i in here.tolist():

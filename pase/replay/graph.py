@@ -166,7 +166,7 @@ def launching_calls(g: DataflowGraph) -> dict[int, int]:
 
 
 def twins(g: DataflowGraph) -> dict[object, dict[int, int]]:
-    """Tasks that are the same but for their rank: rank → task.
+    """Tasks that differ only in their rank: rank → task.
 
     A task's key holds its rank before its names, and a count at the end.
     """

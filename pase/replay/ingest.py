@@ -27,10 +27,10 @@ _RANK = re.compile(r"(?:^|[^a-z])(?:rank|proc|process|worker|gpu|node)[-_ =]?(\d
 
 
 def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> Timeline:
-    """All ranks' events from files or a folder (searched recursively), whatever their formats.
+    """All ranks' events from files or a folder (searched recursively), in any of the formats.
 
     Formats: PyTorch (Kineto) and JAX Chrome traces, XLA .xplane.pb, nsys-jax archives, our own timeline.
-    A file that cannot be used is a Problem where others can; PaseError where none can.
+    A file that cannot be used is a Problem if others can be used; PaseError if none can.
     """
     paths = [Path(source)] if isinstance(source, (str, Path)) else [Path(p) for p in source]
     files, problems = _files(paths)
@@ -126,7 +126,7 @@ def _rank_in_name(path: Path) -> int | None:
 
 
 def _settle_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timeline | None, Problem | None]:
-    """Keep ranks apart: where a rank is taken, believe the file's name, else leave the file out."""
+    """Keep ranks distinct: if a rank is taken, use the rank in the file's name, else leave the file out."""
     clash = [r for r in t.ranks if r in taken]
     if not clash:
         return t, None
@@ -174,10 +174,10 @@ def _missing(t: Timeline) -> list[Problem]:
 
 
 def launch_of(t: Timeline, calls: np.ndarray, ops: np.ndarray) -> np.ndarray:
-    """The call that launched each op, −1 for none: of the calls with its correlation id the last before it.
+    """The call that launched each op, −1 for none: the last call before it with its correlation id.
 
-    Ids come again in long runs, and one call may launch many ops (CUDA graphs). An op that begins before its call, by a
-    clock that is off, takes the first.
+    Ids are reused in long runs, and one call may launch many ops (CUDA graphs). If an op starts before its call because
+    of a clock error, the first call is used.
     """
     both = np.concatenate([calls, ops])
     is_call = np.arange(len(both)) < len(calls)

@@ -130,7 +130,7 @@ def _launches_without_op(t: Timeline, rank: int) -> Counter[int]:
 
 
 def warm_up(of: dict[tuple[int, int], Iteration]) -> dict[int, str]:
-    """Iteration → why it is no measurement of the steady run, of those that every rank has; worst reason first.
+    """Iteration → why it does not measure the steady run, for iterations that every rank has; worst reason first.
 
     Reasons come from the data alone: its beginning or end is not in the trace, it runs other device ops than most,
     or it is longer than most: by more than noise among the first ones, by a quarter later, where an iteration that is

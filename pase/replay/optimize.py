@@ -26,8 +26,8 @@ _BETTER = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One change that was tried. Times of the steady iteration in ns, by replay: of the representative rank while the
-    search goes on, of all ranks in an ``OptimizeResult``."""
+    """One change that was tried. Times are replayed steady iterations in ns: of the representative rank during the
+    search, of all ranks in an ``OptimizeResult``."""
 
     name: str
     what: str
@@ -39,10 +39,10 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OptimizeResult:
-    """What the search found, by replays of the whole graph, all ranks.
+    """What the search found, by replays of the whole graph with all ranks.
 
-    The first step begins at before_ns, each other one where the one before it ended, the last ends at after_ns; all of
-    them are in ``graph``.
+    The first step starts at before_ns, each later step starts where the previous one ended, and the last ends at
+    after_ns. ``graph`` has all of them applied.
     """
 
     before_ns: float
@@ -62,8 +62,8 @@ class OptimizeResult:
 
 
 def representative(g: DataflowGraph) -> DataflowGraph:
-    """By symmetry one rank stands for all: the slowest, with its collectives at the cost that they have after
-    the last rank has come."""
+    """The slowest rank, which by symmetry represents all. Its collectives cost what they take once the last rank has
+    arrived."""
     if len(g.ranks) < 2:
         return g
     r = replay_graph(g)
@@ -84,12 +84,12 @@ def optimize_graph(
 ) -> OptimizeResult:
     """Search for a plan that shortens the iteration, within a time budget.
 
-    passes: names from PASSES, all where empty. PaseError for an unknown pass; Infeasible where a memory limit
-    is given that no memory pass meets.
+    passes: names from PASSES; empty means all. PaseError for an unknown pass. Infeasible if no memory pass meets a
+    given memory limit.
     """
     begun = time.perf_counter()
     for name in passes:
-        _ = PASSES[name]  # PaseError where there is none
+        _ = PASSES[name]  # PaseError if there is none
     chosen = list(passes) or list(PASSES)
     option, options = _fit_memory(g, memory, memory_limit_bytes)
     before = max(evaluate(g).values())
@@ -117,8 +117,8 @@ def optimize_graph(
 
 
 def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before: float) -> list[Trial]:
-    """The search's steps on the whole graph: of those of one pass in a row, one; what helps one rank may hurt all,
-    and is then taken only with later ones that make up for it."""
+    """The search's steps replayed on the whole graph; consecutive steps of one pass become one. A step that helps one
+    rank may hurt all: it is then taken only together with later steps that make up for it."""
     out: list[Trial] = []
     pending: list[str] = []
     best = before
@@ -130,7 +130,7 @@ def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before:
         plan = _for_all_ranks(search, s.plan, g, coarse)
         try:
             ns = max(evaluate(apply_plan(g, coarse, plan)).values())
-        except PaseError:  # on another rank the change closes a circle
+        except PaseError:  # on another rank the change creates a cycle
             continue
         if ns < best * (1 - _BETTER):
             what = pending[0] if len(pending) == 1 else f"{len(pending)} changes, the last: {pending[-1]}"
@@ -142,7 +142,7 @@ def _on_all_ranks(search: _PassSearch, g: DataflowGraph, coarse: Coarse, before:
 def _fit_memory(
     g: DataflowGraph, use: MemoryUse | None, limit: int | None
 ) -> tuple[MemoryOption | None, list[MemoryOption]]:
-    """Line 1 of the algorithm: where memory does not fit, the fastest memory pass that makes it fit."""
+    """Line 1 of the algorithm: if memory does not fit, the fastest memory pass that makes it fit."""
     options = memory_options(g, use) if use is not None else []
     if limit is None:
         return (options[0] if options else None), options
@@ -183,13 +183,13 @@ class _PassSearch:
         return time.perf_counter() > self.deadline
 
     def attempt(self, name: str, what: str, plan: GraphChanges) -> bool:
-        """Try a plan; keep it if it is better, else it is rolled back by not being taken."""
+        """Try a plan and keep it if it is better; otherwise the current plan stays."""
         if plan == self.plan:
             return False
         try:
             ns = self.cost(plan)
         except PaseError:
-            # The change closes a circle: a fused run would wait for a tensor that waits for the run.
+            # The change creates a cycle: a fused run would wait for a tensor that waits for the run.
             ns = math.inf
         kept = ns < self.best * (1 - _BETTER)
         self.steps.append(Trial(name=name, what=what, before_ns=self.best, after_ns=ns, kept=kept, plan=plan))
@@ -226,7 +226,7 @@ class _PassSearch:
                 self.attempt(name, "everything that it proposes", plan)
 
     def _bucketed(self, limit: int) -> GraphChanges:
-        """DDP's rule: in order of readiness, close a bucket once it holds the limit. Unknown sizes count nothing."""
+        """DDP's rule: in order of readiness, close a bucket once it reaches the limit. Unknown sizes count as zero."""
         bucket: dict[int, int] = {}
         open_: list[int] = []
         size = 0
@@ -244,7 +244,7 @@ class _PassSearch:
         return replace(self.plan, bucket=fused)
 
     def climb(self, chosen: Sequence[str]) -> str:
-        """Sweep over the passes until a sweep keeps nothing, or time is out."""
+        """Sweep over the passes until a sweep keeps nothing or the time is up."""
         while True:
             kept = False
             for name in chosen:
@@ -279,12 +279,12 @@ def _union(a: GraphChanges, b: GraphChanges) -> GraphChanges:
 
 
 def _for_all_ranks(search: _PassSearch, plan: GraphChanges, g: DataflowGraph, coarse: Coarse) -> GraphChanges:
-    """The representative's plan on every rank: tensors have the same numbers, runs the same places."""
+    """Apply the representative's plan to every rank: tensors have the same numbers, runs the same positions."""
     if len(g.ranks) < 2:
         return plan
     base = plan
     if len(coarse.tensors) != len(search.coarse.tensors):
-        # Ranks disagree on their collectives: op fusion alone carries over.
+        # Ranks disagree on their collectives: only op fusion carries over.
         base = replace(plan, bucket=(), parts=())
     wanted = {tuple(search.graph.key[i] for i in run) for run in plan.runs}
     place: dict[object, dict[int, int]] = {}
@@ -300,7 +300,7 @@ def _for_all_ranks(search: _PassSearch, plan: GraphChanges, g: DataflowGraph, co
 
 
 def _strip(key: object) -> object:
-    """A task's key without its rank, which stands second in ops and third or fourth in host tasks."""
+    """A task's key without its rank, which is the second part in ops and the third or fourth in host tasks."""
     if not isinstance(key, tuple):
         return key
     return tuple(x for i, x in enumerate(key) if not (isinstance(x, int) and i < len(key) - 1))

@@ -158,7 +158,7 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
 
 
 def _turns(g: DataflowGraph, launching: list[int], main: int) -> dict[int, tuple[StepPhase, int]]:
-    """Call that launches → (phase, micro-batch): whose turn it is, the program's thread's or autograd's."""
+    """Launching call → (phase, micro-batch), from the turns that the program's thread and autograd's take."""
     out: dict[int, tuple[StepPhase, int]] = {}
     last = max(k for k, c in enumerate(launching) if int(g.device[c]) != main)
     micro, back = 0, False
@@ -239,7 +239,7 @@ def _label_rest(
         if not len(known):
             phase[here], micro[here], layer[here] = StepPhase.UPDATE, 0, 0
             continue
-        # On a stream what nothing launched (a collective put in) belongs to what it stands behind.
+        # On a stream, an op that nothing launched (an inserted collective) belongs with the op before it.
         side = np.searchsorted(known, np.arange(len(here)), side="left")
         side = (
             side

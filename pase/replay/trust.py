@@ -1,4 +1,4 @@
-"""How far a replay is to be believed: what held-out iterations say, beside the guess that needs no replay."""
+"""How far a replay can be trusted: its error on held-out iterations, compared with a guess that needs no replay."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """A measured run, its replay, and what is to be thought of it. One place for the numbers that all reports name."""
+    """A measured run, its replay, and how far to trust it. All reports take their numbers from here."""
 
     measured: Measured
 
     @cached_property
     def iterations(self) -> list[int]:
-        """The steady ones. PaseError where no iteration is whole on every rank."""
+        """The steady iterations. PaseError if no iteration is complete on every rank."""
         found = self.measured.steady()
         if not found:
             estimate(self.measured, found)  # says which iterations the ranks have
@@ -56,7 +56,7 @@ class Run:
 
     @cached_property
     def held_out(self) -> list[HeldOut]:
-        """Each iteration from the others; where there is but one, each rank from the other ranks."""
+        """Each iteration predicted from the others; with only one iteration, each rank from the other ranks."""
         if len(self.iterations) > 1:
             return held_out(self.measured, self.iterations)
         return held_out_ranks(self.measured, self.graph, self.iterations)
@@ -66,7 +66,7 @@ class Run:
         return "Iterations held out are" if len(self.iterations) > 1 else "One iteration; ranks held out are"
 
     def length_ns(self, iteration: int) -> float:
-        """Measured length of an iteration: that of the slowest rank."""
+        """Measured length of an iteration on the slowest rank."""
         return max(v for (_, i), v in self.measured.measured_ns.items() if i == iteration)
 
     @cached_property
@@ -90,13 +90,13 @@ class Run:
         return float(np.ptp(self.lengths_ns)) / 2 / self.measured_ns if self.measured_ns else 0.0
 
     def within_spread(self, speedup: float) -> bool:
-        """Whether a change of that size is smaller than what the run's own iterations differ by: too small to show."""
+        """Whether a change of that size is smaller than the variation between the run's own iterations."""
         return abs(speedup - 1) < self.spread
 
     def error(self, naive: bool = False, worst: bool = False) -> float | None:
-        """Median (or worst) size of the error of iterations predicted from the others; None where there are none.
+        """Median (or worst) magnitude of the error of iterations predicted from the others; None if there are none.
 
-        naive: of the mean of the others in place of the replay.
+        naive: predict with the mean of the others instead of the replay.
         """
         sizes = [abs(p.naive_error if naive else p.error) for p in self.held_out]
         if not sizes:
@@ -109,7 +109,7 @@ class Run:
         return unexplained_share(self.graph, self.replay)
 
     def _outside(self, allowed: float) -> str:
-        """How the replay of the run as it is contradicts its iterations, with the cause; empty where it does not."""
+        """How the replay of the unchanged run contradicts its iterations, with the cause; empty if it does not."""
         low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
         if low * (1 - allowed) <= self.replayed_ns <= high * (1 + allowed):
             return ""
@@ -120,7 +120,7 @@ class Run:
 
     @cached_property
     def doubts(self) -> list[str]:
-        """Why a prediction of a changed run is not to be believed, in words; empty where it is."""
+        """Why a prediction of a changed run cannot be trusted, in words; empty if it can."""
         outside = self._outside(_ALLOWED)
         out = [outside] if outside else []
         if self.unexplained > UNEXPLAINED:
@@ -144,7 +144,7 @@ class Run:
         return out
 
     def _cause(self) -> str:
-        """What a replay far off from the measured iterations is made of."""
+        """What makes up a replay that is far from the measured iterations."""
         path = self.replay.path()
         if not path:
             return "nothing in the trace ties its ops to each other"
@@ -159,7 +159,7 @@ class Run:
 
     @property
     def headline(self) -> str:
-        """The first line of every report: whether to believe it."""
+        """The first line of every report: whether to trust it."""
         if self.doubts:
             return f"Do not rely on what-ifs of this run: {'; '.join(self.doubts)}."
         error, naive = self.error(), self.error(naive=True)
@@ -173,7 +173,7 @@ class Run:
         )
 
     def must_be_possible(self, what: str, force: bool) -> None:
-        """Infeasible, with the cause, where the replay of the run as it is lies far outside of its iterations."""
+        """Infeasible, with the cause, if the replay of the unchanged run is far outside of its iterations."""
         outside = self._outside(_IMPOSSIBLE)
         if outside and not force:
             raise Infeasible(
@@ -181,7 +181,7 @@ class Run:
             )
 
     def must_be_explained(self, what: str, changed: DataflowGraph, force: bool) -> float:
-        """The iteration (ns) that a change makes; Infeasible where its critical path is delay that nothing explains."""
+        """The iteration (ns) after a change; Infeasible if its critical path is delay that nothing explains."""
         s = steady(changed)
         share = unexplained_share(changed, s)
         if share > max(UNEXPLAINED, self.unexplained) and not force:
@@ -199,7 +199,7 @@ class Run:
         return s.iteration_ns
 
     def must_be_believed(self, what: str, force: bool) -> None:
-        """Infeasible, with the reasons, where a prediction is asked for that is not to be believed."""
+        """Infeasible, with the reasons, if the requested prediction cannot be trusted."""
         if self.doubts and not force:
             raise Infeasible(
                 f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"
@@ -207,7 +207,7 @@ class Run:
 
 
 def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
-    """Whether the changed graph is the same but for times that are no longer than they were."""
+    """Whether the changed graph differs only in times, and none of them is longer than before."""
     if (
         len(g) != len(changed)
         or len(g.src) != len(changed.src)
@@ -232,7 +232,7 @@ def unexplained_share(g: DataflowGraph, replay: Steady) -> float:
 
 
 def unexplained_ns(g: DataflowGraph) -> np.ndarray:
-    """Delay before each task that no launch, stream, event or hand-over accounts for; float64 [tasks]."""
+    """Delay (ns) before each task that no launch, stream, event or hand-over explains; float64 [tasks]."""
     out = _since_the_beginning(g)
     dst = np.concatenate([g.dst, g.carried.dst])
     lag = np.concatenate([g.lag_ns, g.carried.lag_ns])
@@ -249,7 +249,7 @@ def unexplained_ns(g: DataflowGraph) -> np.ndarray:
 
 
 def _since_the_beginning(g: DataflowGraph) -> np.ndarray:
-    """Delay since the iteration's beginning of tasks of which nothing shows what they wait for; float64 [tasks]."""
+    """Delay since the iteration's start, for tasks where nothing shows what they wait for; float64 [tasks]."""
     out = np.zeros(len(g))
     waits = np.zeros(len(g), dtype=bool)
     waits[g.dst] = waits[g.carried.dst] = True

@@ -31,7 +31,7 @@ _HOST_KINDS = (KINDS.index("host"), KINDS.index("runtime"))
 
 
 def parse_knob(text: str) -> tuple[str, str, float]:
-    """("op", "gemm", 0.5) from "op:gemm=0.5". PaseError where it is no knob.
+    """("op", "gemm", 0.5) from "op:gemm=0.5". PaseError if it is not a knob.
 
     >>> parse_knob("bandwidth=2")
     ('bandwidth', '', 2.0)
@@ -66,14 +66,15 @@ def parse_knob(text: str) -> tuple[str, str, float]:
 def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.ndarray:
     """The fixed part (ns) of each collective's duration, 0 for other tasks; the rest scales with bytes.
 
-    wire_bytes_per_s: what a rank's link carries each way, where that is known: the bytes that a collective puts on it,
-    by ring rules, take so long; startups, copies and sums on the CPU are the rest. Collectives of a rank that run at
-    the same time share its link: each scales by the part that the link's bytes have in the time of all of them.
+    wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known. It gives the time for the bytes that a
+    collective puts on the link (ring rules); startups, copies and sums on the CPU are the fixed part. Collectives of a
+    rank that run at the same time share its link: each scales by the share of their total time that the link's bytes
+    account for.
 
-    Else from a line through (bytes, duration) of the smaller collectives of that operation, where bytes are known
-    and differ, and no more than the shortest of them takes. Else the trace cannot tell the two parts apart, and the
-    shortest duration stands for the fixed part, but no more than 20 µs, which is what small NCCL messages take. At
-    most the duration itself.
+    Without it, if bytes are known and differ, the fixed part comes from a line through (bytes, duration) of the smaller
+    collectives of that operation, and is at most the shortest of them. Otherwise the trace cannot separate the two
+    parts: the fixed part is the shortest duration, but at most 20 µs, which is what small NCCL messages take. It never
+    exceeds the duration itself.
     """
     fixed = np.zeros(len(g))
     known_part = _on_the_wire(g, wire_bytes_per_s) if wire_bytes_per_s else np.full(len(g), np.nan)
@@ -86,7 +87,7 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.nd
             small = known & (b <= np.median(b[known]))
             if np.ptp(b[small]) < 0.5 * b[small].max():
                 small = known
-            # Noise on sizes that hardly differ can put the line's start above what it was drawn through.
+            # Noise on sizes that hardly differ can put the line's intercept above the durations it was fitted to.
             base = min(_intercept(b[small], d[small], base), float(d[known].min()))
         fixed[mine] = np.minimum(d, max(base, 0.0))
     return np.where(np.isfinite(known_part), g.duration_ns * (1.0 - np.nan_to_num(known_part)), fixed)
@@ -94,7 +95,7 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.nd
 
 @dataclass(frozen=True, kw_only=True)
 class WireLine:
-    """What a message takes, as the run's own collectives show it."""
+    """The time that a message takes, from the run's own collectives."""
 
     step_ns: float
     """The fixed part, for each of a ring's steps from a rank to the next."""
@@ -106,7 +107,7 @@ class WireLine:
 
 
 def collective_line(g: DataflowGraph) -> WireLine | None:
-    """From the run's all-reduces of known size and ranks, by ring rules, medians. None where there are none."""
+    """From the medians of the run's all-reduces with known size and ranks, by ring rules. None if there are none."""
     sent = _sent_bytes(g)
     of_sum = g.operation == OPERATIONS.index("all_reduce")
     mine = np.flatnonzero((g.kind == COLLECTIVE) & of_sum & np.isfinite(sent) & (np.nan_to_num(sent) > 0))
@@ -119,8 +120,8 @@ def collective_line(g: DataflowGraph) -> WireLine | None:
 
 
 def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
-    """The part of each collective's time that bytes on its rank's link account for; NaN where sizes or ranks are not
-    known, and for other tasks."""
+    """The share of each collective's time that bytes on its rank's link account for; NaN if sizes or ranks are unknown,
+    and for other tasks."""
     part = np.full(len(g), np.nan)
     sent = _sent_bytes(g)
     r = replay_graph(g)
@@ -131,7 +132,7 @@ def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
         begin = r.finish_ns[mine] - g.duration_ns[mine]
         order = np.argsort(begin, kind="stable")
         mine, begin, end = mine[order], begin[order], r.finish_ns[mine[order]]
-        # A stretch without a moment at which none of them runs.
+        # An interval in which at least one of them is always running.
         fresh = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])
         stretch = np.cumsum(fresh) - 1
         span = np.maximum.reduceat(end, np.flatnonzero(fresh)) - begin[fresh]
@@ -141,7 +142,7 @@ def _on_the_wire(g: DataflowGraph, bytes_per_s: float) -> np.ndarray:
 
 
 def _sent_bytes(g: DataflowGraph) -> np.ndarray:
-    """What each collective puts on a rank's link, each way, by ring rules; NaN where its size or ranks are unknown."""
+    """Bytes of each collective on a rank's link in each direction, by ring rules; NaN if size or ranks are unknown."""
     n = np.where(g.ways > 1, g.ways, np.nan).astype(np.float64)
     passes = np.full(len(g), 1.0)
     for operation, times in (
@@ -200,7 +201,7 @@ def apply(
 
 
 def _check_one_group(g: DataflowGraph) -> None:
-    """Infeasible where not all collectives join as many ranks: some then are no sums over replicas."""
+    """Infeasible if collectives have different numbers of ranks: some are then not sums over replicas."""
     ways = np.unique(g.ways[(g.kind == COLLECTIVE) & (g.ways > 1)])
     if len(ways) > 1:
         raise Infeasible(
@@ -227,7 +228,7 @@ def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray
 
 
 def _balanced(g: DataflowGraph) -> DataflowGraph:
-    """No task takes longer than on the median rank, and no rank begins later than the first: lateness only goes.
+    """No task takes longer than on the median rank, and no rank starts later than the first: delays only shrink.
 
     Of an even number of ranks the median is the lower one of the two in the middle.
     """

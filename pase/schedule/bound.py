@@ -1,4 +1,4 @@
-"""Lower bounds that hold for every plan: whatever is fused, cut, reordered or moved to another link."""
+"""Lower bounds for every plan, no matter what is fused, cut, reordered or moved to another link."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def _relaxations(problem: ScheduleProblem) -> Iterator[tuple[float, np.ndarray]]
 
 
 def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: float) -> float:
-    """The least K that survives this: a message with tensor i may take at most K - ready_i - tail_i, so it is no
-    bigger than `bytes_within` that, and each byte of i costs at least the best rate up to that size. Where
-    startups matter this is what tells how many messages there must be.
+    """The smallest K that passes this test: a message with tensor i may take at most K - ready_i - tail_i, so its size
+    is at most `bytes_within` that time, and each byte of i costs at least the best rate up to that size. If startups
+    matter, this determines how many messages there must be.
     """
     which, curves = _table(problem)
     most = float(problem.nbytes)
@@ -115,7 +115,7 @@ def _crowded_s(problem: ScheduleProblem, view: PlainView, low: float, high: floa
 
 
 def preemptive_bound_s(problem: ScheduleProblem, view: PlainView | None = None) -> float:
-    """The bound for plain problems without the startup: preemptive priority at no overhead."""
+    """The bound for plain problems without the startup: preemptive priority without overhead."""
     view = view or plain_view(problem)
     zero = (s for a, s in _relaxations(problem) if a == 0.0)
     return max([view.compute, *(jackson_s(view.ready, s, view.tail) for s in zero)])

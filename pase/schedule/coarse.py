@@ -1,8 +1,8 @@
-"""Thousands of tensors as a few hundred places for the local search, and back.
+"""Groups thousands of tensors into a few hundred places for the local search, and splits them again.
 
-A run of neighbours on the line that a plan sends whole in one message becomes a few places, fine at both ends of the
-run (1, 2, 4, … tensors) where the search moves its boundaries. A place is as late to be ready and as soon needed as
-its worst tensor, so that what the search finds holds at least as well once taken apart.
+A run of neighbours that a plan sends uncut in one message becomes a few places. They are fine at both ends of the run
+(1, 2, 4, … tensors), where the search moves its boundaries. A place is ready as late and needed as early as its worst
+tensor, so the plan that the search finds is at least as good once the places are split again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def coarsen(inst: Instance, pieces: Pieces) -> tuple[Instance, Pieces, np.ndarra
     count = np.bincount(at, minlength=n)
     of = np.full(n, -1)
     of[at] = msg
-    of = np.where(count == 1, of, -1 - np.arange(n))  # a cut tensor stands alone
+    of = np.where(count == 1, of, -1 - np.arange(n))  # a cut tensor is a place of its own
     key = np.stack((of, inst.tensors["group"]))
     starts = np.flatnonzero(np.concatenate(([True], (key[:, 1:] != key[:, :-1]).any(0))))
     first: list[int] = []

@@ -37,7 +37,7 @@ SAFETY = 2e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """plan and its iteration; bound_s: nothing is shorter; proven: the gap is below PROVEN."""
+    """A plan and its iteration. bound_s: no plan is shorter; proven: the gap is below PROVEN."""
 
     plan: BucketPlan
     iteration_s: float
@@ -81,7 +81,7 @@ def exact_plan(
     if model.complete:
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
             bound = max(bound, float(found.mip_dual_bound) * model.scale * (1 - SAFETY))
-        elif found.status == 2:  # infeasible: nothing is better than what we came with
+        elif found.status == 2:  # infeasible: nothing is better than the plan we started from
             bound = best_s * (1 - SAFETY)
     bound = min(bound, best_s)
     return Exact(
@@ -94,7 +94,7 @@ def exact_plan(
 
 
 def _falls_per_byte(c: SendTime) -> bool:
-    """Whether seconds per byte never rise with size, and so fusing never costs more."""
+    """Whether seconds per byte never rise with size, so that fusing never costs more."""
     rates = [y / x for x, y in zip(c.bytes_, c.seconds, strict=True) if x > 0]
     last = c.seconds[-1] - c.tail_s_per_byte * c.bytes_[-1]
     return all(a >= b - 1e-18 for a, b in itertools.pairwise(rates)) and last >= -1e-15
@@ -222,7 +222,7 @@ class _IntegerProgram:
         self.add(whole, 0.0, np.inf)
 
     def read(self, x: np.ndarray) -> BucketPlan:
-        """The plan, shares back to bytes; a crumb of rounding goes to the tensor's largest piece."""
+        """The plan, with shares converted back to bytes. The rounding error goes to the tensor's largest piece."""
         sizes: dict[int, dict[tuple[int, int], int]] = {}
         for (j, k, i), c in self.shares.items():
             if (n := round(float(x[c]) * self.problem.tensors[i].nbytes)) > 0 and x[c] > 1e-6:

@@ -64,7 +64,7 @@ def _search(
     seed: int,
     heat: float,
 ) -> tuple[float, Pieces]:
-    """The better of (best, pieces) and what a search from `begin` comes to."""
+    """The better of (best, pieces) and the result of a search from `begin`."""
     if len(begin[0]) <= COARSE_FROM:
         cost, found = improve(
             inst, begin, evaluations=_evaluations(begin, work), bound_s=bound, seed=seed, heat=heat
@@ -85,8 +85,8 @@ def _evaluations(pieces: Pieces, work: float) -> int:
 
 
 def _construct(problem: ScheduleProblem, inst: Instance, bound: float) -> list[tuple[float, Pieces]]:
-    """What bisections on the target came to, over reserves for startups and least lengths of a cut message: the best
-    of each length, then all tensors in one message per group, which always exists.
+    """Results of bisections on the target, over reserves for startups and minimum lengths of a cut message: the best
+    for each length, then all tensors in one message per group, which always exists.
     """
     axes = {t.axes for t in problem.tensors}
     startup = max(k.curve_for(a).startup_s for k in problem.links for a in axes if k.carries(a))
@@ -117,7 +117,7 @@ def _construct(problem: ScheduleProblem, inst: Instance, bound: float) -> list[t
 
 
 def _openings(inst: Instance) -> list[np.ndarray]:
-    """When each link begins: at once; or all but one a hair, or half of backward, or all of it, later."""
+    """Start times of the links: immediately, or all but one slightly, half a backward, or a full backward later."""
     out = [np.zeros(inst.links)]
     if inst.links > 1:
         last = float(inst.tensors["ready"].max())
@@ -155,7 +155,7 @@ def _seconds(inst: Instance, row: int, nbytes: float) -> float:
 
 
 def _preemptive(inst: Instance) -> list[tuple[float, Pieces]]:
-    """Preemptive priority on one link, as it stands: the optimum where startups cost nothing."""
+    """Preemptive priority on one link, unchanged: the optimum if startups cost nothing."""
     if inst.links > 1:
         return []
     pieces: Pieces = preemptive(inst)

@@ -1,6 +1,6 @@
 """Compiled: cost curves, sequences and priorities on plain problems, Jackson's bound.
 
-This file imports numba when it is imported: import it inside functions only. Kernels stand at module level, because
+This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
 numba's cache does not find a function that closes over another one again.
 """
 
@@ -16,7 +16,7 @@ __all__ = ["bytes_within", "jackson", "priority", "seconds_of", "sequence"]
 
 @numba.njit(cache=True)
 def seconds_of(curves, row, nbytes):
-    """Seconds for one message of that many bytes by the curve in ``row`` of ``Curves``; 0 for an empty one."""
+    """Seconds for one message of this many bytes by the curve in ``row`` of ``Curves``; 0 for an empty one."""
     if nbytes <= 0.0:
         return 0.0
     curve, corners = curves.rows[row], curves.corners
@@ -38,7 +38,7 @@ def seconds_of(curves, row, nbytes):
 
 @numba.njit(cache=True)
 def bytes_within(curves, row, seconds):
-    """The most bytes of one message that takes no longer, by the curve in ``row``; 0 where even the smallest does."""
+    """The largest message that takes no longer, by the curve in ``row``, in bytes; 0 if even the smallest is slower."""
     curve, corners = curves.rows[row], curves.corners
     last = curve["last"] - 1
     if seconds < corners[curve["first"]]["seconds"]:
@@ -70,8 +70,8 @@ def sequence(release, seconds, tail, link, links, compute):
 
 @numba.njit(cache=True)
 def priority_on_link(release, seconds, size, credit, mine, start):
-    """One link sends its messages: whenever fewer than ``credit`` bytes are on the way, the first in the plan's order
-    of those that are ready is accepted. mine: the link's messages by release; start: float64 [M], filled.
+    """One link sends its messages: whenever fewer than ``credit`` bytes are in flight, it accepts the ready message
+    that is first in the plan's order. mine: the link's messages by release; start: float64 [M], filled.
     """
     ready = [0 for _ in range(0)]
     accepted = [0 for _ in range(0)]

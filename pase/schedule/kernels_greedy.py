@@ -1,6 +1,6 @@
 """Compiled: the construction described in `greedy`.
 
-This file imports numba when it is imported: import it inside functions only. Kernels stand at module level, because
+This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
 numba's cache does not find a function that closes over another one again.
 """
 

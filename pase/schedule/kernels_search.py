@@ -1,8 +1,8 @@
 """Compiled: the local search described in `improve`. A move is a function of the state; the search keeps or undoes it.
 
-This file imports numba when it is imported: import it inside functions only. Kernels stand at module level, because
+This file imports numba when it is imported: import it inside functions only. Kernels are at module level, because
 numba's cache does not find a function that closes over another one again. State is named tuples of arrays, which
-numba takes as they are; counts that change stand in an array of their own.
+numba takes as they are; counts that change are in an array of their own.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def give(inst, s, i, front):
 
 @numba.njit(cache=True)
 def shift_bytes(s, i):
-    """Shift bytes between two atoms of one tensor that stand in different messages."""
+    """Shift bytes between two atoms of one tensor that are in different messages."""
     a = draw_atom(s, s.seq[i])
     for b in range(s.n[ATOMS]):
         if b != a and s.atoms[b]["at"] == s.atoms[a]["at"] and s.atoms[b]["msg"] != s.atoms[a]["msg"]:

@@ -35,7 +35,7 @@ class SendTime:
     ``bytes_`` and ``seconds`` are the corners (at least one, bytes ascending); before the first corner
     the curve is flat, after the last it rises by ``tail_s_per_byte``. A startup of alpha and an inverse
     bandwidth of beta is one corner at 0 bytes. One alpha-beta fit is 31-50% wrong on measured NCCL
-    tables up to 32 MB, hence the table.
+    tables up to 32 MB, so a table is used.
 
     >>> c = SendTime.alpha_beta(alpha_s=1.0, beta_s_per_byte=0.5)
     >>> c.seconds_for(4)
@@ -72,8 +72,8 @@ class SendTime:
 
     @staticmethod
     def table(nbytes: Sequence[float], seconds: Sequence[float]) -> SendTime:
-        """From measured points; noise that makes time fall with size is lifted to the running maximum, and a rise
-        of less than a millionth counts as none (its inverse would be lost in rounding).
+        """From measured points. Where noise makes time fall with size, the running maximum is used. A rise of less
+        than a millionth counts as none (its inverse would be lost in rounding).
         """
         order = np.argsort(np.asarray(nbytes, float), kind="stable")
         xs = np.asarray(nbytes, float)[order]
@@ -102,7 +102,7 @@ class SendTime:
         return np.where(n > 0, s, 0.0)
 
     def bytes_within(self, seconds: np.ndarray) -> np.ndarray:
-        """The most bytes of one message that takes no longer; 0 where even the smallest does."""
+        """The largest message that takes no longer, in bytes; 0 if even the smallest takes longer."""
         s = np.asarray(seconds, float)
         xs, ys = np.asarray(self.bytes_), np.asarray(self.seconds)
         i = np.clip(np.searchsorted(ys, s, side="right") - 1, 0, len(ys) - 1)
@@ -128,11 +128,11 @@ class SendTime:
 
     @property
     def startup_s(self) -> float:
-        """What even the smallest message costs."""
+        """The cost of the smallest message."""
         return self.seconds[0]
 
     def best_s_per_byte(self, most_bytes: float) -> float:
-        """The least seconds per byte of any message of at most that many bytes."""
+        """The lowest seconds per byte of any message of at most this many bytes."""
         xs = [x for x in self.bytes_ if 0 < x < most_bytes] + [most_bytes]
         return min(self.seconds_for(x) / x for x in xs) if most_bytes > 0 else 0.0
 
@@ -141,7 +141,7 @@ class SendTime:
 class AxisGroup:
     """The mesh axes that a tensor is synchronised over. collective: its kind, if the price depends on it; else "".
 
-    Files have it as text: AXIS,AXIS/COLLECTIVE. Without axes it stands for all devices.
+    In files it is text: AXIS,AXIS/COLLECTIVE. Without axes it means all devices.
 
     >>> str(AxisGroup.parse("data,model/all_reduce"))
     'data,model/all_reduce'
@@ -187,9 +187,9 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeBlock:
-    """A stretch of compute on the one compute stream. Blocks stand in execution order.
+    """A block of compute on the single compute stream. Blocks are listed in execution order.
 
-    after: indices of blocks it waits for, used only where the problem is ``dataflow``;
+    after: indices of blocks it waits for, used only if the problem is ``dataflow``;
     None = the block before it.
     """
 
@@ -283,7 +283,7 @@ class ScheduleProblem:
 
 
 def _check(p: ScheduleProblem) -> None:
-    """Refuse what cannot be scheduled, naming the place."""
+    """Reject what cannot be scheduled, naming the place."""
     where = f"problem '{p.name}'"
     if not p.blocks:
         raise PaseError(f"{where} has no compute blocks; give at least one forward and one backward block")

@@ -2,8 +2,8 @@
 
 Rounds of three parts until the bound meets the cost or time is up: raise the Lagrangian bound (tree-
 reweighted messages, prices on the points that bind); search neighbourhoods around its choices; remove
-what the bound proves too costly, and contract again. As soon as what is left is small, an integer program
-runs beside on the other core and may finish it.
+what the bound proves too expensive, and contract again. Once the rest is small, an integer program
+runs in parallel on the other core and may finish the search.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def bounded_search(
 ) -> Solution:
     """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
 
-    known: a choice to begin with, and a bound that elimination proved. gap: the relative gap that suffices.
-    rounds: at most so many turns, none of which then waits for an integer program in another process.
-    Raises Infeasible where it is proven that nothing fits.
+    known: a choice to start from, and a bound that elimination proved. gap: the relative gap that suffices.
+    rounds: the most turns; if given, no turn waits for an integer program in another process.
+    Raises Infeasible if it is proven that nothing fits.
     """
     clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
     state = Incumbent(tables, memory, began)
@@ -56,7 +56,7 @@ def bounded_search(
         state.offer(known[0])
         state.prove(min(known[1], state.cost), "elimination at the best price per byte")
     try:
-        # Reductions may take most of the time that is left; what they leave is a sound problem at any moment.
+        # Reductions may take most of the remaining time. The problem is valid whenever they stop.
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
         method = _rounds(state, left, seed, clock, progress, rounds)
     except KeyboardInterrupt:
@@ -137,7 +137,7 @@ def _rounds(
                 return f"dual bound and neighbourhood search, {rounds} rounds"
             if job is not None:
                 continue
-            if turn >= 2 and rounds is None:  # its answer comes when it comes
+            if turn >= 2 and rounds is None:  # do not wait for its answer
                 usable, pairs = _usable_pairs(state, now)
                 if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
                     pairs_tried = pairs
@@ -149,8 +149,8 @@ def _rounds(
                 keep = clock.run("shrinking", _affordable, state, now)
                 if keep is None:
                     continue
-                # Whatever is cheaper than the best is still there, so that a bound on what is left,
-                # capped at the best's cost, is a bound on all.
+                # Every choice cheaper than the best is still there. So a bound on what is left,
+                # capped at the best's cost, is a bound on all choices.
                 until = time.perf_counter() + 0.5 * clock.left
                 try:
                     rest = clock.run("residual", restrict, now.left, keep, until)
@@ -176,7 +176,7 @@ def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
 
 
 def _eliminate(state: Incumbent, now: Residual) -> bool:
-    """Finish exactly by elimination, where no memory limit stands and what is left is narrow."""
+    """Finish exactly by elimination if there is no memory limit and the rest is narrow."""
     if now.rows.points:
         return False
     choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices)
@@ -201,11 +201,11 @@ def _raise_bound(state: Incumbent, now: Residual) -> None:
     from pase.search.kernels_memory import dual_ascent
 
     flat = now.flat
-    # A fixed amount of work a turn, whatever the clock says: the same seed then does the same.
+    # A fixed amount of work per turn, whatever the clock says: the same seed then gives the same result.
     sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
     before = float(now.dual[0])
     if now.rows.points and now.cutting:
-        # Cutting planes alone first: where few points bind they are done in some turns.
+        # Cutting planes alone first: if few points bind, they converge in a few turns.
         lower = _cut(now, max(2, sweeps // _CUTS // 2 * 2), _CUTS, now.cut_points)
         now.turn += 1
         if now.turn >= 3 and lower - before < 3e-3 * abs(lower):
@@ -286,7 +286,7 @@ def _neighbourhoods(
     rng: np.random.Generator,
     clock: Deadline,
 ) -> None:
-    """Search around the dual's rounded choice, then around the best; as far as the time goes."""
+    """Search around the dual's rounded choice, then around the best, as long as there is time."""
     from pase.search.kernels_memory import lns, polish
 
     flat = now.flat
@@ -357,7 +357,7 @@ def _usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
             [flat.entries[s : s + a].min() for s, a in zip(flat.matrix, area, strict=True)], np.float64
         )
         spare = state.cost - now.left.constant - float(least_node.sum()) - float(least_edge.sum())
-        # Entries may serve several edges: an entry goes where the most generous of them forbids it.
+        # Entries may be shared by several edges: an entry is dropped if even the most generous edge forbids it.
         most = np.full(flat.entries.size, -np.inf)
         for s, a, least in zip(flat.matrix, area, least_edge, strict=True):
             np.maximum(most[s : s + a], least + spare, out=most[s : s + a])
@@ -377,14 +377,14 @@ def _take(state: Incumbent, now: Residual, answer: tuple[str, np.ndarray | None,
         state.prove(state.cost, "integer program (HiGHS)")
         return True
     bound += now.left.constant
-    # A bound above what is known to be possible is a fault of the solver: it proves nothing.
+    # A bound above a known cost is a solver error: it proves nothing.
     if np.isfinite(bound) and bound <= state.cost + 1e-6 * abs(state.cost):
         state.prove(min(bound, state.cost), "integer program (HiGHS)")
     return state.done()
 
 
 def _affordable(state: Incumbent, now: Residual) -> list[np.ndarray] | None:
-    """Per node, which configs a choice as good as the best may use; None where few would go."""
+    """Per node, the configs that a choice as good as the best may use; None if few would be dropped."""
     from pase.search.kernels_flat import trws_pass
 
     if state.choice is None:

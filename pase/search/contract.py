@@ -1,15 +1,15 @@
 """Exact shrinking of large sparse problems, safe under a memory limit.
 
-- arc consistency: configs without a finite partner at some neighbour go;
+- arc consistency: configs without a finite partner at some neighbour are dropped;
 - a node with one config left is folded into its neighbours;
-- edges that are a sum of a row part and a column part are folded into the ends;
-- functional edges: where every config of u leaves v exactly one finite config, v is substituted by u
-  (v's memory stays with u: ``members``);
-- dominated configs go (Goldstein's dead-end elimination, bytes compared at every point);
-- a node of at most two neighbours whose memory does not depend on its config is eliminated.
+- edges that are a sum of a row part and a column part are folded into their end nodes;
+- functional edges: if every config of u leaves v exactly one finite config, v is substituted by u
+  (v's memory moves to u: ``members``);
+- dominated configs are dropped (Goldstein's dead-end elimination, bytes compared at every point);
+- a node with at most two neighbours whose memory does not depend on its config is eliminated.
 
-On the contest's graphs the forbidden pairs tie long runs of operations to one another, and substitution
-takes tens of thousands of nodes to hundreds.
+In the contest's graphs, forbidden pairs couple long chains of operations. There, substitution reduces tens of
+thousands of nodes to hundreds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAX_ENTRIES = 300_000_000  # pairs of configs over all edges, 8 bytes each
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contracted:
-    """A smaller problem over ``nodes`` (original indices), and the way back.
+    """A smaller problem over ``nodes`` (original indices), and the mapping back to the original one.
 
     costs: float64 [K] per kept node; pairs: (a, b) positions in ``nodes``; matrices: float64 [K_a, K_b].
     constant: cost that every choice pays. members: per kept node, (original node, int array [K]: its
@@ -50,7 +50,7 @@ class Contracted:
     _work: _Contraction
 
     def expand(self, choice: np.ndarray) -> np.ndarray:
-        """The original choice, int64 [original nodes], of a choice over ``nodes``."""
+        """The original choice, int64 [original nodes], for a choice over ``nodes``."""
         return self._work.expand(self.nodes, choice)
 
     def narrow(self, full: np.ndarray) -> np.ndarray:
@@ -74,7 +74,7 @@ class _Contraction:
         self.constant = 0.0
         self.eliminated: list[tuple[int, np.ndarray, list[tuple[int, np.ndarray, np.ndarray]]]] = []
         self.fixed: list[int] = []
-        # less[v][i, j]: config i holds no more memory than j, at any point; None: memory plays no part.
+        # less[v][i, j]: config i holds no more memory than j, at any point; None: memory does not matter.
         self.less: list[np.ndarray | None] = [None] * n
         if memory is not None:
             for v, intervals in memory.live.items():
@@ -143,7 +143,7 @@ class _Contraction:
             self.restrict(v, keep)
 
     def fold(self, v: int) -> None:
-        """v has one config: its edges are node costs of its neighbours."""
+        """v has one config: its edges become node costs of its neighbours."""
         for u in list(self.near[v]):
             self.costs[u] = self.costs[u] + self.near[v][u][0]
             self.cut(u, v)
@@ -190,7 +190,7 @@ class _Contraction:
         self.gone[v] = True
 
     def visit(self, v: int, quick: bool = False) -> None:
-        """quick: only what has to be done before anything else."""
+        """quick: only the reductions that must come before all others."""
         self.prune(v)
         if self.costs[v].size == 1:
             self.fold(v)
@@ -211,7 +211,7 @@ class _Contraction:
             per_v = finite.sum(axis=1)
             v_by_u, u_by_v = bool((per_u == 1).all()), bool((per_v == 1).all())
             if v_by_u and u_by_v and len(self.near[u]) < len(self.near[v]):
-                v_by_u = False  # either could go; the one of fewer edges does
+                v_by_u = False  # either could be substituted: take the one with fewer edges
             if v_by_u:
                 self.substitute(v, u, finite.argmax(axis=0))
                 return
@@ -230,16 +230,14 @@ class _Contraction:
         self.dominate(v)
 
     def dominate(self, v: int) -> None:
-        """Goldstein: drop config i where some j is no costlier whatever the neighbours do, nor holds more."""
+        """Goldstein: drop config i if some j never costs more, for any configs of the neighbours, and holds no more."""
         k = self.costs[v].size
         if k * k * sum(m.shape[1] for m in self.near[v].values()) > _MAX_DOMINANCE_WORK:
             return
-        worse = (
-            self.costs[v][:, None] - self.costs[v][None, :]
-        )  # [j, i]: how much costlier j is than i at most
+        worse = self.costs[v][:, None] - self.costs[v][None, :]  # [j, i]: the most that j costs above i
         with np.errstate(invalid="ignore"):
             for m in self.near[v].values():
-                # inf - inf is NaN: a pair that neither may use, which fmax passes over.
+                # inf - inf is NaN: neither config allows this pair, and fmax ignores it.
                 worse = worse + np.fmax.reduce(m[:, None, :] - m[None, :, :], axis=2)
         better = worse <= 0
         less = self.less[v]
@@ -250,13 +248,13 @@ class _Contraction:
             return
         keep = np.ones(k, bool)
         for i in np.flatnonzero(better.any(axis=0)):
-            # Of configs that dominate one another, one stays.
+            # Keep one of several configs that dominate one another.
             keep[i] = not (better[:, i] & keep).any()
         self.restrict(v, keep)
 
     def run(self, until: float) -> None:
-        """Until nothing more can be done, or the time of ``perf_counter`` is ``until``; then forbidden configs go,
-        and the rest of the queue stays as it is."""
+        """Reduce until nothing changes or ``perf_counter`` reaches ``until``. After that, only forbidden configs are
+        dropped; the rest of the queue is left as it is."""
         left: list[int] = []
         quick = False
         while self.queue:
@@ -304,8 +302,8 @@ class _Contraction:
 def contract(
     tables: CostTables, memory: MemoryProfile | None = None, until: float = float("inf")
 ) -> Contracted:
-    """Apply the reductions until none applies, or ``until`` (of ``perf_counter``): what they leave is as good a
-    problem, only larger. Raises Infeasible where they leave nothing."""
+    """Apply the reductions until none applies, or until ``perf_counter`` reaches ``until``: the result is then just as
+    valid, only larger. Raises Infeasible if they leave nothing."""
     work = _Contraction(tables, memory)
     work.run(until)
     return _snapshot(work)
@@ -344,7 +342,7 @@ def _snapshot(work: _Contraction) -> Contracted:
 
 
 def fixed_bytes(contracted: Contracted, memory: MemoryProfile) -> list[tuple[int, float]]:
-    """(interval, bytes) of every node whose bytes no choice over the kept nodes changes."""
+    """(interval, bytes) of every node whose bytes are the same for every choice over the kept nodes."""
     work = contracted._work
     chosen = [*contracted.fixed]
     for v, _, _ in work.eliminated:

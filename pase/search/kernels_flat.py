@@ -266,7 +266,7 @@ def order_forest(graph, nodes, picked, order, up):
 
 @jit()
 def add_to_parent(graph, e, v, table):
-    """Add to each config of v's parent along edge e the least that v's tree costs beside it."""
+    """Add to each config of v's parent along edge e the minimum cost of v's tree given that config."""
     slot, head, tail, matrix, entries = graph.slot, graph.head, graph.tail, graph.matrix, graph.entries
     p = tail[e] if head[e] == v else head[e]
     kv, kp = slot[v + 1] - slot[v], slot[p + 1] - slot[p]

@@ -305,7 +305,8 @@ def add_events(limit, slot, sign, usage, first, last):
 
 @jit()
 def weigh_move(graph, limit, nodes, before, choice, usage):
-    """(moved, rise of the shortage, point most over of those that got more, first, last): the move before -> choice.
+    """(moved, rise of the shortage, the point most over its limit among those that rose, first, last) for the move
+    before -> choice.
 
     usage.after is set at points first … last - 1, the only ones that change.
     """

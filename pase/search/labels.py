@@ -1,12 +1,13 @@
-"""The cheapest choice within a few sums of bytes, exactly: labels that go back through an elimination.
+"""The exact cheapest choice under limits on a few sums of bytes: labels that go back through an elimination.
 
-After an elimination at some price per byte, each node's best config given its neighbours' is known, and what any other
-costs more in the end: its *slack*. A choice's priced cost is the least one plus its slacks. Nodes are chosen in an
-order in which each elimination's result is followed by those that went into it; a label is a partial choice, kept while
-its slack is below a cap and its bytes, with the least of what follows, fit. Of labels that agree in all that later
-nodes see, one that costs no more and holds no more than another speaks for both. What remains at the end are the
-choices within the cap, up to those that others speak for: a resource-constrained shortest path with perfect completion
-bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland, Networks 2003).
+An elimination at some price per byte gives each node's best config for its neighbours' configs. It also gives the
+*slack* of every other config: how much more it costs in the end. The priced cost of a choice is the minimum plus its
+slacks. Nodes are chosen in reverse: the result of each elimination comes before the nodes that went into it. A label is
+a partial choice. It is kept while its slack is below a cap and its bytes, plus the minimum of what follows, fit. If two
+labels agree in everything that later nodes see, and one neither costs nor holds more than the other, it dominates and
+the other is dropped. At the end all choices within the cap remain, except dominated ones. This is a
+resource-constrained shortest path with perfect completion bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland,
+Networks 2003).
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from pase.search.priced import PricedTables
 __all__ = ["HeldAlong", "Labels", "label_choices"]
 
 _CHUNK = 1 << 22
-_COMPARED = 64  # labels of a state that a label is compared with, where there are several sums
+_COMPARED = 64  # labels of the same state that a label is compared with, if there are several sums
 _WIDEST = 200_000  # labels at a time
-_BEAM, _BEAM_LABELS = 1000, 200_000  # the same, once there were too many; of all nodes together
-_NARROWEST = 100  # whatever the number of nodes
+_BEAM, _BEAM_LABELS = 1000, 200_000  # labels at a time once there were too many; for all nodes together
+_NARROWEST = 100  # labels at a time at least, for any number of nodes
 _PRECISION = 1e-13
 """Of the cost: differences below it, a node, count as none, so that sums in another order are one label."""
 
@@ -35,7 +36,7 @@ _PRECISION = 1e-13
 class Labels:
     """Choices within the cap, cheapest first.
 
-    cost: float64 [choices]. whole: whether none within the cap is missing.
+    cost: float64 [choices]. whole: whether they are complete, i.e. no choice within the cap is missing.
     """
 
     cost: np.ndarray
@@ -55,7 +56,7 @@ class Labels:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class HeldAlong:
-    """What two nodes' configs together add to each sum: float64 [classes of src, classes of dst, sums]."""
+    """The contribution of a pair of nodes to each sum: float64 [classes of src, classes of dst, sums]."""
 
     src: int
     dst: int
@@ -64,7 +65,7 @@ class HeldAlong:
     held: np.ndarray
 
     def between(self, v: int, own: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """Of pairs of configs, node v's and the other node's: float64 [pairs, sums]."""
+        """The contribution of pairs of configs (node v's, the other node's): float64 [pairs, sums]."""
         a, b = (own, others) if v == self.src else (others, own)
         return self.held[self.src_class[a], self.dst_class[b]]
 
@@ -81,8 +82,8 @@ def label_choices(
 ) -> Labels:
     """All choices whose cost at the prices is at most ``cap`` above the least.
 
-    pool, least: of ``priced.at(prices)``. room: float64 [sums]. work: labels to make at most; where more are met, only
-    a few of least slack go on. along: what pairs of nodes hold besides; with it the room is without limit.
+    pool, least: from ``priced.at(prices)``. room: float64 [sums]. work: the most labels to make; beyond that, only a
+    few with the least slack are continued. along: what pairs of nodes hold in addition; with it the room is unlimited.
     """
     order = _depth_first(priced.plan.steps)
     seen = _seen_later(order, pool, along)
@@ -91,7 +92,7 @@ def label_choices(
     rest = np.zeros((len(order) + 1, room.size))
     for i in range(len(order) - 1, -1, -1):
         rest[i] = rest[i + 1] + held[order[i].v].min(axis=0)
-    limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; who takes a choice tests it
+    limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; callers check the choice that they use
     grain = _PRECISION * max(abs(least), cap, 1e-200)
     beam = min(_BEAM, max(_NARROWEST, _BEAM_LABELS // len(order)))
     open_: dict[int, np.ndarray] = {}
@@ -121,7 +122,7 @@ def label_choices(
 
 
 def _depth_first(steps: list[Elimination]) -> list[Elimination]:
-    """Each step after the one that takes up its result, small branches first, so that few nodes are open at a time."""
+    """Order the steps: each after the one that uses its result, small branches first, so that few nodes are open."""
     when = {s.v: i for i, s in enumerate(steps)}
     children: list[list[int]] = [[] for _ in steps]
     size = [1] * len(steps)
@@ -143,7 +144,7 @@ def _depth_first(steps: list[Elimination]) -> list[Elimination]:
 
 
 def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[list[tuple[int, HeldAlong]]]:
-    """At each step, (the other node, pair) of the pairs whose second node it chooses."""
+    """For each step, (the other node, pair) of the pairs whose second node the step chooses."""
     when = {s.v: i for i, s in enumerate(order)}
     out: list[list[tuple[int, HeldAlong]]] = [[] for _ in order]
     for e in along:
@@ -155,7 +156,7 @@ def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[lis
 def _seen_later(
     order: list[Elimination], pool: Pool, along: Sequence[HeldAlong] = ()
 ) -> list[dict[int, ConfigPartition]]:
-    """After each step, the nodes chosen by then that later steps look at, and how finely."""
+    """For each step, the nodes chosen so far that later steps still look at, and at which resolution."""
     views = {id(c): pool.view(c) for e in along for c in (e.src_class, e.dst_class)}
     closing = _closed_at(order, along)
     out: list[dict[int, ConfigPartition]] = [{}] * len(order)
@@ -172,7 +173,8 @@ def _seen_later(
 
 
 def _state(now: dict[int, np.ndarray], views: dict[int, ConfigPartition], size: int) -> np.ndarray:
-    """A number per label: equal where these views of the open nodes' configs do not tell labels apart; int64 [size]."""
+    """A number per label, int64 [size]: equal for labels that these views of the open nodes' configs cannot tell
+    apart."""
     out = np.zeros(size, np.int64)
     many = 1
     for u, ks in now.items():
@@ -220,7 +222,7 @@ def _chunks(order: np.ndarray, configs: int) -> Iterator[np.ndarray]:
 
 
 def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Labels of which no other of the same state costs no more and holds no more; of equals, one. int64 indices."""
+    """Labels that no other label of the same state dominates in cost and bytes; one of equal labels. int64 indices."""
     order = np.lexsort((*used.T[::-1], cost, state))
     if not order.size:
         return order
@@ -229,12 +231,12 @@ def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.nd
     segment = np.cumsum(begins) - 1
     if used.shape[1] == 1:
         rank = np.unique(used[:, 0], return_inverse=True)[1].reshape(-1)
-        # Later segments stand lower, so that one running minimum serves all.
+        # Later segments are shifted lower, so that one running minimum works for all.
         below = rank - segment * np.int64(rank.max() + 1)
         so_far = np.minimum.accumulate(below)
         keep = np.concatenate([[True], below[1:] < so_far[:-1]])
         return order[keep]
-    # Of several sums: in each round the first label left of each state takes out those that it dominates.
+    # Several sums: in each round the first remaining label of each state removes the labels that it dominates.
     kept, left = [], np.arange(order.size)
     for _ in range(_COMPARED):
         if not left.size:

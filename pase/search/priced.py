@@ -1,4 +1,4 @@
-"""The same elimination at many prices: tables are loaded and an order is planned once, node costs change."""
+"""The same elimination at many prices: tables are loaded and an order is planned once; only node costs change."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PricedTables:
 def prepare(
     tables: CostTables, held: Sequence[np.ndarray], kernel: KernelName, threads: int, seed: int
 ) -> PricedTables | None:
-    """None where no order fits. Nodes are alike where both their costs and their bytes are."""
+    """None if no order fits. Nodes are equal if both their costs and their bytes are."""
     marks = tuple(h.tobytes() for h in held)
     pool = Pool()
     factors = load(tables, pool, kernels_for(kernel, tables.entries * 20), marks)

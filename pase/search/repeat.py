@@ -137,7 +137,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 def _cut(ends: np.ndarray, start: int, period: int, length: int) -> _RepeatedBlocks | None:
     """Where to cut the run into blocks, so that one node of a block speaks to the next block."""
-    # Edges at a block well inside the run stand for all.
+    # Edges at a block well inside the run represent all.
     middle = start + period * (length // period // 2)
     here = ends[((ends >= middle) & (ends < middle + period)).any(axis=1)]
     low, high = here.min(axis=1), here.max(axis=1)
@@ -175,7 +175,7 @@ class _FoldedBlock:
 def _block(
     tables: CostTables, ends: np.ndarray, run: _RepeatedBlocks, kernel: KernelName, threads: int
 ) -> _FoldedBlock | None:
-    first = run.start + run.period  # block 1 stands for all that have a predecessor
+    first = run.start + run.period  # block 1 represents all that have a predecessor
     before = run.start + run.speaker
     inside = (ends >= first) & (ends < first + run.period)
     wanted = inside.all(axis=1) | (inside.any(axis=1) & (ends == before).any(axis=1))

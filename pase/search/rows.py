@@ -1,7 +1,7 @@
 """The memory limit over a contracted problem: capacity per point, events per config.
 
-Bytes that are held whatever is chosen are taken off the limit; points that another point implies are
-dropped. What remains is, per kept node and config, a list of (point, change) events: the bytes in use are
+Bytes that are held under every choice are subtracted from the limit. Points that another point implies are
+dropped. What remains is a list of (point, change) events per kept node and config: the bytes in use are
 the cumulative sum of the events of the chosen configs.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["Limit", "Rows", "memory_rows"]
 
 
 class Limit(NamedTuple):
-    """The constraints of ``Rows`` alone: a named tuple, which compiled functions take as it is."""
+    """Only the constraints of ``Rows``, as a named tuple that can be passed to compiled functions."""
 
     ptr: np.ndarray
     point: np.ndarray
@@ -30,7 +30,7 @@ class Limit(NamedTuple):
 class Rows:
     """Constraints ``cumsum(events of the chosen configs)[t] <= capacity[t]``.
 
-    capacity: float64 [points], bytes. when: int64 [points], where it stands in the profile.
+    capacity: float64 [points], bytes. when: int64 [points], index in the profile.
     slot: int64 [kept nodes + 1]: configs of node r are rows slot[r] … slot[r+1].
     ptr: int64 [rows + 1] into point (int64) and change (float64 bytes).
     """
@@ -87,7 +87,7 @@ def memory_rows(
     """Constraints over kept nodes of ``sizes`` configs.
 
     members: per kept node (original node, original config under each config [K]);
-    fixed_bytes: (interval of the profile, bytes held in it whatever is chosen).
+    fixed_bytes: (interval of the profile, bytes held in it under every choice).
     """
     points = int(memory.stop.max(initial=0))
     spans, fixed = _variable(memory, members, fixed_bytes, points)
@@ -98,14 +98,14 @@ def memory_rows(
         room = capacity.min(initial=np.inf)
         return _without_events(slot, room if np.isfinite(room) else 0.0)
     outside = np.concatenate([capacity[: times[0]], capacity[times[-1] :]]).min(initial=np.inf)
-    # Points between two events of the variable bytes share their live set: the tightest one speaks for all.
+    # Points between two events of the variable bytes share their live set: only the tightest one is needed.
     cuts = times[:-1]
     tight = np.minimum.reduceat(capacity[: times[-1]], cuts) if cuts.size else np.zeros(0)
     keep = _binding(spans, times, tight)
     rank = np.concatenate([[0], np.cumsum(keep)]).astype(np.int64)  # interval index -> kept point
     kept, when = tight[keep], cuts[keep]
     if outside < 0 or bool((tight[~keep] < 0).any()):
-        # A point that no choice can satisfy: its shortage stays visible as a point of its own.
+        # No choice can satisfy this point: keep it as a point of its own, so that its shortage stays visible.
         kept = np.append(kept, min(outside, float(tight[~keep].min(initial=0.0))))
         when = np.append(when, points)
     ptr, point, change = _events(spans, times, rank, sizes)
@@ -118,7 +118,7 @@ def _variable(
     fixed_bytes: list[tuple[int, float]],
     points: int,
 ) -> tuple[list[Spans], np.ndarray]:
-    """(per kept node what its configs hold above their least, bytes held whatever is chosen: float64 [points])."""
+    """(per kept node: its configs' bytes above their minimum; bytes held under every choice: float64 [points])."""
     base = np.zeros(points + 1)
 
     def hold(i: int, nbytes: float) -> None:
@@ -143,7 +143,7 @@ def _variable(
 
 
 def _without_events(slot: np.ndarray, room: float) -> Rows:
-    """The constraint that is left where no config holds more than another."""
+    """The constraint that is left if no config holds more than another."""
     return Rows(
         capacity=np.array([room]),
         when=np.zeros(1, np.int64),
@@ -155,8 +155,8 @@ def _without_events(slot: np.ndarray, room: float) -> Rows:
 
 
 def _binding(spans: list[Spans], times: np.ndarray, tight: np.ndarray) -> np.ndarray:
-    """bool [intervals between times]: not those that cannot bind, nor where a neighbour with all its bytes has no
-    more room."""
+    """bool [intervals between times]: False where the limit cannot bind, or where a neighbour that has all the same
+    bytes has no more room."""
     number = {int(t): i for i, t in enumerate(times)}
     peak = np.zeros(times.size)
     starts, ends = np.zeros(times.size, bool), np.zeros(times.size, bool)

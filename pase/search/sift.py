@@ -20,20 +20,21 @@ __all__ = ["Sift"]
 
 @dataclass(kw_only=True, eq=False)
 class _EdgeEnd:
-    """One end of an edge: the class of each config, int [K], and what of the edge's cost the node holds, by class."""
+    """One end of an edge: the class of each config, int [K], and the part of the edge's cost moved to the node, by
+    class."""
 
     node: int
     cls: np.ndarray
     held: np.ndarray
 
     def least(self, values: np.ndarray) -> np.ndarray:
-        """The least of the configs' values in each class."""
+        """The smallest of the configs' values in each class."""
         out = np.full(self.held.size, np.inf)
         np.minimum.at(out, self.cls, values)
         return out
 
     def keep(self, alive: np.ndarray) -> np.ndarray:
-        """Keep some of the configs; the classes that are left, as indices of those there were."""
+        """Keep some of the configs. Returns the classes that are left, as indices into the previous ones."""
         left, cls = np.unique(self.cls[alive], return_inverse=True)
         self.cls, self.held = cls.reshape(-1), self.held[left]
         return left
@@ -41,14 +42,14 @@ class _EdgeEnd:
 
 @dataclass(kw_only=True, eq=False)
 class _SiftedEdge:
-    """cost: float64 [classes of src, classes of dst], shared by equal edges while their classes are the same."""
+    """cost: float64 [classes of src, classes of dst]. Equal edges share it as long as their classes are the same."""
 
     cost: np.ndarray
     src: _EdgeEnd
     dst: _EdgeEnd
 
     def send(self, giver: _EdgeEnd, share: float, theta: list[np.ndarray], least: np.ndarray) -> None:
-        """The giver's node gives a share of its least costs to the edge, which gives the other node all it can."""
+        """The giver's node moves a share of its minima to the edge; the edge moves all it can to the other node."""
         forward = giver is self.src
         taker, cost = (self.dst, self.cost) if forward else (self.src, self.cost.T)
         given = share * np.where(np.isfinite(least), least, 0.0)
@@ -64,8 +65,8 @@ class _SiftedEdge:
 class Sift:
     """Configs that may be part of a choice that costs less than ``below``.
 
-    node_costs: per node float64 [K]. kept: per node the configs that are left, as indices of those. bound: no choice
-    costs less; it is at most ``below``.
+    node_costs: per node float64 [K]. kept: per node the configs that are left, as indices into those. bound: a lower
+    bound on the cost of every choice, at most ``below``.
     """
 
     def __init__(self, node_costs: Sequence[np.ndarray], below: float) -> None:
@@ -83,7 +84,7 @@ class Sift:
         return any(not k.size for k in self.kept)
 
     def add(self, edges: Iterable[EdgeTable]) -> None:
-        """Edges whose classes are of the configs that are left."""
+        """Edges whose classes cover the configs that are left."""
         for e in edges:
             ends = (
                 _EdgeEnd(node=v, cls=c.astype(np.intp), held=np.zeros(n))
@@ -94,7 +95,7 @@ class Sift:
         self._squeeze([np.ones(k.size, bool) for k in self.kept])
 
     def run(self, passes: int) -> None:
-        """Pass messages along the nodes' order and back, and drop what reaches the known cost after each."""
+        """Pass messages along the nodes' order and back. After each pass, drop configs that reach the known cost."""
         for _ in range(passes):
             for forward in (True, False):
                 if self.empty:
@@ -103,7 +104,7 @@ class Sift:
             self._drop()
 
     def tables(self) -> CostTables:
-        """What is left, as tables: the choices that it has cost what they did."""
+        """What is left, as tables. The remaining choices cost the same as before."""
         edges = tuple(
             EdgeTable(
                 src=e.src.node,
@@ -143,7 +144,7 @@ class Sift:
             self._squeeze(alive)
 
     def _squeeze(self, alive: list[np.ndarray]) -> None:
-        """Keep what is alive, and of the edges' classes those that a config is left of."""
+        """Keep the configs that are alive, and the edges' classes that still have a config."""
         self.kept = [k[a] for k, a in zip(self.kept, alive, strict=True)]
         self.theta = [t[a] for t, a in zip(self.theta, alive, strict=True)]
         if self.empty:

@@ -1,6 +1,6 @@
 """The memory limit as a few sums over nodes: points of the profile, or averages of points that are alike.
 
-At every point of a ``MemoryProfile`` the live bytes have a limit, hence so has their average over a group of points.
+At every point of a ``MemoryProfile`` the live bytes have a limit, so their average over a group of points has one too.
 Points at which equal parts of the model live (each layer's rematerialised region) are one group: equal layers then stay
 equal under a price per byte, and fold.
 """

@@ -110,5 +110,5 @@ def _horovod(problem: ScheduleProblem, cycle_s: float, limit_bytes: int) -> Buck
 
 
 def _steps(problem: ScheduleProblem) -> bool:
-    """Whether optimizer.step() can stand as a barrier: nothing is gathered after it for the next forward."""
+    """Whether optimizer.step() can be a barrier: nothing is gathered after it for the next forward."""
     return not any(t.follows for t in problem.tensors)

@@ -31,7 +31,7 @@ __all__ = ["Horizon", "Profile", "Send", "deft", "profile", "solve"]
 RETRIES = 10
 GROWTH = 1.2
 HORIZON = 600
-"""Iterations within which the Solver's state must have repeated; else the last third stands for the period."""
+"""Iterations within which the Solver's state must have repeated; else the last third is used as the period."""
 
 
 @dataclass(frozen=True, kw_only=True)

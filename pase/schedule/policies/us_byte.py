@@ -64,7 +64,7 @@ def us_byte(problem: ScheduleProblem, options: Options) -> BucketPlan:
 def _fill(
     problem: ScheduleProblem, link: int, tensors: list[int], ready: np.ndarray
 ) -> tuple[list[Message], list[Message]]:
-    """Phase 1's messages in order of sending, and phase 2's. ``tensors`` stand in order of next use."""
+    """Phase 1's messages in order of sending, and phase 2's. ``tensors`` are in order of next use."""
     place = {t: i for i, t in enumerate(tensors)}
     coming = sorted(tensors, key=lambda t: (ready[t], place[t]))
     backward_end = float(max(ready[t] for t in tensors))
