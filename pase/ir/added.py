@@ -1,4 +1,4 @@
-"""What the searched graph has beside the model's own nodes and dims: copies for several readers, states, rings."""
+"""What the searched graph has in addition to the model's nodes and dims: copies for several readers, states, rings."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["with_copies", "with_rings", "with_states"]
 
 
 def with_copies(graph: Graph) -> Graph:
-    """A copy node behind every tensor with several readers; its 'pending' dim lets their gradients be summed once.
+    """Adds a copy node after every tensor with several readers. Its 'pending' dim lets their gradients be summed once.
 
-    Readers in different loops get copies of their own: a gather inside a loop happens at every turn.
+    Readers in different loops get separate copies, because a gather inside a loop happens at every turn.
     """
     readers: dict[tuple[str, tuple[Scope, ...]], dict[str, Op]] = defaultdict(dict)
     again: set[tuple[str, tuple[Scope, ...]]] = set()
@@ -70,7 +70,7 @@ def with_copies(graph: Graph) -> Graph:
 
 
 def with_states(graph: Graph) -> Graph:
-    """A 'state' dim on every parameter that is trained: axes there split its gradient and optimizer state alone."""
+    """Adds a 'state' dim to every trained parameter. Axes on it split only its gradient and optimizer state."""
 
     def extended(n: Node) -> Node:
         if n.ops[0].kind != "parameter" or not graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
@@ -83,7 +83,7 @@ def with_states(graph: Graph) -> Graph:
 
 
 def with_rings(graph: Graph) -> Graph:
-    """A 'ring' dim on every attention whose queries and keys may be split together, without a mask or a bias."""
+    """Adds a 'ring' dim to every attention without mask or bias whose queries and keys may be split together."""
 
     def extended(n: Node) -> Node:
         positions = _positions(n)
@@ -114,7 +114,7 @@ def with_rings(graph: Graph) -> Graph:
 
 
 def _positions(n: Node) -> frozenset[str] | None:
-    """The dims of an attention's queries and keys, where an axis may split both: each one dim, walked alone."""
+    """The dims of an attention's queries and keys if an axis may split both: each is one dim, walked alone."""
     op = n.main
     if op.kind != "attention" or len(op.reads) != 3 or op.reads[0].tensor in {a.tensor for a in op.reads[1:]}:
         return None
@@ -130,7 +130,8 @@ def _positions(n: Node) -> frozenset[str] | None:
 
 
 def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
-    """The written tensor's own dims; a merged tensor dim keeps its factors, to be split as its readers split it."""
+    """The written tensor's own dims. A merged tensor dim keeps its factors, so that it can be split as its readers
+    split it."""
     dims: list[Dim] = []
     walks: list[Walk] = []
     for w in write.map.walks:

@@ -16,12 +16,12 @@ from pase.errors import PaseError
 __all__ = ["NOWHERE", "NO_PLACE", "Place", "PlacePart", "Scope", "ScopeKind", "SourceLine"]
 
 PlacePart = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "out"]
-"""What a loop or a branch makes beside the equations of its body: a constant of the body or of the condition, settled
-before the loop; a carry; a stack that is read a slice a turn, and the slice; a result that is stacked; the last turn's
-result; all that the body returns; what a branch returns (index: branch, result)."""
+"""What a loop or a branch makes in addition to the equations of its body: a constant of the body or of the condition,
+computed before the loop; a carry; a stack that is read one slice per turn, and the slice; a result that is stacked; the
+last turn's result; all that the body returns; what a branch returns (index: branch, result)."""
 
 ScopeKind = Literal["loop", "remat", "branch", "program"]
-"""program: of a model that is several, one of them."""
+"""program: one program of a model that consists of several."""
 
 _SCOPE = re.compile(rf"({'|'.join(get_args(ScopeKind))})(?::|(?=\d)|$)(.*)", re.DOTALL)
 _SOURCE = re.compile(r"(.*) \(([^()]+)\)", re.DOTALL)
@@ -37,10 +37,10 @@ _PLACE = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """An equation of the traced program, or what a loop or a branch makes beside its equations.
+    """An equation of the traced program, or what a loop or a branch makes in addition to its equations.
 
-    path: as the frontend numbers or names its equations: "3.1" is the second one inside of the fourth.
-    index: which of several.
+    path: the frontend's number or name of the equation: "3.1" is the second one inside the fourth.
+    index: which one, if there are several.
 
     >>> at = Place("3.1")
     >>> str(at), str(at.its("carry", 2)), str(at.its("out", 0, 1)), bool(Place())
@@ -65,12 +65,13 @@ class Place:
         return f"{self.path}:{self.part}{'.'.join(map(str, self.index))}"
 
     def number_in(self, prefix: str) -> int | None:
-        """Of the list of equations whose paths are this prefix and a number: which one it is, or is inside of."""
+        """Its index in the list of equations whose paths are this prefix and a number, or that of the equation around
+        it."""
         m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
         return None if m is None else int(m[0])
 
     def steps(self) -> Iterator[tuple[str, int]]:
-        """The lists of numbered equations in which it stands, outermost first: what paths there begin with, its number.
+        """The lists of numbered equations that contain it, outermost first: (prefix of the paths there, its number).
 
         >>> list(Place("3.1").steps())
         [('', 3), ('3.', 1)]
@@ -82,7 +83,7 @@ class Place:
             prefix += f"{part}."
 
     def numbers(self) -> tuple[int, ...] | None:
-        """Of an equation whose frontend numbers them: which one at each depth; None where it names them.
+        """The equation's number at each depth; None if the frontend names its equations.
 
         >>> Place("3.1").numbers(), Place("layer.relu").numbers()
         ((3, 1), None)
@@ -109,7 +110,7 @@ class Place:
 class Scope:
     """A loop's body, a rematerialised region, or a branch of a conditional.
 
-    path: in the paths of the equations inside, what they begin with.
+    path: the prefix of the paths of the equations inside.
 
     >>> str(Scope("loop", "3.")), str(Scope("loop", "while/body")), Scope.parse("remat3.1.")
     ('loop3.', 'loop:while/body', Scope(kind='remat', path='3.1.'))
@@ -122,7 +123,7 @@ class Scope:
         return f"{self.kind}{'' if self.path[:1].isdecimal() or not self.path else ':'}{self.path}"
 
     def encloses(self, prefix: str) -> bool:
-        """Does it stand around the list of equations whose paths begin so?"""
+        """Does it contain the list of equations whose paths have this prefix?"""
         return prefix.startswith(self.path)
 
     @classmethod
@@ -136,7 +137,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of the user's program. function: the one that it stands in; "": not known. False where there is no line.
+    """A line of the user's program. function: the one that contains it; "": not known. False if there is no line.
 
     >>> s = SourceLine.parse("model.py:12:4 (Block.layer_norm)")
     >>> s.place, s.function, s.name, str(s), bool(SourceLine())
@@ -158,8 +159,8 @@ class SourceLine:
         return self.function.rpartition(".")[2]
 
     def from_root(self) -> SourceLine:
-        """The line as one may hand it on: its file from the folder that it is imported from, or that the program runs
-        in; by its name alone where it is in neither.
+        """The line with its file relative to the folder that it is imported from, or to the working directory. If it
+        is in neither, only the file's name.
 
         >>> SourceLine("/home/ada/models/tiny.py:12:4").from_root().place
         'tiny.py:12:4'
@@ -179,6 +180,6 @@ class SourceLine:
 
 
 NOWHERE = SourceLine()
-"""No line of the user's is known."""
+"""No line of the user's program is known."""
 NO_PLACE = Place()
 """Made by no equation."""

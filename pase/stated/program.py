@@ -1,5 +1,8 @@
-"""How a framework runs a stated strategy: its kernels, what it keeps, what it sends beside compute. A framework is one
-entry; every figure is a fact of its code or a measurement that names its source, and none is fitted to a step time."""
+"""How a framework runs a stated strategy: its kernels, what it keeps, which communication overlaps with compute.
+
+Each framework is one entry. Every figure is a fact of its code or a measurement that names its source. None is fitted
+to a step time.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +28,16 @@ __all__ = [
 ]
 
 Selective = Callable[[Graph, Node, bool], float]
-"""(graph, a node of a block, its products or attention? else its light ops) -> the part of its forward work that
-selective recomputation runs again."""
+"""(graph, a node of a block, True for its products and attention, False for its light ops) -> the part of its forward
+work that selective recomputation runs again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Of one parameter on the rank that holds it. weight, gradient: as stored; state: the optimizer's, with masters.
+    """Bytes of one parameter on the rank that holds it. weight, gradient: as stored. state: the optimizer's, including
+    master weights.
 
-    used: of a weight as it is gathered and multiplied; summed: of a gradient while it is summed.
+    used: bytes of a weight when it is gathered and multiplied. summed: bytes of a gradient while it is summed.
     """
 
     weight: float
@@ -49,8 +53,8 @@ class Bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class AroundAttention:
-    """What a program does around its attention kernel. forward, backward: passes over an array of the queries' size;
-    waits: launches of small kernels in forward for which the device waits."""
+    """What a program does around its attention kernel. forward, backward: passes over an array of the queries' size.
+    waits: launches of small kernels in forward that the device waits for."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -59,28 +63,29 @@ class AroundAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """A framework's way to run a step.
+    """How a framework runs a step.
 
-    executor: how ops reach the device. attention: its kernel's names in machine files; the first that a file has.
+    executor: how ops reach the device. attention: its kernel's names in machine files; the first one found is used.
     around: what is done around that kernel.
-    gathers_again: ZeRO-3's weights are gathered once more for backward; else they stay.
-    prefetches: forward, backward: gathers for the next block run beside this one's compute.
-    copied: bytes of device memory that the program's own buffers move for each parameter gathered, and each summed.
-    rearranges: what tensor parallelism gathers or scatters is copied whole, since the sequence is not its first dim.
-    metrics_bytes: of device memory for each logit, moved after each micro-batch for what is logged.
-    one_by_one: each weight is gathered and summed by itself, not a block's together.
-    by_weight: a weight is whole while its own product runs, not while its block does, and so is its gradient.
-    sums_beside: gradients are summed beside backward. sums_each: after each micro-batch, not once a step.
-    sends_beside: stages send beside compute; sends_parts: what tensor parallelism holds whole is sent in parts, one a
-    rank (Narayanan et al. 2021, section 4.1).
-    context: how keys and values travel: a ring beside attention, or gathered before it.
-    selective: what selective recomputation runs again. keeps_chosen: all else is kept whether backward reads it or not.
-    logits: float32 copies of the logits that take memory at the loss, besides the logits themselves; logits_in_parts:
-    where tensor parallelism splits the vocabulary; None: as many. sums_unsplit: stages add up gradients that are not
-    summed over devices before the last micro-batch.
-    fp8_passes: how often a tensor that is turned into fp8 is read for its scale;
-    keeps_fp8: what a product reads in fp8 is kept so for its backward.
-    reserve_bytes: what the context, libraries and the allocator's gaps take of a device.
+    gathers_again: ZeRO-3's weights are gathered again for backward; otherwise they stay.
+    prefetches: forward, backward: gathers for the next block overlap with this block's compute.
+    copied: bytes of device memory that the program's own buffers move for each parameter gathered, and for each summed.
+    rearranges: what tensor parallelism gathers or scatters is copied, because the sequence is not its first dim.
+    metrics_bytes: bytes of device memory moved per logit after each micro-batch, for logged metrics.
+    one_by_one: each weight is gathered and summed separately, not together with the other weights of its block.
+    by_weight: a weight and its gradient are whole only while its own product runs, not while its block runs.
+    sums_beside: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
+    sends_beside: transfers between stages overlap with compute. sends_parts: what is replicated over tensor parallelism
+    is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
+    context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it.
+    selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
+    not.
+    logits: the number of float32 copies of the logits that take memory at the loss, in addition to the logits.
+    logits_in_parts: the same where tensor parallelism splits the vocabulary; None: as many.
+    sums_unsplit: stages accumulate gradients that are not summed over devices before the last micro-batch.
+    fp8_passes: how often a tensor that is cast to fp8 is read for its scale.
+    keeps_fp8: what a product reads in fp8 is kept in fp8 for its backward.
+    reserve_bytes: device memory that the context, libraries and gaps of the allocator take.
     """
 
     name: str
@@ -113,19 +118,20 @@ class Program:
 
 
 def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
-    """torchtitan's selective per op: attention and every other product, the first of a block among them, are kept; all
-    else runs again (torchtitan/parallelisms/parallelize_llama.py, _apply_ac_to_transformer_block)."""
+    """torchtitan's selective recomputation per op. Attention and every other product, starting with the first of a
+    block, are kept. All else runs again (torchtitan/parallelisms/parallelize_llama.py,
+    _apply_ac_to_transformer_block)."""
     if not heavy:
         return 1.0
     if node.kind == "attention":
         return 0.0
     place = _place_in_block(graph).get(node.name)
-    return 0.5 if place is None else float(place % 2)  # of what is sent to others than products, half
+    return 0.5 if place is None else float(place % 2)  # half of what readers other than products get
 
 
 @once
 def _place_in_block(graph: Graph) -> dict[str, int]:
-    """Of each product, how many of its loop's come before it."""
+    """For each product, how many products of its loop come before it."""
     seen: Counter[object] = Counter()
     out = {}
     for n in graph.nodes:
@@ -136,7 +142,8 @@ def _place_in_block(graph: Graph) -> dict[str, int]:
 
 
 def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
-    """Megatron's selective: scores and what is made of them, between the projections; a fused attention keeps none."""
+    """Megatron's selective recomputation: the scores and what is computed from them, between the projections. A fused
+    attention keeps none of these."""
     between = [n for n in graph.nodes if n.kind == "matmul" and not weight_products(graph, n)]
     if not between or weight_products(graph, node):
         return 0.0
@@ -161,12 +168,12 @@ _MASTERS = Bytes(weight=2, gradient=4, state=12, used=2, summed=4)
 optimizer: 18, or 6 + 12/d)."""
 
 _FOREACH_ADAMW = 64.0
-"""torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times where a fused one
-does 7 times; clipping by the gradients' norm reads them twice and writes them once. 4 bytes each."""
+"""torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times, a fused one 7
+times. Clipping by the gradients' norm reads them twice and writes them once. 4 bytes each."""
 _TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
-"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu). Of what
-the traffic takes at 0.85 of the memory bandwidth, forward is 1.4 to 1.6 times and backward 2.3 to 2.8 times on H100,
-1.6 and 2.4 times on A100, 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
+"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu). Relative
+to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to 2.8 times
+as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
 benchmark/data/all_benchmark_data.csv)."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
 """Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""

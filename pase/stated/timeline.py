@@ -1,8 +1,8 @@
-"""Seconds of a step from seconds of its parts: what runs beside what. Formulas alone, no graph and no machine.
+"""Seconds of a step, from the seconds of its parts and what overlaps. Only formulas, no graph and no machine.
 
-A pass walks its units (what is before the blocks, the blocks, what is behind them). Weights of the next unit may be
-gathered and gradients of the last one summed beside a unit's compute; then the unit takes the longer of the two, its
-compute slowed by what collectives hold of the device meanwhile.
+A pass runs its units in order: what comes before the blocks, the blocks, what comes after them. While a unit computes,
+the next unit's weights may be gathered and the previous unit's gradients summed. The unit then takes the longer of the
+two, and its compute is slowed by the part of the device that the collectives occupy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ __all__ = ["Pipeline", "Unit", "beside", "passes", "pipelined", "stage_layers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Unit:
-    """One part of a pass. compute_s: all that the device does in it; sent_s: collectives that nothing runs beside;
-    gather_s: of its weights, sum_s: of its gradients; 0 where they are not moved in this pass."""
+    """One part of a pass. compute_s: all work of the device. sent_s: collectives that overlap with nothing.
+    gather_s: gather of its weights. sum_s: sum of its gradients. Both are 0 if they are not moved in this pass."""
 
     compute_s: float
     sent_s: float = 0.0
@@ -27,7 +27,7 @@ class Unit:
 
 
 def beside(compute_s: float, sent_s: float, moved_s: float, slow: float) -> float:
-    """Seconds of compute with collectives beside it, which hold ``slow`` of the device while they run.
+    """Seconds of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
 
     >>> beside(1.0, 0.0, 0.5, 0.0), beside(1.0, 0.0, 0.5, 0.2), beside(1.0, 0.5, 3.0, 0.2)
     (1.0, 1.1, 3.0)
@@ -39,9 +39,9 @@ def beside(compute_s: float, sent_s: float, moved_s: float, slow: float) -> floa
 
 
 def passes(units: Sequence[Unit], slow: float, *, prefetches: bool, sums_beside: bool) -> tuple[float, float]:
-    """(seconds of a pass over the units in order, of them what collectives of weights and gradients add).
+    """(seconds of a pass over the units in order, the part of them that collectives of weights and gradients add).
 
-    The first unit's gather and the last one's sum have nothing beside them.
+    The first unit's gather and the last unit's sum overlap with nothing.
     """
     total, alone = 0.0, sum(u.compute_s + u.sent_s for u in units)
     if prefetches:
@@ -59,8 +59,8 @@ def passes(units: Sequence[Unit], slow: float, *, prefetches: bool, sums_beside:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A pipelined step. step_s: without gradients' sums and update; bubble: the part of it that the slowest stage is
-    idle; in_flight: how many micro-batches' activations of a stage the first rank holds."""
+    """A pipelined step. step_s: seconds without gradient sums and update. bubble: the part of it in which the slowest
+    stage is idle. in_flight: the number of micro-batches whose activations of a stage the first rank holds."""
 
     step_s: float
     bubble: float
@@ -77,13 +77,15 @@ def pipelined(
     *,
     sends_beside: bool,
 ) -> Pipeline:
-    """Step of a pipeline of unequal stages: seconds of each for one micro-batch, all its chunks; send_s: one transfer.
+    """The step of a pipeline of unequal stages.
 
-    1F1B and GPipe: the larger of two bounds by which any such order is held, within 0.5% of a simulation on average:
-    sum of the stages before j, then stage j's whole work; and the first micro-batch's way through all stages with the
-    others at stage j, of which min(m, p - j) forwards fill its wait. Interleaved (Narayanan et al. 2021, section
-    2.2.2): all work of the slowest stage, and a chunk of each other one for the way there.
-    Transfers: at fill and drain where they run beside compute, else at every micro-batch as well.
+    forward_s, backward_s: seconds of each stage for one micro-batch, all its chunks. send_s: seconds of one transfer.
+
+    1F1B and GPipe: the larger of two lower bounds of any such order, within 0.5% of a simulation on average. The first
+    is the sum of the stages before j, then all work of stage j. The second is the first micro-batch's path through all
+    stages, with the others at stage j, where min(m, p - j) forwards fill its wait. Interleaved (Narayanan et al. 2021,
+    section 2.2.2): all work of the slowest stage, and one chunk of each other stage to reach it.
+    Transfers count at fill and drain if they overlap with compute, otherwise at every micro-batch as well.
     """
     p, m = len(forward_s), micro_batches
     t = [f + b for f, b in zip(forward_s, backward_s, strict=True)]
@@ -107,8 +109,9 @@ def pipelined(
 
 
 def stage_layers(blocks: int, stages: int) -> list[int]:
-    """Blocks of each stage: equal where that divides; else embedding and loss count as a block each, as Llama-3 and
-    Megatron's account options have it; else the last stages have one less.
+    """Number of blocks of each stage. Equal if the stages divide the blocks. Otherwise embedding and loss count as a
+    block each, as in Llama-3 and Megatron's account options. If that does not divide either, the last stages have one
+    block less.
 
     >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
     ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 3, 3, 3])

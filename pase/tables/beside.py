@@ -1,21 +1,22 @@
-"""What of a step runs beside compute, by position: one objective, which the search bounds and every report reads.
+"""The step time when collectives overlap with compute, by position. The search bounds it and every report reads it.
 
     step = waited + beside(forward, gathers) + beside(backward, moved)
     beside(compute, moved) = max(compute + slow * moved, moved)
 
-Collectives of parameters run beside the compute of their pass: gathers ahead of the parameters' readers, sums of
-gradients behind backward, and with recomputation gathers in backward as well. They follow one another, and while they
-run, compute is slower by the part of the device that they hold. Some of both has nothing beside it, by its position:
+Collectives of parameters overlap with the compute of their pass. Parameters are gathered before their readers run,
+gradients are summed during backward, and with recomputation parameters are also gathered in backward. The collectives
+run one after another. While they run, compute is slower by the part of the device that they occupy. Because of their
+position, some collectives and some compute overlap with nothing:
 
-- the gather of the first parameter that is read, before which nothing runs, and the sum of its gradient, behind which
-  nothing runs; in backward, the first gather that recomputation needs;
-- the compute from the last reader of a parameter on, forward (all gathers are over) and backward (no sum has begun).
+- The gather of the first parameter that is read (nothing runs before it) and the sum of its gradient (nothing runs
+  after it). In backward, the first gather that recomputation needs.
+- Compute after the last read of a parameter: in forward all gathers are over, in backward no sum has begun.
 
-Of a loop that is one turn. These count as waited, as do collectives between products and the optimizer's update. What
-is gathered or summed once a step runs beside one micro-batch alone.
+In a loop, this applies to one iteration. This time counts as waited, as do collectives between products and the
+optimizer's update. What is gathered or summed once a step overlaps with one micro-batch only.
 
-With equal blocks this is the makespan of gathers one block ahead and sums one block behind (as ``pase.stated`` has it),
-and the longest of the ways through the two-machine flow shop of units of compute and transfers (Johnson 1954).
+With equal blocks, the result is the makespan of gathers one block ahead and sums one block behind (as in
+``pase.stated``). It is also the longest path through the two-machine flow shop of compute and transfers (Johnson 1954).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ __all__ = ["Alone", "StepParts", "StepTables", "alone", "beside", "between", "sl
 
 
 def slowed(machine: Machine) -> float:
-    """The part of the device's compute units that collectives hold while they run."""
+    """The part of the device's compute units that collectives occupy while they run."""
     units = machine.device.compute_units
     return machine.collective_units / units if units else 0.0
 
 
 def beside(compute: float, moved: float, slow: float) -> float:
-    """What compute and collectives beside it take together, which hold ``slow`` of the device while they run.
+    """Time of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
 
     >>> beside(1.0, 0.5, 0.0), beside(1.0, 0.5, 0.2), beside(1.0, 3.0, 0.2)
     (1.0, 1.1, 3.0)
@@ -55,8 +56,11 @@ def beside(compute: float, moved: float, slow: float) -> float:
 
 @dataclass(frozen=True)
 class StepParts:
-    """A step by what may run beside what, in the cost model's unit. waited: beside nothing; moved: what is beside
-    backward, gradients' sums and the gathers that recomputation needs."""
+    """The parts of a step, in the cost model's unit.
+
+    waited: what overlaps with nothing. forward, backward: compute. gathers: collectives that overlap with forward.
+    moved: collectives that overlap with backward, which are sums of gradients and the gathers for recomputation.
+    """
 
     waited: float = 0.0
     forward: float = 0.0
@@ -65,18 +69,18 @@ class StepParts:
     moved: float = 0.0
 
     def total(self, slow: float) -> float:
-        """Of the step. slow: the part of the device that collectives hold while they run."""
+        """The cost of the step. slow: the part of the device that collectives occupy while they run."""
         return (
             self.waited + beside(self.forward, self.gathers, slow) + beside(self.backward, self.moved, slow)
         )
 
     @property
     def summed(self) -> float:
-        """Of the step where nothing runs beside anything."""
+        """The cost of the step if nothing overlaps."""
         return self.waited + self.forward + self.gathers + self.backward + self.moved
 
     def ahead(self, slow: float) -> np.ndarray:
-        """By how much compute is the longer one, forward and backward; float64 [2]."""
+        """By how much compute takes longer than the collectives, in forward and in backward; float64 [2]."""
         forward = self.forward + (slow - 1) * self.gathers
         return np.array([forward, self.backward + (slow - 1) * self.moved])
 
@@ -86,8 +90,8 @@ WAITED, FORWARD, GATHERS, BACKWARD, MOVED = range(_PARTS)
 
 
 def between(compute: Sequence[float], slow: float) -> np.ndarray:
-    """Weights of the parts, float64 [5], at which a step's price is linear and never above what it takes: the larger of
-    two numbers is no less than any mean of them. compute: of each pass the weight of compute, in [0, 1].
+    """Weights of the parts, float64 [5]. With them, a step's price is linear and never above its real cost, because
+    the larger of two numbers is at least any mean of them. compute: for each pass the weight of compute, in [0, 1].
     """
     f, b = compute
     return np.array([1.0, f, f * slow + 1 - f, b, b * slow + 1 - b])
@@ -95,9 +99,11 @@ def between(compute: Sequence[float], slow: float) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """The part of each thing that has nothing beside it, by its position. forward, backward: of each node's compute, in
-    [0, 1]; gathers, again, sums: of a parameter's that this node reads: for forward, for recomputation, of the
-    gradient."""
+    """The part, in [0, 1], that overlaps with nothing because of its position, for each node.
+
+    forward, backward: of the node's compute. gathers, again, sums: of the collectives of a parameter that the node
+    reads, which are its gather for forward, its gather for recomputation and the sum of its gradient.
+    """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
@@ -108,7 +114,7 @@ class Alone:
 
 @once
 def alone(graph: Graph) -> Alone:
-    """Positions are those of the graph's list of nodes, in which they run."""
+    """Positions are indices into the graph's list of nodes, which is in execution order."""
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     turn = [min(turns_of(graph) / max(number(n.times, n.name), 1), 1.0) for n in graph.nodes]
     reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
@@ -122,7 +128,7 @@ def alone(graph: Graph) -> Alone:
     once = once_of(graph)
 
     def compute(single: bool) -> tuple[float, ...]:
-        """What is sent a single time has one micro-batch's compute to run beside."""
+        """What is sent only once overlaps with the compute of one micro-batch."""
         beside = 1 / turns_of(graph) if single else 1.0
         return tuple(1 - beside * (1 - (t if i >= last else 0.0)) for i, t in enumerate(turn))
 
@@ -137,10 +143,11 @@ def alone(graph: Graph) -> Alone:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTables:
-    """The prices of a mesh by the parts of a step: tables at any weights, and the parts of any choice.
+    """The prices on a mesh, by the parts of a step. They give tables at any weights, and the parts of any choice.
 
-    nodes: float64 [5, K] each. edges: as tables have them, nothing hidden; parts: of each edge float64 [5, classes of
-    src, classes of dst], or None where its reader waits for all of it. Equal ones of repeated layers share arrays.
+    nodes: float64 [5, K] each. edges: as in cost tables, without overlap. parts: for each edge float64 [5, classes of
+    src, classes of dst], or None if its reader waits for all of it. Equal nodes and edges of repeated layers share
+    arrays.
     """
 
     space: Space
@@ -190,7 +197,7 @@ class StepTables:
 
     @property
     def summed(self) -> CostTables:
-        """The tables of a step in which nothing runs beside anything."""
+        """The tables of a step in which nothing overlaps."""
         return self.at(np.ones(_PARTS))
 
     def of_choice(self, choice: np.ndarray) -> StepParts:
@@ -225,7 +232,7 @@ def _parted_nodes(
 
 
 def _first_readers(graph: Graph) -> dict[int, int]:
-    """Place of a parameter's node -> of the first node that reads it."""
+    """Index of a parameter's node -> index of the first node that reads it."""
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     out: dict[int, int] = {}
     for e in graph.edges:
@@ -238,7 +245,7 @@ def _first_readers(graph: Graph) -> dict[int, int]:
 def _parted(
     flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, again: float, sums: float
 ) -> np.ndarray | None:
-    """The parts of a parameter's edge, None of another; gathers, again, sums: of each what has nothing beside it."""
+    """The parts of a parameter's edge; None for other edges. gathers, again, sums: the part of each without overlap."""
     if not any(f.bucketed for f, _ in flows):
         return None
     out = np.zeros((_PARTS, *flows[0][1].shape))

@@ -1,16 +1,15 @@
-"""Collectives, forward and backward, inside of a node and along an edge, under each config or pair of layouts.
+"""Collectives inside a node and along an edge, in forward and backward, for each config or pair of layouts.
 
-- A tensor written by an op that sums over a split dim is partial over that dim's axes. Inside a node it is
-  summed at once (softmax's maximum, a norm's mean); between nodes the edge settles it.
-- The gradient of a tensor read is partial over the axes of the split dims of which its map knows nothing:
-  for a parameter that is the gradient synchronisation.
-- An axis on a parameter's *state* splits its gradient and the optimizer's work, which ends in a gather of the
-  updated parameter.
-- Of a derivative rule that the user wrote, ops that run in backward, nothing is derived but collectives.
-- A windowed dim exchanges halos; an edge pays to go from the layout written to the layout read, and back
+- If an op sums over a split dim, the tensor that it writes is partial over that dim's axes. Inside a node it is
+  summed at once (softmax's maximum, a norm's mean). Between nodes the edge sums it.
+- The gradient of a tensor that is read is partial over the axes of split dims that its map does not contain.
+  For a parameter, the sum over these axes is the gradient synchronisation.
+- An axis on a parameter's *state* splits its gradient and the optimizer's work. The updated parameter is then gathered.
+- For ops that run in backward because of the user's own derivative rule, only collectives are derived.
+- A windowed dim exchanges halos. An edge pays to go from the layout written to the layout read, and back
   for the gradient.
 
-Everything is an array over configs (or pairs of layouts); with one config it is the plan's own list.
+Everything is an array over configs (or pairs of layouts). With one config it is the plan's own list.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ __all__ = ["Charge", "Flow", "OwnAccess", "edge_charges", "edge_flows", "node_ch
 class Charge:
     """Collectives, one per config or pair of layouts.
 
-    axes, nbytes: as CostModel.collective has them; times: how often in a step.
-    bucketed: of a parameter (its gather, its gradient's sum), hence nothing waits for it alone, and it travels
-    with others in a bucket.
-    turns: how many of them follow each other, each time. behind: work in turns + 1 equal parts, one of which runs
-    beside each of them: only what is left then is waited for.
-    within: of a node's own, the op and which of its reads or writes it is for; None: of an edge, or of the node whole.
+    axes, nbytes: as in CostModel.collective. times: how often in a step.
+    bucketed: a parameter's gather or its gradient's sum. No op waits for it alone, and it is sent in a bucket with
+    others.
+    turns: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
+    which overlaps with each collective. Only the rest of a collective is waited for.
+    within: inside a node, the op and the read or write that it is for. None: of an edge, or of the whole node.
     """
 
     kind: CollectiveKind
@@ -70,14 +69,14 @@ class Charge:
 
 @dataclass(frozen=True)
 class OwnAccess:
-    """One access of an op: the op's number in its node, and of its reads or its writes which."""
+    """One access of an op: the op's number in its node, and which of its reads or writes it is."""
 
     op: int
     access: int
 
 
 def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Collectives inside the node: sums that its own ops need at once, halos, and an attention's ring."""
+    """Collectives inside the node: sums that its own ops need at once, halos, and the ring of an attention."""
     for i in state_index(node):
         a = node.ops[0].writes[0]
         yield Charge(
@@ -113,7 +112,7 @@ def _op_charges(
         when: tuple[Phase, float],
         part: np.ndarray | float = 1.0,
     ) -> Charge:
-        """Over the axes of some dims, for the i-th access: this part of what a device has of its tensor."""
+        """A collective over the axes of some dims, for the i-th access: this part of a device's share of its tensor."""
         return Charge(
             kind=kind,
             axes=axis_bits(cfg, dim_index(node, over), mesh),
@@ -147,10 +146,11 @@ def _op_charges(
 
 
 def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Keys and values go round behind the attention over those that are there; backward with the sums of their
-    gradients, in float32, which then go home. Liu et al. 2023 (arXiv 2310.01889).
+    """Keys and values go around the ring while attention works on those that have arrived. In backward, the sums of
+    their gradients (float32) go around as well, and then return to their device. Liu et al. 2023 (arXiv 2310.01889).
 
-    Causal: before and after, half of each part changes places, so that all have the same work (``RingDim.balanced``).
+    With a causal mask, half of each part is exchanged before and after, so that all devices have the same work
+    (``RingDim.balanced``).
     """
     op = node.main
     q, k, v = (local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in op.reads)
@@ -185,10 +185,10 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A tensor, or its gradient, on its way along an edge: bytes of the whole, and how often in a step, recomputation
-    included.
+    """A tensor, or its gradient, that is sent along an edge: bytes of the whole tensor, and how often in a step,
+    including recomputation.
 
-    back: it is the gradient, on its way from the reader. again: 2 where recomputation needs it once more.
+    back: it is the gradient, which comes from the reader. again: 2 if recomputation needs it once more.
     """
 
     phase: Phase
@@ -199,18 +199,18 @@ class Flow:
     again: int = 1
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The layouts that it leaves and those that it reaches; src from write_states, dst from read_states."""
+        """The layouts before and after. src: from write_states. dst: from read_states."""
         if not self.back:
             return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
         return dst, gradient_states(src)
 
 
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
-    """The tensor to its reader, and where it has a gradient, that one back.
+    """The tensor to its reader and, if it has a gradient, the gradient back.
 
-    A parameter on its way to a reader that runs in backward counts as forward, as its second gather in a rematerialised
-    region does. A stack that a loop reads a slice of at each turn is moved before the loop, all of it at once.
-    What a step does once (``pase.ir.blocks.Once``) is not repeated by its micro-batches, nor by recomputation.
+    A parameter for a reader that runs in backward counts as forward, like its second gather in a rematerialised
+    region. If a loop reads a slice of a stack at each turn, the whole stack is moved before the loop.
+    What a step does once (``pase.ir.blocks.Once``) is not repeated by micro-batches or by recomputation.
     """
     tensor = graph.tensors[edge.tensor]
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
