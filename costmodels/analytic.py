@@ -19,7 +19,7 @@ _SPLITS_OF_K = (1, 2, 4, 8, 16)
 
 @register("analytic")
 class Analytic:
-    """Predicts seconds on a machine; measured tables of its file stand in for the formulas.
+    """Predicts seconds on a machine. Measured tables in its file replace the formulas.
 
     >>> from pase.machine import load, mesh_from
     >>> model = Analytic(load("h100x8"))
@@ -105,7 +105,7 @@ class Analytic:
     ) -> np.ndarray:
         """Whole waves of whole tiles, for the best tile and split of k; a split writes partial sums.
 
-        The tiles lie along axis 0, the splits along axis 1, the operands' own axes behind them.
+        The tiles lie along axis 0, the splits along axis 1, and the operands' own axes after them.
         """
         device = self.machine.device
         batch, m, n, k = np.broadcast_arrays(batch, m, n, k)

@@ -1,15 +1,15 @@
-"""The cheapest strategy where collectives of parameters run beside compute (``pase.tables.beside``), and its bound.
+"""The cheapest strategy if collectives of parameters overlap with compute (``pase.tables.beside``), and its bound.
 
-A step is a sum plus two maxima, of compute and collectives, one for each pass. Tables are additive and a maximum is
-not; but it is at least every mean of its two sides, so that
+A step is a sum plus two maxima of compute and collectives, one for each pass. Tables are additive and a maximum is
+not. But a maximum is at least every mean of its two sides, so
 
     min over strategies of the step  >=  min over strategies of its mean at (f, b),  for any weights f, b in [0, 1].
 
-The tables at such weights are a mix of the prices of the parts. Their exact optima are bounds, and their solutions,
-priced exactly, are candidates. The next weights are where the planes of the solutions known so far promise the highest
-bound: the Lagrangian dual of the two maxima, by cutting planes. Where it leaves a gap, labels (``pase.search.labels``)
-list the choices whose mean lies in the gap, up to those that others make superfluous, and the cheapest of them is
-proven.
+The tables at such weights mix the prices of the parts. Their exact optima are bounds, and their solutions, priced
+exactly, are candidates. The next weights are those where the planes of the solutions known so far promise the highest
+bound. This is the Lagrangian dual of the two maxima, solved by cutting planes. If it leaves a gap, labels
+(``pase.search.labels``) list the choices whose mean lies in the gap, except those that others dominate. The cheapest of
+them is proven optimal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pase.tables.beside import BACKWARD, FORWARD, GATHERS, MOVED, StepTables, be
 __all__ = ["Beside", "SolveMean"]
 
 SolveMean = Callable[[CostTables, tuple[float, float]], Solution]
-"""Solves the tables at weights of the two passes' compute: (tables, weights)."""
+"""Solves the tables for given weights of the two passes' compute: (tables, weights)."""
 
 _MOST_WEIGHTS = 8
 _EXACT = 1e-9
@@ -39,9 +39,9 @@ _MOST_LISTED = 1000
 
 @dataclass(kw_only=True, eq=False)
 class Beside:
-    """The search of one mesh. slow: the part of the device that collectives hold while they run.
+    """The search of one mesh. slow: the part of the device that collectives occupy while they run.
 
-    means: weights -> the optimum of the tables at them, without a limit. best: the weights whose bound was highest.
+    means: weights -> the optimum of their tables, without a limit. best: the weights with the highest bound.
     """
 
     tables: StepTables
@@ -51,26 +51,27 @@ class Beside:
     _made: dict[tuple[float, float], CostTables] = field(default_factory=dict)
 
     def cost(self, choice: np.ndarray) -> float:
-        """What a choice takes: one config index per node."""
+        """The cost of a choice: one config index per node."""
         return self.tables.of_choice(choice).total(self.slow)
 
     def at(self, weights: tuple[float, float]) -> CostTables:
-        """The tables of the mean at weights of the passes' compute, made once."""
+        """The tables of the mean for given weights of the passes' compute, built once."""
         if weights not in self._made:
             self._made[weights] = self.tables.at(between(weights, self.slow))
         return self._made[weights]
 
     def mean(self, tables: CostTables, weights: tuple[float, float]) -> Solution:
-        """The optimum of the tables at weights, found once."""
+        """The optimum of the tables for given weights, computed once."""
         if weights not in self.means:
             self.means[weights] = solve(tables)
         return self.means[weights]
 
     def solve(self, one: SolveMean, below: float = np.inf, enough: float = _EXACT) -> Solution:
-        """The best strategy found, and the proven bound. below: what costs that much or more need not be found.
+        """The best strategy found, and the proven bound. below: strategies of that cost or more need not be found.
 
-        one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds need not
-        be met; if it finds none that is allowed, its answer is returned as it is. enough: the relative gap to leave.
+        one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds may not
+        be attained. If it finds no allowed strategy, its answer is returned unchanged. enough: the relative gap at
+        which to stop.
         """
         found: Solution | None = None
         planes: list[tuple[float, np.ndarray]] = []
@@ -102,9 +103,9 @@ class Beside:
         )
 
     def close(self, found: Solution, below: float) -> Solution:
-        """The answer where there is no memory limit, with the gap closed that its bound leaves, if labels suffice.
+        """The answer without a memory limit. The gap to its bound is closed if labels suffice.
 
-        below: what costs that much or more need not be found.
+        below: strategies of that cost or more need not be found.
         """
         t, weights = self.tables, np.array(self.best)
         held = [_ahead(n, self.slow).T for n in t.nodes]
@@ -137,13 +138,13 @@ class Beside:
 
 
 def _ahead(parts: np.ndarray, slow: float) -> np.ndarray:
-    """By how much compute is the longer one, forward and backward: float64 [2, …] of parts float64 [5, …]."""
+    """By how much compute takes longer than collectives in forward and backward: float64 [2, …]; parts: [5, …]."""
     forward = parts[FORWARD] + (slow - 1) * parts[GATHERS]
     return np.stack([forward, parts[BACKWARD] + (slow - 1) * parts[MOVED]])
 
 
 def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, tuple[float, float]]:
-    """(height, weights) of the highest point below all planes over [0, 1]²; a plane: its height at (0, 0) and slopes.
+    """(height, weights) of the highest point below all planes over [0, 1]². A plane: its height at (0, 0), its slopes.
 
     The highest point is where three of the planes and sides meet.
     """

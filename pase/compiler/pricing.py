@@ -1,6 +1,6 @@
 """How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
 
-``Summed``: nothing overlaps. ``BesideCompute``: collectives of parameters run beside compute, by position. A new mode
+``Summed``: nothing overlaps. ``BesideCompute``: collectives of parameters overlap with compute, by position. A new mode
 is a class with these members, registered in ``PRICINGS``.
 """
 
@@ -41,7 +41,7 @@ class Summed:
 
     @property
     def beside(self) -> float | None:
-        """As plans record it (``PlanData.beside``)."""
+        """The value that plans record (``PlanData.beside``)."""
         return None
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
@@ -56,7 +56,7 @@ class Summed:
 
     def solve(self, mesh: Mesh, solver: Solver | None = None, below: float = np.inf) -> Solution:
         """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
-        limit; None: there are none. below: what costs that much or more need not be found."""
+        limit; None: there are none. below: strategies of that cost or more need not be found."""
         if solver is not None:
             return solver(self.tables(mesh)[0], self._free.get(mesh.sizes), 1.0)
         if mesh.sizes not in self._free:
@@ -64,11 +64,11 @@ class Summed:
         return self._free[mesh.sizes]
 
     def close(self, mesh: Mesh, below: float) -> Solution:
-        """What ``solve`` found, with less of a gap to its bound. below: what costs that much need not be found."""
+        """What ``solve`` found, with a smaller gap to its bound. below: strategies of that cost need not be found."""
         return self.solve(mesh)
 
     def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
-        """Tables in which no strategy costs more than it does, and their optimum. No others are known to prove more."""
+        """Tables in which no strategy costs more than its real cost, and their optimum. It is the best known bound."""
         return self.tables(mesh)[0], self.solve(mesh)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
@@ -81,7 +81,7 @@ class Summed:
 
 @PRICINGS.register("parameters")
 class BesideCompute(Summed):
-    """Collectives of parameters run beside the compute of their pass, as far as their position allows
+    """Collectives of parameters overlap with the compute of their pass, as far as their position allows
     (``pase.tables.beside``)."""
 
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:

@@ -28,7 +28,7 @@ __all__ = ["StageBounds"]
 
 _ROUNDS = 12
 _ENOUGH, _STILL = 1e-3, 3
-"""The bound of a schedule is final once so many rounds in turn raise it by less than this part."""
+"""The bound of a schedule is final once this many consecutive rounds raise it by less than this part."""
 _DIRECTIONS, _NEAR = 4, 5e-3
 """How many directions are searched for each role in a round, and how different they are."""
 _PRICES = (0.2, 1.0)

@@ -117,7 +117,7 @@ class FeatureTables:
 def feature_tables(
     graph: Graph, places: Places, mesh: Mesh, model: CostModel, optimizer: str, weights: GatheredWeights
 ) -> FeatureTables:
-    """Of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``) on the devices of one stage."""
+    """For the graph of a step in micro-batches (``pase.ir.blocks.accumulated``) on the devices of one stage."""
     space = Space(graph=graph, mesh=mesh, configs=config_space(graph, mesh, model))
     stage = _StagePricing(space=space, places=places, model=model, optimizer=optimizer, weights=weights)
     return FeatureTables(space=space, nodes=tuple(stage.nodes()), edges=tuple(stage.edges()))

@@ -1,6 +1,6 @@
 """Repeated blocks of a model as rematerialised regions, and a step in micro-batches: two rewrites of a graph.
 
-Both leave the graph a graph: what they cost follows from ``Op.remat``, ``Op.scope`` and ``Op.times`` as ever.
+Both return an ordinary graph. As always, its cost follows from ``Op.remat``, ``Op.scope`` and ``Op.times``.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ __all__ = [
 
 
 Again = Literal["all", "light", "attention"]
-"""What of a block backward computes again: all of it; all but results of products with weights and of fused attention,
-which are kept; or the attention, which is then all of the block."""
+"""What backward recomputes of a block: all of it; all but the results of products with weights and of fused attention,
+which are kept; or the attention, which is then the whole block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """Equations ``start`` … ``stop - 1`` of the list of equations whose paths begin with ``prefix``.
 
-    again: what of it backward computes again.
+    again: what backward recomputes of it.
     """
 
     prefix: str
@@ -59,7 +59,7 @@ _PARTS = {"all": "{}", "light": "light work of {}", "attention": "attention of {
 
 
 def again_text(blocks: Sequence[Block]) -> list[str]:
-    """What is computed again, in words: a part for each way.
+    """What is recomputed, in words: one part for each kind.
 
     >>> again_text([Block(prefix="3.", start=0, stop=9, again="light")])
     ['light work of 1 block computed again']
@@ -69,7 +69,7 @@ def again_text(blocks: Sequence[Block]) -> list[str]:
 
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
-    """The raw graph with each block a rematerialised region; ops that are in one already stay as they are."""
+    """The raw graph with each block as a rematerialised region. Ops that are already in one do not change."""
     stay, held_by = kept_results(graph, blocks), holders(blocks)
 
     def inside(op: Op) -> Op:
@@ -86,22 +86,20 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
 
 
 def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
-    """Equations of blocks of which light work alone is computed again, whose results are kept. graph: the raw one."""
+    """Equations whose results are kept, in blocks of which only light work is recomputed. graph: the raw one."""
     light = [b for b in blocks if b.again == "light"]
     if not light:
         return frozenset()
     derived, held_by = _weights(graph), holders(light)
     ops = [op for n in graph.nodes for op in n.ops]
-    alone = Counter(
-        op.eqn for op in ops
-    )  # of an equation that is several ops, some results are its own affair
+    alone = Counter(op.eqn for op in ops)  # if an equation is several ops, some results are internal to it
     return frozenset(
         op.eqn for op in ops if alone[op.eqn] == 1 and _expensive(op, derived) and held_by(op.eqn)
     )
 
 
 def holders(blocks: Sequence[Block]) -> Callable[[Place], list[int]]:
-    """f(place): which of the blocks hold the equation there, in their order. Quick for every op of a deep model."""
+    """f(place): the blocks that contain the equation there, in order. Fast enough for every op of a deep model."""
     numbered: dict[str, dict[int, list[int]]] = {}
     for i, b in enumerate(blocks):
         here = numbered.setdefault(b.prefix, {})
@@ -123,8 +121,8 @@ def _expensive(op: Op, weights: Collection[str]) -> bool:
 
 
 def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The attention in each block, from its scores to its result: the fused op, or where it is written out the
-    products without a weight and all between them. graph: the raw one."""
+    """The attention in each block, from its scores to its result: the fused op, or if it is written out, the products
+    without a weight and everything between them. graph: the raw one."""
     weights = _weights(graph)
     ops = [op for n in graph.nodes for op in n.ops]
     cores = [op for op in ops if op.kind == "attention"] or [
@@ -139,7 +137,7 @@ def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def _around(places: Sequence[Place]) -> Block | None:
-    """The shortest run of one list's equations that holds these; None: there are none."""
+    """The shortest run of equations of one list that contains these; None: there are none."""
     paths = [path for p in places if (path := p.numbers()) is not None]
     if not paths or len(paths) < len(places):
         return None
@@ -152,7 +150,7 @@ def _around(places: Sequence[Place]) -> Block | None:
 
 
 def _weights(graph: Graph) -> set[str]:
-    """Parameters, and what is made of them alone by views and elementwise ops."""
+    """Parameters, and what views and elementwise ops compute from parameters only."""
     made: set[str] = set()
     for n in graph.nodes:
         for op in n.ops:
@@ -164,14 +162,14 @@ def _weights(graph: Graph) -> set[str]:
 
 
 Once = Literal["none", "gathers", "all"]
-"""What is done once a step, whatever its micro-batches and whatever backward recomputes: nothing; gathers of
-parameters, which then stay gathered; those and the sums of gradients, which are held unsummed until then."""
+"""What is done once a step, independent of micro-batches and recomputation: nothing; gathers of parameters, which then
+stay gathered; or these gathers and the sums of gradients, which are kept unsummed until then."""
 
 
 def accumulated(graph: Graph, micro_batches: int, once: Once = "none") -> Graph:
-    """The graph of one micro-batch as the graph of a step: everything but the update runs so many times.
+    """The graph of a step, from the graph of one micro-batch: everything but the update runs once per micro-batch.
 
-    once: what of parameters is sent a single time instead (``pase.tables.charges.edge_flows``).
+    once: what of parameters is sent only once a step (``pase.tables.charges.edge_flows``).
     """
     if once != "none":
         graph = replace(graph, meta={**graph.meta, "once": once})
@@ -188,12 +186,12 @@ def accumulated(graph: Graph, micro_batches: int, once: Once = "none") -> Graph:
 
 
 def turns_of(graph: Graph) -> int:
-    """Micro-batches of a step."""
+    """The number of micro-batches in a step."""
     return int(graph.meta.get("accumulate", "1"))
 
 
 def once_of(graph: Graph) -> Once:
-    """What a step does once of what it sends of parameters."""
+    """Which collectives of parameters a step runs only once."""
     return next((o for o in _ONCE if o == graph.meta.get("once")), "none")
 
 
@@ -210,8 +208,8 @@ def once_text(once: Once) -> list[str]:
 
 
 def mixes_examples(graph: Graph) -> str | None:
-    """Where a value summed over the batch meets the batch again (batch norm), or two such sums one another (a mean by
-    a counted weight): a step in micro-batches would then not give the same numbers. The op and its line; None: nowhere.
+    """Where a value summed over the batch is combined with the batch again (batch norm), or two such sums are combined
+    (a mean by a counted weight). Micro-batches would then change the numbers. The op and its line; None: nowhere.
 
     graph: simplified.
     """
@@ -226,7 +224,7 @@ def mixes_examples(graph: Graph) -> str | None:
     summed: set[str] = set()
     for n in graph.nodes:
         for op in n.ops:
-            if op.backward:  # gradients are summed over the batch, as ever
+            if op.backward:  # gradients are always summed over the batch
                 continue
             own = {d for d in op.dims if classes[n.name, d] in batch}
             told = {a.tensor for a in op.reads} & summed

@@ -17,8 +17,8 @@ __all__ = ["mark_recomputed", "needs"]
 
 
 def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Tensors that the op's own derivative needs, of those that it reads and writes; of an op that runs in backward,
-    all that it reads. tensors: the graph's."""
+    """The tensors, among the op's reads and writes, that its derivative needs. For an op that runs in backward, all its
+    reads. tensors: the graph's."""
     if op.backward:
         return tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant" and not a.gradient)
     if not op.differentiable:
@@ -40,8 +40,8 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def mark_recomputed(graph: Graph) -> Graph:
-    """The same graph, with ``Op.remat`` left only on ops that backward runs again, and ``Access.again`` on what
-    they, or the derivatives of the region's other ops, read."""
+    """The same graph, with ``Op.remat`` only on ops that backward runs again, and ``Access.again`` on their reads and
+    on the reads of derivatives of the region's other ops."""
     needed: dict[tuple[Scope, ...] | None, set[str]] = defaultdict(set)
     regions = {op.region for n in graph.nodes for op in n.ops if op.remat and op.region is not None}
     # Ops whose results are kept run once, but their derivatives need operands that may have to be made again.

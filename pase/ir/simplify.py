@@ -42,8 +42,8 @@ _WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far
 def simplify(graph: Graph, like: Graph | None = None) -> Graph:
     """The graph to search: about ten nodes a transformer layer, each with one config.
 
-    like: a graph that differs from this one in rematerialised regions alone. They change nothing about which nodes
-    join, so that this is found once for all graphs that are like it.
+    like: a graph that differs from this one only in rematerialised regions. These do not change which nodes join, so
+    the groups are computed once for all such graphs.
     """
     groups = _joined(graph) if like is None else _joined_once(like)
     return with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
@@ -92,7 +92,7 @@ class _NodeGroups:
         }
 
     def find(self, i: int) -> int:
-        """The raw node that stands for the group that i is in."""
+        """The raw node that represents the group of i."""
         return self.root[i]
 
     def _walks(self, i: int, access: Access) -> list[list[tuple[int, str]]]:
@@ -101,7 +101,7 @@ class _NodeGroups:
     def join(self, i: int, j: int, *, free: bool = False) -> bool:
         """Join the groups of raw nodes i and j through every tensor that passes between them; False on conflict.
 
-        free: nor may a dim that could be split become one that cannot (behind a slice or a concatenation).
+        free: a dim that may be split must not become one that may not (after a slice or a concatenation).
         """
         a, b = self.find(i), self.find(j)
         if a == b:
@@ -222,8 +222,8 @@ class _NodeGroups:
         )
 
     def find_narrowing(self) -> None:
-        """A cast to fewer bytes of what a heavy op makes stays apart from its readers: of the two tensors, the smaller
-        one then moves to them. A matmul's own node it cannot join, since that may write partial sums."""
+        """A cast of a heavy op's result to fewer bytes is not joined to its readers, so the smaller of the two tensors
+        moves to them. It cannot join the node of a matmul, because that may write partial sums."""
         self.narrowing: set[int] = set()
         for i in range(len(self.graph.nodes)):
             op = self._op(i)

@@ -107,7 +107,7 @@ def parse_size(text: str) -> Size:
 
 
 def _terms(tree: ast.expr) -> float:
-    """At most so many terms has the expression, multiplied out: what keeps reading it cheap."""
+    """An upper bound on the expression's terms when multiplied out. A limit on it keeps reading cheap."""
     match tree:
         case ast.BinOp(left=a, op=ast.Mult() | ast.FloorDiv() | ast.Mod() | ast.Div(), right=b):
             return _terms(a) * _terms(b)

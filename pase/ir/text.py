@@ -70,8 +70,8 @@ MAX_LINE = 1 << 18
 
 
 def digest(graph: Graph) -> str:
-    """sha256, in hex, of the graph's text without source lines, so that equal models agree wherever their files lie,
-    and without functions, which the ops' names and FLOPs stand for."""
+    """sha256, in hex, of the graph's text. It leaves out source lines, so that equal models agree wherever their files
+    are, and functions, which the ops' names and FLOPs represent."""
     return hashlib.sha256(to_text(graph, sources=False, functions=False).encode()).hexdigest()
 
 
@@ -108,7 +108,7 @@ def _size(size: Size) -> str:
 
 
 _MARKS = ("sparse", "again", "gradient")
-"""Flags of an access, which stand before it."""
+"""Flags of an access, written before it."""
 
 
 def _access(a: Access) -> str:
@@ -375,7 +375,7 @@ def _read_accesses(line: TextLine, ended: Callable[[], bool]) -> tuple[Access, .
 
 
 def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
-    """What stands behind an op's accesses, as fields of ``Op``."""
+    """What follows an op's accesses, as fields of ``Op``."""
     readers: dict[str, tuple[str, Callable[[], Any]]] = {
         "flops": ("flops_per_point", lambda: _read_number(line)),
         "chance": ("chance", lambda: _read_number(line)),

@@ -48,8 +48,8 @@ DimKind = Literal["parallel", "reduction", "window", "replicated", "pending", "s
 """parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
 replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial.
 state (parameter nodes only): mesh axes that split the gradient and the optimizer's state, but not the parameter.
-ring (attention only): mesh axes that split the positions of queries and of keys, which travel round; it is one element
-long, and the positions' walks begin with it."""
+ring (attention only): mesh axes that split the positions of queries and keys; keys are sent around the ring. The dim
+has one element, and the positions' walks begin with it."""
 
 Role = Literal["parameter", "input", "activation", "constant"]
 
@@ -79,7 +79,7 @@ OpKind = Literal[
 WORKLESS: frozenset[OpKind] = frozenset(
     ("input", "constant", "copy", "carry", "cotangent", "gradient", "output")
 )
-"""Kinds of ops that compute nothing: they stand for a layout, and what is paid is the way into it."""
+"""Kinds of ops that compute nothing: they represent a layout, and only the change into it costs something."""
 
 LEAF: frozenset[OpKind] = frozenset(("parameter", "input", "constant"))
 """Kinds of ops that read nothing: what the model is given."""
@@ -216,7 +216,7 @@ class Op:
     name: the framework's, for people to read. function: what it computes; all that follows is asked of this.
     flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
     over: the dims whose points are worked on; None: all dims of the maps.
-    eqn: where the frontend found it, so that a backend finds it again; of a leaf, its name in the model.
+    eqn: where the frontend found it, so that a backend finds it again; for a leaf, its name in the model.
     scope: the loops, branches and rematerialised regions that enclose it, outermost first.
     times: how often it runs in a step (the product of the trip counts of its scope).
     chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
@@ -252,12 +252,12 @@ class Op:
 
     @property
     def factors(self) -> tuple[Access, ...]:
-        """Of a product, what it multiplies: a third read says where its groups of rows end."""
+        """The operands that a product multiplies. A third read says where its groups of rows end."""
         return self.reads[:2] if self.kind == "matmul" else self.reads
 
     @cached_property
     def region(self) -> tuple[Scope, ...] | None:
-        """The innermost rematerialised region around it, with all that is around that; None: there is none."""
+        """The innermost rematerialised region around it, with everything around that region; None: there is none."""
         inner = next((i for i in reversed(range(len(self.scope))) if self.scope[i].kind == "remat"), None)
         return None if inner is None else self.scope[: inner + 1]
 
@@ -279,7 +279,7 @@ class Op:
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Ops that share one iteration space, hence one config."""
+    """Ops that share one iteration space and therefore one config."""
 
     name: str
     space: IterationSpace
@@ -336,11 +336,11 @@ class Tensor:
     """The user's name: a parameter's path in the pytree, an input's argument name."""
     needs_grad: bool = False
     copy_of: str = ""
-    """The tensor that this is a copy of, made for several of its readers; "": it is none."""
+    """The tensor that this one copies for several of its readers; "": it is not a copy."""
 
     @property
     def original(self) -> str:
-        """The tensor of the traced graph: itself, or what it is a copy of."""
+        """The tensor of the traced graph: itself, or the tensor that it copies."""
         return self.copy_of or self.name
 
     @property
@@ -403,13 +403,13 @@ class Edge:
 
 
 def shared_edge(node: Node, op: Op, access: Access) -> object:
-    """Equal for those reads of a node's ops that one edge serves."""
+    """A key that is equal for reads of a node's ops that share one edge."""
     return node.name, access.tensor, access.map, op.scope, frozenset(op.dims), access.gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in an order in which every tensor but a loop's carry is written before it is read."""
+    """Nodes in an order in which every tensor is written before it is read, except a loop's carry."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -432,7 +432,7 @@ class Graph:
     def edges(self) -> tuple[Edge, ...]:
         """Every flow of a tensor between two nodes; parallel edges are kept.
 
-        Ops of one node that read a tensor alike share one edge: it is moved once, and so is its gradient.
+        Ops of one node that read a tensor in the same way share one edge: the tensor and its gradient move once.
         """
         found: dict[object, Edge] = {}
         for n in self.nodes:

@@ -15,8 +15,8 @@ __all__ = ["dumps"]
 
 
 def _tree(value: object, path: str, sources: Mapping[str, str]) -> Any:
-    """Dataclasses as dicts, less what stands at its default and has no source of its own."""
-    if isinstance(value, CollectiveCurve):  # its curve stands in the same table
+    """Dataclasses as dicts, without fields that have their default and no source of their own."""
+    if isinstance(value, CollectiveCurve):  # its curve is in the same table
         value = MeasuredForm(kind=value.kind, ways=value.ways, **vars(value.curve))
     if dataclasses.is_dataclass(value):
         out = {}

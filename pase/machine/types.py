@@ -142,11 +142,11 @@ class Device:
     vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
     0 and empty: no such effect.
-    attention: of a fused attention kernel; None: priced as the two products that it is made of.
-    attention_kernels: those that programs name.
-    matmul_tables, memory_curve: measurements, which stand in for efficiency, tiles and launch.
-    memory_tile: rows and columns of the tiles in which arrays lie in memory, padded to whole ones; empty: unpadded.
-    reserved_bytes: of memory_bytes, what a program's arrays cannot have: context, libraries' buffers, gaps.
+    attention: of a fused attention kernel; None: attention is priced as its two products.
+    attention_kernels: the kernels that programs name.
+    matmul_tables, memory_curve: measurements, which replace efficiency, tiles and launch.
+    memory_tile: rows and columns of the tiles in which arrays are stored, padded to whole tiles; empty: no padding.
+    reserved_bytes: the part of memory_bytes that arrays cannot use: context, buffers of libraries, gaps.
     """
 
     name: str
@@ -187,7 +187,7 @@ class LinkLevel:
     ``efficiency`` of it. The last level has ``ways = 0``: as many as are asked for.
     topology: "switch": every pair at full speed; "torus": a line of neighbours, closed to a ring
     (both directions usable, so twice the bandwidth) once ``wrap_ways`` are in use (0: never).
-    bandwidth_at_ways: where wires join only some pairs: what a group of so many devices gets instead.
+    bandwidth_at_ways: if links join only some pairs: the bandwidth that a group of that many devices gets instead.
     """
 
     name: str
@@ -226,7 +226,7 @@ class Algorithm:
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigures:
-    """What PaSE's cost model knows of a machine: two figures and the size of a word."""
+    """What PaSE's cost model knows about a machine: two figures and the size of a word."""
 
     flops: Positive
     bandwidth_bytes_per_s: Positive
@@ -239,7 +239,7 @@ class PaperFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a launch takes of the host's time while it runs ahead of its devices, in seconds.
+    """Host time of a launch, in seconds, while the host runs ahead of its devices.
 
     program_s: of a compiled program; op_s: of one op, by a framework that runs op by op.
     """
@@ -254,19 +254,18 @@ class Machine:
 
     sources: path of a number or of a table above it (e.g. "device.peak_flops") -> source.
     algorithms: empty: ring, binary tree, one_shot and direct, at each level's own latency.
-    shapes: where the hardware fixes it, devices -> ways at each level (slices of a TPU pod).
-    collectives: measurements, which stand in for the algorithms. provenance: of the measurements.
+    shapes: devices -> ways at each level, if the hardware fixes them (slices of a TPU pod).
+    collectives: measurements, which replace the algorithms. provenance: of the measurements.
     paper: figures for the ``paper`` cost model; None: derived from device and outermost link.
-    bucket_bytes: collectives of parameters travel in buckets of about this size (PyTorch DDP's default cap; XLA
-    combines to 30 MiB): a small one pays its share of a bucket's time; 0: each is sent by itself.
-    sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them;
+    bucket_bytes: collectives of parameters are sent in buckets of about this size (PyTorch DDP's default cap; XLA
+    combines to 30 MiB). A small one pays its share of a bucket's time; 0: each is sent separately.
+    sums_readers: whether the compiler adds up the partial gradients of a tensor's readers before it reduces them.
     XLA's CPU pipeline reduces each.
-    fuses_products: whether the compiler runs light ops inside of the products beside them and makes exponentials again
-    there (XLA for TPU): memory is then what its course needs (``pase.memory.course``), else what is kept and what is in
-    flight (``pase.memory.account``).
+    fuses_products: whether the compiler fuses light ops into the neighbouring products and recomputes exponentials
+    there (XLA for TPU). Memory then follows ``pase.memory.course``, otherwise ``pase.memory.account``.
     host: of the measured machine; None: not measured.
-    collective_units: compute units that a collective's kernels hold while they run beside compute, which slows it.
-    overlaps: whether collectives of parameters run beside compute (``overlap="machine"``).
+    collective_units: compute units that a collective's kernels occupy while they overlap with compute, which slows it.
+    overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
     """
 
     name: str
@@ -296,7 +295,7 @@ class Machine:
         # overlaps decides which price a plan is made for, not what anything costs; the plan records the price.
         for key in ("name", "title", "sources", "provenance", "overlaps"):
             del content[key]
-        # Younger than the digests that layouts hold: where they stand at their defaults, these are as before.
+        # These fields are newer than the digests in layouts: at their defaults, the digests stay as before.
         for f in dataclasses.fields(self):
             if (
                 f.name in ("bucket_bytes", "sums_readers", "collective_units")

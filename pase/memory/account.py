@@ -1,12 +1,12 @@
-"""Memory per device under a strategy: one definition, for the plan's account and for a search under a limit.
+"""Memory per device under a strategy. One definition serves the plan's account and the search under a limit.
 
-Parameters are kept in their storage layout, gradients and optimizer state so too or split further (ZeRO-2).
-Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in, times the
-loop turns that make it; inside a rematerialised region only what enters it is kept, and while a region is
-recomputed, one turn of its inner tensors. Weights that a product reads gathered or cast are activations too, until
-its backward, except in a rematerialised region, which gathers them again. What a step gathers once is kept, in regions
-too, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: what one op reads and makes, with its
-gradients, at most.
+Parameters are kept in their storage layout. Gradients and optimizer state have the same layout or are split further
+(ZeRO-2). Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in,
+times the loop turns that make it. For a rematerialised region only its inputs are kept, plus one turn of its inner
+tensors while it is recomputed. Weights that a product reads gathered or cast also count as activations until its
+backward, except in a rematerialised region, which gathers them again. What a step gathers once is kept, also in
+regions, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: the most that one op reads and
+makes, including gradients.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Memory:
 class Held:
     """Bytes that a node keeps on one device, per config: float64 [K].
 
-    region: the rematerialised region while whose recomputation they live; None: the whole step. weights: of a parameter
-    as it is read: one copy, however many micro-batches are in flight.
+    region: the rematerialised region during whose recomputation they live; None: the whole step. weights: a parameter
+    as it is read, with one copy for any number of micro-batches in flight.
     """
 
     kind: MemoryKind
@@ -81,10 +81,10 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class _Term:
-    """A part of what a node keeps, before a config is chosen: equal for nodes of equal layers.
+    """A part of what a node keeps, before a config is chosen. Equal for nodes of equal layers.
 
-    nbytes: of the whole tensor; dims: the iteration dims that split it, state: those that split it further. What a
-    device holds is its local bytes times ``times`` over ``over``.
+    nbytes: of the whole tensor. dims: the iteration dims that split it. state: dims that split it further. A device
+    holds its local bytes times ``times`` divided by ``over``.
     """
 
     kind: MemoryKind
@@ -120,7 +120,7 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _NodeTerms:
-    """What a node keeps, and the region while whose recomputation each of it lives. number: equal where terms are."""
+    """What a node keeps, each with the region during whose recomputation it lives. number: equal if terms are equal."""
 
     number: int
     terms: tuple[_Term, ...]
@@ -144,7 +144,7 @@ def _terms(graph: Graph, optimizer: str) -> dict[str, _NodeTerms]:
 def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
 ) -> Iterator[tuple[_Term, _ScopePath]]:
-    wanted, turns = kept(graph), turns_of(graph)  # of a step in micro-batches, one lives at a time
+    wanted, turns = kept(graph), turns_of(graph)  # in a step with micro-batches, one lives at a time
     stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
 
     def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
@@ -188,7 +188,7 @@ def _terms_of(
 
 
 def _read_in_backward(n: Node, op: Op) -> bool:
-    """Does a node's backward need what this op of it reads, without gathering it again?"""
+    """Does the node's backward need what this op reads, without gathering it again?"""
     return op.region is None and op.differentiable and (op.kind in ("matmul", "conv") or n.kind == "copy")
 
 
@@ -199,9 +199,9 @@ def _read_heavily(graph: Graph) -> set[str]:
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
-    """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). What stays
-    inside of the node, what is read in part, and what nodes that do no work hand on is left out; of a program that is
-    not trained also what is written in place, and leaves, which are there anyway."""
+    """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). Left out:
+    tensors inside the node, tensors that are read in part, and tensors passed on by nodes that do no work. If the
+    program is not trained, also what is written in place, and leaves, which are in memory anyway."""
     seen: set[str] = set()
     arrays = None if is_trained(graph) else lives(graph).array
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
@@ -218,9 +218,9 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """How a parameter comes from where it is stored to the node that reads it, and its gradient back. again: gathered
-    in a region for each use, else it counts as kept; cast: what is read is not what is stored; trained: it has a
-    gradient."""
+    """How a parameter gets from its storage to the node that reads it, and its gradient back. again: gathered in a
+    region for each use; otherwise it counts as kept. cast: the read value differs from the stored one. trained: it has
+    a gradient."""
 
     write: LayoutRule
     read: LayoutRule
@@ -229,7 +229,7 @@ class _Gathered:
     trained: bool
 
     def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
-        """Of the tensor and of its gradient, those laid out otherwise than they are kept; configs int8 [1, axes]."""
+        """How many of the tensor and its gradient have another layout than in storage; configs int8 [1, axes]."""
         written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
         moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
         apart = (gradient_states(written) != read).any()
@@ -238,15 +238,16 @@ class _Gathered:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Flight:
-    """What a node reads and makes while it runs: terms, and of those that are parameters how they come (None: of
-    others). sources: the nodes that store these. number: equal where all that is equal, whatever nodes store them."""
+    """What a node reads and makes while it runs: terms, and for each that is a parameter how it is gathered (None for
+    others). sources: the nodes that store the parameters. number: equal if all of this is equal, whichever nodes store
+    them."""
 
     number: int
     terms: tuple[tuple[_Term, _Gathered | None], ...]
     sources: tuple[str, ...]
 
     def nbytes(self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-        """In flight at once under a strategy; name: of the node."""
+        """Bytes in flight at once under a strategy. name: of the node."""
         cfg, out = configs[name][None, :], 0.0
         stored = iter(self.sources)
         for term, gathered in self.terms:
@@ -286,9 +287,9 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
 
 
 def in_flight(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, float]:
-    """Per node, bytes of what it reads and makes while it runs, and of the parameters that it reads, and of their
-    gradients, where these are laid out otherwise than they are kept. configs: node name -> int8 [axes]."""
-    made: dict[object, float] = {}  # equal nodes of repeated layers have equally much
+    """Per node, bytes of what it reads and makes while it runs. The parameters that it reads and their gradients count
+    if their layout differs from storage. configs: node name -> int8 [axes]."""
+    made: dict[object, float] = {}  # equal nodes of repeated layers have the same
     out = {}
     for name, flight in _flights(graph).items():
         key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))
@@ -299,10 +300,10 @@ def in_flight(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> di
 
 
 def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """A lower bound on a strategy's buffers that each node's config alone decides: bytes [K].
+    """A lower bound on a strategy's buffers that depends only on each node's own config: bytes [K].
 
-    Of what the node reads and makes, parameters are left out, whose layouts their own nodes decide; and the largest
-    buffer of its own collectives. configs: per node its int8 [K, axes].
+    It is the larger of two figures: what the node reads and makes, without parameters, because their own nodes decide
+    their layouts; and the largest buffer of the node's own collectives. configs: per node its int8 [K, axes].
     """
     made: dict[tuple[int, int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
@@ -326,7 +327,7 @@ def memory(
     """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
-    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers keep equally much
+    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers keep the same
     for name, mine in _terms(graph, optimizer).items():
         at = (mine.number, configs[name].tobytes())
         if at not in made:
@@ -348,7 +349,7 @@ def memory(
 def profile(
     graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam"
 ) -> MemoryProfile:
-    """The same account as a limit for the search: one point of time for each region, all else lives throughout.
+    """The same account as a limit for the search: one point in time per region. All else lives throughout.
 
     configs: per node its int8 [K, axes]. A node has an interval for what it keeps throughout, and one for each region
     in which it keeps something.

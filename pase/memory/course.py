@@ -1,13 +1,17 @@
-"""Peak memory over the step's course, as a compiler that fuses light ops into products arrives at it (XLA for TPU).
+"""Peak memory over the course of a step, for a compiler that fuses light ops into products (XLA for TPU).
 
-``pase.memory.account`` sums what is kept and what is in flight, whenever it lives. Here a step has moments: the end of
-forward, when all that is kept is there and the gradients of the last ops are made; the backward of each
-rematerialised region, when what was kept behind that region is gone, gradients are there, and one turn of the region
-is made again; and the end of backward. Results of exponentials that a fusion can make again from a kept operand are
-not kept. A parameter that several ops read (a tied embedding) has its gradients added up at the end: a product's
-part is made there too, inside of the sum, so that what it needs lives until then, unless that part is gathered for
-it whole: then it is made at once, and waits. Arrays lie in tiles of the device's memory (``Device.memory_tile``).
-Which of the two accounts holds is the machine's to say (``Machine.fuses_products``).
+``pase.memory.account`` sums what is kept and what is in flight, whenever it lives. Here a step has moments:
+
+- The end of forward. All that is kept is alive, and the gradients of the last ops are computed.
+- The backward of each rematerialised region. What was kept after that region is freed, gradients are alive, and one
+  turn of the region is recomputed.
+- The end of backward.
+
+Results of exponentials that a fusion can recompute from a kept operand are not kept. If several ops read a parameter
+(a tied embedding), its gradients are added up at the end. A product's part is computed there too, inside the sum, so
+what it needs lives until then. But if the product gathers the parameter, its part is computed at once and waits.
+Arrays are stored in tiles of the device's memory (``Device.memory_tile``). The machine says which of the two accounts
+applies (``Machine.fuses_products``).
 """
 
 from __future__ import annotations
@@ -40,8 +44,8 @@ _ACCUMULATED = 4
 class HeldBytes:
     """What a node holds on one device.
 
-    nbytes: per config, float64 [K]. at: the moments at which it lives, bool [moments]. Of the parts of kind None,
-    what products have in flight, only the largest at a moment counts.
+    nbytes: per config, float64 [K]. at: the moments at which it lives, bool [moments]. Parts of kind None are what
+    products have in flight. Only the largest of them at a moment counts.
     """
 
     kind: MemoryKind | None
@@ -51,8 +55,8 @@ class HeldBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Moments:
-    """regions: by the order in which backward reaches them; moment 0 is the end of forward, moment i + 1 the backward
-    of region i, the last the end of backward. stops: the node behind which each begins."""
+    """regions: in the order in which backward reaches them. Moment 0 is the end of forward, moment i + 1 the backward
+    of region i, and the last one the end of backward. stops: the node after which each begins."""
 
     order: Mapping[str, int]
     regions: Mapping[tuple[Scope, ...], int]
@@ -99,7 +103,7 @@ def course(
 ) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[HeldBytes]]:
     """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
-    tile: of the device's memory. late: nodes whose product makes its part of a parameter's gradient at the end.
+    tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end.
     """
     when, wanted, turns = _moments(graph), kept(graph), turns_of(graph)
     stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
@@ -175,8 +179,9 @@ def _cast_stacks(
 def _held_once(
     graph: Graph, n: Node, local: Callable[[Access], np.ndarray], when: _Moments
 ) -> Iterator[HeldBytes]:
-    """Of a step that gathers once: parameters as a node has them, all along, and where their gradients are summed once,
-    too, these until then: the sum, as exact as what is stored, and one to add. local: bytes on a device."""
+    """For a step that gathers once: parameters as a node reads them, throughout the step. If their gradients are also
+    summed once, these until then: the sum, in the stored precision, and one gradient to add. local: bytes on a
+    device."""
     turns = turns_of(graph)
     if n.kind == "parameter" and (mine := n.ops[0].writes[0]).tensor in {e.tensor for e in graph.edges}:
         yield HeldBytes(kind="activations", nbytes=-local(mine), at=when.always)  # the stored array itself
@@ -191,8 +196,8 @@ def _held_once(
 
 
 def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
-    """Parameter node -> (node, what it reads) of the products outside of regions that make a part of its gradient, of
-    those parameters whose gradient has several parts."""
+    """Parameter node -> (node, what it reads) of the products outside regions that compute a part of its gradient. Only
+    for parameters whose gradient has several parts."""
     readers: dict[str, list[tuple[Node, Op, Access]]] = {}
     for n in graph.nodes:
         for op, a in n.reads:
@@ -220,9 +225,9 @@ def _parameter(
     when: _Moments,
     alone: bool,
 ) -> Iterator[HeldBytes]:
-    """The parameter, its optimizer state, and its gradient: there once backward has begun, and with micro-batches a
-    sum beside it from the first on. alone: False where its readers count the gradient: the parts of one with several
-    readers at the end, those that are summed over devices once a step all along."""
+    """The parameter, its optimizer state and its gradient. The gradient is alive once backward has begun. With
+    micro-batches, so is a sum from the first one on. alone: False if its readers count the gradient: the parts of one
+    with several readers at the end, and parts that are summed over devices once a step throughout it."""
     t = graph.tensors[n.ops[0].writes[0].tensor]
     yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
     if not t.needs_grad:
@@ -236,7 +241,7 @@ def _parameter(
 
 
 def _late(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> set[str]:
-    """Products that read a tied parameter as it is stored: their part of its gradient is made at the end."""
+    """Products that read a tied parameter as it is stored. Their part of its gradient is computed at the end."""
 
     def ways(n: Node, a: Access) -> int:
         return int(shards(configs[n.name][None, :], dim_index(n, a.map.dims), mesh)[0])
@@ -284,8 +289,9 @@ def profile(
     optimizer: str = "adam",
     tile: tuple[int, ...] = (),
 ) -> MemoryProfile:
-    """A lower bound on the same account, as a limit for the search: of each node what it holds throughout the span of
-    moments at which it holds something; what is in flight is left out. configs: per node its int8 [K, axes]."""
+    """A lower bound on the same account, as a limit for the search. For each node it counts what the node holds during
+    the whole span of moments at which it holds something. What is in flight is left out. configs: per node its int8
+    [K, axes]."""
     from pase.search import MemoryProfile
 
     parts = course(graph, tile)
@@ -307,8 +313,8 @@ def profile(
 
 
 def _made_again(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
-    """Is what the op makes made again by a fusion? It is, where elementwise ops and views make it of large operands
-    that are kept themselves, or are constant."""
+    """Does a fusion recompute the op's result? Yes, if elementwise ops and views compute it from large operands that
+    are kept themselves or are constant."""
     if op.kind == "generate":
         return True
     if op.kind not in ("elementwise", "view", "copy"):

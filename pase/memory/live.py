@@ -1,8 +1,8 @@
-"""What a program that is not trained holds beside its parameters and inputs: what was made and is still to be read.
+"""Memory of a program that is not trained, in addition to its parameters and inputs: tensors that are still to be read.
 
-Nothing is kept for backward: a tensor lives from where it is made to where it is read last, and one that a loop reads
-from outside as long as the loop turns. What is written in place (a cache, a loop's carry, a threaded input) is one
-array with what it was before.
+Nothing is kept for backward. A tensor lives from where it is made to its last read, and a tensor that a loop reads from
+outside lives as long as the loop runs. What is written in place (a cache, a loop's carry, a threaded input) shares one
+array with its previous value.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ __all__ = ["Lives", "is_trained", "live_bytes", "lives"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lives:
-    """Arrays of a graph. members: per array, the tensors that it is, one after the other; first, last: the places in
-    ``graph.nodes`` from which and to which it is there; array: tensor -> its array. Leaves, which are there throughout,
-    have none, nor has what is written over them."""
+    """Arrays of a graph. members: per array, the tensors that it holds, one after the other. first, last: the indices
+    in ``graph.nodes`` between which it is alive. array: tensor -> its array. Leaves live throughout and have no array
+    here, and neither has what is written over them."""
 
     members: tuple[tuple[str, ...], ...]
     first: tuple[int, ...]
@@ -35,12 +35,12 @@ class Lives:
 
 @once
 def is_trained(graph: Graph) -> bool:
-    """Has anything in the graph a gradient?"""
+    """Does anything in the graph have a gradient?"""
     return any(t.needs_grad for t in graph.tensors.values())
 
 
 def _in_place(n: Node, op: Op) -> bool:
-    """Does the op write over what it reads first?"""
+    """Does the op overwrite its first read?"""
     return op.kind == "carry" or (bool(op.writes) and op.writes[0].sparse and op.reads[0].sparse)
 
 
@@ -89,7 +89,7 @@ def lives(graph: Graph) -> Lives:
 
 
 def _loop_ends(graph: Graph) -> Callable[[int, Node], int]:
-    """f(place of a reader, producer): the last place at which the reader's value must be there."""
+    """f(index of a reader, producer): the last index at which the reader's value must be alive."""
     end: dict[Scope, int] = {}
     for i, n in enumerate(graph.nodes):
         for s in n.main.loops:
@@ -105,8 +105,8 @@ def _loop_ends(graph: Graph) -> Callable[[int, Node], int]:
 
 
 def live_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
-    """Bytes on one device at the fullest moment, beside leaves: arrays that are there, and what a node reads in another
-    layout than it was made in. configs: node name -> int8 [axes]."""
+    """Peak bytes on one device, without leaves: live arrays, and copies that a node reads in another layout than they
+    were made in. configs: node name -> int8 [axes]."""
     known = lives(graph)
     at = np.zeros(len(graph.nodes) + 1)
 

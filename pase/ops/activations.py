@@ -20,7 +20,7 @@ ACTIVATIONS: Registry[Activation] = Registry("activation function")
 
 
 def _compare(b: GraphBuilder, x: Tensor) -> Tensor:
-    """x beside a number: true or false."""
+    """x compared with a number: true or false."""
     return nests.elementwise(b, FUNCTIONS["gt"], [x], ["bool"])[0]
 
 

@@ -1,4 +1,4 @@
-"""Attention as one loop nest: two products with a softmax between them, of which no array of scores is kept."""
+"""Attention as one loop nest: two products with a softmax between them. No array of scores is kept."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def attention(
 ) -> Tensor:
     """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d], values [b, s, kv heads, e].
 
-    Query heads that share a key-value head are neighbours. ``beside``: a bias or a mask that broadcasts to
-    [b, heads, q, s]. order: where these four dims of q, k, v and the result stand. The result is laid out as q is;
-    beside it stands
-    the logarithm of each query's sum, [b, q, heads] in float32, which backward needs.
+    Query heads that share a key-value head are adjacent. ``beside``: a bias or a mask that broadcasts to
+    [b, heads, q, s]. order: the positions of these four dims in q, k, v and the result. The result has the layout of q.
+    The logarithm of each query's sum is also written, [b, q, heads] in float32, because backward needs it.
 
-    extra_flops: a point of the scores, for a soft cap and the like.
+    extra_flops: FLOPs per point of the scores, for a soft cap and the like.
 
-    Batch, heads and queries may be split; keys may not, since a softmax is no sum of its parts, nor may widths.
+    Batch, heads and queries may be split. Keys may not, because a softmax is not a sum of its parts. Widths may not
+    either.
     """
     batch, position, head, width = order
     group = quotient(q.shape[head], k.shape[head])

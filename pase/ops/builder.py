@@ -70,13 +70,13 @@ class GraphBuilder:
     eqn: Place = NO_PLACE
     """Where the frontend found the next nests."""
     saved: bool = False
-    """The next nests' results are kept although the region around them is rematerialised."""
+    """The next nests' results are kept, although the region around them is rematerialised."""
     remarks: list[str] = field(default_factory=list)
-    """What the price takes for granted, a line each, for who reads the plan."""
+    """The assumptions of the price, one per line, for readers of the plan."""
     frozen: bool = False
     """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
     lying: set[str] = field(default_factory=set)
-    """Tensors that are parts of others, read where they lie."""
+    """Tensors that are parts of others and are read in place."""
     _scope: tuple[Scope, ...] = ()
     _times: Size = 1
     _chance: float = 1.0
@@ -88,8 +88,8 @@ class GraphBuilder:
     def region(
         self, kind: ScopeKind, path: str, *, times: Size = 1, remat: bool = False, chance: float = 1.0
     ) -> Iterator[None]:
-        """A loop body (times = its trip count), a rematerialised region, or a conditional's branch (chance: that it
-        is taken). path: what the paths of the equations inside begin with."""
+        """A loop body (times = its trip count), a rematerialised region, or a branch of a conditional (chance: the
+        probability that it is taken). path: the prefix of the paths of the equations inside."""
         saved = self._scope, self._times, self._remat, self._chance
         self._scope, self._times, self._remat = (
             (*saved[0], Scope(kind, path)),
@@ -154,8 +154,7 @@ class GraphBuilder:
         """Add one loop nest over ``dims`` and return the tensors it writes.
 
         name: the framework's name of the op. function: what it computes; None: what all of its kind do.
-        flops: per point of ``over`` (all dims when None), where they are others than the function's; a multiply-add
-        is two.
+        flops: per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add is two.
         """
         function = BY_KIND[kind] if function is None else function
         differentiable = differentiable and function.differentiable
@@ -198,7 +197,7 @@ class GraphBuilder:
         return out
 
     def carry(self, init: Tensor, eqn: Place) -> Tensor:
-        """A loop's carry, made before its body: one node, hence one layout, for what comes in and goes out."""
+        """A loop's carry, made before its body. It is one node, so what enters and leaves has one layout."""
         self.eqn = eqn
         dims, m = parallel_dims(init.shape), plain_map(init.shape)
         (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)

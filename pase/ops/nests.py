@@ -48,8 +48,8 @@ def elementwise(
 ) -> tuple[Tensor, ...]:
     """Outputs of one shape; inputs broadcast as numpy's do (scalars and dims of one element).
 
-    name: the framework's, where it is another than the function's. flops: a point, where they are others than the
-    function's (a sum of many operands).
+    name: the framework's, if it differs from the function's. flops: per point, if they differ from the function's (a
+    sum of many operands).
     """
     if shape is None:
         rank = max((len(t.shape) for t in inputs), default=0)
@@ -134,8 +134,8 @@ def common_factors(
 
 
 def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
-    """Split and merge dims; where the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split. What is read
-    where it lies (``taken``) still is."""
+    """Split and merge dims. If the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split. What is read in
+    place (``taken``) still is."""
     common = common_factors(x.shape, shape)
     if common is None:
         dims: Dims = {f"r{i}": (s, "replicated") for i, s in enumerate(x.shape) if not is_one(s)}
@@ -238,7 +238,7 @@ def restrict(
 def put(
     b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> Tensor:
-    """The second input written over a part of the first, in place: nothing else of that is touched."""
+    """The second input is written over a part of the first, in place. The rest is not touched."""
     dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
     write = Write(tuple(shape), inputs[0].dtype, m, sparse=True)
     reads = [replace(whole, sparse=True), *others]
@@ -248,8 +248,8 @@ def put(
 def taken(
     b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> Tensor:
-    """A part of the first input, of which no more is touched. Where it is contiguous (one row of a stack), it is read
-    where it lies."""
+    """A part of the first input; the rest is not touched. If it is contiguous (one row of a stack), it is read in
+    place."""
     dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
     cut = max((i for i, kept in enumerate(dims_kept) if not kept), default=-1)
     lies = all(is_one(s) for s in shape[:cut])
@@ -263,7 +263,7 @@ def taken(
 def _restricted(
     inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> tuple[Dims, list[Read], AccessMap]:
-    """The dims of a nest whose inputs are laid out as its result where a dim is kept; how it reads; how it writes."""
+    """The dims of a nest whose inputs have the result's layout in each dim that is kept; how it reads and writes."""
     dims: Dims = {}
     reads = []
     for k, t in enumerate(inputs):
@@ -293,7 +293,7 @@ def _restricted(
 
 
 def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor:
-    """One of ``parts`` equal parts of a dim. Shards of a part suffice where x is split within each part alike."""
+    """One of ``parts`` equal parts of a dim. Shards of a part suffice if x is split equally within each part."""
     size = quotient(x.shape[axis], parts)
     assert size is not None
     shape = tuple(size if i == axis else s for i, s in enumerate(x.shape))
@@ -419,7 +419,7 @@ def batched(
     *,
     flops: float,
 ) -> tuple[Tensor, ...]:
-    """The first ``rank`` dims, alike in all tensors, may be split; the rest may not. flops: per point of the former."""
+    """The first ``rank`` dims, equal in all tensors, may be split; the rest may not. flops: per point of these dims."""
     dims: Dims = {}
 
     def walk(shape: Sequence[Size], prefix: str) -> AccessMap:
@@ -452,8 +452,8 @@ def grouped_product(
 ) -> Tensor:
     """Rows of x [m k] in groups times w [g k n] by group: [m n]. Every row meets one group's weights.
 
-    ends: the row behind each group's last, [g], which every device reads whole. Rows may then be split; and groups,
-    where a device makes the rows of its own groups and zeros for the others: the result is a partial sum.
+    ends: the row after each group's last, [g], which is replicated. Rows may then be split. Groups may be split too: a
+    device then makes the rows of its own groups and zeros for the others, and the result is a partial sum.
     """
     (m,) = {0, 1} - {x_contracting}
     (n,) = {0, 1, 2} - {w_contracting, w_group}
@@ -477,8 +477,6 @@ def grouped_product(
     if ends is None:
         over = [d for d in dims if d != "g"]
         return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0, over=over)[0]
-    over = list(
-        dims
-    )  # groups are taken to be equal: of so many, a device with one of two has half of the rows
+    over = list(dims)  # groups are assumed equal: a device with one of two groups has half of the rows
     reads.append(Read(ends, AccessMap((walk("e", groups, "replicated"),))))
     return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0 / groups, over=over)[0]

@@ -3,10 +3,10 @@
 The input is the plan's nodes with their costs, and its collectives. From these it derives:
 
 - Nodes run in the listed order. Neighbours with the same `times` > 1 form a repeated layer; they run in turn, `times`
-  times. Forward and backward take what the plan lists as their work; of plans that list none, forward takes a third of
-  a node's compute and backward two thirds (one product for each operand). If the plan's price has collectives beside
-  compute, compute is slower by what they hold of the device. An optimizer update is charged to the forward block that
-  uses the parameter, which would wait for a late gradient.
+  times. Forward and backward take what the plan lists as their work; for plans that list none, forward takes a third
+  of a node's compute and backward two thirds (one product for each operand). If the plan's price overlaps collectives
+  with compute, compute is slower by the part of the device that they occupy. An optimizer update is charged to the
+  forward block that uses the parameter, which would wait for a late gradient.
 - A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronises a gradient. It is
   ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
   parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is

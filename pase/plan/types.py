@@ -120,8 +120,8 @@ class PlanData:
     buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
     beside: float | None = None
-    """If the price has collectives of parameters beside compute (``pase.tables.beside``): the part of the device that
-    they hold meanwhile. None: nothing runs beside anything."""
+    """If the price overlaps collectives of parameters with compute (``pase.tables.beside``): the part of the device
+    that they occupy. None: nothing overlaps."""
     memory_limit: int | None = None
     """Bytes of the plan that a device may hold. None if it was made without a limit."""
     misfit: str | None = None

@@ -1,4 +1,4 @@
-"""Bytes on a rank under a stated strategy: what it stores, what backward waits for, what is whole for a moment."""
+"""Bytes on a rank under a stated strategy: what it stores, what is kept for backward, what is gathered temporarily."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["RankMemory", "rank_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class RankMemory:
-    """Bytes on the rank that holds most. gathered: weights while they are whole; logits: at the loss; reserve: what the
-    program's libraries and allocator take."""
+    """Bytes on the rank that holds most. gathered: weights while they are whole. logits: at the loss. reserve: memory
+    of the program's libraries and allocator."""
 
     parameters: float
     gradients: float
@@ -43,7 +43,7 @@ class RankMemory:
 
 
 def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
-    """Of the first and of the last stage, the larger."""
+    """The memory of the first or the last stage, whichever is larger."""
     layers = stage_layers(parts.blocks, s.pipeline)
     ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
     return max(
@@ -53,7 +53,7 @@ def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: P
 
 
 def _apart(part: Part, s: Strategy, mesh: Mesh) -> float:
-    """A part's parameters on a device where ZeRO splits them over the ranks that share them, within a replica."""
+    """A part's parameters on a device if ZeRO shards them over the ranks that share them, within a replica."""
     out = 0.0
     for axes, elements in part.elements.items():
         ways = [
@@ -76,13 +76,13 @@ def _rank(
     last: bool,
     pipe: Pipeline | None,
 ) -> RankMemory:
-    """Of a rank with so many blocks and these ends."""
+    """The memory of a rank with this many blocks and these ends."""
     p, b = program, program.bytes
     ends = [parts.first] * first + [parts.last] * last + [parts.tied] * (last and not first)
     block = parts.block
     elements = blocks * block.parameters + sum(e.parameters for e in ends)
     apart = blocks * _apart(block, s, mesh) + sum(_apart(e, s, mesh) for e in ends)
-    # One in flight at the last stage, as many as the schedule has at the first.
+    # One micro-batch is in flight at the last stage, and at the first as many as the schedule has.
     flying = 1.0 if pipe is None or name == "last" else pipe.in_flight
     held = blocks * block.kept * flying + sum(e.saved for e in ends) * (
         flying if name == "first" and not last else 1
@@ -91,7 +91,7 @@ def _rank(
     gathered, summing = _whole(
         p, s, elements, blocks * block.parameters, block.parameters, _largest(ends, block)
     )
-    # The logits are gone when the last block runs again and its gradients are made and summed.
+    # The logits are freed before the last block is recomputed and its gradients are computed and summed.
     logits = parts.logits * (4 * _copies(p, s) + 2) if last else 0.0
     behind = working + summing
     if behind > logits:
@@ -120,23 +120,23 @@ def _copies(p: Program, s: Strategy) -> float:
 def _whole(
     p: Program, s: Strategy, elements: float, in_blocks: float, block: float, largest: float
 ) -> tuple[float, float]:
-    """(bytes of weights while they are whole, of gradients while they are made and summed), beside what is stored.
+    """(bytes of weights while they are whole, of gradients while they are computed and summed), without what is stored.
 
-    elements: parameters of the rank, in_blocks of them in blocks, block in one; largest: in one array.
-    Where a program copies what it gathered out of a buffer, that buffer is a stream's own and stays reserved.
+    elements: parameters of the rank. in_blocks: those in blocks. block: those in one block. largest: in one array.
+    If a program copies what it gathered out of a buffer, the buffer belongs to a stream and stays reserved.
     """
     b = p.bytes
     ends, ahead = max(elements - in_blocks, 0.0), (1 if p.one_by_one else 2) * block
     near = ends + ahead
     if s.zero != 3:
         return (elements * b.used if b.weight > b.used else 0.0), 0.0
-    if p.by_weight:  # the one that is read, the next, and the gradient of the one before
+    if p.by_weight:  # the weight being read, the next one, and the previous one's gradient
         return largest * 2 * b.used, largest * b.summed
     buffer = near * b.used if p.copied[0] else 0.0
-    if s.pipeline > 1 or not p.gathers_again:  # they stay, and with stages so does what is added up
+    if s.pipeline > 1 or not p.gathers_again:  # weights stay, and with stages so do accumulated gradients
         stays = elements * b.used + buffer
         if s.pipeline > 1 and p.sums_unsplit:
             return stays + elements * b.summed, 0.0
         return stays, 2 * block * b.summed
-    # Gradients of the ends are made, but wait for those of the first part to be summed.
+    # Gradients of the ends are computed, but wait for those of the first part before they are summed.
     return near * b.used + buffer, ends * b.used + ahead * b.summed

@@ -53,7 +53,7 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
 
 
 def micro_batch_graph(traced: Traced, parts: int) -> Graph:
-    """The graph of one of so many parts of the batch, without what is to run again."""
+    """The graph of one part of the batch, split into this many parts, without recomputation."""
     from pase.frontends.jax_blocks import micro
 
     raw = traced.graph if parts == 1 else micro(traced, parts).graph  # type: ignore[arg-type]
@@ -61,7 +61,7 @@ def micro_batch_graph(traced: Traced, parts: int) -> Graph:
 
 
 def _unmarked(graph: Graph) -> Graph:
-    """The graph without what is to run again: recomputation is the strategy's."""
+    """The graph without recomputation, which the strategy decides."""
 
     def plain(op: Op) -> Op:
         reads = tuple(replace(a, again=False) for a in op.reads)

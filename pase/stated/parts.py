@@ -1,7 +1,7 @@
 """A stage's work in parts: what comes before the repeated block, the block once, and what comes after it.
 
-Each part has the device's seconds forward and backward, what it sends between products, and the bytes of its weights:
-the graph's own work and collectives (``pase.tables``), priced by the cost model and added up by where they are.
+Each part has the device's seconds in forward and backward, what it sends between products, and the bytes of its
+weights. These are the graph's own work and collectives (``pase.tables``), priced by the cost model and summed by part.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPTIMIZER = "adam"
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A collective between products. nbytes: as CostModel.collective has it, once; seconds: of all times."""
+    """A collective between products. nbytes: of one call, as in CostModel.collective. seconds: of all calls."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -43,7 +43,7 @@ class Sent:
     seconds: float
     backward: bool
     runs_again: float
-    """The part of it that recomputation repeats."""
+    """The part of the collective that recomputation repeats."""
 
 
 @dataclass(kw_only=True)
@@ -51,10 +51,10 @@ class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
     again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
-    elements: parameters on the device, by the axes over which their gradients are summed; tensors: how many arrays;
-    largest: elements of the largest of them.
-    saved: bytes that backward needs of one micro-batch where nothing is computed again; kept: with the strategy's
-    recomputation; entry: what enters the part.
+    elements: parameters on the device, by the axes over which their gradients are summed. tensors: number of arrays.
+    largest: elements of the largest array.
+    saved: bytes that backward needs of one micro-batch without recomputation. kept: the same with the strategy's
+    recomputation. entry: bytes of the part's input.
     """
 
     forward_s: float = 0.0
@@ -78,8 +78,8 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All of a model. blocks: how many there are. tied: parameters of the first part that the last one reads too, of
-    which a last stage has a copy. logits: elements of the logits on a device."""
+    """The parts of a model. blocks: the number of blocks. tied: parameters of the first part that the last part reads
+    too; a last stage has a copy of them. logits: elements of the logits on a device."""
 
     first: Part
     block: Part
@@ -94,7 +94,8 @@ def parts_of(
 ) -> Parts:
     """The parts of a graph whose batch is one micro-batch of all data-parallel ranks.
 
-    share: of the graph's batch that the micro-batch really is (a batch of one is read as two: a dim of one is no dim).
+    share: the part of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
+    dim of one element is not a dim.
     """
     places = _places(graph)
     made = _PartsInTheMaking(
@@ -134,7 +135,7 @@ class _PartsInTheMaking:
         default_factory=lambda: {name: Part() for name in ("first", "block", "last", "tied")}
     )
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Parameter's node -> the axes over which its gradient is summed."""
+    """A parameter's node -> the axes over which its gradient is summed."""
 
     def turns(self, node: str) -> float:
         """How often the part that the node is in runs."""
@@ -191,7 +192,7 @@ class _PartsInTheMaking:
         part.backward_s += program.around.backward * once
 
     def add_collectives(self) -> None:
-        """Collectives between products; those that sum parameters' gradients are left to ``add_parameters``."""
+        """Collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
         graph = self.graph
         stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
         for c in collectives(graph, self.placed.mesh, self.placed.strategy, self.model):
@@ -225,7 +226,7 @@ class _PartsInTheMaking:
                     part.elements[axes] = part.elements.get(axes, 0.0) + local
 
     def add_kept(self) -> None:
-        """What backward needs: by what a compiler keeps, or by what each kernel's own backward reads."""
+        """What backward needs: what a compiler keeps, or what each kernel's own backward reads."""
         graph, program = self.graph, self.program
         makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
         eighth: set[str] = set()
@@ -271,7 +272,7 @@ class _PartsInTheMaking:
         return {a.tensor for op in kept_ for a in op.writes}
 
     def run_again_from(self, wanted: Collection[str]) -> set[str]:
-        """Of these results those from which what backward needs is computed again. wanted: what it needs."""
+        """The results among these from which backward recomputes what it needs. wanted: what it needs."""
         makers = {a.tensor: (n, op) for n in self.graph.nodes for op in n.ops for a in op.writes}
         chosen, found = self.chosen(), set[str]()
         seen, left = set[str](), list(wanted if chosen else ())
@@ -287,7 +288,7 @@ class _PartsInTheMaking:
         return found
 
     def logits(self) -> tuple[Node, Access] | None:
-        """The largest tensor that a product makes behind the blocks, with its node: the logits."""
+        """The logits: the largest tensor that a product makes after the blocks, with its node."""
         made = [
             (n, a)
             for n in self.graph.nodes
@@ -302,7 +303,7 @@ class _PartsInTheMaking:
 
 
 def _places(graph: Graph) -> Places:
-    """Where each node is: before, in or behind the loop over layers with most turns."""
+    """Where each node is: before, in or after the loop over layers with the most turns."""
     try:
         return places_of(graph)
     except Infeasible as e:
@@ -315,7 +316,7 @@ def _places(graph: Graph) -> Places:
 def _priced(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
 ) -> Iterator[tuple[Work, float]]:
-    """The node's work with its price, once; what casts to fp8 read is the program's own."""
+    """The node's work, each piece with its price for one run. The program defines what casts to fp8 read."""
     for w in executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER):
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
@@ -329,8 +330,8 @@ def _priced(
 def _attention_s(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
 ) -> float:
-    """By the program's own kernel where the machine knows it. Under a causal mask with the sequence split, every rank
-    has as much to do as the others: chunks are dealt out in pairs (zigzag), as all frameworks do."""
+    """Uses the program's own kernel if the machine knows it. With a causal mask and a sharded sequence, all ranks have
+    the same work, because all frameworks assign chunks in pairs (zigzag)."""
     op = next(op for op in n.ops if op.kind == "attention")
     if op.function is CAUSAL_ATTENTION:
         queries = op.writes[1].map.walks[1].dims
@@ -349,8 +350,8 @@ def _attention_s(
 
 
 def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
-    """Tensors that the backward of an executor without fusion reads, products with weights in the blocks and all else;
-    views stand for what they look at."""
+    """Tensors that backward reads in an executor without fusion: those of products with weights in the blocks, and all
+    others. A view counts as the tensor that it views."""
     by_weights: set[str] = set()
     out: set[str] = set()
     views = {

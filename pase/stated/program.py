@@ -126,7 +126,7 @@ def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
     if node.kind == "attention":
         return 0.0
     place = _place_in_block(graph).get(node.name)
-    return 0.5 if place is None else float(place % 2)  # half of what readers other than products get
+    return 0.5 if place is None else float(place % 2)  # half of what is sent to nodes other than products
 
 
 @once
@@ -171,9 +171,9 @@ _FOREACH_ADAMW = 64.0
 """torch.optim's default AdamW on GPUs (``_multi_tensor_adamw``) passes over float32 arrays 20 times, a fused one 7
 times. Clipping by the gradients' norm reads them twice and writes them once. 4 bytes each."""
 _TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
-"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu). Relative
-to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to 2.8 times
-as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
+"""torch.nn.LayerNorm. Backward is two kernels, each of which reads operand and gradient (layer_norm_kernel.cu).
+Relative to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to
+2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
 benchmark/data/all_benchmark_data.csv)."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
 """Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""

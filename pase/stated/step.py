@@ -20,7 +20,7 @@ __all__ = ["StatedStep"]
 
 @dataclass(frozen=True, kw_only=True)
 class StatedStep:
-    """A strategy's step, put together from its parts. model: collectives as single calls of a library."""
+    """A strategy's step, composed of its parts. model: prices collectives as single calls of a library."""
 
     parts: Parts
     s: Strategy
@@ -34,12 +34,12 @@ class StatedStep:
         return float(self.model.collective(kind, self.mesh, bits, nbytes)) if bits and nbytes else 0.0
 
     def over_data(self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all") -> float:
-        """A collective of a part's parameters over the ranks that share them; nbytes: of one parameter.
+        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter.
 
-        One call for the part, or one for each of its weights where the program sends them so.
+        It is one call for the part, or one for each weight if the program sends weights one by one.
 
-        Where parameters are split over a part of the ranks (hsdp), gathers and scatters stay within the inner ones and
-        the sum of their shards crosses the others.
+        If parameters are sharded over only some of the ranks (hsdp), gathers and scatters stay within these inner
+        ranks, and the sum of their shards crosses the others.
         """
         s, total = self.s, 0.0
         calls = part.tensors if self.program.one_by_one else 1
@@ -59,24 +59,24 @@ class StatedStep:
 
     @property
     def memory_rate(self) -> float:
-        """Bytes a second of device memory that copies reach."""
+        """The device memory bandwidth that copies reach, in bytes per second."""
         device = self.model.machine.device
         return device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
 
     def copied_s(self, part: Part, backward: bool) -> float:
-        """What the program's own buffers cost of the device's memory, where weights are split: gathered and summed."""
+        """Seconds to move the program's own buffers in device memory, for sharded weights: gathered and summed."""
         out, back = self.program.copied
         shared = sum(e for axes, e in part.elements.items() if axes)
         moved = shared * ((back if backward else 0.0) + out)
         return moved / self.memory_rate if self.s.zero == 3 else 0.0
 
     def metrics_s(self, part: Part) -> float:
-        """What the program computes of the logits for its log."""
+        """Seconds for what the program computes from the logits for its log."""
         logits = self.parts.logits if part is self.parts.last else 0.0
         return logits * self.program.metrics_bytes / self.memory_rate
 
     def rearranged_s(self, part: Part, backward: bool) -> float:
-        """Copies of what tensor parallelism gathers and scatters whole; none where it goes piece by piece."""
+        """Seconds of copies of what tensor parallelism gathers and scatters whole; 0 if it is sent piece by piece."""
         if not self.program.rearranges or self.s.asynchronous:
             return 0.0
         moved = 0.0
@@ -87,13 +87,13 @@ class StatedStep:
         return moved / self.memory_rate
 
     def gather_s(self, part: Part) -> float:
-        """Of a part's weights, once, where ZeRO-3 splits them."""
+        """Seconds to gather a part's weights once, if ZeRO-3 shards them."""
         return (
             self.over_data(part, "all_gather", self.program.bytes.used, "inner") if self.s.zero == 3 else 0.0
         )
 
     def sum_s(self, part: Part) -> float:
-        """Of a part's gradients, once."""
+        """Seconds to sum a part's gradients once."""
         s, b = self.s, self.program.bytes
         if s.zero in (2, 3):
             inner = self.over_data(part, "reduce_scatter", b.summed, "inner")
@@ -105,7 +105,7 @@ class StatedStep:
         return self.over_data(part, "all_reduce", b.summed)
 
     def sent_s(self, part: Part, backward: bool) -> float:
-        """What collectives between products take of one pass, what recomputation repeats in backward."""
+        """Seconds of collectives between products in one pass; backward includes those that recomputation repeats."""
         out, ring = 0.0, 0.0
         for c in part.sent:
             now = (0.0 if backward else c.seconds) if not c.backward else (c.seconds if backward else 0.0)
@@ -118,7 +118,7 @@ class StatedStep:
                 ring += now
             else:
                 out += now
-        # A ring's hops run beside the attention of the keys that are there; its first part needs no hop.
+        # A ring's hops overlap with the attention over the keys that have arrived; its first part needs no hop.
         ways = self.s.context
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
         out += max(ring - hidden, 0.0)
@@ -130,7 +130,7 @@ class StatedStep:
     def units(
         self, backward: bool, blocks: int, first: bool, last: bool, *, gathers: bool, sums: bool
     ) -> list[Unit]:
-        """The units of a pass in their order."""
+        """The units of a pass, in order."""
         out = []
         parts = [self.parts.first] * first + [self.parts.block] * blocks + [self.parts.last] * last
         for part in parts:
@@ -189,7 +189,7 @@ class StatedStep:
         return {"compute": total - exposed - sent, "between products": sent, "weights and gradients": exposed}
 
     def _update(self, blocks: float, first: bool, last: bool) -> dict[str, float]:
-        """The optimizer's step on what a rank holds of it; with ZeRO-1 and 2 the new weights are gathered."""
+        """The optimizer's step on a rank's shard. With ZeRO-1 and 2, the new weights are then gathered."""
         parts = [(self.parts.block, blocks), (self.parts.first, float(first)), (self.parts.last, float(last))]
         s, p = self.s, self.program
         ways = s.shard * s.context if s.zero else 1
@@ -200,7 +200,7 @@ class StatedStep:
         gathered = 0.0
         if s.zero in (1, 2):
             gathered = sum(self.over_data(part, "all_gather", p.bytes.used, "inner") * k for part, k in parts)
-            if p.prefetches[0]:  # beside the next step's forward, but for the first part's
+            if p.prefetches[0]:  # overlaps with the next step's forward, except for the first part
                 forward = sum(part.forward_s * k for part, k in parts)
                 gathered = max(
                     gathered - forward, self.over_data(self.parts.block, "all_gather", p.bytes.used, "inner")
@@ -208,7 +208,7 @@ class StatedStep:
         return {"update": seconds, "new weights": gathered}
 
     def _staged(self) -> tuple[dict[str, float], Pipeline]:
-        """A pipelined step: weights are gathered once, gradients summed once, after a stage's last backward."""
+        """A pipelined step. Weights are gathered once, and gradients are summed once, after a stage's last backward."""
         s, p, m = self.s, self.program, self.micro_batches
         layers = stage_layers(self.parts.blocks, s.pipeline)
         forward, backward = [], []
@@ -241,12 +241,12 @@ class StatedStep:
         return send_s(self.model, s.pipeline, self.mesh.devices, self.parts.block.entry / split)
 
     def tied_s(self) -> float:
-        """The sum of tied parameters' gradients between the first and the last stage, behind both of theirs."""
+        """The sum of tied parameters' gradients over the first and the last stage, after both have computed theirs."""
         nbytes = self.parts.tied.parameters * self.program.bytes.summed
         return ends_sum_s(self.model, self.s.pipeline, self.mesh.devices, nbytes)
 
     def moved(self) -> dict[str, float]:
-        """Seconds of every collective of a step, hidden or not, by what it is for."""
+        """Seconds of every collective of a step, hidden or not, by purpose."""
         m, n = self.micro_batches, self.parts.blocks / self.s.pipeline
         parts = [(self.parts.block, n), (self.parts.first, 1.0), (self.parts.last, 1.0)]
         out: dict[str, float] = {}

@@ -18,14 +18,15 @@ Precision = Literal["bf16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """Degrees of each kind of parallelism, and how the step is run.
+    """The degree of each kind of parallelism, and how the step is run.
 
-    data: replicas of the parameters; shard: ways over which they, their gradients or the optimizer's state are split
-    (``zero``), inside of the replicas. tensor: ways of heads, hidden units and vocabulary; sequence: what lies between
-    products is split over them, too. context: ways of the sequence. expert: ways of the experts, among data x shard.
-    pipeline: stages; chunks: of layers, a stage. micro: examples of a micro-batch on one data-parallel rank; None: all
-    that the rank has, one where there are stages. remat: what backward computes again; None: as the model says.
-    asynchronous: tensor parallelism's collectives run beside the products that they feed, piece by piece.
+    data: replicas of the parameters. shard: ways over which parameters, their gradients or the optimizer's state are
+    sharded (``zero``) inside each replica. tensor: ways over which heads, hidden units and vocabulary are sharded.
+    sequence: activations between products are sharded over the tensor ways, too. context: ways over which the sequence
+    is sharded. expert: ways over which experts are sharded, among data x shard. pipeline: number of stages. chunks: of
+    layers, per stage. micro: examples of a micro-batch on one data-parallel rank; None: all examples of the rank, or
+    one if there are stages. remat: what backward recomputes; None: as the model says.
+    asynchronous: collectives of tensor parallelism overlap with the products that they feed, piece by piece.
     """
 
     data: int = 1
@@ -88,9 +89,9 @@ _KNOWN = f"{', '.join(f'{d}=N' for d in _DEGREES)}, zero=0..3, {', '.join(_FLAGS
 
 
 def parse(text: str, devices: int) -> Strategy:
-    """Read a stated strategy for so many devices; what is left over is data parallel. PaseError where it is unsound.
+    """Read a stated strategy for this many devices. Devices left over are data parallel. PaseError if it is invalid.
 
-    ``zero=1`` and ``zero=2`` split optimizer state (and gradients) over dp where no fsdp is stated.
+    ``zero=1`` and ``zero=2`` shard optimizer state (and gradients) over dp if no fsdp is stated.
 
     >>> s = parse("fsdp=4,tp=8,remat=full", 64)
     >>> s.data, s.shard, s.zero, str(s)

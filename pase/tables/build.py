@@ -58,12 +58,12 @@ class Space:
 
 
 GRANULE_BYTES = 512
-"""What one device sends of a tensor is at least this much: XLA for TPU pads shards to it ("k512Byte" in its HLO).
-Without it, splitting a bias over 32 devices looks as good as keeping it whole, and costs slices and copies."""
+"""The least that one device sends of a tensor: XLA for TPU pads shards to it ("k512Byte" in its HLO). Without it,
+splitting a bias over 32 devices looks as good as replicating it, but costs slices and copies."""
 
 
 def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
-    """Cost of a charge, all times of it."""
+    """Cost of a charge, for all times that it occurs in a step."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
     bucket = model.machine.bucket_bytes
     if charge.bucketed and bucket:
@@ -99,10 +99,10 @@ def work_price(work: Work, model: CostModel) -> np.ndarray:
 
 
 def _light_bytes_per_s(model: CostModel) -> float:
-    """The most that light ops between products move, where it was measured beside a memory curve.
+    """The highest rate at which light ops between products move bytes, if measured in addition to a memory curve.
 
-    The curve is of one op in a chain, everything warm; such ops compute more than they move. An optimizer's update is
-    such a chain.
+    The curve is of one op in a chain, with warm caches. Light ops between products compute more than they move. An
+    optimizer's update is such a chain.
     """
     device = model.machine.device
     part = device.efficiency.get("memory")
@@ -112,7 +112,7 @@ def _light_bytes_per_s(model: CostModel) -> float:
 
 
 def array_tile(model: CostModel) -> tuple[int, int] | None:
-    """The tiles that the machine which the model prices stores arrays in."""
+    """The tiles in which the model's machine stores arrays."""
     tile = model.machine.device.memory_tile
     return tile if model.unit == "s" and len(tile) == 2 else None
 
@@ -144,8 +144,9 @@ def build(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseCosts:
-    """A node's costs, float64 [K] each. waited: its collectives and the optimizer's update; forward, backward: its
-    work, recomputation in backward; gathers: of an updated parameter whose state is split further than itself."""
+    """A node's costs, float64 [K] each. waited: its collectives and the optimizer's update. forward, backward: its
+    work, with recomputation in backward. gathers: of an updated parameter whose state is split further than the
+    parameter."""
 
     waited: np.ndarray
     forward: np.ndarray
@@ -160,7 +161,8 @@ class PhaseCosts:
 def phase_costs(
     graph: Graph, space: Sequence[np.ndarray], mesh: Mesh, model: CostModel, optimizer: str
 ) -> tuple[PhaseCosts, ...]:
-    """Of every node; equal ones of repeated layers share one object. space: per node its configs, int8 [K, axes]."""
+    """The costs of every node. Equal nodes of repeated layers share one object. space: per node its configs, int8
+    [K, axes]."""
     made: dict[int, PhaseCosts] = {}
     for n, cfg, number in zip(graph.nodes, space, facts(graph).cost, strict=True):
         if number not in made:
@@ -179,7 +181,8 @@ def phase_costs(
 
 
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
-    """Per node; equal ones are one array. Where the compiler reduces each reader's gradient, none may wait."""
+    """The configs of each node; equal nodes share an array. If the compiler reduces each reader's gradient, no gradient
+    may stay partial."""
     apart = not model.machine.sums_readers
     memo: dict[tuple[int, tuple[LayoutRule, ...]], np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
@@ -207,7 +210,7 @@ class _Classes:
 
 
 class _Layouts:
-    """Classes of configs by how they lay a tensor out; equal ones, and their rows, are one object."""
+    """Classes of configs by how they lay out a tensor. Equal classes, and their rows, are one object."""
 
     def __init__(self, rules: tuple[LayoutRule, ...], mesh: Mesh) -> None:
         self.rules, self.mesh = rules, mesh
@@ -227,7 +230,7 @@ class _Layouts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EdgeCosts:
-    """What an edge costs under each pair of layouts, flow by flow: float64 [source rows, reader rows].
+    """The cost of an edge for each pair of layouts, by flow: float64 [source rows, reader rows].
 
     Equal edges share their flows. rows: the layouts written and read, int8 [C, axes]; classes: of each config of the
     source and of the reader, its row, int32 [K].
@@ -246,7 +249,7 @@ class EdgeCosts:
 def _edges(
     known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, weights: Mapping[str, float]
 ) -> Iterator[EdgeTable]:
-    """Edges that cost something under some pair of layouts; weights: of what parameters send, by phase."""
+    """Edges that cost something for some pair of layouts. weights: for what parameters send, by phase."""
     memo: dict[int, np.ndarray | None] = {}
     for e, priced in edge_costs(known, space, mesh, model):
         if id(priced.flows) not in memo:
@@ -265,7 +268,7 @@ def _edges(
 def edge_costs(
     known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel
 ) -> Iterator[tuple[EdgeFacts, EdgeCosts]]:
-    """Every edge of the graph, in its order; space: per node its configs, int8 [K, axes]."""
+    """The costs of every edge of the graph, in order. space: per node its configs, int8 [K, axes]."""
     layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
     classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
@@ -297,9 +300,9 @@ def edge_costs(
 def edge_tables(
     graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, model: CostModel, along: Sequence[int]
 ) -> tuple[EdgeTable, ...]:
-    """Some of the edges, of those that cost something, with some of the configs.
+    """Tables of some of the edges, if they cost something, with some of the configs.
 
-    among: per node the configs, int8 [K, axes]; equal ones should be one array. along: places in ``graph.edges``.
+    among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
     """
     known = _along(facts(graph), along)
     return tuple(_edges(known, tuple(among), mesh, model, {"backward": 1.0, "forward": 1.0}))
@@ -312,9 +315,9 @@ def _along(known: Facts, along: Sequence[int]) -> Facts:
 def layout_pairs(
     graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, along: Sequence[int]
 ) -> list[tuple[object, int]]:
-    """Of each of these edges, what its matrix depends on and how many pairs of layouts it has.
+    """For each of these edges, what its matrix depends on and its number of pairs of layouts.
 
-    among, along: as ``edge_tables`` has them.
+    among, along: as in ``edge_tables``.
     """
     known = facts(graph)
     layouts = _Layouts(known.rules, mesh)
@@ -326,7 +329,7 @@ def layout_pairs(
 
 
 class _Prices:
-    """What each code of the plans costs for each flow, one call of the cost model for each kind of collective."""
+    """The cost of each code of the plans for each flow, with one cost model call per kind of collective."""
 
     def __init__(self, plans: Iterable[Plans], flows: set[Flow], mesh: Mesh, model: CostModel) -> None:
         n = len(mesh.sizes)
@@ -352,5 +355,5 @@ class _Prices:
             self.rows |= dict(zip(((size, bucketed) for size in sizes), table, strict=True))
 
     def of(self, flow: Flow) -> np.ndarray:
-        """Cost of every code for this flow, all times of it; 0 at 0."""
+        """Cost of every code for this flow, for all its times in a step; 0 for code 0."""
         return flow.times * self.rows[flow.nbytes, flow.bucketed]

@@ -98,7 +98,7 @@ def _cost_key(graph: Graph, n: Node) -> object:
     order: dict[str, int] = {}
 
     def stored(a: Access) -> str | None:
-        """Of a parameter the type that it is stored in."""
+        """The dtype in which a parameter is stored."""
         source = graph.producer.get(a.tensor)
         if source is None or source.kind != "parameter":
             return None

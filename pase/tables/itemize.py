@@ -23,8 +23,8 @@ __all__ = ["Collective", "LocalWork", "NodeCost", "collectives", "largest_buffer
 class Collective:
     """One collective of a step, derived from (node, config).
 
-    nbytes: the larger local buffer on one device, as CostModel.collective has it; times: how often in a step;
-    cost: of all times, in the cost model's unit; node: where it is paid (for an edge, the reader).
+    nbytes: the larger local buffer on one device, as in CostModel.collective. times: how often in a step.
+    cost: of all times, in the cost model's unit. node: where it is paid (for an edge, the reader).
     """
 
     kind: CollectiveKind
@@ -53,7 +53,7 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork:
-    """A piece of a node's work on one device, done once; ``times`` a step.
+    """A piece of a node's work on one device, for one run; it runs ``times`` a step.
 
     flops: a multiply-add is two. nbytes: read and written. mnk: local extents of a product. cost: of all times, in the
     cost model's unit.
@@ -80,7 +80,7 @@ def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, flo
 
 
 def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
-    """What charges of one config are as collectives, of no node yet."""
+    """Charges of one config as collectives, without a node yet."""
     return tuple(
         Collective(
             kind=charge.kind,
@@ -99,8 +99,8 @@ def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Co
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ChosenConfigs:
-    """Configs of a graph's nodes, and which of its nodes and edges have equal charges: those of repeated layers that
-    have equal configs."""
+    """Configs of a graph's nodes, and which of its nodes and edges have equal charges. These are nodes and edges of
+    repeated layers with equal configs."""
 
     graph: Graph
     mesh: Mesh
@@ -113,12 +113,12 @@ class _ChosenConfigs:
         return cls(graph=graph, mesh=mesh, chosen=chosen, marks=[c.tobytes() for c in chosen])
 
     def edges(self) -> Iterator[tuple[Edge, int, object]]:
-        """(edge, place of its reader, equal for those that have equal charges)."""
+        """(edge, index of its reader, a key that is equal for equal charges)."""
         for e, f in zip(self.graph.edges, facts(self.graph).edges, strict=True):
             yield e, f.dst, (f.flows, f.write, f.read, self.marks[f.src], self.marks[f.dst])
 
     def nodes(self) -> Iterator[tuple[Node, object]]:
-        """(node, equal for those that have equal charges)."""
+        """(node, a key that is equal for equal charges)."""
         for n, number, mark in zip(self.graph.nodes, facts(self.graph).cost, self.marks, strict=True):
             yield n, (number, mark)
 
@@ -160,7 +160,7 @@ def collectives(
 
 
 def largest_buffer(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
-    """Bytes of the largest local buffer of the collectives of a strategy, which need no price for it."""
+    """Bytes of the largest local buffer of a strategy's collectives. This needs no prices."""
     strategy = _ChosenConfigs.of(graph, mesh, configs)
     edges = {like: i for i, (_, _, like) in enumerate(strategy.edges())}
     nodes = {like: v for v, (_, like) in enumerate(strategy.nodes())}
@@ -173,7 +173,7 @@ def local_work(
     graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel, optimizer: str = "adam"
 ) -> dict[str, tuple[LocalWork, ...]]:
     """What one device does for each node in a step, piece by piece; configs: node name -> int8 [axes]."""
-    made: dict[object, tuple[LocalWork, ...]] = {}  # equal nodes of repeated layers work alike
+    made: dict[object, tuple[LocalWork, ...]] = {}  # equal nodes of repeated layers do the same work
     out: dict[str, tuple[LocalWork, ...]] = {}
     for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
         at = (number, configs[n.name].tobytes())

@@ -7,7 +7,7 @@ A layout is, per mesh axis, a *state*: which digit of which tensor dim the axis 
 ``PARTIAL`` (the shards still have to be summed), ``PENDING`` (a copy whose gradient may stay partial), or a
 parameter's *state digit* (below ``PENDING``): the parameter is whole over the axis, and its gradient and optimizer
 state are split there. ``forward_states`` and ``gradient_states`` say what either sees.
-A digit is (tensor dim, blocks): index * blocks // extent % size of the axis, the dim being cut in so many blocks.
+A digit is (tensor dim, blocks): index * blocks // extent % size of the axis, with the dim cut into that many blocks.
 Two layouts place elements alike exactly where their states are equal, however dims were merged or split; counts
 alone cannot say that.
 """
@@ -132,8 +132,8 @@ class RingDim:
     keys: int
 
     def balanced(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """bool [K]: may each device take two chunks of the positions, one as far from the end as the other from the
-        beginning? Under a causal mask all then have the same work."""
+        """bool [K]: may each device take two chunks of the positions, one as far from the end as the other is from the
+        beginning? With a causal mask, all devices then have the same work."""
         positions = number(node.space.dims[self.queries].size, node.name)
         return np.asarray(positions % (2 * shards(cfg, [self.dim], mesh)) == 0)
 
@@ -150,14 +150,14 @@ def ring_of(node: Node) -> RingDim | None:
 
 
 def state_index(node: Node) -> list[int]:
-    """Its 'state' dim, as a list of one or none."""
+    """The index of its 'state' dim, as a list with one entry or none."""
     return [i for i, d in enumerate(node.space) if d.kind == "state"]
 
 
 def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
     """(dim, size) of dims on which a parameter's gradient may be split, the largest first.
 
-    Those that are outermost in every tensor that the node writes, so that shards are contiguous in all of them.
+    Only dims that are outermost in every tensor that the node writes, so that shards are contiguous in all of them.
     """
     sizes = {i: number(d.size, node.name) for i, d in enumerate(node.space) if d.kind == "parallel"}
     for op in node.ops:
@@ -169,7 +169,7 @@ def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
 def _state_home(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
     """The one dim that all axes of a config's 'state' dim split: int64 [K]; NOT_SPLIT where none divides.
 
-    All splits of the state cost the same where they divide, so the largest dim that does stands for them all.
+    All splits of the state cost the same if they divide the dim, so the largest such dim represents all of them.
     """
     return _home(cfg, state_index(node)[0], _state_dims(node), mesh)
 
@@ -185,8 +185,9 @@ def _home(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], mesh: Me
 def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
     """Per convolution: its windowed dims, and these with its batch dims.
 
-    Where a windowed dim is split, every mesh axis has to split one of the latter: XLA (jaxlib 0.10.2) returns the
-    filter's gradient multiplied by the size of any axis that does not. ``tests/backends/test_conv.py`` watches it.
+    If a windowed dim is split, every mesh axis has to split one of the windowed or batch dims. XLA (jaxlib 0.10.2)
+    returns the filter's gradient multiplied by the size of any axis that does not. ``tests/backends/test_conv.py``
+    tests this.
     """
     out = []
     for op in node.ops:
@@ -206,12 +207,12 @@ def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
 def within_groups(node: Node) -> frozenset[int]:
     """Dims of channels within a group of a grouped convolution; they are not split.
 
-    In the tensors the group is the major part of a dim and they are the minor one, so that no sharding says such a
-    split alone; where XLA's partitioner (jaxlib 0.10.2) is led to one, a check of its own fails and ends the process
+    In the tensors, the group is the major part of a dim and these are the minor part, so no sharding can express such a
+    split alone. If XLA's partitioner (jaxlib 0.10.2) reaches one, an internal check fails and ends the process
     ("new_input_batch_size % new_output_batch_size == 0"), or a convolution does not fit. The groups themselves are not
-    split where the filter is one element wide and a group has one channel on one side and several on the other: XLA
-    takes one of the gradients for an ungrouped product ("Expected output feature dimension …").
-    ``bench/xla_fuzz.py`` watches.
+    split if the filter is one element wide and a group has one channel on one side and several on the other: XLA
+    treats one of the gradients as an ungrouped product ("Expected output feature dimension …").
+    ``bench/xla_fuzz.py`` tests this.
     """
     out: set[str] = set()
     for op in node.ops:
@@ -227,9 +228,9 @@ def within_groups(node: Node) -> frozenset[int]:
 
 
 def merged_in_storage(node: Node) -> list[tuple[int, int]]:
-    """(major, minor): dims that follow each other within one dim of a stored tensor, which its readers view apart.
+    """(major, minor): adjacent dims within one dim of a stored tensor, which its readers view as separate dims.
 
-    What is stored lies in contiguous shards: the minor one is split only where the major one is split into single
+    Storage consists of contiguous shards, so the minor dim is split only if the major dim is split into single
     elements.
     """
     if node.kind not in ("parameter", "input"):
@@ -241,8 +242,9 @@ def merged_in_storage(node: Node) -> list[tuple[int, int]]:
 def depthwise(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
     """Per convolution whose groups are single channels: its groups, and its batch and windowed dims.
 
-    Where the groups are split, an axis is idle and none of the latter is split, XLA's partitioner (jaxlib 0.10.2) frees
-    what it does not own, and the process ends ("free(): invalid pointer"). ``tests/backends/test_conv.py`` watches it.
+    If the groups are split, an axis is idle and no batch or windowed dim is split, XLA's partitioner (jaxlib 0.10.2)
+    frees memory that it does not own, and the process ends ("free(): invalid pointer").
+    ``tests/backends/test_conv.py`` tests this.
     """
     out = []
     for op in node.ops:
@@ -259,7 +261,7 @@ def depthwise(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
 
 
 def _most_ways(node: Node) -> dict[str, int]:
-    """dim -> the most shards that leave each at least a halo of its neighbour's elements."""
+    """dim -> the largest number of shards for which each shard holds at least a halo's elements."""
     out: dict[str, int] = {}
     for op in node.ops:
         for a in op.reads:
@@ -271,9 +273,9 @@ def _most_ways(node: Node) -> dict[str, int]:
 
 
 def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
-    """Into how many shards these dims together are split: int64 [K]."""
+    """The number of shards into which these dims are split together: int64 [K]."""
     out = np.ones(len(cfg), dtype=np.int64)
-    factor = np.ones(_MAX_DIMS, dtype=np.int64)  # by iteration dim; the last stands for NOT_SPLIT
+    factor = np.ones(_MAX_DIMS, dtype=np.int64)  # by iteration dim; the last is for NOT_SPLIT
     for a, size in enumerate(mesh.sizes):
         factor[list(dims)] = size
         out *= factor[cfg[:, a]]
@@ -302,9 +304,9 @@ def dim_index(node: Node, names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRule:
-    """How a config lays a tensor out; equal for equal ops of repeated layers, whatever their names.
+    """How a config lays out a tensor. Equal for equal ops of repeated layers, whatever their names.
 
-    walks: per tensor dim, major to minor, (iteration dim, blocks that more major ones cut the dim in).
+    walks: per tensor dim, major to minor, (iteration dim, blocks into which more major ones cut the dim).
     partial, pending: iteration dims whose axes leave the tensor PARTIAL or PENDING.
     state: the 'state' dim, if any; homes: (dim, size) of the dims that its axes may split, the first that divides.
     """
@@ -316,7 +318,7 @@ class LayoutRule:
     homes: tuple[tuple[int, int], ...] = ()
 
     def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """int64 [K, axes]; of one config read-only, since equal layers of a strategy share it."""
+        """int64 [K, axes]. Read-only for a single config, because equal layers of a strategy share the array."""
         if len(cfg) == 1:
             return _states_of_one(self, tuple(cfg[0].tolist()), mesh)
         return self._states(cfg, mesh)
@@ -399,8 +401,8 @@ def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
 
 
 def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:
-    """Layout that a read wants; PARTIAL marks the axes over which its gradient will have to be summed: those of
-    split dims that the op works on and the map does not walk."""
+    """The layout that a read needs. PARTIAL marks the axes over which its gradient must be summed: the axes of split
+    dims that the op works on and the map does not walk."""
     return LayoutRule(walks=_walks(node, access), partial=(*_not_walked(node, op, access), *_pending(node)))
 
 
@@ -419,12 +421,12 @@ def read_states(
 
 
 def forward_states(written: np.ndarray) -> np.ndarray:
-    """The layout that a tensor is in when it is written, of its ``write_states``."""
+    """The layout of a tensor when it is written, from its ``write_states``."""
     return np.where(written <= PENDING, REPLICATED, written)
 
 
 def gradient_states(written: np.ndarray) -> np.ndarray:
-    """The layout that its gradient is brought into, of its ``write_states``."""
+    """The layout into which its gradient is brought, from its ``write_states``."""
     out = np.where(written == PENDING, PARTIAL, np.where(written == PARTIAL, REPLICATED, written))
     return np.where(written <= _STATE, _STATE - written, out)
 
@@ -435,12 +437,12 @@ def tensor_dim(state: int) -> int:
 
 
 def blocks_of(state: int) -> int:
-    """How many blocks the digit and all more major ones cut its tensor dim in."""
+    """The number of blocks into which the digit and all more major ones cut its tensor dim."""
     return state % _DIM
 
 
 def contiguous_axes(digits: Iterable[tuple[int, int]], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """The mesh axes that split a tensor dim, major to minor; None where a device's part is not contiguous, since a
+    """The mesh axes that split a tensor dim, major to minor. None if a device's part is not contiguous, because a
     minor factor of the dim is split.
 
     digits: (blocks, axis by number) of each axis that splits the dim; sizes: of the mesh's axes.

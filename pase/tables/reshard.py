@@ -1,8 +1,8 @@
 """Many pairs of layouts at once: which collectives, over which axes, on how many bytes.
 
-What has to move depends on little: per axis, which digit of which tensor dim it selects before and after. Pairs
-that agree in that share a *plan*, made once by ``pase.tables.reshard_path.moves`` and kept across edges,
-tensors and meshes.
+What has to move depends only on which digit of which tensor dim each axis selects before and after. Pairs that agree
+in this share a *plan*. It is made once by ``pase.tables.reshard_path.moves`` and reused across edges, tensors and
+meshes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One collective per pair of layouts: axes as bit sets (0: none), and bytes as CostModel.collective has
-    them, in units of the whole tensor."""
+    """One collective per pair of layouts: axes as bit sets (0: none), and bytes as in CostModel.collective, in units
+    of the whole tensor."""
 
     kind: CollectiveKind
     axes: np.ndarray
@@ -55,7 +55,7 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
     """
-    if len(src) == len(dst) == 1:  # of a strategy, whose equal layers ask the same
+    if len(src) == len(dst) == 1:  # of a strategy: its equal layers ask for the same pair
         return list(_reshard_one(tuple(src[0].tolist()), tuple(dst[0].tolist()), mesh))
     return _reshard(src, dst, mesh)
 
@@ -152,7 +152,7 @@ def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class _KnownPlans:
-    """The plans of canonical cases that were met so far: meshes, tensors and models share them."""
+    """The plans of canonical cases seen so far. Meshes, tensors and models share them."""
 
     def __init__(self) -> None:
         self.number: dict[bytes, int] = {}
@@ -194,9 +194,9 @@ KNOWN_PLANS = _KnownPlans()
 
 
 def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each distinct case [U, 3, axes] first stands, and which of them each is.
+    """The first index of each distinct case [U, 3, axes], and the number of the distinct case for each.
 
-    Cases are packed into one integer, axis by axis, since sorting rows takes ten times as long.
+    Cases are packed into one integer, axis by axis, because sorting rows takes ten times as long.
     """
     one = np.zeros(cases[:, 0].shape, dtype=np.int64)
     for k in range(3):
@@ -212,8 +212,8 @@ def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``pase.tables.reshard_path``'s canonical cases of pairs of rows: [U, 3, axes] (ways, src, dst), and which
-    axis stands in each place [U, axes]."""
+    """``pase.tables.reshard_path``'s canonical cases of pairs of rows: [U, 3, axes] (ways, src, dst), and the axis
+    in each place [U, axes]."""
     goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
     idle = (src < 0) & ((dst == src) | (dst == PARTIAL))
     ways = np.where(idle, 1, sizes[None, :])

@@ -2,8 +2,8 @@
 
 Everything moves while the local buffer is smallest: slices (free) and reduce-scatters first, then moves
 from one tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, all-gather last.
-An axis can take a digit only where no other axis holds a part of it. Axes that stand in each other's way
-exchange what they hold in one permute where that serves; else the holder moves away or is gathered first.
+An axis can take a digit only if no other axis holds a part of it. Axes that block each other exchange what they hold
+in one permute if that is enough. Otherwise the holder moves away or is gathered first.
 
 This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices many pairs at once.
 """
@@ -87,7 +87,7 @@ AxisChanges = tuple[tuple[int, int, int], ...]
 def _canonical(
     src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]
 ) -> tuple[AxisChanges, list[int], list[int]]:
-    """The case, which axis stands in each of its places, and the tensor dim of each of its numbers.
+    """The case, the axis in each of its places, and the tensor dim of each of its numbers.
 
     Axes that have nothing to do count as having one way.
     """
@@ -223,10 +223,10 @@ class _LayoutWalk:
         return out
 
     def exchange(self, *, movers: bool) -> bool:
-        """A permute among axes that stand in each other's way, which leaves each with what it wants.
+        """A permute among axes that block each other, after which each has what it wants.
 
-        What no axis holds yet is first taken by those that hold nothing (a slice, a reduce-scatter) and, if
-        ``movers``, by those that hold what nobody wants (an all-to-all). What nobody wants goes to those that
+        What no axis holds yet is first taken by axes that hold nothing (a slice, a reduce-scatter) and, if
+        ``movers``, by axes that hold what no axis wants (an all-to-all). What no axis wants goes to axes that
         will be gathered.
         """
         return any([self._exchange(g, movers) for g in list(self._tangles())])
@@ -340,7 +340,7 @@ class _LayoutWalk:
         return {a for a, high in highs.items() if high not in lows}
 
     def unblock(self) -> bool:
-        """Gather one axis that stands in the way: one that ends unsplit, else the smallest."""
+        """Gather one axis that blocks another: one that ends unsplit, otherwise the smallest."""
         blocked = [a for a in self.axes if self.now[a] != self.goal[a] >= 0]
         holders = {b for a in blocked for b in self._held_by()[a]}
         if not holders:
