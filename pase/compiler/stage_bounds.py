@@ -114,7 +114,7 @@ class StageBounds:
             active = {role: [h for h in hs if id(h) in found.used] for role, hs in active.items()}
             for role, weights in self._asked(roles, found.directions):
                 active[role].append(self._search(role, weights))
-        return best
+        return float(best)
 
     def _bytes(self) -> Iterator[np.ndarray]:
         """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
