@@ -20,9 +20,17 @@ from pase.memory.account import held, in_flight
 from pase.tables.build import array_tile, work_price
 from pase.tables.itemize import Collective, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
-from pase.tables.work import node_work
+from pase.tables.work import Phase, Work, node_work
 
-__all__ = ["PARTS", "GatheredWeights", "PartCost", "part_costs", "products_of_weights"]
+__all__ = [
+    "PARTS",
+    "GatheredWeights",
+    "PartCost",
+    "collective_shares",
+    "part_costs",
+    "products_of_weights",
+    "work_shares",
+]
 
 PARTS: tuple[StagePart, ...] = ("first", "block", "last")
 
@@ -98,23 +106,25 @@ def _work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str, part: PartCost
 ) -> None:
     """Add the node's own work to its part."""
-    m = turns_of(graph)
-    for_weights = iter(list(products_of_weights(graph, n)))
+    for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
-        if w.phase == "update":
-            if w.times > 1:  # each micro-batch's gradient is added to the sum
-                part.weight += seconds / m
-            else:
-                part.after += seconds
-        elif w.phase == "forward":
-            again = 0.5 if n.main.remat else 0.0
-            part.forward += seconds / m * (1 - again)
-            part.again += seconds / m * again
-        elif w.kind in ("matmul", "conv") and next(for_weights):
-            part.weight += seconds / m
-        else:
-            part.input += seconds / m
+        for name, share in work_shares(w, n, for_weights, turns_of(graph)).items():
+            setattr(part, name, getattr(part, name) + share * seconds)
+
+
+def work_shares(w: Work, n: Node, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
+    """How much of the seconds per step of a piece of the node's work goes to each field of ``PartCost``.
+
+    for_weights: ``products_of_weights`` of the node, from which each product of its backward takes one.
+    """
+    m = micro_batches
+    if w.phase == "update":  # or each micro-batch's gradient is added to the sum
+        return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
+    if w.phase == "forward":
+        again = 0.5 if n.main.remat else 0.0
+        return {"forward": (1 - again) / m, "again": again / m}
+    return {"weight" if w.kind in ("matmul", "conv") and next(for_weights) else "input": 1 / m}
 
 
 def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
@@ -128,25 +138,36 @@ def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
 
 def _send(graph: Graph, c: Collective, weights: GatheredWeights, part: PartCost) -> None:
     """Add a collective to the part that pays for it."""
-    m, n = turns_of(graph), graph.node[c.node]
     of_parameter = graph.producer[c.tensor].kind == "parameter"
-    runs = max(float(number(op.times, n.name)) for op in n.ops)
-    twice = any(op.remat for op in n.ops) and c.phase == "forward" and c.times >= 2 * runs
-    seconds = c.cost / m
-    if c.phase == "update":
-        part.after += c.cost
-    elif of_parameter and c.phase == "backward":
-        if weights == "once":
-            part.after += seconds
-        else:
-            part.weight += seconds
-    elif of_parameter and weights == "once":
-        part.before += seconds / (2 if twice else 1)
-    elif c.phase == "forward":
-        part.forward += seconds / (2 if twice else 1)
-        part.again += seconds / 2 if twice else 0.0
-    else:
-        part.input += seconds
+    shares = collective_shares(graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph))
+    for name, share in shares.items():
+        setattr(part, name, getattr(part, name) + float(share) * c.cost)
+
+
+def collective_shares(
+    reader: Node,
+    phase: Phase,
+    times: np.ndarray | float,
+    of_parameter: bool,
+    weights: GatheredWeights,
+    micro_batches: int,
+) -> dict[str, np.ndarray | float]:
+    """How much of a collective's seconds per step goes to each field of ``PartCost``.
+
+    reader: the node that pays for it. times: how often it runs in a step.
+    """
+    m, once = micro_batches, weights == "once"
+    if phase == "update":
+        return {"after": 1.0}
+    if of_parameter and phase == "backward":
+        return {"after" if once else "weight": 1 / m}
+    if phase == "backward":
+        return {"input": 1 / m}
+    runs = max(float(number(op.times, reader.name)) for op in reader.ops)
+    again = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
+    if of_parameter and once:
+        return {"before": (1 - again) / m}
+    return {"forward": (1 - again) / m, "again": again / m}
 
 
 def _hold(

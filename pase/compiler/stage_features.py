@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from pase.compiler.stage_costs import GatheredWeights, products_of_weights
+from pase.compiler.stage_costs import GatheredWeights, collective_shares, products_of_weights, work_shares
 from pase.compiler.stage_places import Places
 from pase.ir import Edge, Graph, Node, Tensor
 from pase.ir.blocks import turns_of
@@ -155,20 +155,10 @@ class _StagePricing:
 
     def _seconds(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """A node's own work and collectives, as ``stage_costs`` groups them."""
-        m, out = self.turns, _ByFeature()
-        for_weights = iter(list(products_of_weights(self.graph, n)))
+        out, for_weights = _ByFeature(), products_of_weights(self.graph, n)
         for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
-            if w.phase == "update":  # or each micro-batch's gradient is added to the sum
-                parts = {Feature.WEIGHT: 1 / m} if w.times > 1 else {Feature.AFTER: 1.0}
-            elif w.phase == "forward":
-                again = 0.5 if n.main.remat else 0.0
-                parts = {Feature.FORWARD: (1 - again) / m, Feature.INPUT: again / m}
-            elif w.kind in ("matmul", "conv") and next(for_weights):
-                parts = {Feature.WEIGHT: 1 / m}
-            else:
-                parts = {Feature.INPUT: 1 / m}
-            _add(out, price, parts)
+            _add(out, price, _features(work_shares(w, n, for_weights, self.turns)))
         for c in node_charges(self.graph, n, cfg, self.mesh):
             price = np.broadcast_to(charge_price(c, self.model, self.mesh), len(cfg))
             of_parameter = self.graph.producer[c.tensor].kind == "parameter"
@@ -179,19 +169,7 @@ class _StagePricing:
         self, reader: Node, phase: Phase, times: np.ndarray | float, of_parameter: bool
     ) -> dict[Feature, np.ndarray | float]:
         """How much of a collective's seconds per step goes to each feature. reader: the node that pays for it."""
-        m, once = self.turns, self.weights == "once"
-        if phase == "update":
-            return {Feature.AFTER: 1.0}
-        if of_parameter and phase == "backward":
-            return {Feature.AFTER if once else Feature.WEIGHT: 1 / m}
-        runs = max(float(number(op.times, reader.name)) for op in reader.ops)
-        twice = any(op.remat for op in reader.ops) and phase == "forward"
-        again = np.where(twice & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
-        if of_parameter and once:
-            return {Feature.BEFORE: (1 - again) / m}
-        if phase == "forward":
-            return {Feature.FORWARD: (1 - again) / m, Feature.INPUT: again / m}
-        return {Feature.INPUT: 1 / m}
+        return _features(collective_shares(reader, phase, times, of_parameter, self.weights, self.turns))
 
     def _bytes(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """What a node keeps, except in a region that is recomputed."""
@@ -278,6 +256,11 @@ class _StagePricing:
     @cached_property
     def _at(self) -> dict[str, int]:
         return {n.name: v for v, n in enumerate(self.graph.nodes)}
+
+
+def _features(shares: Mapping[str, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
+    """Shares by field of ``PartCost``, by feature: recomputation precedes the input's part of backward."""
+    return {Feature.INPUT if name == "again" else Feature[name.upper()]: x for name, x in shares.items()}
 
 
 def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:
