@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +43,8 @@ def install_line(extra: str) -> str:
 
     It names the packages, not ``pase[extra]``: the project called pase on the Python package index is another one.
     """
+    from importlib import metadata  # as long to import as the rest of what every command loads
+
     try:
         declared = metadata.requires("pase") or []
     except metadata.PackageNotFoundError:  # run from its sources, not installed
