@@ -3,11 +3,12 @@
     pip install playwright     # with a Chromium of the system: apt install chromium
     python -m bench.screenshots [--only gpt2] [--pictures FOLDER]
 
-Pages of ``pase report`` (GPT-2 on 8 devices; Llama-3 405B on 16,384), ``pase schedule --gantt`` and ``pase diagnose
--o`` are opened on a phone, a laptop and a wide screen, light and dark. A fault is: a message on the console, a request,
-a page wider than its screen, a control without a name, a widget that keys do not move. Writes
-bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and pictures of each page, and tables
-at each width of a terminal, into a folder outside of the repository. Exit status 1 where there is a fault.
+Pages of ``pase report`` (GPT-2 on 8 devices, and in 2 stages; Llama-3 405B on 16,384, and in 16 stages),
+``pase schedule --gantt`` and ``pase diagnose -o`` are opened on a phone, a laptop and a wide screen, light and dark. A
+fault is: a message on the console, a request, a page wider than its screen, a control without a name, a widget that
+keys do not move. Writes bench/results/screenshots.json (bytes, seconds until the page is drawn, faults), and pictures
+of each page, and tables at each width of a terminal, into a folder outside of the repository. Exit status 1 where there
+is a fault.
 """
 
 from __future__ import annotations
@@ -50,10 +51,17 @@ def pase(*words: object) -> None:
 def made_pages(folder: Path, only: str) -> dict[str, Path]:
     """Page -> its file; writes the pages whose name has ``only`` in it, and the layouts that they are of."""
     pages: dict[str, Path] = {}
-    for name, devices in (("gpt2", 8), ("llama3_405b", 16384)):
+    for model, devices, ranks in (
+        ("gpt2", 8, None),
+        ("gpt2", 8, 2),
+        ("llama3_405b", 16384, None),
+        ("llama3_405b", 16384, 16),
+    ):
+        name = model if ranks is None else f"{model}-stages"
         layout, page = folder / f"{name}.json", folder / f"{name}.html"
         if only in name or (name == "gpt2" and only in "schedule"):
-            pase("compile", f"zoo:{name}", "--devices", devices, "--memory-limit", "none", "-o", layout)
+            how = ("--memory-limit", "none") if ranks is None else ("--pipeline", ranks)
+            pase("compile", f"zoo:{model}", "--devices", devices, *how, "-o", layout)
         if only in name:
             pase("report", layout, "-o", page, "--time-limit", 2)
             pages[name] = page

@@ -113,10 +113,11 @@ class Plan(PlanData):
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """The predicted step under the bucket plan, as `pase replay` reads it. None if nothing is sent."""
-        from pase.plan.buckets import timeline_of
+        """The predicted step, as `pase replay` reads it: under the bucket plan, or the stages of a pipeline on their
+        ranks. None if nothing is sent."""
+        from pase.plan.step_timeline import step_timeline
 
-        return None if self._schedule is None else timeline_of(*self._schedule)
+        return step_timeline(self, None if self.pipeline is not None else self._schedule)
 
     @cached_property
     def _schedule(self) -> tuple[ScheduleProblem, BucketPlan] | None:

@@ -9,7 +9,7 @@ import typer
 
 from pase.backends.registry import BACKENDS
 from pase.backends.registry import emit as write
-from pase.commands.options import JsonOption, LayoutFile, print_json
+from pase.commands.options import JsonOption, LayoutFile, StrictOption, print_json, strictly, warn_misfit
 from pase.files.terminal import console
 
 __all__ = ["emit"]
@@ -28,6 +28,7 @@ def emit(
         typer.Option("--model", help="Where the model is now. Default: where it was when it was compiled."),
     ] = None,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """Write a layout in the terms of ONNX or another program.
 
@@ -42,6 +43,7 @@ def emit(
     from pase.compiler.resolve import resolve
 
     plan = pase.load(layout)
+    warn_misfit(plan)
     if BACKENDS[to].needs_model:
         plan = plan.with_model(resolve(model or plan.model))
     written = write(plan, to, output, model)
@@ -49,6 +51,7 @@ def emit(
         print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})
     else:
         console().print(written)
+    strictly(plan.fits, strict)
 
 
 _WIDE = max(map(len, BACKENDS))

@@ -13,8 +13,11 @@ from pase.commands.options import (
     LayoutFile,
     LayoutMachine,
     LayoutModel,
+    StrictOption,
     print_json,
     progress,
+    strictly,
+    warn_misfit,
 )
 from pase.files.codec import to_tree
 from pase.files.terminal import console
@@ -43,6 +46,7 @@ def explain(
         bool, typer.Option("--all", help="With --layer: list every way to split it, not only the 12 best.")
     ] = False,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """Where every second and byte of a layout comes from.
 
@@ -66,6 +70,8 @@ def explain(
         e = explained(load(layout), layer, model=model, machine=machine, time_limit=time_limit, progress=say)
     if json:
         print_json(summary(e))
+        warn_misfit(e.plan)
+        strictly(e.plan.fits, strict)
         return
     c = console()
     for line in stage_lines(e.plan):
@@ -76,6 +82,7 @@ def explain(
         _layer(e, e.layer, c, None if every else 12)
     if e.remark:
         c.print(e.remark)
+    strictly(e.plan.fits, strict)
 
 
 def summary(e: Explanation) -> dict[str, object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +13,16 @@ from pase.commands.options import (
     LayoutFile,
     LayoutMachine,
     LayoutModel,
+    StrictOption,
     print_json,
     progress,
+    strictly,
+    warn_misfit,
 )
 from pase.files.terminal import console
+
+if TYPE_CHECKING:
+    from pase.api import Plan
 
 __all__ = ["report"]
 
@@ -26,10 +32,20 @@ def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the page to this file.", metavar="FILE")
     ] = Path("report.html"),
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            "--timeline",
+            help="Also write the predicted step as a timeline for Perfetto (ui.perfetto.dev) and for pase replay; "
+            ".json or .json.gz.",
+            metavar="FILE",
+        ),
+    ] = None,
     model: LayoutModel = None,
     machine: LayoutMachine = None,
     time_limit: ChoicesTimeLimit = 20.0,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """A layout as one page of HTML.
 
@@ -39,7 +55,7 @@ def report(
 
     \b
     Example:
-      pase report layout.json -o report.html
+      pase report layout.json -o report.html --timeline step.json.gz
     """
     from pase.api import load
     from pase.files.atomic import write_atomically
@@ -47,8 +63,12 @@ def report(
     from pase.questions.report import report_page
     from pase.questions.sensitivity import swings
 
+    plan = load(layout)
+    warn_misfit(plan)
     with progress() as say:
-        e = explain(load(layout), model=model, machine=machine, time_limit=time_limit, progress=say)
+        if timeline is not None:
+            _write_timeline(plan, timeline)
+        e = explain(plan, model=model, machine=machine, time_limit=time_limit, progress=say)
         say("other machines")
         others = None if e.problem is None else swings(e.plan, e.problem, seconds=time_limit)
         say("drawing")
@@ -56,4 +76,19 @@ def report(
     if json:
         print_json({"report": str(output), "model": e.plan.model, "layers": len(e.plan.nodes)})
     else:
-        console(err=True).print(f"wrote {output}")
+        console(err=True).print(f"wrote {output}" + (f" and {timeline}" if timeline is not None else ""))
+    strictly(plan.fits, strict)
+
+
+def _write_timeline(plan: Plan, path: Path) -> None:
+    """PaseError for a plan that has no timeline."""
+    from pase.errors import PaseError
+    from pase.replay.timeline_io import save_timeline
+
+    made = plan.timeline
+    if made is None:
+        raise PaseError(
+            f"--timeline {path}: the plan for '{plan.model}' has none: it sends nothing, or its stages are from an "
+            "older version (compile it again)"
+        )
+    save_timeline(made, path)

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pase.commands.options import JsonOption, LayoutFile, print_json, progress
+from pase.commands.options import (
+    JsonOption,
+    LayoutFile,
+    StrictOption,
+    print_json,
+    progress,
+    strictly,
+    warn_misfit,
+)
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
@@ -37,6 +45,7 @@ def run(
         int, typer.Option("--seed", help="Random seed of the parameters and the batch.", min=0)
     ] = 0,
     json: JsonOption = False,
+    strict: StrictOption = False,
 ) -> None:
     """Run one sharded training step of a layout on devices here.
 
@@ -53,6 +62,7 @@ def run(
     from pase.errors import Infeasible
 
     plan = load(layout)
+    warn_misfit(plan)
     devices = devices or plan.devices
     _host_devices(devices)
     with progress() as say:
@@ -73,6 +83,7 @@ def run(
         raise Infeasible(
             "the sharded step differs from the unsharded one by more than rounding; please report it"
         )
+    strictly(plan.fits, strict)
 
 
 def _host_devices(devices: int) -> None:

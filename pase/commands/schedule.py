@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pase.commands.options import warn_misfit
 from pase.files.atomic import write_atomically
 from pase.files.terminal import console
 
@@ -100,6 +101,8 @@ def schedule(
     from pase.schedule.registry import Options
 
     plan, problem = _problem(source, tuple(parse_link(x) for x in link or ()), dataflow, rank)
+    if plan is not None:
+        warn_misfit(plan)
     if write and plan is None:
         raise PaseError(f"--write keeps the bucket plan in a layout, and {source} is not one; use --output")
     options = Options(staleness=staleness, walk=_walk(loss), mode=mode, time_limit_s=time_limit, seed=seed)

@@ -302,6 +302,8 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
     sim, counts = s.cuts.simulated, s.cuts.counts
     assert sim is not None and counts is not None
     times = s.problem.times(np.array(counts))
+    kept, waiting = _kept(s)
+    places = next(t for t in menu.tables if t.variant == s.splits[len(s.splits) // 2].variant).places
     strategies = list(dict.fromkeys(s.splits))
     stages = tuple(
         StagePlan(
@@ -316,6 +318,9 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
             weight_s=float(times.weight[k]),
             again_s=float(times.again[k]),
             send_s=float(times.send[k]) if k < len(times.send) else 0.0,
+            send_bytes=round(menu.sent_bytes(split)) if k < len(times.send) else 0,
+            kept_bytes=round(kept[k]),
+            waiting_bytes=round(waiting[k]),
         )
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
     )
@@ -345,6 +350,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, memory: list[Memory], foun
         again=tuple(split.variant.blocks for split in strategies),
         before_s=tuple(map(float, times.before)),
         after_s=tuple(map(float, times.after)),
+        stages_of=places.stages_of(counts),
     )
 
 
@@ -358,13 +364,18 @@ def _scope(found: Pipelines) -> str:
     )
 
 
+def _kept(s: Staged) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of one micro-batch on a device of each stage, float64 [stages]: until its backward, and the part of them
+    that stays until its weights' gradients."""
+    counts, f, e = np.array(s.cuts.counts), s.problem.bytes_fixed, s.problem.bytes_each
+    assert f is not None and e is not None
+    return f.kept + counts * e.kept, f.for_weights + counts * e.for_weights
+
+
 def _memory(s: Staged) -> list[Memory]:
     """Memory on a device of each rank."""
     counts = np.array(s.cuts.counts)
-    p = s.problem
-    f, e = p.bytes_fixed, p.bytes_each
-    assert f is not None and e is not None
-    active = peak_bytes(s.schedule, f.kept + counts * e.kept, f.for_weights + counts * e.for_weights)
+    active = peak_bytes(s.schedule, *_kept(s))
     out = []
     for r in range(s.schedule.ranks):
         mine = [k for k, rank in enumerate(s.schedule.rank_of) if rank == r]

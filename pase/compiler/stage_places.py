@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -26,16 +26,31 @@ class Places:
     """parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
 
     blocks: the number of equal blocks, which a loop runs or which are written out. crossing: (node, tensor) of what one
-    block passes to the next.
+    block passes to the next. numbers: node -> the written-out blocks that it is in or that read it, from 0; none of a
+    loop's.
     """
 
     parts: Mapping[str, tuple[StagePart, ...]]
     blocks: int
     crossing: tuple[tuple[str, str], ...]
+    numbers: Mapping[str, set[int]]
 
     def of(self, node: str) -> StagePart:
         """The part that pays for a node; if there are several, the first."""
         return self.parts[node][0]
+
+    def stages_of(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Node -> the stages that have it, for nodes that not all stages have. cuts: number of blocks of each stage."""
+        of_block = [k for k, many in enumerate(cuts) for _ in range(many)]
+        every = range(self.blocks)
+        out = {}
+        for name, parts in self.parts.items():
+            inside = (of_block[b] for b in self.numbers.get(name, every)) if "block" in parts else ()
+            ends = {"first": 0, "last": len(cuts) - 1}
+            found = {*inside, *(ends[p] for p in parts if p != "block")}
+            if len(found) < len(cuts):
+                out[name] = tuple(sorted(found))
+        return out
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -67,6 +82,7 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
         for n in graph.nodes
     }
     blocks = max(times.values(), default=1)
+    numbers: dict[str, set[int]] = {}
     if blocks > 1:
         loops = _loops(graph, times, blocks)
         if len(loops) > 1:
@@ -97,7 +113,8 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
             if n.kind not in (*_STORED, "output") and any(held_by(op.eqn) for op in n.ops)
         }
         at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
-        crossing = _handed_on(graph, written_out, inside)
+        numbers = {name: {min(i for op in graph.node[name].ops for i in held_by(op.eqn))} for name in inside}
+        crossing = _handed_on(graph, blocks // 2, numbers)
     parts: dict[str, tuple[StagePart, ...]] = {}
     for i, n in enumerate(graph.nodes):
         parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
@@ -105,10 +122,12 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     for e in graph.edges:
         if e.src in readers:
             readers[e.src].add(parts[e.dst][0])
+            if e.dst in numbers:
+                numbers.setdefault(e.src, set()).update(numbers[e.dst])
     order: tuple[StagePart, ...] = ("first", "block", "last")
     for name, found in readers.items():
         parts[name] = tuple(p for p in order if p in found) or ("first",)
-    return Places(parts=parts, blocks=blocks, crossing=crossing)
+    return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers)
 
 
 def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
@@ -123,14 +142,11 @@ def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
     return found
 
 
-def _handed_on(graph: Graph, blocks: Sequence[Block], inside: Collection[str]) -> tuple[tuple[str, str], ...]:
-    """What is made up to the middle block and read after it."""
-    middle = len(blocks) // 2
-    held_by = holders(blocks)
-    number_of = {name: min(i for op in graph.node[name].ops for i in held_by(op.eqn)) for name in inside}
+def _handed_on(graph: Graph, middle: int, numbers: Mapping[str, set[int]]) -> tuple[tuple[str, str], ...]:
+    """What is made up to the middle block and read after it. numbers: of the nodes in blocks."""
     out = dict.fromkeys(
         (e.src, e.tensor)
         for e in graph.edges
-        if number_of.get(e.src, len(blocks)) < middle <= number_of.get(e.dst, -1)
+        if e.src in numbers and min(numbers[e.src]) < middle <= max(numbers.get(e.dst, {-1}))
     )
     return tuple(out)

@@ -237,12 +237,11 @@ class StageMenu:
         """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
         reads.
         """
-        total, nbytes = 0.0, 0.0
+        total = 0.0
         for name, tensor in self.places.crossing:
             n, t = self.graph.node[name], self.graph.tensors[tensor]
             op, access = n.write_of(tensor)
             before, after = (w.configs[name][None, :] for w in (a, b))
-            nbytes += float(local_bytes(n, t, access, before, self.mesh)[0])
             src, dst = (
                 forward_states(write_states(n, op, access, t, cfg, self.mesh)) for cfg in (before, after)
             )
@@ -256,7 +255,23 @@ class StageMenu:
                     times=1.0,
                 )
                 total += float(np.ravel(charge_price(charge, self.model, self.mesh))[0])
-        return total + send_s(self.model, self.ranks, self.mesh.devices, nbytes)
+        return total + send_s(self.model, self.ranks, self.mesh.devices, self.sent_bytes(a))
+
+    def sent_bytes(self, a: StageSplit) -> float:
+        """Bytes of one micro-batch that a device of a stage sends to the next stage."""
+        crossing = ((self.graph.node[name], tensor) for name, tensor in self.places.crossing)
+        return sum(
+            float(
+                local_bytes(
+                    n,
+                    self.graph.tensors[tensor],
+                    n.write_of(tensor)[1],
+                    a.configs[n.name][None, :],
+                    self.mesh,
+                )[0]
+            )
+            for n, tensor in crossing
+        )
 
 
 _FIELDS = ("forward", "input", "weight", "again", "before", "after", "static", "kept")

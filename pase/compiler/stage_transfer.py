@@ -31,7 +31,8 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
     p = plan.pipeline
     assert p is not None
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
-    blocks = places_of(problem.graph, blocks_of(traced)).blocks
+    places = places_of(problem.graph, blocks_of(traced))
+    blocks = places.blocks
     ranks, chunks, m = _shape(p, plan, blocks, batch_size(traced), devices)
     mesh = shrunk_mesh(plan.mesh, devices // ranks)
     strategies, again, dropped = [], [], dict[str, None]()
@@ -63,6 +64,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
         stages=stages,
         strategies=tuple(strategies),
         again=tuple(again),
+        stages_of=places.stages_of(cuts),
     )
     return replace(made, devices=devices, pipeline=pipeline), tuple(dropped)
 

@@ -1,6 +1,9 @@
 /* The model as a graph that unfolds, a layer in full, and which device holds what and talks to whom. */
 function explorer(root) {
-  const nodes = data.nodes, moves = data.moves, shown = data.order;
+  const nodes = data.nodes, moves = data.moves, shown = data.order, stages = data.stages;
+  /* Stages of a rank that have a node, and how a stage splits it. Without stages there is one, of all devices. */
+  const stagesWith = (i, rank) => (stages ? (stages.of[i] ?? stages.list.map((_, k) => k)).filter((k) => stages.list[k].rank === rank) : [0]);
+  const splitIn = (i, stage) => (stages && stages.splits[stages.list[stage].splits][i]) || nodes[i].split;
   const whole = Math.max(...shown.map((i) => sum(nodes[i].cost)), 0);
   const PARTS = ["compute", "communication", "update"];
   function sum(xs) { return xs.reduce((a, b) => a + b, 0); }
@@ -129,10 +132,20 @@ function explorer(root) {
     detail.replaceChildren(el("h3", {}, item.name), facts([
       ["layers", count(inside.length)], ["a step", cost(sum(costs))],
       ...PARTS.map((p, k) => [p, costs[k] ? cost(costs[k]) : ""]),
-      ["kept on a device", bytes(sum(inside.map((i) => sum(Object.values(nodes[i].keeps)))))],
+      ["kept on a device", stages ? "" : bytes(sum(inside.map((i) => sum(Object.values(nodes[i].keeps)))))],
     ]), grid(["most expensive", "split", "a step"], heavy.map((i) => [nodes[i].name, words(nodes[i].split), cost(total(i))])));
     devices(heavy[0]);
   }
+  /* How the stages that have a node split it: one row for all that do so alike. */
+  function inStages(i) {
+    const rows = new Map();
+    for (const k of stages.of[i] ?? stages.list.keys()) {
+      const text = words(splitIn(i, k));
+      rows.set(text, [...(rows.get(text) ?? []), k]);
+    }
+    return [...rows].map(([text, ks]) => [text, spans(ks)]);
+  }
+  const spans = (ks) => ks.reduce((out, k) => { const last = out.at(-1); if (last && last[1] === k - 1) last[1] = k; else out.push([k, k]); return out; }, []).map(([a, b]) => (a === b ? a : `${a} to ${b}`)).join(", ");
   function layer(i) {
     const n = nodes[i], weights = n.reads.filter((j) => nodes[j].role === "parameter");
     const next = n.next === null ? "" : n.next === "impossible" ? "no other split is possible" : `${(100 * n.next).toFixed(2)}% more for the whole step, at least`;
@@ -142,26 +155,29 @@ function explorer(root) {
         ["a step", PARTS.map((p, k) => (n.cost[k] ? `${p} ${cost(n.cost[k])}` : null)).filter(Boolean).join(", ") || "nothing"],
         ["a device keeps", Object.entries(n.keeps).map(([k, b]) => `${k} ${bytes(b)}`).join(", ")],
         ["while recomputed", n.again ? bytes(n.again) : ""], ["written at", n.source]]),
+      stages ? el("h3", {}, "In the stages") : null,
+      stages ? grid(["split", "stages"], inStages(i)) : null,
       n.moves.length ? el("h3", {}, "What it sends, and why") : null,
       n.moves.length ? grid(["why", "between", "bytes", "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
       n.work.length ? el("h3", {}, "What one device does") : null,
       n.work.length ? grid(["pass", "work", "GFLOP", "moved", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
       weights.length ? el("h3", {}, "Its parameters") : null,
-      weights.length ? grid(["parameter", "stored", "a device"], weights.map((j) => [nodes[j].name, words(nodes[j].split), bytes(nodes[j].keeps.parameters ?? 0)])) : null,
+      weights.length ? grid(["parameter", "stored", "a device"], weights.map((j) => [nodes[j].name, words(nodes[j].split), nodes[j].keeps.parameters === undefined ? "" : bytes(nodes[j].keeps.parameters)])) : null,
     ].filter(Boolean));
     devices(i);
   }
 
-  /* The mesh: devices in the order of their numbers, hosts side by side. */
-  const { names, sizes, host } = data.mesh, D = sizes.reduce((a, b) => a * b, 1);
+  /* The mesh: devices in the order of their numbers, hosts side by side; with stages, a band for each rank. */
+  const { names, sizes, host } = data.mesh, EACH = sizes.reduce((a, b) => a * b, 1), RANKS = stages ? stages.ranks : 1, D = EACH * RANKS;
   const strides = sizes.map((_, k) => sizes.slice(k + 1).reduce((a, b) => a * b, 1));
-  const place = (device) => sizes.map((s, k) => Math.floor(device / strides[k]) % s);
+  const place = (device) => sizes.map((s, k) => Math.floor((device % EACH) / strides[k]) % s), rankOf = (device) => Math.floor(device / EACH);
   let device = 0;
   const canvas = el("canvas", { tabindex: "0", role: "application", "aria-roledescription": "map of devices" });
   const view = el("select", { "aria-label": "What the map shows" });
   const said = el("p", { class: "said", "aria-live": "polite" });
   map.replaceChildren(el("h3", {}, "Who holds what, who talks to whom"), el("div", { class: "tools" }, el("label", {}, "Show ", view)), canvas, said);
-  let views = [], COLUMNS = 1, CELL = 1;
+  let views = [], COLUMNS = 1, CELL = 1, ROWS = 1;
+  const HEAD = stages ? 20 : 0, bandTop = (rank) => rank * (ROWS * CELL + HEAD + (stages ? 6 : 0)) + HEAD;
   function shard(split, at) {
     let index = 0, ways = 1;
     const parts = [];
@@ -174,55 +190,84 @@ function explorer(root) {
     return { index, ways, text: parts.join(", ") || "all of it" };
   }
   const rest = (axes) => Object.fromEntries(names.filter((a) => !axes.includes(a)).map((a) => [a, [a]]));
+  const keep = (split) => () => split;
+  /* A view's split of a node, rank by rank: null where the rank has no stage with the node. */
+  const splitBy = (i, ...dims) => (rank) => { const s = stagesWith(i, rank)[0]; return s === undefined ? null : without(splitIn(i, s), ...dims); };
   function devices(i) {
     const n = nodes[i], before = view.value;
-    views = [...(n.role === "parameter" ? [] : [{ text: `what each works on in ${n.name}`, split: without(n.split, "pending", "state"), verb: "works on" }]),
-      ...[i, ...n.reads].filter((j) => nodes[j].role === "parameter").flatMap((j) => stored(nodes[j])),
-      ...n.moves.map((m) => ({ text: `${moves[m].kind.replaceAll("_", "-")}, ${moves[m].phase}: ${moves[m].why}`, axes: moves[m].axes, split: rest(moves[m].axes), verb: "is in group" }))];
+    const same = (rank) => { const s = stagesWith(i, rank)[0]; return s !== undefined && JSON.stringify(splitIn(i, s)) === JSON.stringify(n.split); };
+    views = [...(n.role === "parameter" ? [] : [{ text: `what each works on in ${n.name}`, split: splitBy(i, "pending", "state"), verb: "works on" }]),
+      ...[i, ...n.reads].filter((j) => nodes[j].role === "parameter").flatMap((j) => stored(j)),
+      ...n.moves.map((m) => ({ text: `${moves[m].kind.replaceAll("_", "-")}, ${moves[m].phase}: ${moves[m].why}`, axes: moves[m].axes, split: (rank) => (same(rank) ? rest(moves[m].axes) : null), absent: "moves nothing so: it splits this otherwise, or has none of it" })),
+      ...(stages ? [{ text: "what a stage sends to the next one: each micro-batch's activations, and their gradients back", sends: true, split: keep(rest([])) }] : [])];
     view.replaceChildren(...views.map((v, k) => el("option", { value: String(k) }, v.text.length > 90 ? `${v.text.slice(0, 88)}…` : v.text)));
     view.value = Number(before) < views.length && before ? before : "0";
+    const held = stages ? stagesWith(i, rankOf(device)) : [0];
+    if (!held.length) device = EACH * stages.list[(stages.of[i] ?? [0])[0]].rank;
     paint();
   }
-  function stored(n) {
-    const state = n.split.state ? [{ text: `how gradient and optimizer state of ${n.name} are stored`, split: n.split, verb: "holds" }] : [];
-    return [{ text: `how ${n.name} is stored`, split: without(n.split, "state"), verb: "holds" }, ...state];
+  function stored(i) {
+    const n = nodes[i];
+    const state = n.split.state ? [{ text: `how gradient and optimizer state of ${n.name} are stored`, split: splitBy(i), verb: "holds" }] : [];
+    return [{ text: `how ${n.name} is stored`, split: splitBy(i, "state"), verb: "holds" }, ...state];
   }
-  const NEAR = 12;
+  const NEAR = 12, listed = (all) => all.slice(0, NEAR).join(", ") + (all.length > NEAR ? ` and ${count(all.length - NEAR)} more` : "");
+  const some = (all) => `${all.length > 1 ? "devices" : "device"} ${listed(all)}`;
+  const stagesText = (rank) => { const all = stages.list.map((s, k) => [s, k]).filter(([s]) => s.rank === rank), blocks = sum(all.map(([s]) => s.blocks)); return `${all.length > 1 ? "stages" : "stage"} ${all.map(([, k]) => k).join(" and ")}, ${blocks} ${blocks === 1 ? "block" : "blocks"}`; };
+  /* The devices that the chosen one sends to or shares with: at its place in the ranks of the stages next to its own, or in its own rank. */
+  function partners(v, splits) {
+    if (!v.sends) {
+      const mine = splits[rankOf(device)] && shard(splits[rankOf(device)], place(device)).index, first = rankOf(device) * EACH, out = [];
+      if (mine !== null) for (let d = first; d < first + EACH; d++) if (d !== device && shard(splits[rankOf(device)], place(d)).index === mine) out.push(d);
+      return out;
+    }
+    const near = new Set();
+    stages.list.forEach((s, k) => { if (s.rank === rankOf(device)) for (const t of [stages.list[k - 1], stages.list[k + 1]]) if (t && t.rank !== s.rank) near.add(t.rank); });
+    return [...near].sort((a, b) => a - b).map((rank) => rank * EACH + (device % EACH));
+  }
   function paint() {
     const v = views[Number(view.value)];
     if (!v) return;
     const width = map.clientWidth - 30, least = D > 4096 ? 4 : D > 1024 ? 6 : D > 256 ? 14 : 30;
-    COLUMNS = Math.max(1, Math.min(D, Math.floor(width / least)));
+    COLUMNS = Math.max(1, Math.min(EACH, Math.floor(width / least)));
     if (host > 1 && COLUMNS > host) COLUMNS -= COLUMNS % host;
-    if (D <= 4 * COLUMNS && D > host && host > 1) COLUMNS = Math.min(COLUMNS, Math.max(host, Math.ceil(D / 4 / host) * host));
-    CELL = Math.min(54, Math.floor(width / COLUMNS));
-    const mine = shard(v.split, place(device)), dark = Number(colour("bg").match(/\d+/)[0]) < 128;
-    fitted(canvas, Math.ceil(D / COLUMNS) * CELL + 2, (c) => {
+    if (D <= 4 * COLUMNS && EACH > host && host > 1) COLUMNS = Math.min(COLUMNS, Math.max(host, Math.ceil(EACH / 4 / host) * host));
+    CELL = Math.min(stages ? 30 : 54, Math.floor(width / COLUMNS));
+    ROWS = Math.ceil(EACH / COLUMNS);
+    const splits = Array.from({ length: RANKS }, (_, rank) => v.split(rank)), dark = Number(colour("bg").match(/\d+/)[0]) < 128;
+    const others = partners(v, splits), marked = new Set([device, ...others]), mark = colour(v.axes || v.sends ? "communication" : "accent"), line = colour("line"), ink = colour("ink");
+    fitted(canvas, bandTop(RANKS - 1) + ROWS * CELL + 2, (c) => {
+      for (let rank = 0; stages && rank < RANKS; rank++) {
+        c.fillStyle = colour(splits[rank] ? "ink" : "soft");
+        c.fillText(`rank ${rank}: ${stagesText(rank)}${splits[rank] ? "" : v.axes ? "; split otherwise, or none of this" : "; has none of this"}`, 0, bandTop(rank) - HEAD / 2);
+      }
       for (let d = 0; d < D; d++) {
-        const x = (d % COLUMNS) * CELL, y = Math.floor(d / COLUMNS) * CELL, s = shard(v.split, place(d));
-        const gap = CELL > 12 ? 2 : CELL > 5 ? 1 : 0, wide = host > 1 && d % host === host - 1 && CELL > 5 ? 3 : gap;
-        c.fillStyle = s.ways > 1 ? `hsl(${Math.round((330 * s.index) / s.ways)} 55% ${dark ? 34 : 76}%)` : colour("line");
-        c.fillRect(x, y, CELL - wide, CELL - gap);
-        if (s.index === mine.index && CELL > 5) { c.strokeStyle = colour(v.axes ? "communication" : "accent"); c.lineWidth = CELL > 12 ? 2.5 : 1; c.strokeRect(x + 1.5, y + 1.5, CELL - wide - 3, CELL - gap - 3); }
-        else if (s.index === mine.index) { c.fillStyle = colour(v.axes ? "communication" : "accent"); c.fillRect(x, y, CELL, CELL); }
-        if (d === device) { c.strokeStyle = colour("ink"); c.lineWidth = 3; c.strokeRect(x, y, Math.max(CELL - wide, 4), Math.max(CELL - gap, 4)); }
-        if (CELL >= 30) { c.fillStyle = colour("ink"); c.fillText(String(d), x + 6, y + CELL / 2); }
+        const rank = rankOf(d), k = d % EACH, x = (k % COLUMNS) * CELL, y = bandTop(rank) + Math.floor(k / COLUMNS) * CELL, s = splits[rank] && !v.sends ? shard(splits[rank], place(d)) : null;
+        const gap = CELL > 12 ? 2 : CELL > 5 ? 1 : 0, wide = host > 1 && k % host === host - 1 && CELL > 5 ? 3 : gap;
+        c.fillStyle = s && s.ways > 1 ? `hsl(${Math.round((330 * s.index) / s.ways)} 55% ${dark ? 34 : 76}%)` : line;
+        if (!splits[rank]) { c.strokeStyle = line; c.lineWidth = 1; if (CELL > 5) c.strokeRect(x + 0.5, y + 0.5, CELL - wide - 1, CELL - gap - 1); }
+        else c.fillRect(x, y, CELL - wide, CELL - gap);
+        if (marked.has(d) && splits[rank] && CELL > 5) { c.strokeStyle = mark; c.lineWidth = CELL > 12 ? 2.5 : 1; c.strokeRect(x + 1.5, y + 1.5, CELL - wide - 3, CELL - gap - 3); }
+        else if (marked.has(d) && splits[rank]) { c.fillStyle = mark; c.fillRect(x, y, CELL, CELL); }
+        if (d === device) { c.strokeStyle = ink; c.lineWidth = 3; c.strokeRect(x, y, Math.max(CELL - wide, 4), Math.max(CELL - gap, 4)); }
+        if (CELL >= 30 || (stages && CELL >= 24 && D < 1000)) { c.fillStyle = ink; c.fillText(String(d), x + 4, y + CELL / 2); }
       }
     });
-    const at = place(device), same = [];
-    let alike = 0;
-    for (let d = 0; d < D; d++) if (d !== device && shard(v.split, place(d)).index === mine.index) { alike++; if (same.length < NEAR) same.push(d); }
-    const list = same.join(", ") + (alike > same.length ? ` and ${count(alike - same.length)} more` : "");
-    const who = `Device ${device}${host > 1 && host < D ? ` (host ${Math.floor(device / host)})` : ""}, at ${names.map((a, k) => `${a} ${at[k]}`).join(", ")}`;
-    said.textContent = v.axes
-      ? `${who}: talks to ${alike ? (alike > 1 ? "devices " : "device ") + list : "no other device"} over ${v.axes.join("·")}.`
-      : `${who}: ${v.verb} ${mine.text}; ${alike ? `the same as ${alike > 1 ? "devices " : "device "}${list}` : "no other device does"}.`;
+    const at = place(device), mine = splits[rankOf(device)];
+    const where = [stages ? `rank ${rankOf(device)}: ${stagesText(rankOf(device))}` : "", host > 1 && host < D ? `host ${Math.floor(device / host)}` : ""].filter(Boolean).join("; ");
+    const who = `Device ${device}${where ? ` (${where})` : ""}, at ${names.map((a, k) => `${a} ${at[k]}`).join(", ")}`;
+    said.textContent = !mine ? `${who}: ${v.absent ?? "has none of this"}.`
+      : v.sends ? `${who}: sends to and receives from ${some(others)}, at the same place of their ranks.`
+      : v.axes ? `${who}: talks to ${others.length ? some(others) : "no other device"} over ${v.axes.join("·")}.`
+      : `${who}: ${v.verb} ${shard(mine, at).text}; ${others.length ? `the same as ${some(others)}` : `no other device${stages ? " of its rank" : ""} does`}.`;
     canvas.setAttribute("aria-label", `${count(D)} devices; arrow keys go from device to device. ${v.text}`);
   }
   view.addEventListener("change", paint);
   canvas.addEventListener("click", (e) => {
-    const box = canvas.getBoundingClientRect(), d = Math.floor((e.clientY - box.top) / CELL) * COLUMNS + Math.floor((e.clientX - box.left) / CELL);
-    if (d >= 0 && d < D && (e.clientX - box.left) / CELL < COLUMNS) { device = d; paint(); }
+    const box = canvas.getBoundingClientRect(), column = Math.floor((e.clientX - box.left) / CELL), high = e.clientY - box.top;
+    const rank = Math.min(RANKS - 1, Math.max(0, Math.floor((high - HEAD) / (bandTop(1) - bandTop(0) || Infinity))));
+    const row = Math.floor((high - bandTop(rank)) / CELL), k = row * COLUMNS + column;
+    if (row >= 0 && column < COLUMNS && k < EACH) { device = rank * EACH + k; paint(); }
   });
   canvas.addEventListener("keydown", (e) => {
     const by = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: COLUMNS, ArrowUp: -COLUMNS }[e.key];

@@ -28,8 +28,10 @@ def drawn_streams(
     *,
     end_ns: int,
     hint: str,
+    narrow: int = 46,
 ) -> JsonObject:
-    """JSON for the timeline widget. kinds: (name, colour of the sheet). Each name is stored once."""
+    """JSON for the timeline widget. kinds: (name, colour of the sheet). Each name is stored once. narrow: pixels from
+    which a box shows its name."""
     labels: dict[str, int] = {}
     more: dict[str, int] = {}
     rows = []
@@ -49,6 +51,7 @@ def drawn_streams(
     return {
         "title": title,
         "hint": hint,
+        "narrow": narrow,
         "end": max(end_ns, 1),
         "kinds": [{"name": n, "colour": c} for n, c in kinds],
         "labels": list(labels),

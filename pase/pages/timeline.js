@@ -36,7 +36,7 @@ function timeline(root, spec) {
           c.globalAlpha = wanted && !hit ? 0.25 : 1;
           c.fillStyle = hit || chosen ? ours : colours[s.kind[i]];
           c.fillRect(a, y + GAP, Math.max(b - a - (b - a > 4 ? 0.6 : 0), 0.6), ROW - 2 * GAP - 1);
-          if (b - a > 46) {
+          if (b - a > spec.narrow) {
             c.save(); c.beginPath(); c.rect(a + 3, y, b - a - 6, ROW); c.clip();
             c.fillStyle = colour("bg"); c.fillText(spec.labels[s.label[i]], a + 4, y + ROW / 2); c.restore();
           }

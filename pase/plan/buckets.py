@@ -128,7 +128,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
     """The steady-state step as `pase replay` reads it: compute on one lane, and each link on its own lane.
 
     A step ends when its last block ends. What a link is still sending then is also shown at the beginning, as the rest
-    of the previous step.
+    of the previous step. A block has the correlation of the message that it needed and that came last.
     """
     from pase.replay.types import OPERATIONS, Event, Group, Mark, from_events
     from pase.schedule.simulate import evaluate
@@ -136,11 +136,14 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
     e = evaluate(problem, buckets)
     end_ns = max(round(e.iteration_s * buckets.period * 1e9), 1)
     events, groups = [], dict[str, Group]()
-    for i in e.timeline:
+    blocks = {b.name: k for k, b in enumerate(problem.blocks)}
+    arrived: dict[int, list[tuple[int, int]]] = {}
+    for i in sorted(e.timeline, key=lambda i: i.message is None):  # messages first: blocks look back at them
         start, stop = max(round(i.start_s * 1e9), 0), min(round(i.end_s * 1e9), end_ns)
         if stop <= start:
             continue
         if i.message is None:
+            brought = [x for x in arrived.get(blocks[i.name], ()) if x[0] <= start + 1]
             events.append(
                 Event(
                     rank=0,
@@ -150,12 +153,16 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
                     name=i.name,
                     start_ns=start,
                     duration_ns=stop - start,
+                    correlation=max(brought, default=(0, -1))[1],
                     iteration=0,
                 )
             )
             continue
         m = buckets.messages[i.message]
         t = problem.tensors[m.pieces[0].tensor]
+        for block in {problem.tensors[piece.tensor].needed_before for piece in m.pieces} - {None}:
+            assert block is not None
+            arrived.setdefault(block, []).append((stop, len(events)))
         over = ",".join(t.axes.names)
         if over:
             groups.setdefault(over, Group(name=over))
@@ -168,6 +175,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
                 name=f"{t.kind}: {i.name}",
                 start_ns=start,
                 duration_ns=stop - start,
+                correlation=len(events),
                 nbytes=m.nbytes,
                 operation=t.kind if t.kind in OPERATIONS else "",
                 group=over,

@@ -274,6 +274,9 @@ def _stage_problems(form: LayoutForm) -> Iterator[str]:
     for i, strategy in enumerate(p.strategies):
         for node, split in strategy.items():
             yield from _misplaced(f"pipeline/strategies/{i}/{node}", list(split.values()), form.mesh)
+    for node, stages in p.stages_of.items():
+        if max(stages, default=0) >= len(p.stages):
+            yield f"pipeline/stages_of/{node}: there are {len(p.stages)} stages, counted from 0"
 
 
 def _misplaced(

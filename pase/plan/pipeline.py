@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from pase.files.codec import AtLeastOne, Count, NotNegative
@@ -24,7 +24,9 @@ class StagePlan:
     gathered and their gradients summed once per step, or at each micro-batch. forward_s, backward_s: seconds of one
     micro-batch; backward includes recomputation. memory_bytes: on a device of its rank, for all stages of that rank.
     weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation. send_s: to the next stage.
-    None in layouts written before these existed.
+    kept_bytes: what a device holds of one micro-batch until its backward; waiting_bytes: the part of it that stays
+    until its weights' gradients, where they are computed apart. send_bytes: of one micro-batch, from a device of it to
+    the next stage. None in layouts written before these existed.
     """
 
     rank: Count
@@ -38,6 +40,9 @@ class StagePlan:
     weight_s: NotNegative | None = None
     again_s: NotNegative | None = None
     send_s: NotNegative | None = None
+    kept_bytes: Count | None = None
+    waiting_bytes: Count | None = None
+    send_bytes: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,9 @@ class PipelinePlan:
     after_s: tuple[NotNegative, ...] = ()
     """Seconds of each rank once a step: before its first action (weights gathered) and after its last one (gradients
     summed, the update). Empty in layouts written before these existed."""
+    stages_of: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
+    """Node -> the stages that have it, for nodes that not all stages have. Empty in layouts written before this
+    existed: every model has such nodes."""
 
     def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""

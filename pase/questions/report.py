@@ -11,6 +11,7 @@ from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
 from pase.pages.shell import Section, page
 from pase.pages.streams import timeline_mount
+from pase.plan.step_memory import StepMemory, step_memory
 from pase.plan.table import bytes_text, cost_text, misfit_text
 from pase.plan.types import PlanData, TensorPlan
 from pase.questions.explain import Explanation
@@ -18,7 +19,6 @@ from pase.questions.reasons import reasons
 from pase.questions.report_data import explorer_data, priced_step
 from pase.questions.report_pipeline import drawn_schedule, stages_table
 from pase.questions.sensitivity import Swing
-from pase.questions.step_memory import StepMemory, step_memory
 
 __all__ = ["report_page"]
 
@@ -142,7 +142,10 @@ def _about_model(plan: PlanData) -> str:
         "on the left join what is made to what reads it, and are orange where that moves data between devices.</p>"
     )
     if plan.pipeline is not None:
-        text += "<p>The map shows one pipeline rank; layers' costs are a rank's, on average.</p>"
+        text += (
+            "<p>Layers' costs are a rank's, on average; the map has a band for each rank, which shows the stage of it "
+            "that has the layer.</p>"
+        )
     if not any(n.reads for n in plan.nodes):
         text += (
             "<p>The layout was made before layouts held the model's graph: compile it again to see it.</p>"

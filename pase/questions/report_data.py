@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pase.files.json_values import JsonObject
 from pase.plan.types import NodePlan, PlanData
 from pase.questions.explain import Explanation, why
+from pase.questions.report_pipeline import stages_data
 from pase.tables.itemize import Collective
 
 __all__ = ["explorer_data", "priced_step"]
@@ -28,6 +29,7 @@ def explorer_data(e: Explanation) -> JsonObject:
     return {
         "unit": plan.unit,
         "mesh": {"names": plan.mesh.names, "sizes": plan.mesh.sizes, "host": _host(e)},
+        "stages": stages_data(plan),
         "order": [number[name] for name in paths],
         "nodes": [
             {

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from html import escape
 
-import numpy as np
-
 from pase.files.json_values import JsonObject
 from pase.pages.parts import bar, table
 from pase.pages.streams import StreamBox, drawn_streams
-from pase.pipeline.order import order_of
-from pase.pipeline.registry import schedule
-from pase.pipeline.simulate import simulate
-from pase.pipeline.types import Kind, StageTimes
-from pase.plan.pipeline import PipelinePlan
+from pase.pipeline.types import Kind
+from pase.plan.stage_timeline import action_name, simulated_stages
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
 
-__all__ = ["drawn_schedule", "stages_table"]
-
-_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward, inputs"} | {
-    Kind.WEIGHT: "backward, weights"
-}
-_MOST_ACTIONS = 60_000
+__all__ = ["drawn_schedule", "stages_data", "stages_table"]
 
 
 def stages_table(plan: PlanData) -> str:
@@ -50,60 +40,44 @@ def stages_table(plan: PlanData) -> str:
     return f"<h3>{escape(str(p))}</h3>" + table("Stages", head, rows)
 
 
-def _times(p: PipelinePlan) -> StageTimes | None:
-    """The stages' seconds; None for layouts written before they were stored."""
-    parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
-    if not p.before_s or any(x is None for part in parts for x in part):
+def stages_data(plan: PlanData) -> JsonObject | None:
+    """What the map of devices needs of the stages: the rank and the split of each, and the nodes that it has. None
+    without stages."""
+    p = plan.pipeline
+    if p is None:
         return None
-    weight, again, send = np.array(parts, dtype=float).T
-    backward = np.array([s.backward_s for s in p.stages])
-    return StageTimes(
-        forward=np.array([s.forward_s for s in p.stages]),
-        input=backward - weight - again,
-        weight=weight,
-        again=again,
-        send=send[:-1],
-        before=np.array(p.before_s),
-        after=np.array(p.after_s),
-    )
+    number = {n.name: i for i, n in enumerate(plan.nodes)}
+    return {
+        "ranks": p.degree,
+        "list": [{"rank": s.rank, "blocks": s.blocks, "splits": s.strategy} for s in p.stages],
+        # Only where they differ from the plan's own: most nodes are split alike in all stages.
+        "splits": [
+            {
+                number[name]: split
+                for name, split in strategy.items()
+                if name in number and split != plan.nodes[number[name]].split
+            }
+            for strategy in p.strategies
+        ],
+        "of": {number[name]: list(stages) for name, stages in p.stages_of.items() if name in number},
+    }
 
 
 def drawn_schedule(plan: PlanData) -> JsonObject | None:
     """The schedule for the timeline widget: one stream for each rank, with the micro-batches that it works on. None
-    without stages, for older layouts, and for schedules with too many actions to draw."""
-    p = plan.pipeline
-    times = None if p is None else _times(p)
-    if p is None or times is None:
+    where ``simulated_stages`` is."""
+    stages = simulated_stages(plan)
+    if stages is None:
         return None
-    listed = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
-    order = order_of(listed)
-    if order.kind.size > _MOST_ACTIONS:
-        return None
-    done = simulate(listed, times)
+    p = stages.pipeline
     streams: dict[str, list[StreamBox]] = {f"rank {r}": [] for r in range(p.degree)}
-    for i, (kind, stage, micro, rank) in enumerate(
-        zip(order.kind.tolist(), order.stage.tolist(), order.micro.tolist(), order.rank.tolist(), strict=True)
-    ):
-        start, end = round(done.start[i] * 1e9), round(done.end[i] * 1e9)
-        label = f"micro-batch {micro}: {_WORDS[Kind(kind)]}, stage {stage}"
-        drawn = 0 if kind == Kind.FORWARD else 2 if kind == Kind.WEIGHT else 1
-        streams[f"rank {rank}"].append(
-            StreamBox(label=label, kind=drawn, start_ns=start, length_ns=end - start)
-        )
-    for r in range(p.degree):
-        for name, begin, seconds in (
-            ("before the first micro-batch", 0.0, p.before_s[r]),
-            (
-                "after the last micro-batch: sums of gradients, the update",
-                done.end[order.last[r]],
-                p.after_s[r],
-            ),
-        ):
-            if seconds:
-                box = StreamBox(
-                    label=name, kind=3, start_ns=round(begin * 1e9), length_ns=round(seconds * 1e9)
-                )
-                streams[f"rank {r}"].append(box)
+    for a, rank, start, end in stages.actions():
+        drawn = 0 if a.kind is Kind.FORWARD else 2 if a.kind is Kind.WEIGHT else 1
+        box = StreamBox(label=action_name(a), kind=drawn, start_ns=start, length_ns=end - start)
+        streams[f"rank {rank}"].append(box)
+    for name, rank, start, end in stages.once():
+        box = StreamBox(label=name, kind=3, start_ns=start, length_ns=end - start)
+        streams[f"rank {rank}"].append(box)
     return drawn_streams(
         "Schedule of the stages",
         streams,
@@ -113,7 +87,8 @@ def drawn_schedule(plan: PlanData) -> JsonObject | None:
             ("weights' gradients", "activations"),
             ("once a step", "update"),
         ],
-        end_ns=round(done.step_s * 1e9),
-        hint=f"{p}: {cost_text(done.step_s, 's')}. Click a box, or use the arrow keys, to read it; drag to move; Ctrl "
-        "and the wheel, or two fingers, zoom.",
+        end_ns=round(stages.done.step_s * 1e9),
+        narrow=16,
+        hint=f"{p}: {cost_text(stages.done.step_s, 's')}. Boxes show the micro-batch. Click one, or use the arrow "
+        "keys, to read it; drag to move; Ctrl and the wheel, or two fingers, zoom.",
     )

@@ -1,4 +1,4 @@
-"""What Perfetto draws between and beside events: who waited for whom in a collective, and how much is being sent."""
+"""What Perfetto draws between and beside events: who waited for whom, how much is being sent, what memory holds."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from pase.files.json_values import JsonObject
-from pase.replay.types import COLLECTIVE, OPERATIONS, Timeline
+from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Timeline
 
-__all__ = ["counters", "flows"]
+__all__ = ["MEMORY", "counters", "flows"]
+
+MEMORY = KINDS.index("memory")
 
 
 def _collectives(t: Timeline) -> list[int]:
@@ -21,10 +23,26 @@ def _collectives(t: Timeline) -> list[int]:
 
 
 def flows(t: Timeline, zero_ns: float, first_lane: int) -> Iterator[JsonObject]:
-    """An arrow in each collective of several ranks, from the rank that came last to each that waited for it.
+    """An arrow in each collective of several ranks, from the rank that came last to each that waited for it; and one
+    from what was sent to the work that needed it, where the timeline says so.
 
     The k-th of an operation in a group is the same collective on every rank. first_lane: the track of lane 0.
     """
+
+    def arrow(
+        name: str, number: int, start: tuple[int, float], end: tuple[int, float]
+    ) -> Iterator[JsonObject]:
+        for phase, (event, ns) in (("s", start), ("f", end)):
+            place: JsonObject = {"pid": int(ranks[event]), "tid": int(t.columns["lane"][event]) + first_lane}
+            one: JsonObject = {
+                "name": name,
+                "cat": "wait",
+                "id": number,
+                "ph": phase,
+                "ts": (ns - zero_ns) / 1e3,
+            }
+            yield {**one, **place} | ({"bp": "e"} if phase == "f" else {})
+
     starts, ranks = t.global_start_ns(), t.rank_of
     turn: Counter[tuple[int, int, int, int]] = Counter()
     together: dict[tuple[int, int, int, int], list[int]] = defaultdict(list)
@@ -42,18 +60,47 @@ def flows(t: Timeline, zero_ns: float, first_lane: int) -> Iterator[JsonObject]:
             if ranks[i] == ranks[last]:
                 continue
             end = float(starts[i]) + float(t.columns["duration_ns"][i])
-            arrow: JsonObject = {"name": f"waited for rank {int(ranks[last])}", "cat": "wait", "id": number}
             from_ns, to_ns = float(starts[last]), max(end, float(starts[last]))
-            for phase, event, ns in (("s", last, from_ns), ("f", i, to_ns)):
-                lane = int(t.columns["lane"][event]) + first_lane
-                place: JsonObject = {"pid": int(ranks[event]), "tid": lane, "ts": (ns - zero_ns) / 1e3}
-                yield {**arrow, "ph": phase, **place} | ({"bp": "e"} if phase == "f" else {})
+            yield from arrow(f"waited for rank {int(ranks[last])}", number, (last, from_ns), (i, to_ns))
             number += 1
+    for sent, needing in _needed(t):
+        end = float(starts[sent]) + float(t.columns["duration_ns"][sent])
+        waited = float(starts[needing]) - end < _AT_ONCE_NS
+        name = f"{'waited for' if waited else 'needed'} {t.names[int(t.columns['name'][sent])]}"
+        yield from arrow(name, number, (sent, float(starts[sent])), (needing, float(starts[needing])))
+        number += 1
+
+
+_AT_ONCE_NS = 2.0
+"""Times are rounded to whole nanoseconds."""
+
+
+def _needed(t: Timeline) -> Iterator[tuple[int, int]]:
+    """(a collective, the work that needed what it brought): the two have one correlation in a predicted timeline, which
+    has no launches. In a measured one, a correlation is that of an op with the call that launched it."""
+    c, kind = t.columns["correlation"], t.columns["kind"]
+    if np.isin(kind, (KINDS.index("host"), KINDS.index("runtime"))).any():
+        return
+    sent = {int(c[i]): i for i in np.flatnonzero((kind == COLLECTIVE) & (c >= 0)).tolist()}
+    for i in np.flatnonzero((kind != COLLECTIVE) & (c >= 0)).tolist():
+        if int(c[i]) in sent:
+            yield sent[int(c[i])], i
 
 
 def counters(t: Timeline, zero_ns: float) -> Iterator[JsonObject]:
-    """For each rank, GB/s of the collectives that are running, by operation: bytes over the time that they took."""
+    """For each rank: GB/s of the collectives that are running, by operation, as bytes over the time that they took; and
+    the bytes that memory events state, by their names."""
     starts, ranks = t.global_start_ns(), t.rank_of
+    for i in np.flatnonzero((t.columns["kind"] == MEMORY) & (t.columns["nbytes"] >= 0)).tolist():
+        name = t.names[int(t.columns["name"][i])].strip("[]")
+        what = "memory" if name == "memory" else f"memory: {name}"
+        held: JsonObject = {
+            "ph": "C",
+            "name": what,
+            "pid": int(ranks[i]),
+            "ts": (float(starts[i]) - zero_ns) / 1e3,
+        }
+        yield {**held, "args": {"GiB": int(t.columns["nbytes"][i]) / 2**30}}
     steps: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
     for i in _collectives(t):
         nbytes, length = int(t.columns["nbytes"][i]), float(t.columns["duration_ns"][i])

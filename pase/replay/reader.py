@@ -38,6 +38,10 @@ class Limits:
     events: int = 50_000_000
     archive_members: int = 20_000
 
+    def unpacked(self, compressed: int) -> float:
+        """The most bytes that a packed file of this size may hold."""
+        return max(64 << 20, self.ratio * compressed)
+
 
 LIMITS = Limits()
 
@@ -99,11 +103,8 @@ class BoundedReader:
             raise PaseError(
                 f"{self.where}: more than {self.limits.file_bytes >> 20} MiB of JSON; raise the limit"
             )
-        if self.compressed and self.total > max(64 << 20, self.limits.ratio * self.compressed):
-            raise PaseError(
-                f"{self.where}: {self.compressed} compressed bytes grew past {self.total}: a zip bomb "
-                "or one event repeated; decompress it first if you trust it"
-            )
+        if self.compressed and self.total > self.limits.unpacked(self.compressed):
+            raise _bomb(self.where, self.compressed, self.total)
         if self.since_event > (self.limits.event_bytes if self.events else self.limits.header_bytes):
             raise PaseError(
                 f"{self.where}: {self.since_event >> 20} MiB without an event near byte "
@@ -151,6 +152,39 @@ def _depth(chunk: bytes, carried: int) -> tuple[int, int]:
     return int(above[-1]), int(above.max())
 
 
+def _bomb(where: object, compressed: int, total: int) -> PaseError:
+    return PaseError(
+        f"{where}: {compressed} compressed bytes hold {total} or more: a zip bomb or one event repeated; decompress it "
+        "first if you trust it"
+    )
+
+
+_PROBED_BYTES = 1 << 20
+"""Larger files than this are not unpacked only to see what they hold: what they say of themselves has to do."""
+
+
+def _refuse_bomb(path: Path, raw: IO[bytes], limits: Limits) -> None:
+    """PaseError for a bomb, before any of it is parsed, which takes a hundred times as long as to unpack it."""
+    compressed = path.stat().st_size
+    most = limits.unpacked(compressed)
+    raw.seek(max(compressed - 4, 0))
+    claimed = int.from_bytes(raw.read(4), "little")  # of the last member, modulo 4 GiB
+    raw.seek(0)
+    if claimed > most:
+        raise _bomb(path, compressed, claimed)
+    if compressed <= _PROBED_BYTES:
+        total, stream = 0, _Gunzip(raw)
+        try:
+            while total <= most and (chunk := stream.read(1 << 20)):
+                total += len(chunk)
+        except (EOFError, zlib.error, OSError):
+            return  # the reader says what is wrong with it
+        finally:
+            raw.seek(0)
+        if total > most:
+            raise _bomb(path, compressed, total)
+
+
 class _Gunzip:
     """gzip as a stream that gives all it can before it says that the file is cut."""
 
@@ -185,6 +219,7 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
     magic = raw.read(2)
     raw.seek(0)
     if magic == b"\x1f\x8b":
+        _refuse_bomb(path, raw, limits)
         return BoundedReader(_Gunzip(raw), str(path), path.stat().st_size, limits)
     return BoundedReader(raw, str(path), None, limits)
 

@@ -18,7 +18,7 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.files.json_values import Json, JsonObject
-from pase.replay.perfetto import counters, flows
+from pase.replay.perfetto import MEMORY, counters, flows
 from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Shapes, Timeline
 
 __all__ = [
@@ -223,7 +223,8 @@ def chrome_trace(
 
     critical: indices of events on the critical path; they get their own track for each rank and a
     ``critical`` argument. Arrows lead from the rank that came last to a collective to those that waited; counters show
-    what is being sent. findings: dicts with rank, name, start_ns, duration_ns (global) to draw as a track.
+    what is being sent and what memory holds. findings: dicts with rank, name, start_ns, duration_ns (global) to draw
+    as a track.
     """
     out: list[JsonObject] = []
     for rank in t.ranks:
@@ -231,7 +232,10 @@ def chrome_trace(
         out.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": label}})
         for tid, name in ((0, "critical path"), (1, "findings"), (2, "iterations")):
             out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+    drawn = set(t["lane"][(t["kind"] != MEMORY) | (t["nbytes"] < 0)].tolist())
     for i, lane in enumerate(t.lanes):
+        if i not in drawn:
+            continue
         label = ("stream " if lane.device else "thread ") + lane.name
         out.append(
             {
@@ -248,6 +252,8 @@ def chrome_trace(
     names, cols = t.names, {k: v.tolist() for k, v in t.columns.items()}
     ranks = t.rank_of.tolist()
     for i, s in enumerate(((starts - zero) / 1e3).tolist()):
+        if cols["kind"][i] == MEMORY and cols["nbytes"][i] >= 0:
+            continue  # a counter
         args: JsonObject = {"kind": KINDS[cols["kind"][i]]}
         for key in ("correlation", "nbytes", "iteration"):
             if cols[key][i] >= 0:

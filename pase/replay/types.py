@@ -129,7 +129,11 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One event. nbytes and correlation are −1 where unknown; iteration is −1 outside every iteration."""
+    """One event. nbytes and correlation are −1 where unknown; iteration is −1 outside every iteration.
+
+    correlation: in a measured timeline, the same for a call and for what it launched; in a predicted one, for what was
+    sent and for the work that needed it.
+    """
 
     rank: int
     lane: str

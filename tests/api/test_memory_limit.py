@@ -166,6 +166,24 @@ def test_the_program_warns_and_strict_ends_with_status_1(tmp_path):
         assert run(command, "zoo:mlp", "--devices", 2, "--strict")[0] == 0
 
 
+def test_what_is_made_of_a_layout_that_does_not_fit_says_so_once(tmp_path):
+    plan = pase.compile("zoo:gpt2?layers=1&batch=16", devices=2, memory_limit="none")
+    small = tmp_path / "layout.json"
+    replace(plan, memory_limit=plan.memory.total - 1, misfit="no strategy found that fits").save(small)
+    for words in (
+        ("emit", small, "--to", "names", "-o", tmp_path / "names.json"),
+        ("report", small, "-o", tmp_path / "page.html", "--time-limit", 0),
+        ("explain", small, "--time-limit", 0),
+        ("explain", small, "--time-limit", 0, "--json"),
+    ):
+        code, out, err = run(*words)
+        assert code == 0 and (out + err).count("WARNING it does not fit") == 1, words
+        code, out, err = run(*words, "--strict")
+        assert code == 1 and (out + err).count("WARNING it does not fit") == 1, words
+    _, _, err = run("schedule", small)
+    assert err.count("WARNING it does not fit") == 1
+
+
 def test_only_a_loss_is_run_in_micro_batches():
     w, x = (jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (32, 64)))
     with pytest.raises(PaseError, match="not a model with mode='inference'"):

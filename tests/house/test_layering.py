@@ -80,6 +80,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.costmodels",
         "pase.schedule",
         "pase.replay",
+        "pase.pipeline",
     },
     # What one device does and sends under a strategy; how a framework says it is the backends' affair.
     "pase.local": {"pase.ir", "pase.machine", "pase.tables"},

@@ -22,11 +22,11 @@ from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import table
 from pase.pages.shell import Section, page
 from pase.pages.streams import StreamBox, drawn_streams
+from pase.plan.step_memory import step_memory
 from pase.questions.explain import explain
 from pase.questions.report import report_page
 from pase.questions.report_data import PARAMETERS, layer_paths, priced_step
 from pase.questions.report_pipeline import drawn_schedule
-from pase.questions.step_memory import step_memory
 from tests.command import printed
 
 VOID = {"meta", "link", "input", "br"}

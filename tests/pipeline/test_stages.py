@@ -163,7 +163,7 @@ def test_pytorch_reads_its_schedule(tmp_path):
 def test_its_layout_runs_in_the_reduced_size(tmp_path):
     plan, p = staged(), staged().pipeline
     ends = (p.stages[0], replace(p.stages[-1], rank=1))
-    simple = replace(p, schedule="1f1b", chunks=1, cuts=(4, 4), stages=ends)
+    simple = replace(p, schedule="1f1b", chunks=1, cuts=(4, 4), stages=ends, stages_of={})
     replace(plan, pipeline=simple).save(tmp_path / "layout.json")
     told = reported("run", tmp_path / "layout.json", "--reduced", "--devices", "2")
     assert told["agrees"] and told["mesh"]["stage"] == 2 and told["collectives"] == []

@@ -109,7 +109,7 @@ def test_the_predicted_step_is_a_timeline(tmp_path: Path) -> None:
     e = evaluate(problem, made)
     (mark,) = back.marks
     assert mark.end_ns - mark.start_ns == pytest.approx(e.iteration_s * 1e9, abs=1)
-    assert {x.lane for x in events} == {"compute", *(link.name for link in problem.links)}
+    assert {x.lane for x in events} == {"compute", "memory", *(link.name for link in problem.links)}
     sent = [x for x in events if x.kind == "collective"]
     assert sum(x.duration_ns for x in sent) == pytest.approx(
         sum(e.link_busy_s.values()) * 1e9, abs=len(events)

@@ -15,7 +15,7 @@ from bench.cases.timelines import ImaginedRun, simulate, trace, write
 from pase.errors import PaseError
 from pase.replay.chrome import read_chrome
 from pase.replay.ingest import load
-from pase.replay.reader import Limits
+from pase.replay.reader import Limits, open_stream
 from pase.replay.timeline_io import chrome_trace, from_json, load_timeline, save_timeline, schema, to_json
 from pase.replay.types import KINDS, OPERATIONS, Event, Mark, from_events
 
@@ -222,6 +222,19 @@ def test_one_event_repeated_past_the_ratio(tmp_path: Path) -> None:
         f.write(b"{}]}")
     with pytest.raises(PaseError, match=r"more than 4 MiB|zip bomb"):
         read_chrome(path, limits=Limits(file_bytes=4 << 20))
+
+
+@pytest.mark.parametrize("more", [b"", gzip.compress(b" ")], ids=["one member", "a small member after it"])
+def test_a_bomb_is_refused_before_its_events_are_read(tmp_path: Path, more: bytes) -> None:
+    """To parse what it unpacks to takes many seconds."""
+    block = (json.dumps(_kernel(1)) + ",").encode() * 8000
+    path = tmp_path / "t.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + block * 150, 9) + more)
+    with pytest.raises(PaseError, match="a zip bomb or one event repeated"):
+        open_stream(path)
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + block, 9) + more)
+    with open_stream(path) as stream:
+        assert stream.read().startswith(b'{"traceEvents": [')
 
 
 def test_a_zip_bomb_in_an_archive(tmp_path: Path) -> None:

@@ -1,0 +1,208 @@
+"""The predicted step of a pipelined plan, rank by rank: work on micro-batches, what is sent, and what waited for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.pipeline.order import Order, order_of
+from pase.pipeline.registry import schedule
+from pase.pipeline.simulate import Simulated, in_flight, simulate
+from pase.pipeline.types import Action, Kind, StageTimes
+from pase.plan.pipeline import PipelinePlan
+from pase.replay.types import Event, Group, Mark, Timeline, from_events
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["SimulatedStages", "action_name", "simulated_stages", "stage_timeline"]
+
+_WORDS = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "backward, inputs"} | {
+    Kind.WEIGHT: "backward, weights"
+}
+_MOST_ACTIONS = 60_000
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SimulatedStages:
+    """The plan's schedule, simulated with the plan's times. order: its actions, as ``done`` has them."""
+
+    pipeline: PipelinePlan
+    order: Order
+    done: Simulated
+
+    def actions(self) -> Iterator[tuple[Action, int, int, int]]:
+        """(action, its rank, its start and its end in nanoseconds), in the order of ``order``."""
+        o, starts, ends = self.order, _ns(self.done.start), _ns(self.done.end)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            yield Action(int(o.stage[i]), Kind(int(o.kind[i])), int(o.micro[i])), int(o.rank[i]), start, end
+
+    def once(self) -> Iterator[tuple[str, int, int, int]]:
+        """(what a rank does once a step, the rank, its start and its end in nanoseconds)."""
+        p = self.pipeline
+        for r in range(p.degree):
+            after = float(self.done.end[self.order.last[r]])
+            for name, begin, seconds in (
+                ("before the first micro-batch: weights are gathered", 0.0, p.before_s[r]),
+                ("after the last micro-batch: sums of gradients, the update", after, p.after_s[r]),
+            ):
+                if seconds:
+                    yield name, r, round(begin * 1e9), round((begin + seconds) * 1e9)
+
+
+def _ns(seconds: np.ndarray) -> list[int]:
+    """Whole nanoseconds."""
+    out: list[int] = np.rint(seconds * 1e9).astype(np.int64).tolist()
+    return out
+
+
+def action_name(a: Action) -> str:
+    """The micro-batch first, which boxes show that are too narrow for the rest.
+
+    >>> action_name(Action(3, Kind.FORWARD, 5))
+    '5: forward, stage 3'
+    """
+    return f"{a.micro}: {_WORDS[a.kind]}, stage {a.stage}"
+
+
+def simulated_stages(plan: PlanData) -> SimulatedStages | None:
+    """None without stages, for layouts written before stages' times were stored, and for schedules with more actions
+    than one can look at."""
+    p = plan.pipeline
+    times = None if p is None else _times(p)
+    if p is None or times is None:
+        return None
+    listed = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+    order = order_of(listed)
+    if order.kind.size > _MOST_ACTIONS:
+        return None
+    return SimulatedStages(pipeline=p, order=order, done=simulate(listed, times))
+
+
+def _times(p: PipelinePlan) -> StageTimes | None:
+    """The stages' seconds; None for layouts written before they were stored."""
+    parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
+    if not p.before_s or any(x is None for part in parts for x in part):
+        return None
+    weight, again, send = np.array(parts, dtype=float).T
+    backward = np.array([s.backward_s for s in p.stages])
+    return StageTimes(
+        forward=np.array([s.forward_s for s in p.stages]),
+        input=backward - weight - again,
+        weight=weight,
+        again=again,
+        send=send[:-1],
+        before=np.array(p.before_s),
+        after=np.array(p.after_s),
+    )
+
+
+def stage_timeline(plan: PlanData) -> Timeline | None:
+    """The step as `pase replay` reads timelines. None where ``simulated_stages`` is.
+
+    Each rank has a stream of work and streams of what it sends to other ranks; what a device of it holds are memory
+    events. A send and the work that needs what it brings have the same correlation.
+    """
+    stages = simulated_stages(plan)
+    if stages is None:
+        return None
+    p, each = stages.pipeline, plan.mesh.devices
+    end = round(stages.done.step_s * 1e9)
+    made = from_events(
+        [*_work(stages), *_sends(stages), *_memory(stages)],
+        groups=tuple(
+            Group(name=_between(a.rank, b.rank), ranks=(a.rank, b.rank))
+            for pair in pairwise(p.stages)
+            for a, b in (pair, pair[::-1])
+            if a.rank != b.rank
+        ),
+        marks=tuple(Mark(rank=r, iteration=0, start_ns=0, end_ns=end) for r in range(p.degree)),
+    )
+    return replace(made, hosts={r: f"devices {r * each} to {(r + 1) * each - 1}" for r in range(p.degree)})
+
+
+def _between(a: int, b: int) -> str:
+    return f"rank {a} to rank {b}"
+
+
+def _event(rank: int, lane: str, name: str, start: int, end: int, **more: Any) -> Event:
+    kind = more.pop("kind", "kernel")
+    return Event(
+        rank=rank,
+        lane=lane,
+        device=kind != "memory",
+        kind=kind,
+        name=name,
+        start_ns=start,
+        duration_ns=end - start,
+        iteration=0,
+        **more,
+    )
+
+
+def _work(stages: SimulatedStages) -> Iterator[Event]:
+    """What ranks do. An action that needs a send has the number of the action itself as its correlation."""
+    for i, (a, rank, start, end) in enumerate(stages.actions()):
+        needs = i if stages.order.send[i] >= 0 else -1
+        yield _event(rank, "work", action_name(a), start, end, correlation=needs)
+    for name, rank, start, end in stages.once():
+        yield _event(rank, "work", name, start, end)
+
+
+def _sends(stages: SimulatedStages) -> Iterator[Event]:
+    """What ranks send: one stream for each rank that gets it, and more where a send begins before the last is over."""
+    o, p, actions = stages.order, stages.pipeline, [*stages.actions()]
+    busy: dict[tuple[int, int], list[int]] = {}
+    needed = np.flatnonzero(o.send >= 0)
+    for i in needed[np.argsort(stages.done.end[o.waits[needed]], kind="stable")].tolist():
+        cut, (a, rank, _, start) = int(o.send[i]), actions[int(o.waits[i])]
+        taken = p.stages[cut].send_s or 0.0
+        if stages.done.schedule.lockstep:
+            taken = max(s.send_s or 0.0 for s in p.stages)
+        end, to = start + round(taken * 1e9), actions[i][1]
+        free = busy.setdefault((rank, to), [])
+        k = next((k for k, until in enumerate(free) if until <= start), len(free))
+        free[k : k + 1] = [end]
+        what = "activations" if a.kind is Kind.FORWARD else "gradients"
+        yield _event(
+            rank,
+            f"sends to rank {to}" + (f" ({k + 1})" if k else ""),
+            f"{what} of micro-batch {a.micro}, stage {a.stage} to {actions[i][0].stage}",
+            start,
+            end,
+            kind="collective",
+            operation="send_recv",
+            group=_between(rank, to),
+            nbytes=-1 if (sent := p.stages[cut].send_bytes) is None else sent,
+            correlation=i,
+        )
+
+
+def _memory(stages: SimulatedStages) -> Iterator[Event]:
+    """Bytes on a device. What an action adds is there from its begin, what it frees goes at its end."""
+    p, s = stages.pipeline, stages.done.schedule
+    parts = [(x.kept_bytes, x.waiting_bytes) for x in p.stages]
+    if any(x is None for part in parts for x in part):
+        return
+    kept, waiting = np.array(parts, dtype=float).T
+    mine: list[list[tuple[int, int]]] = [[] for _ in range(p.degree)]
+    for _, rank, start, end in stages.actions():
+        mine[rank].append((start, end))
+    for r, actions in enumerate(mine):
+        flying = in_flight(s, r)
+        held = np.rint(flying[:, 0] @ kept + flying[:, 1] @ waiting)
+        total = next(x.memory_bytes for x in p.stages if x.rank == r)
+        stays = max(total - int(held.max(initial=0.0)), 0)
+        yield _event(r, "memory", "weights, state, gradients, buffers", 0, 0, kind="memory", nbytes=stays)
+        yield _event(r, "memory", _FLYING, 0, 0, kind="memory", nbytes=0)
+        before = 0.0
+        for (start, end), nbytes in zip(actions, held.tolist(), strict=True):
+            at, before = start if nbytes > before else end, nbytes
+            yield _event(r, "memory", _FLYING, at, at, kind="memory", nbytes=int(nbytes))
+
+
+_FLYING = "activations of micro-batches in flight"

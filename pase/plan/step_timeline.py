@@ -1,0 +1,71 @@
+"""A plan's predicted step as a timeline: the stages of a pipeline, or one device's step under its bucket plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pase.plan.buckets import timeline_of
+from pase.plan.stage_timeline import stage_timeline
+from pase.plan.step_memory import step_memory
+from pase.replay.types import Event, Timeline, from_events
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+    from pase.schedule.plan import BucketPlan
+    from pase.schedule.types import ScheduleProblem
+
+__all__ = ["step_timeline"]
+
+
+def step_timeline(plan: PlanData, schedule: tuple[ScheduleProblem, BucketPlan] | None) -> Timeline | None:
+    """The step as `pase replay` reads it. schedule: the plan's bucket plan, if it has one.
+
+    None if nothing is sent, and for pipelines whose layout does not have the stages' times.
+    """
+    if plan.pipeline is not None:
+        return stage_timeline(plan)
+    if schedule is None:
+        return None
+    problem, buckets = schedule
+    t = timeline_of(problem, buckets)
+    if buckets.period == 1:
+        t = from_events([*t, *_held(plan, problem, t)], groups=t.groups, marks=t.marks)
+    return replace(t, hosts={0: f"each of {plan.devices} devices"} if plan.devices > 1 else {})
+
+
+def _held(plan: PlanData, problem: ScheduleProblem, t: Timeline) -> Iterator[Event]:
+    """What a device holds, by kind. Within forward and within backward the corners keep their proportions: compute may
+    wait for the network where the plan's own price does not.
+    """
+    course = step_memory(plan)
+    if course is None:
+        return
+    phase = {b.name: b.phase for b in problem.blocks}
+    ends = {"forward": 0, "backward": 0}
+    for e in t:
+        if e.kind == "kernel":
+            ends[phase[e.name]] = max(ends[phase[e.name]], e.start_ns + e.duration_ns)
+    whole = course.times[-1]
+    for kind, values in [*course.held.items(), ("buffers", (float(plan.memory.buffers),))]:
+        last = -1
+        for time, value in zip(course.times, values, strict=False):
+            if time <= course.forward:
+                at = ends["forward"] * (time / course.forward if course.forward else 0.0)
+            else:
+                part = (time - course.forward) / (whole - course.forward)
+                at = ends["forward"] + (ends["backward"] - ends["forward"]) * part
+            if round(value) != last:
+                last = round(value)
+                yield Event(
+                    rank=0,
+                    lane="memory",
+                    device=False,
+                    kind="memory",
+                    name=kind,
+                    start_ns=round(at),
+                    duration_ns=0,
+                    nbytes=last,
+                    iteration=0,
+                )
