@@ -235,6 +235,12 @@ def in_stages(plan: PlanData) -> JaxPipeline:
     """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
     pipeline, traced = plan.pipeline, traced_by_jax(plan)
     assert pipeline is not None
+    if pipeline.replicas:
+        shares = " and ".join(f"{r.micro_batches} on {r.group}" for r in pipeline.replicas)
+        raise PaseError(
+            f"replicas with unequal shares of the micro-batches ({shares}) are priced, not run: compile with "
+            f"pipeline=N for stages on the groups, or with pipeline='none'"
+        )
 
     def split(i: int) -> JaxPlan:
         strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, plan.remat)

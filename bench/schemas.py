@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pase.files.atomic import write_atomically
+from pase.machine.load import made_groups_schema
 from pase.machine.load import made_schema as machine_schema
 from pase.plan import layout
 from pase.replay import timeline_io
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 SCHEMAS: dict[str, Callable[[], dict[str, Any]]] = {
     "pase/machine/machine.schema.json": machine_schema,
+    "pase/machine/groups.schema.json": made_groups_schema,
     "pase/plan/layout-1.json": layout.made_schema,
     "pase/replay/timeline.schema.json": timeline_io.made_schema,
     "pase/schedule/schemas/problem.schema.json": partial(io.made_schema, "problem"),

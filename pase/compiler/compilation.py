@@ -15,10 +15,11 @@ from pase.compiler.fit import cheapest_free, fit_more, fit_variants
 from pase.compiler.mesh_search import Found
 from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
-from pase.compiler.pipelines import plan_staged, search_pipelines
+from pase.compiler.pipelines import search_pipelines
 from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
+from pase.compiler.stage_plans import plan_staged
 from pase.compiler.ties import least_stored
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
@@ -186,12 +187,12 @@ def _or_staged(
     if found.best is None:
         bound = min(plan.bound, found.bound)
         optimal = plan.optimal and not found.unseen and bound >= plan.cost * (1 - 1e-9)
-        return replace(plan, bound=bound, optimal=optimal)
+        return replace(plan, bound=bound, optimal=optimal, baselines={**plan.baselines, **found.others})
     spent = {**plan.seconds, **{f"stages' {k}": v for k, v in found.seconds.items()}}
     staged = plan_staged(problem, traced, name, found, spent)
     bound = min(plan.bound, staged.bound)
     tried = (*plan.tried, *staged.tried)
-    baselines = {**plan.baselines, "no stages": plan.cost}
+    baselines = {**plan.baselines, "no stages": plan.cost, **found.others}
     optimal = staged.optimal and bound >= staged.cost * (1 - 1e-6)
     return replace(staged, bound=bound, optimal=optimal, tried=tried, baselines=baselines)
 

@@ -70,17 +70,22 @@ class _Relaxation:
 class StageBounds:
     """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
 
-    limit: bytes on a device, infinite if there is none. send_s: seconds that at least one transfer takes.
+    limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that at least
+    one transfer takes. sites: of each rank; empty: all are equal.
     """
 
     tables: Sequence[StageTables]
     ranks: int
-    limit: float
+    limit: float | np.ndarray
     send_s: float = 0.0
+    sites: tuple[int, ...] = ()
     known: dict[StageRole, list[_HalfSpace]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        bytes_unit = 1.0 if np.isinf(self.limit) else self.limit
+        self.sites = self.sites or (0,) * self.ranks
+        self.limits = np.broadcast_to(np.asarray(self.limit, float), (self.ranks,))
+        finite = self.limits[np.isfinite(self.limits)]
+        bytes_unit = float(finite.max(initial=0.0)) or 1.0
         self.unit = np.where(np.arange(len(Feature)) < Feature.STATIC, 1.0, bytes_unit)
 
     @property
@@ -93,11 +98,14 @@ class StageBounds:
         problem: of some splits of the stages; its paths are where the program begins.
         """
         s = problem.schedule
-        roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in range(s.stages)]
+        roles = [
+            StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
+            for k, r in enumerate(s.rank_of)
+        ]
         for role in dict.fromkeys(roles):
             if role not in self.known:
                 self.known[role] = []
-                for weights in (self.tables[0].step, *_FIRST, *self._bytes()):
+                for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
                     self._search(role, weights)
         chains = longest_paths(replace(problem, bytes_fixed=None))
         best, still, active = 0.0, 0, {role: list(self.known[role]) for role in roles}
@@ -116,12 +124,17 @@ class StageBounds:
                 active[role].append(self._search(role, weights))
         return float(best)
 
-    def _bytes(self) -> Iterator[np.ndarray]:
+    def _at(self, site: int) -> list[StageTables]:
+        return [t for t in self.tables if t.site == site]
+
+    def _bytes(self, site: int) -> Iterator[np.ndarray]:
         """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
-        if np.isinf(self.limit):
+        limit = float(self.limits[self.sites.index(site)])
+        if np.isinf(limit):
             return
-        step = self.tables[0].step
-        each = self.tables[0].least(StageRole(), self.blocks, step) / self.ranks / self.limit
+        first = self._at(site)[0]
+        step = first.step
+        each = first.least(StageRole(site=site), self.blocks, step) / self.ranks / limit
         yield from (direction(static=1), direction(kept=1), direction(waiting=1))
         for flying in (self.ranks / 2, self.ranks):
             held = direction(static=1, kept=flying)
@@ -165,12 +178,12 @@ class StageBounds:
         rises = weights[Feature.FORWARD] < weights[Feature.BEFORE]
         rises |= weights[Feature.WEIGHT] < weights[Feature.AFTER]
         # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time.
-        tables = self.tables[:1] if free and not rises else self.tables
+        tables = self._at(role.site)[: 1 if free and not rises else None]
 
         def least(blocks: float) -> float:
             return min(t.least(role, blocks, weights) for t in tables)
 
-        if role == StageRole():  # without ends all grows with the blocks
+        if not role.ends:  # without ends all grows with the blocks
             made = _HalfSpace(weights=weights, base=0.0, slope=least(self.blocks) / self.blocks)
         else:  # the least over splits is concave in the blocks: no less than its chord
             low, high = 1, max(self.blocks - self.ranks + 1, 2)
@@ -198,12 +211,14 @@ class StageBounds:
         rows = [np.hstack([np.zeros((len(chains), many)), along, -np.ones((len(chains), 1))])]
         tops = [np.array([-crossed * self.send_s / scale[0] for _, crossed in chains])]
         if moments:
-            held = np.array([m.ravel() for m in moments]) * of / self.limit
+            held = np.array([m.ravel() for m in moments]) * of
             rows.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), 1))]))
             tops.append(np.ones(len(moments)))
         dense = csr_array(np.vstack(rows))
         sparse, owners = [], list[tuple[StageRole, int]]()
         for role, hs in active.items():
+            if not hs:  # the program before rested on none
+                continue
             at = np.array([k for k, r in enumerate(roles) if r == role])
             weights = np.array([h.weights for h in hs]) * scale
             size = np.abs(weights).max(axis=1)
@@ -234,7 +249,7 @@ class StageBounds:
         paid, kept, rest = np.split(prices, [len(chains), len(chains) + len(moments)])
         directions = np.tensordot(paid, np.array([c for c, _ in chains]), 1)
         if moments:  # in seconds per byte
-            directions = directions + np.tensordot(kept, np.array(moments), 1) * scale[0] / self.limit
+            directions = directions + np.tensordot(kept, np.array(moments), 1) * scale[0]
         used = set[int]()
         for role, count in owners:
             mine, rest = np.split(rest, [count])
@@ -256,17 +271,15 @@ class StageBounds:
         return np.where(np.arange(len(Feature)) < Feature.STATIC, max(unit, 1e-12), self.unit)
 
     def _moments(self, s: Schedule) -> Iterator[np.ndarray]:
-        """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, float64
-        [stages, features]."""
-        if np.isinf(self.limit):
-            return
+        """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, as parts of its
+        limit, float64 [stages, features]."""
         rank = np.array(s.rank_of)
-        for r in range(s.ranks):
+        for r in map(int, np.flatnonzero(np.isfinite(self.limits))):
             for held in most_held(s, r):
                 out = np.zeros((s.stages, len(Feature)))
                 out[:, Feature.STATIC] = rank == r
                 out[:, Feature.KEPT], out[:, Feature.WAITING] = held
-                yield out
+                yield out / self.limits[r]
 
 
 def _along(s: Schedule, p: Path) -> tuple[np.ndarray, float]:

@@ -9,6 +9,7 @@ splits that take longer and need less memory. The schedule decides which split a
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,10 +30,16 @@ __all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageT
 
 @dataclass(frozen=True, kw_only=True)
 class StageRole:
-    """Whether a stage has the part before the blocks, and the part after them."""
+    """Whether a stage has the part before the blocks, and the part after them. site: on which devices it lies, as a
+    number of the ``StageTables``; 0 where all are equal."""
 
     first: bool = False
     last: bool = False
+    site: int = 0
+
+    @property
+    def ends(self) -> bool:
+        return self.first or self.last
 
     def weight(self, parts: tuple[StagePart, ...], share: float) -> float:
         """The weight of a node in these parts, if a stage has this share of the blocks."""
@@ -96,7 +103,7 @@ class StageSplit:
 
 
 class StageTables:
-    """The tables of a step in micro-batches on the devices of one stage."""
+    """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices."""
 
     def __init__(
         self,
@@ -107,10 +114,28 @@ class StageTables:
         model: CostModel,
         optimizer: str,
         weights: GatheredWeights,
+        site: int = 0,
     ) -> None:
+        self.site, self.micro_batches = site, turns_of(graph)
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
+
+    def sent_each(self) -> StageTables:
+        """The same, with gathers and sums at each micro-batch."""
+        out = StageTables(
+            self.graph, self.places, self.variant, self.mesh, self.model, self.optimizer, "each", self.site
+        )
+        out.micro_batches = self.micro_batches
+        return out
+
+    def with_share(self, micro_batches: int) -> StageTables:
+        """The same tables for a step of which these devices take so many micro-batches, of the same size."""
+        out = copy(self)
+        out.micro_batches, out._splits = micro_batches, {}
+        vars(out)["features"] = self.features
+        vars(out).pop("step", None)
+        return out
 
     @cached_property
     def features(self) -> FeatureTables:
@@ -119,7 +144,7 @@ class StageTables:
     @cached_property
     def step(self) -> np.ndarray:
         """The direction of a stage's seconds per step."""
-        m = turns_of(self.graph)
+        m = self.micro_batches
         return direction(forward=m, input=m, weight=m, before=1, after=1)
 
     def cheapest(

@@ -5,15 +5,15 @@ It chooses the schedule, how each stage is split, and how many blocks each stage
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from pase.compiler.stage_bounds import StageBounds
-from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, StageRole, StageSplit, StageTables
+from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.errors import Infeasible
 from pase.ir import Graph
@@ -35,8 +35,8 @@ _ROOMS = (1.0, 0.85, 0.7)
 """Fractions of the limit for which the splits of stages are chosen, until some numbers of blocks fit."""
 _SIMULATIONS = 12
 _GAP = 1e-3
-_SECONDS = 0.3
-"""Time limit of one integer program. For cuts, a relative gap of ``_GAP`` is enough."""
+_NODES = 300
+"""The most nodes of one integer program's tree. For cuts, a relative gap of ``_GAP`` is enough."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,32 +64,67 @@ def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
 
 
 class StageMenu:
-    """Ways to split the stages on some devices. They are found once, and each schedule chooses among them."""
+    """Ways to split the stages on some devices. They are found once, and each schedule chooses among them.
 
-    def __init__(self, tables: Sequence[StageTables], ranks: int, micro_batches: int, limit: float) -> None:
-        self.tables, self.ranks, self.micro_batches, self.limit = tables, ranks, micro_batches, limit
+    tables: of every site. limit: bytes on a device of every rank, or of each one. sites: the site of each rank; empty:
+    all are equal. between: prices what ranks of different sites send each other.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[StageTables],
+        ranks: int,
+        micro_batches: int,
+        limit: float | np.ndarray,
+        sites: Sequence[int] = (),
+        between: CostModel | None = None,
+    ) -> None:
+        self.tables, self.ranks, self.micro_batches = tables, ranks, micro_batches
+        self.limits = np.broadcast_to(np.asarray(limit, float), (ranks,))
+        self.sites, self.between = tuple(sites) or (0,) * ranks, between
+        self.models: dict[int, CostModel] = {t.site: t.model for t in tables}
         self.places: Places = tables[0].places
         self.graph: Graph = tables[0].graph
-        self.model: CostModel = tables[0].model
         self.mesh: Mesh = tables[0].mesh
         self._splits: dict[StageRole, list[StageSplit]] = {}
 
-    def least_s(self) -> float:
-        """A lower bound on every pipeline of these ranks, for any schedule, cuts and splits: the mean work of its
-        ranks.
+    @cached_property
+    def block_s(self) -> np.ndarray:
+        """The least seconds per step of one block on each rank, float64 [ranks]."""
+        of = {i: self._at(i)[0].least_s(StageRole(site=i), self.places.blocks) for i in set(self.sites)}
+        return np.array([of[i] for i in self.sites]) / self.places.blocks
 
-        The first of the tables are the ones that charge least.
+    @property
+    def shares(self) -> np.ndarray:
+        """The part of the blocks with which each rank works as long as the others, float64 [ranks]."""
+        return 1 / self.block_s / (1 / self.block_s).sum()
+
+    def least_s(self) -> float:
+        """A lower bound on every pipeline of these ranks, for any schedule, cuts and splits: what all ranks take if the
+        work is divided so that none waits.
+
+        The first of a site's tables are the ones that charge least.
         """
-        t, n = self.tables[0], self.places.blocks
-        return (t.least_s(MIDDLE, n) + t.least_s(FIRST, 0.0) + t.least_s(LAST, 0.0)) / self.ranks
+
+        def end(ranks: Sequence[int], *, last: bool) -> float:
+            """In blocks of the rank that has it."""
+            roles = [(r, StageRole(first=not last, last=last, site=self.sites[r])) for r in ranks]
+            return min(self._at(role.site)[0].least_s(role, 0.0) / self.block_s[r] for r, role in roles)
+
+        whole = self.places.blocks + end((0,), last=False) + end((0, -1), last=True)
+        return float(whole / (1 / self.block_s).sum())
+
+    def _at(self, site: int) -> list[StageTables]:
+        return [t for t in self.tables if t.site == site]
 
     def splits(self, role: StageRole) -> list[StageSplit]:
-        """Ways to split a stage that has all blocks of a rank: one for each of the tables at each price per byte."""
+        """Ways to split a stage that has all blocks of a rank: one for each of its tables at each price per byte."""
         if role not in self._splits:
-            blocks, found = self.places.blocks / self.ranks, list[StageSplit]()
-            for t in self.tables:
+            rank = self.sites.index(role.site)
+            blocks, found = self.places.blocks * float(self.shares[rank]), list[StageSplit]()
+            for t in self._at(role.site):
                 free = t.cheapest(role, blocks)
-                each = free.step_s(blocks, self.micro_batches) / self.limit
+                each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
                 found += [
                     free,
                     *(t.cheapest(role, blocks, part * each, self.ranks) for part in _PRICES if each),
@@ -98,7 +133,10 @@ class StageMenu:
         return self._splits[role]
 
     def schedules(self) -> Iterator[tuple[Discipline, int]]:
-        """Those to try, with their stages per rank: those with several stages first."""
+        """Those to try, with their stages per rank: those with several stages first. A single rank has no choice."""
+        if self.ranks == 1:
+            yield SCHEDULES["1f1b"], 1
+            return
         for d in sorted(disciplines(), key=lambda d: -d.chunks[0]):
             for chunks in chunks_of(d, self.places.blocks, self.ranks):
                 if not d.refuses(self.ranks, self.micro_batches, chunks):
@@ -106,16 +144,14 @@ class StageMenu:
 
     def bounded_s(self, below: float) -> float:
         """A lower bound on every pipeline of these ranks under the schedules, within the limit; at most ``below``."""
-        each = [
-            StageTables(t.graph, t.places, t.variant, t.mesh, t.model, t.optimizer, "each")
-            for t in self.tables
-            if t.weights == "once" and not math.isinf(self.limit)
-        ]
+        once = [t for t in self.tables if t.weights == "once"]
+        limited = np.isfinite(self.limits).any()
         bounds = StageBounds(
-            tables=[t for t in self.tables if t.weights == "once"] + each,
+            tables=once + [t.sent_each() for t in once if limited],
             ranks=self.ranks,
-            limit=self.limit,
+            limit=self.limits,
             send_s=self._least_send_s(),
+            sites=self.sites,
         )
         for d, chunks in self.schedules():
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
@@ -130,7 +166,15 @@ class StageMenu:
             cfg = space.configs[space.graph.nodes.index(n)]
             access = n.write_of(tensor)[1]
             nbytes += float(local_bytes(n, self.graph.tensors[tensor], access, cfg, self.mesh).min())
-        return send_s(self.model, self.ranks, self.mesh.devices, nbytes)
+        ring = zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True)
+        return min(self._sent_s(a, b, nbytes) for a, b in set(ring))
+
+    def _sent_s(self, a: int, b: int, nbytes: float) -> float:
+        """Seconds to send a device's bytes to the next rank, between these sites."""
+        if a == b:
+            return send_s(self.models[a], self.sites.count(a), self.mesh.devices, nbytes)
+        assert self.between is not None
+        return send_s(self.between, 2, self.mesh.devices, nbytes)
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
         """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline may fit)."""
@@ -143,7 +187,7 @@ class StageMenu:
             tried.append(splits)
             problem = self.problem(s, splits)
             try:
-                cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _SECONDS)
+                cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _NODES)
             except Infeasible:
                 continue
             if cuts.simulated is None:
@@ -165,12 +209,12 @@ class StageMenu:
 
         If none fits, the way that needs the least memory.
         """
-        blocks = self.places.blocks / s.stages
         out: dict[int, StageSplit] = {}
         for r in range(s.ranks):
             mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
+            blocks = self.places.blocks * float(self.shares[r]) / len(mine)
             flying = in_flight(s, r)[:, 0].max(axis=0)
-            roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in mine]
+            roles = [StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r]) for k in mine]
             ways = list(zip(*(self.splits(role) for role in roles), strict=True))
             seconds = [sum(w.step_s(blocks, self.micro_batches) for w in way) for way in ways]
             nbytes = [
@@ -178,7 +222,7 @@ class StageMenu:
                 + max(w.buffers() for w in way)
                 for way in ways
             ]
-            fitting = [i for i, n in enumerate(nbytes) if n <= room * self.limit]
+            fitting = [i for i, n in enumerate(nbytes) if n <= room * self.limits[r]]
             best = (
                 min(fitting, key=seconds.__getitem__)
                 if fitting
@@ -205,7 +249,7 @@ class StageMenu:
         return CutProblem(
             schedule=s,
             blocks=self.places.blocks,
-            limit=self.limit,
+            limit=self.limits,
             fixed=StageTimes(
                 forward=fixed["forward"],
                 input=fixed["input"],
@@ -231,7 +275,11 @@ class StageMenu:
             a = n.ops[0].writes[0]
             cfg = first.configs[name][None, :]
             nbytes += float(local_bytes(n, self.graph.tensors[a.tensor], a, cfg, self.mesh)[0])
-        return ends_sum_s(self.model, self.ranks, self.mesh.devices, nbytes)
+        one, other = self.sites[0], self.sites[-1]
+        if one == other:
+            return ends_sum_s(self.models[one], self.sites.count(one), self.mesh.devices, nbytes)
+        assert self.between is not None
+        return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
 
     def _send_s(self, a: StageSplit, b: StageSplit) -> float:
         """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
@@ -254,8 +302,8 @@ class StageMenu:
                     phase="forward",
                     times=1.0,
                 )
-                total += float(np.ravel(charge_price(charge, self.model, self.mesh))[0])
-        return total + send_s(self.model, self.ranks, self.mesh.devices, self.sent_bytes(a))
+                total += float(np.ravel(charge_price(charge, self.models[b.role.site], self.mesh))[0])
+        return total + self._sent_s(a.role.site, b.role.site, self.sent_bytes(a))
 
     def sent_bytes(self, a: StageSplit) -> float:
         """Bytes of one micro-batch that a device of a stage sends to the next stage."""

@@ -1,6 +1,7 @@
 """Machines as data files, meshes over their devices, and the cost-model protocol."""
 
 from pase.machine.dump import dumps
+from pase.machine.groups import GroupedMachine, MachineGroup
 from pase.machine.load import DEFAULT, load, names, parse
 from pase.machine.meshes import axis_levels, level_ways, mesh_from, meshes
 from pase.machine.types import (
@@ -35,9 +36,11 @@ __all__ = [
     "CostModel",
     "Curve",
     "Device",
+    "GroupedMachine",
     "Host",
     "LinkLevel",
     "Machine",
+    "MachineGroup",
     "MatmulTable",
     "Mesh",
     "PaperFigures",

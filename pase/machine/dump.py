@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.machine.groups import GroupedMachine
 from pase.machine.load import SCHEMA, MeasuredForm, parse, unnumbered
 from pase.machine.types import CollectiveCurve, Machine
 
@@ -64,6 +66,10 @@ def dumps(machine: Machine) -> str:
     >>> parse(dumps(load("h100x8")), "again") == load("h100x8")
     True
     """
+    if isinstance(machine, GroupedMachine):
+        raise PaseError(
+            f"machine '{machine.name}' is made of groups, whose file names those of its kinds: copy that file"
+        )
     lines: list[str] = []
     _write({"schema": SCHEMA, **_tree(machine, "", machine.sources)}, "", lines)
     text = "\n".join(lines) + "\n"

@@ -16,10 +16,11 @@ from typing import Literal
 from pase.errors import PaseError
 from pase.files.codec import AtLeastOne, convert, json_schema, refuse_control
 from pase.files.json_values import JsonObject
+from pase.machine.groups import GROUPS_SCHEMA, GroupedMachine, GroupsFile, grouped
 from pase.machine.tables import check_attention, check_curve, check_matmul
 from pase.machine.types import AttentionCurve, CollectiveCurve, CollectiveKind, Curve, Machine
 
-__all__ = ["DEFAULT", "SCHEMA", "load", "made_schema", "names", "parse", "schema"]
+__all__ = ["DEFAULT", "SCHEMA", "load", "made_groups_schema", "made_schema", "names", "parse", "schema"]
 
 MachineVersion = Literal["pase.machine/1"]
 SCHEMA: MachineVersion = "pase.machine/1"
@@ -50,6 +51,13 @@ def made_schema() -> JsonObject:
     return json_schema(MachineFile, "pase.machine/1: devices joined by link levels", closed=True)
 
 
+def made_groups_schema() -> JsonObject:
+    """The JSON Schema of a machine file of groups, made of ``GroupsFile``; the committed file is equal to it."""
+    return json_schema(
+        GroupsFile, f"{GROUPS_SCHEMA}: groups of equal devices, and the link between", closed=True
+    )
+
+
 @cache
 def schema() -> JsonObject:
     """The published JSON Schema of a machine file, for editors and for programs that write one."""
@@ -57,8 +65,8 @@ def schema() -> JsonObject:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def parse(text: str, where: str) -> Machine:
-    """Reads a machine file's text. ``where`` names it in errors (PaseError)."""
+def parse(text: str, where: str, folder: Path | None = None) -> Machine:
+    """Reads a machine file's text. ``where`` names it in errors (PaseError). folder: where paths of groups begin."""
     refuse_control(text, where)
     try:
         tree = tomllib.loads(text)
@@ -66,18 +74,43 @@ def parse(text: str, where: str) -> Machine:
         raise PaseError(f"{where}: not TOML: {e}") from e
     except ValueError as e:  # Python refuses integers of thousands of digits
         raise PaseError(f"{where}: not TOML that can be read: {str(e).partition(';')[0]}") from None
+    if tree.get("schema") == GROUPS_SCHEMA:
+        if folder is None:
+            raise PaseError(
+                f"{where}: is a machine of groups ('{GROUPS_SCHEMA}'), which only a file of its own may be"
+            )
+        return _grouped(tree, where, folder)
     if tree.get("schema") != SCHEMA:
-        raise PaseError(f"{where}: schema is {tree.get('schema')!r}, this version reads '{SCHEMA}'")
+        raise PaseError(
+            f"{where}: schema is {tree.get('schema')!r}, this version reads '{SCHEMA}' and '{GROUPS_SCHEMA}'"
+        )
     form = convert(tree, MachineFile, where, closed=True)
     for problem in _problems(form):
         raise PaseError(f"{where}: at {problem}")
+    _check_sources(tree, form.sources, where)
+    content = {f.name: getattr(form, f.name) for f in fields(Machine)}
+    return Machine(**content | {"collectives": tuple(map(_collective, form.collectives))})
+
+
+def _check_sources(tree: dict[str, object], sources: dict[str, str], where: str) -> None:
     numbers = _numbers(
         {key: value for key, value in tree.items() if key not in ("sources", "provenance")}, ""
     )
-    for problem in _unsourced(list(numbers), form.sources):
+    for problem in _unsourced(list(numbers), sources):
         raise PaseError(f"{where}: {problem}")
-    content = {f.name: getattr(form, f.name) for f in fields(Machine)}
-    return Machine(**content | {"collectives": tuple(map(_collective, form.collectives))})
+
+
+def _grouped(tree: dict[str, object], where: str, folder: Path) -> GroupedMachine:
+    form = convert(tree, GroupsFile, where, closed=True)
+    _check_sources(tree, form.sources, where)
+    kinds = []
+    for i, g in enumerate(form.groups):
+        try:
+            text, named, _ = _read(folder / g.kind if g.kind.endswith(".toml") else g.kind)
+            kinds.append((parse(text, named), g.count))
+        except PaseError as e:
+            raise PaseError(f"{where}: at groups/{i}/kind: {e}") from e
+    return grouped(form.name, kinds, form.between, form.sources, form.title)
 
 
 def _collective(form: MeasuredForm) -> CollectiveCurve:
@@ -190,6 +223,12 @@ def load(name_or_path: str | Path = DEFAULT) -> Machine:
     >>> load("H100_x8").device.memory_bytes
     80000000000
     """
+    text, where, folder = _read(name_or_path)
+    return parse(text, where, folder)
+
+
+def _read(name_or_path: str | Path) -> tuple[str, str, Path | None]:
+    """(the text of a machine's file, what messages call it, its folder if it is not the package's)."""
     text = str(name_or_path)
     if not isinstance(name_or_path, Path) and not text.endswith(".toml") and "/" not in text:
         known = {_plain(n): n for n in names()}
@@ -199,9 +238,9 @@ def load(name_or_path: str | Path = DEFAULT) -> Machine:
             )
         name = known[_plain(text)]
         file = resources.files("pase.machine") / "data" / f"{name}.toml"
-        return parse(file.read_text(encoding="utf-8"), f"machine {name}")
+        return file.read_text(encoding="utf-8"), f"machine {name}", None
     try:
         content = Path(name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise PaseError(f"cannot read machine file {text}: {e}") from e
-    return parse(content, text)
+    return content, text, Path(name_or_path).parent

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from pase.errors import PaseError
-from pase.machine.types import Curve, Machine
+from pase.machine.groups import GroupedMachine
+from pase.machine.types import Curve, LinkLevel, Machine
 
 __all__ = ["QUANTITIES", "scaled"]
 
@@ -49,18 +50,13 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
         if machine.device.memory_curve is None
         else _curve(machine.device.memory_curve, 1.0, memory),
     )
+    if isinstance(machine, GroupedMachine):
+        groups = tuple(replace(g, machine=scaled(g.machine, factors)) for g in machine.groups)
+        machine = replace(machine, groups=groups, between=_link(machine.between, steps, links))
     return replace(
         machine,
         device=device,
-        levels=tuple(
-            replace(
-                level,
-                latency_s=level.latency_s * steps,
-                bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * links,
-                bandwidth_at_ways={w: b * links for w, b in level.bandwidth_at_ways.items()},
-            )
-            for level in machine.levels
-        ),
+        levels=tuple(_link(level, steps, links) for level in machine.levels),
         algorithms=tuple(
             replace(a, launch_s=a.launch_s * steps, step_s=tuple(s * steps for s in a.step_s))
             for a in machine.algorithms
@@ -73,6 +69,15 @@ def scaled(machine: Machine, factors: Mapping[str, float]) -> Machine:
             flops=machine.paper.flops * flops,
             bandwidth_bytes_per_s=machine.paper.bandwidth_bytes_per_s * links,
         ),
+    )
+
+
+def _link(level: LinkLevel, steps: float, links: float) -> LinkLevel:
+    return replace(
+        level,
+        latency_s=level.latency_s * steps,
+        bandwidth_bytes_per_s=level.bandwidth_bytes_per_s * links,
+        bandwidth_at_ways={w: b * links for w, b in level.bandwidth_at_ways.items()},
     )
 
 

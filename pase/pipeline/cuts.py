@@ -48,7 +48,7 @@ class CutProblem:
 
     fixed: times of stages without blocks. each: times added by one block, per stage for that stage's own split; its
     before and after are per stage, float64 [stages]. bytes_fixed, bytes_each: the same for bytes. limit: bytes on
-    every rank.
+    every rank, or on each one, float64 [ranks].
     """
 
     schedule: Schedule
@@ -57,8 +57,13 @@ class CutProblem:
     each: StageTimes
     bytes_fixed: StageBytes | None = None
     bytes_each: StageBytes | None = None
-    limit: float = np.inf
+    limit: float | np.ndarray = np.inf
     least: int = 1
+
+    @cached_property
+    def limits(self) -> np.ndarray:
+        """float64 [ranks]."""
+        return np.broadcast_to(np.asarray(self.limit, float), (self.schedule.ranks,))
 
     def times(self, counts: np.ndarray) -> StageTimes:
         """Times of stages with these numbers of blocks, int [stages]."""
@@ -93,14 +98,15 @@ class CutProblem:
         """(bytes per additional block of each stage [rows, stages], room for blocks [rows]). There is a row for each
         moment at which a rank may reach its peak."""
         s, f, e = self.schedule, self.bytes_fixed, self.bytes_each
-        if f is None or e is None or np.isinf(self.limit):
+        if f is None or e is None or np.isinf(self.limits).all():
             return np.zeros((0, s.stages)), np.zeros(0)
         rows, room = [], []
-        for r in range(s.ranks):
+        for r in map(int, np.flatnonzero(np.isfinite(self.limits))):
             mine = self.on_rank[r]
             for held in most_held(s, r):
                 rows.append(mine * e.held + held[0] * e.kept + held[1] * e.for_weights)
-                room.append(self.limit - float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights))
+                used = float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights)
+                room.append(float(self.limits[r]) - used)
         return np.array(rows), np.array(room)
 
 
@@ -136,13 +142,13 @@ def best_cuts(
     below: float = np.inf,
     most: int = 200,
     gap: float = TOLERANCE,
-    seconds: float = np.inf,
+    nodes: int | None = None,
 ) -> Cuts:
     """The numbers of blocks that give the shortest step.
 
     below: seconds that are known to be possible; only shorter steps are searched for. The search stops after ``most``
-    simulations, at a relative ``gap``, or when one integer program takes more than ``seconds``. It then returns the
-    best so far, with a valid bound. Infeasible if no numbers fit.
+    simulations, at a relative ``gap``, or when one integer program has visited ``nodes`` of its tree. It then returns
+    the best so far, with a valid bound; how busy the machine is changes nothing. Infeasible if no numbers fit.
     """
     s = problem.schedule
     if problem.blocks < problem.least * s.stages:
@@ -151,7 +157,7 @@ def best_cuts(
     best: tuple[np.ndarray, Simulated] | None = None
     bound, tried = _parts(problem, known)[1], 0
     while bound < below * (1 - TOLERANCE) and tried < most:
-        counts, least = _master(problem, known, gap / 2, seconds)
+        counts, least = _master(problem, known, gap / 2, nodes)
         if best is None and s.stages > _MOST_STAGES:  # start from equal numbers
             even = _rounded(problem, np.full(s.stages, problem.blocks / s.stages))
             counts = counts if even is None else even
@@ -206,9 +212,10 @@ def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> l
 
 
 def _master(
-    problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, seconds: float
+    problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, nodes: int | None
 ) -> tuple[np.ndarray | None, float]:
-    """(the numbers of blocks whose longest known path is shortest, a lower bound for all numbers); None on timeout.
+    """(the numbers of blocks whose longest known path is shortest, a lower bound for all numbers); None if the nodes
+    were spent before any were found.
 
     For many stages, fractional numbers are rounded: the bound is valid, and the numbers are close to it.
     """
@@ -216,7 +223,7 @@ def _master(
         parts, least = _parts(problem, known)
         return _rounded(problem, parts), least
     limits = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0} | (
-        {"time_limit": seconds} if np.isfinite(seconds) else {}
+        {} if nodes is None else {"node_limit": nodes}
     )
     found, unit = _program(problem, known, 1.0, limits)
     counts = None if found.x is None else np.rint(found.x[:-1]).astype(np.int64)
@@ -273,7 +280,7 @@ def _program(
     )
     if found.status == 2:
         raise Infeasible(
-            f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limit / 2**30:.4g} GiB a device under "
-            f"schedule '{s.name}'"
+            f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limits.max() / 2**30:.4g} GiB a device "
+            f"under schedule '{s.name}'"
         )
     return found, unit

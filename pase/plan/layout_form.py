@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal
 
@@ -223,14 +224,18 @@ def problems(form: LayoutForm) -> Iterator[str]:
     divide.
     """
     size = form.mesh
-    devices = 1 if form.pipeline is UNSET else form.pipeline.degree
-    for ways in size.values():
-        devices *= ways
+    p = form.pipeline
+    devices = (1 if p is UNSET else p.degree) * math.prod(size.values())
+    if p is not UNSET and p.replicas:
+        devices = sum(r.pipeline.degree * math.prod(r.mesh.values()) for r in p.replicas)
     if devices != form.devices:
         yield f"mesh: {size} is not {form.devices} devices" + (
             "" if form.pipeline is UNSET else f" in {form.pipeline.degree} ranks"
         )
-    yield from _stage_problems(form)
+    if p is not UNSET:
+        yield from _stage_problems(p, size, "pipeline")
+        for i, r in enumerate(p.replicas):
+            yield from _stage_problems(r.pipeline, r.mesh, f"pipeline/replicas/{i}/pipeline")
     for kind, tensors in (("parameters", form.parameters), ("inputs", form.inputs)):
         for path, t in tensors.items():
             yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)
@@ -261,22 +266,21 @@ def problems(form: LayoutForm) -> Iterator[str]:
                 yield f"accesses/equations/{at}: there are {known} layouts, counted from 0"
 
 
-def _stage_problems(form: LayoutForm) -> Iterator[str]:
+def _stage_problems(p: PipelinePlan, size: Mapping[str, int], place: str) -> Iterator[str]:
     """Check that the stages refer to existing ranks and strategies, and that there are as many stages as cuts."""
-    p = form.pipeline
-    if p is UNSET:
-        return
     if not len(p.cuts) == len(p.stages) == p.degree * p.chunks:
-        yield f"pipeline: {len(p.cuts)} cuts, {len(p.stages)} stages for {p.degree} ranks of {p.chunks}"
+        yield f"{place}: {len(p.cuts)} cuts, {len(p.stages)} stages for {p.degree} ranks of {p.chunks}"
+    if len(p.groups) not in (0, p.degree):
+        yield f"{place}/groups: {len(p.groups)} for {p.degree} ranks"
     for i, s in enumerate(p.stages):
         if s.rank >= p.degree or s.strategy >= len(p.strategies):
-            yield f"pipeline/stages/{i}: rank {s.rank}, strategy {s.strategy} are not there"
+            yield f"{place}/stages/{i}: rank {s.rank}, strategy {s.strategy} are not there"
     for i, strategy in enumerate(p.strategies):
         for node, split in strategy.items():
-            yield from _misplaced(f"pipeline/strategies/{i}/{node}", list(split.values()), form.mesh)
+            yield from _misplaced(f"{place}/strategies/{i}/{node}", list(split.values()), size)
     for node, stages in p.stages_of.items():
         if max(stages, default=0) >= len(p.stages):
-            yield f"pipeline/stages_of/{node}: there are {len(p.stages)} stages, counted from 0"
+            yield f"{place}/stages_of/{node}: there are {len(p.stages)} stages, counted from 0"
 
 
 def _misplaced(

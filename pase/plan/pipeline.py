@@ -12,7 +12,10 @@ from pase.ir.blocks import Block
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["PipelinePlan", "StagePlan", "lines"]
+__all__ = ["PipelinePlan", "ReplicaPlan", "StagePlan", "lines"]
+
+EQUAL = 1e-3
+"""Relative: what cuts are searched to. Steps that differ by less are as good."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,18 @@ class StagePlan:
     kept_bytes: Count | None = None
     waiting_bytes: Count | None = None
     send_bytes: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaPlan:
+    """A replica of the model on one group of a machine's devices. micro_batches: its share of the step's. step_s: until
+    it is done, before gradients are summed between replicas. mesh: axis -> size, of one of its ranks."""
+
+    group: str
+    micro_batches: AtLeastOne
+    step_s: NotNegative
+    mesh: Mapping[str, AtLeastOne]
+    pipeline: PipelinePlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +96,16 @@ class PipelinePlan:
     """Node -> the stages that have it, for nodes that not all stages have. Empty in layouts written before this
     existed: every model has such nodes."""
 
+    groups: tuple[str, ...] = ()
+    """The machine's group in which each rank lies. Empty if all devices are equal."""
+    replicas: tuple[ReplicaPlan, ...] = ()
+    """If each of the machine's groups holds a replica: all of them. The rest of the plan is that of the slowest."""
+    sum_s: NotNegative | None = None
+    """Seconds to sum gradients between replicas, after the slowest."""
+    equal_s: NotNegative | None = None
+    """Seconds of the step if unequal devices had equal shares, of the blocks or, with replicas, of the micro-batches.
+    None if devices are equal, or if equal shares do not fit."""
+
     def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
         if self.again:
@@ -89,7 +114,7 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
-        return f"{self.degree} ranks{chunks}, {self.micro_batches} micro-batches, {self.schedule}"
+        return f"{_many(self.degree, 'rank')}{chunks}, {_many(self.micro_batches, 'micro-batch')}, {self.schedule}"
 
 
 def lines(plan: PlanData) -> list[str]:
@@ -106,26 +131,62 @@ def lines(plan: PlanData) -> list[str]:
         + (f" · {' · '.join(how)}" if how else ""),
         f"cuts   {runs(p.cuts)} blocks a stage; the mesh is one rank's",
     ]
+    out += _unequal(p, plan.cost)
     slower = sorted((s, name) for name, s in p.others.items())
     if slower:
         texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
         out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
     out.append(f"scope  {p.scope}")
     out.append(
-        "note   plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
+        "note   replicas with unequal shares are priced only: no backend runs them yet"
+        if p.replicas
+        else "note   plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
     )
     return out
 
 
-def runs(cuts: tuple[int, ...]) -> str:
+def _unequal(p: PipelinePlan, step_s: float) -> list[str]:
+    """Which groups of unequal devices do what, and what equal shares would take."""
+    if not p.groups:
+        return []
+    out = []
+    for r in p.replicas:
+        mesh = "×".join(map(str, r.mesh.values()))
+        out.append(
+            f"share  {r.group}: {_many(r.micro_batches, 'micro-batch')}, {r.step_s * 1e3:.4g} ms, "
+            f"{_many(r.pipeline.degree, 'rank')} of {mesh}"
+        )
+    if not p.replicas:
+        out.append(f"groups {', '.join(runs(p.groups).split(' '))} by rank")
+    what = "shares of the micro-batches" if p.replicas else "numbers of blocks"
+    if p.equal_s is None:
+        out.append(f"equal  {what} do not fit")
+    elif p.equal_s <= step_s * (1 + EQUAL):
+        out.append(f"equal  {what} are as good")
+    else:
+        out.append(f"equal  {what} would take {p.equal_s / step_s - 1:.1%} longer")
+    if p.sum_s is not None:
+        out.append(f"sum    of gradients between the groups: {p.sum_s * 1e3:.4g} ms of the step")
+    return out
+
+
+def _many(n: int, what: str) -> str:
+    """
+    >>> _many(1, "rank"), _many(3, "micro-batch")
+    ('1 rank', '3 micro-batches')
+    """
+    return f"{n} {what}" + ("" if n == 1 else "es" if what.endswith("h") else "s")
+
+
+def runs(cuts: tuple[object, ...]) -> str:
     """
     >>> runs((7, 8, 8, 8, 6))
     '7 8×3 6'
     """
-    out: list[list[int]] = []
+    out: list[tuple[object, int]] = []
     for n in cuts:
         if out and out[-1][0] == n:
-            out[-1][1] += 1
+            out[-1] = n, out[-1][1] + 1
         else:
-            out.append([n, 1])
+            out.append((n, 1))
     return " ".join(f"{n}×{k}" if k > 1 else str(n) for n, k in out)

@@ -267,7 +267,7 @@ def test_no_splits_and_no_cuts_beat_the_bound(limited):
     rng, closest = np.random.default_rng(0), 0.0
     most = 0.9 * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
     menu = StageMenu(ways, 2, 4, most if limited else np.inf)
-    bounds = StageBounds(tables=ways, ranks=2, limit=menu.limit)
+    bounds = StageBounds(tables=ways, ranks=2, limit=menu.limits)
     for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zb-v", 2)):
         s = schedule(name, 2, 4, chunks)
         roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in range(s.stages)]

@@ -1,0 +1,97 @@
+"""One choice of ranks, micro-batches, mesh and place of a pipeline: its tables, and the search over its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.sites import Arrangement, Site
+from pase.compiler.stage_menu import StageTables
+from pase.compiler.stage_places import Places, places_of
+from pase.compiler.stage_search import Staged, StageMenu
+from pase.compiler.variants import Variant, graph_of
+from pase.ir import Graph
+from pase.machine import Mesh
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+    from pase.ir.blocks import Block
+
+__all__ = ["Candidate", "TablesMade", "menu_of", "search_candidate"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Candidate:
+    """A number of ranks, a number of micro-batches, a mesh, and where the ranks lie.
+
+    least: seconds that none of its pipelines beats. tables: for each way to run the step, made on demand.
+    """
+
+    ranks: int
+    micro_batches: int
+    mesh: Mesh
+    least: float
+    place: Arrangement
+    tables: Callable[[], tuple[StageTables, ...]]
+
+    def menu(self, tables: Sequence[StageTables]) -> StageMenu:
+        return menu_of(tables, self.micro_batches, self.place)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ranks} ranks of {'×'.join(map(str, self.mesh.sizes))}, {self.micro_batches} micro-batches"
+        )
+
+
+class TablesMade:
+    """The tables of a traced model's stages, made when they are asked for. blocks: written-out ones. keep: they are
+    asked for again, in another order of groups."""
+
+    def __init__(self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool) -> None:
+        self.traced, self.blocks, self.optimizer, self.keep = traced, blocks, optimizer, keep
+        self._graphs: dict[Variant, tuple[Graph, Places]] = {}
+        self._tables: dict[tuple[Variant, Mesh, int], StageTables] = {}
+
+    def all(self, ways: Sequence[Variant], mesh: Mesh, sites: Sequence[Site]) -> tuple[StageTables, ...]:
+        """For each site, those of each way to run the step."""
+        return tuple(self.of(v, mesh, site) for site in sites for v in ways)
+
+    def of(self, variant: Variant, mesh: Mesh, site: Site) -> StageTables:
+        if variant not in self._graphs:
+            graph = graph_of(self.traced, variant)
+            self._graphs[variant] = graph, places_of(graph, self.blocks)
+        key = variant, mesh, site.number
+        if key in self._tables:
+            return self._tables[key]
+        graph, places = self._graphs[variant]
+        made = StageTables(graph, places, variant, mesh, site.model, self.optimizer, "once", site.number)
+        if self.keep:
+            self._tables[key] = made
+        return made
+
+
+def menu_of(tables: Sequence[StageTables], micro_batches: int, place: Arrangement) -> StageMenu:
+    """The ways to split the stages of ranks that lie there. tables: of all their sites."""
+    return StageMenu(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between)
+
+
+def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:
+    """The candidate's best pipeline that takes less than ``below``.
+
+    Gathers and sums at each micro-batch take longer but need less memory. They are tried if nothing fits without them.
+    """
+    once = c.tables()
+    for each in (False, True):
+        menu = c.menu([*once, *(t.sent_each() for t in once if each)])
+        best, top, fits = None, below, False
+        for d, chunks in menu.schedules():
+            found, fitted = menu.staged(d, chunks, top)
+            fits |= fitted
+            if found is not None:
+                best, top = found, found.step_s
+        if fits or np.isinf(menu.limits).all():
+            break
+    return best, menu

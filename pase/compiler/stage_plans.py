@@ -1,0 +1,232 @@
+"""The plan of a pipeline that the search found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.pipelines import MICRO_BATCHES, Pipelines
+from pase.compiler.plans import provenance_of
+from pase.compiler.problem import SplitProblem
+from pase.compiler.shares import Shares
+from pase.compiler.stage_menu import StageSplit
+from pase.compiler.stage_search import Staged, StageMenu
+from pase.ir import digest
+from pase.machine import GroupedMachine, Mesh
+from pase.memory.account import Memory
+from pase.pipeline.simulate import peak_bytes, simulate
+from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.pipeline import PipelinePlan, ReplicaPlan, StagePlan
+from pase.plan.types import NodePlan, PlanData, Tried
+from pase.tables.itemize import NodeCost, split_of
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["plan_staged"]
+
+
+def plan_staged(
+    problem: SplitProblem, traced: Traced, name: str, found: Pipelines, seconds: dict[str, float]
+) -> PlanData:
+    """The plan of what the search found: the mesh, the nodes and storage of a middle stage, with the splits of both
+    ends.
+    """
+    s, menu = found.best, found.menu
+    assert s is not None and menu is not None and s.cuts.simulated is not None and s.cuts.counts is not None
+    step_s = s.step_s if found.shares is None else found.shares.step_s
+    middle = _middle(s)
+    configs = _as_cut(s, menu)
+    t = next(t for t in menu.tables if t.variant == middle.variant)
+    mesh = axes_by_use(t.graph, s.mesh, configs)
+    bound = min(found.bound, step_s)
+    plan = assemble(
+        t.graph,
+        mesh,
+        configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=step_s,
+        bound=bound,
+        optimal=not found.unseen and bound >= step_s * (1 - 1e-6),
+        baselines={},
+        skipped={},
+        tried=[Tried(mesh=s.mesh.sizes, cost=step_s)],
+        seconds=seconds,
+        provenance=provenance_of(
+            t.graph,
+            "stages: tables of one graph, cuts by paths",
+            "paths of the schedules, with each rank's memory",
+        ),
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=s.micro_batches,
+        remat=middle.variant.blocks,
+    )
+    memory = _memory(s)
+    return replace(
+        plan,
+        devices=problem.devices,
+        memory=max(memory, key=lambda m: m.total),
+        memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
+        nodes=tuple(_shared(n, 1 / s.schedule.ranks) for n in plan.nodes),
+        pipeline=replace(
+            _pipeline(s, menu, mesh, _scope(found), _names(problem)),
+            replicas=() if found.shares is None else _replicas(found.shares, found, _names(problem)),
+            sum_s=None if found.shares is None else found.shares.sum_s,
+            equal_s=_equal_s(s, found, isinstance(problem.machine, GroupedMachine)),
+        ),
+    )
+
+
+def _names(problem: SplitProblem) -> tuple[str, ...]:
+    """Of the machine's groups; empty if its devices are equal."""
+    machine = problem.machine
+    return tuple(g.name for g in machine.groups) if isinstance(machine, GroupedMachine) else ()
+
+
+def _middle(s: Staged) -> StageSplit:
+    return s.splits[len(s.splits) // 2]
+
+
+def _as_cut(s: Staged, menu: StageMenu) -> dict[str, np.ndarray]:
+    """Node -> int8 [axes]: a middle stage's split of the blocks, and those of both ends."""
+    of = {"first": s.splits[0], "block": _middle(s), "last": s.splits[-1]}
+    return {n.name: of[menu.places.of(n.name)].configs[n.name] for n in menu.graph.nodes}
+
+
+def _equal_s(s: Staged, found: Pipelines, unequal: bool) -> float | None:
+    """Seconds of the step with equal shares for unequal devices: of the micro-batches, for replicas, else of the
+    blocks. None if devices are equal, or if equal shares do not fit."""
+    if not unequal:
+        return None
+    if found.shares is not None:
+        return None if np.isinf(found.shares.equal_s) else found.shares.equal_s
+    p, many = s.problem, s.schedule.stages
+    counts = np.array([p.blocks // many + (k < p.blocks % many) for k in range(many)])
+    rows, room = p.memory_rows
+    if len(rows) and (rows @ counts > room * (1 + 1e-9)).any():
+        return None
+    return simulate(s.schedule, p.times(counts)).step_s
+
+
+def _replicas(shares: Shares, found: Pipelines, names: tuple[str, ...]) -> tuple[ReplicaPlan, ...]:
+    out = []
+    for r in shares.replicas:
+        mesh = axes_by_use(r.menu.graph, r.staged.mesh, _as_cut(r.staged, r.menu))
+        out.append(
+            ReplicaPlan(
+                group=r.site.name,
+                micro_batches=r.micro_batches,
+                step_s=r.staged.step_s,
+                mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+                pipeline=_pipeline(r.staged, r.menu, mesh, _scope(found), names),
+            )
+        )
+    return tuple(out)
+
+
+def _shared(n: NodePlan, part: float) -> NodePlan:
+    """A node's costs and work as the average per rank. Each stage lists its own memory."""
+    cost = NodeCost(
+        compute=n.cost.compute * part, communication=n.cost.communication * part, update=n.cost.update * part
+    )
+    work = tuple(replace(w, times=w.times * part, cost=w.cost * part) for w in n.work)
+    return replace(n, cost=cost, work=work, keeps={}, kept_again=0)
+
+
+def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[str, ...]) -> PipelinePlan:
+    memory = _memory(s)
+    sim, counts = s.cuts.simulated, s.cuts.counts
+    assert sim is not None and counts is not None
+    times = s.problem.times(np.array(counts))
+    kept, waiting = _kept(s)
+    strategies = list(dict.fromkeys(s.splits))
+    stages = tuple(
+        StagePlan(
+            rank=rank,
+            blocks=n,
+            strategy=strategies.index(split),
+            recomputes=bool(split.variant.blocks),
+            weights=split.weights,
+            forward_s=float(times.forward[k]),
+            backward_s=float(times.full[k] - times.forward[k]),
+            memory_bytes=memory[rank].total,
+            weight_s=float(times.weight[k]),
+            again_s=float(times.again[k]),
+            send_s=float(times.send[k]) if k < len(times.send) else 0.0,
+            send_bytes=round(menu.sent_bytes(split)) if k < len(times.send) else 0,
+            kept_bytes=round(kept[k]),
+            waiting_bytes=round(waiting[k]),
+        )
+        for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
+    )
+    others = {}
+    for d, chunks in menu.schedules():
+        if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
+            other, _ = menu.staged(d, chunks)
+            if other is not None:
+                others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
+    where = {n.name: n for n in menu.graph.nodes}
+    return PipelinePlan(
+        degree=s.schedule.ranks,
+        chunks=s.schedule.stages // s.schedule.ranks,
+        micro_batches=s.micro_batches,
+        schedule=s.schedule.name,
+        cuts=counts,
+        bubble=sim.bubble,
+        imbalance=sim.imbalance,
+        cuts_bound=s.cuts.bound,
+        stages=stages,
+        others=others,
+        strategies=tuple(
+            {name: split_of(where[name], cfg, mesh) for name, cfg in split.configs.items()}
+            for split in strategies
+        ),
+        scope=scope,
+        groups=tuple(groups[i] for i in menu.sites) if groups else (),
+        again=tuple(split.variant.blocks for split in strategies),
+        before_s=tuple(map(float, times.before)),
+        after_s=tuple(map(float, times.after)),
+        stages_of=next(t for t in menu.tables if t.variant == _middle(s).variant).places.stages_of(counts),
+    )
+
+
+def _scope(found: Pipelines) -> str:
+    left = f"; {found.left} of them were bounded only, in the time" if found.left else ""
+    left += f"; {found.unseen} more were not looked at, in the time" if found.unseen else ""
+    return (
+        f"the bound is over {found.tried} choices of ranks, micro-batches ({', '.join(map(str, MICRO_BATCHES))} times "
+        f"the ranks, or as given) and meshes of at most two axes{left}; it holds for every cut, and every split of "
+        f"each stage, under all schedules but 'circular', within the memory limit; ranks are the outermost axis"
+    )
+
+
+def _kept(s: Staged) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of one micro-batch on a device of each stage, float64 [stages]: until its backward, and the part of them
+    that stays until its weights' gradients."""
+    counts, f, e = np.array(s.cuts.counts), s.problem.bytes_fixed, s.problem.bytes_each
+    assert f is not None and e is not None
+    return f.kept + counts * e.kept, f.for_weights + counts * e.for_weights
+
+
+def _memory(s: Staged) -> list[Memory]:
+    """Memory on a device of each rank."""
+    counts = np.array(s.cuts.counts)
+    active = peak_bytes(s.schedule, *_kept(s))
+    out = []
+    for r in range(s.schedule.ranks):
+        mine = [k for k, rank in enumerate(s.schedule.rank_of) if rank == r]
+        kinds = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
+        for k in mine:
+            for many, part in [(counts[k], s.splits[k].block), *((1, end) for end in s.splits[k].ends)]:
+                for kind, nbytes in part.memory.items():
+                    kinds[kind] += many * nbytes
+        kinds["activations"] += float(active[r])
+        buffers = max(s.splits[k].buffers() for k in mine)
+        out.append(Memory(buffers=round(buffers), **{k: round(v) for k, v in kinds.items()}))
+    return out
