@@ -18,7 +18,7 @@ import numpy as np
 from pase import costmodels
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Progress, SplitProblem
-from pase.compiler.sites import Arrangement, Site, groups_of, rank_meshes
+from pase.compiler.sites import Arrangement, RankSite, groups_of, rank_meshes
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import places_of
@@ -40,7 +40,7 @@ _MICRO_BATCHES = (2, 4, 8, 16, 32)
 class Replica:
     """A group's replica, with so many of the step's micro-batches."""
 
-    site: Site
+    site: RankSite
     micro_batches: int
     staged: Staged
     menu: StageMenu
@@ -137,7 +137,7 @@ def search_shares(
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
         ways = next(variants(traced, problem.graph, m, options.remat, limited, options.precision))
-        group = [_Alone(site, problem, options, made, ways) for site in groups]
+        group = [_OnOneGroup(site, problem, options, made, ways) for site in groups]
         counts = best_shares(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
         least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))
         counts = best_shares(m, len(group), lambda g, k, of=group: of[g].step_s(k), counts)  # type: ignore[misc]
@@ -157,12 +157,12 @@ def search_shares(
     return out
 
 
-class _Alone:
+class _OnOneGroup:
     """The pipelines, and the splits without stages, of one group's devices, for any share of the micro-batches."""
 
     def __init__(
         self,
-        site: Site,
+        site: RankSite,
         problem: SplitProblem,
         options: CompileOptions,
         made: TablesMade,

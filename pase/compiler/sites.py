@@ -14,11 +14,11 @@ from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.machine import CostModel, GroupedMachine, Machine, Mesh, mesh_from, meshes
 
-__all__ = ["Arrangement", "Site", "arrangements", "groups_of", "rank_meshes"]
+__all__ = ["Arrangement", "RankSite", "arrangements", "groups_of", "rank_meshes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Site:
+class RankSite:
     """Equal devices. number: of the machine's group. limit: bytes on a device, infinite if there is none."""
 
     number: int
@@ -33,11 +33,11 @@ class Site:
 class Arrangement:
     """The site of each rank. between: prices what ranks of different sites send each other."""
 
-    ranks: tuple[Site, ...]
+    ranks: tuple[RankSite, ...]
     between: CostModel | None = None
 
     @property
-    def sites(self) -> tuple[Site, ...]:
+    def sites(self) -> tuple[RankSite, ...]:
         """Each once, in the order of their ranks."""
         return tuple({s.number: s for s in self.ranks}.values())
 
@@ -50,13 +50,13 @@ class Arrangement:
         return np.array([s.limit for s in self.ranks])
 
 
-def groups_of(problem: SplitProblem, options: CompileOptions) -> list[Site]:
+def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankSite]:
     """The machine's groups; a machine of equal devices is one. Raises PaseError unless all devices are asked for."""
     machine = problem.machine
     if not isinstance(machine, GroupedMachine):
         limit = options.limit_bytes(machine)
         return [
-            Site(
+            RankSite(
                 number=0,
                 name=machine.name,
                 devices=problem.devices,
@@ -73,7 +73,7 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[Site]:
         )
     limits = [options.limit_bytes(g.machine) for g in machine.groups]
     return [
-        Site(
+        RankSite(
             number=i,
             name=g.name,
             devices=g.count,
@@ -85,7 +85,7 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[Site]:
     ]
 
 
-def arrangements(problem: SplitProblem, groups: list[Site], ranks: int) -> Iterator[Arrangement]:
+def arrangements(problem: SplitProblem, groups: list[RankSite], ranks: int) -> Iterator[Arrangement]:
     """Every order of the groups, each with its ranks in a row; none if a rank would be of two groups.
 
     Orders that differ only in which of two equal groups is first are one.
@@ -106,7 +106,7 @@ def arrangements(problem: SplitProblem, groups: list[Site], ranks: int) -> Itera
             )
 
 
-def rank_meshes(groups: list[Site], options: CompileOptions, devices: int) -> list[Mesh]:
+def rank_meshes(groups: list[RankSite], options: CompileOptions, devices: int) -> list[Mesh]:
     """Meshes of one rank's devices: the given one; or all devices as one axis, or one axis within a node and one across
     nodes, for nodes of any of the groups.
 

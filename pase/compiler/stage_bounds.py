@@ -216,9 +216,7 @@ class StageBounds:
             tops.append(np.ones(len(moments)))
         dense = csr_array(np.vstack(rows))
         sparse, owners = [], list[tuple[StageRole, int]]()
-        for role, hs in active.items():
-            if not hs:  # the program before rested on none
-                continue
+        for role, hs in ((role, hs) for role, hs in active.items() if hs):
             at = np.array([k for k, r in enumerate(roles) if r == role])
             weights = np.array([h.weights for h in hs]) * scale
             size = np.abs(weights).max(axis=1)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.compiler.sites import Arrangement, Site
+from pase.compiler.sites import Arrangement, RankSite
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import Places, places_of
 from pase.compiler.stage_search import Staged, StageMenu
@@ -55,11 +55,11 @@ class TablesMade:
         self._graphs: dict[Variant, tuple[Graph, Places]] = {}
         self._tables: dict[tuple[Variant, Mesh, int], StageTables] = {}
 
-    def all(self, ways: Sequence[Variant], mesh: Mesh, sites: Sequence[Site]) -> tuple[StageTables, ...]:
+    def all(self, ways: Sequence[Variant], mesh: Mesh, sites: Sequence[RankSite]) -> tuple[StageTables, ...]:
         """For each site, those of each way to run the step."""
         return tuple(self.of(v, mesh, site) for site in sites for v in ways)
 
-    def of(self, variant: Variant, mesh: Mesh, site: Site) -> StageTables:
+    def of(self, variant: Variant, mesh: Mesh, site: RankSite) -> StageTables:
         if variant not in self._graphs:
             graph = graph_of(self.traced, variant)
             self._graphs[variant] = graph, places_of(graph, self.blocks)

@@ -71,7 +71,7 @@ class GroupedMachine(Machine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupForm:
+class KindForm:
     """A group in a file. kind: a machine's name, or the path of its file, as seen from this file. count: devices."""
 
     kind: str
@@ -84,7 +84,7 @@ class GroupsFile:
 
     schema: GroupsVersion
     name: str
-    groups: Annotated[tuple[GroupForm, ...], Meta(min_length=2)]
+    groups: Annotated[tuple[KindForm, ...], Meta(min_length=2)]
     between: LinkLevel
     title: str = ""
     sources: dict[str, str] = field(default_factory=dict)

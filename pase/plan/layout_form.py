@@ -234,8 +234,8 @@ def problems(form: LayoutForm) -> Iterator[str]:
         )
     if p is not UNSET:
         yield from _stage_problems(p, size, "pipeline")
-        for i, r in enumerate(p.replicas):
-            yield from _stage_problems(r.pipeline, r.mesh, f"pipeline/replicas/{i}/pipeline")
+        for i, replica in enumerate(p.replicas):
+            yield from _stage_problems(replica.pipeline, replica.mesh, f"pipeline/replicas/{i}/pipeline")
     for kind, tensors in (("parameters", form.parameters), ("inputs", form.inputs)):
         for path, t in tensors.items():
             yield from _misplaced(f"{kind}/{path}/storage", t.storage, size, t.shape)

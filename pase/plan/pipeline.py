@@ -114,7 +114,7 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
-        return f"{_many(self.degree, 'rank')}{chunks}, {_many(self.micro_batches, 'micro-batch')}, {self.schedule}"
+        return f"{_many(self.degree, 'rank', 'ranks')}{chunks}, {_many(self.micro_batches, 'micro-batch', 'micro-batches')}, {self.schedule}"
 
 
 def lines(plan: PlanData) -> list[str]:
@@ -153,11 +153,11 @@ def _unequal(p: PipelinePlan, step_s: float) -> list[str]:
     for r in p.replicas:
         mesh = "×".join(map(str, r.mesh.values()))
         out.append(
-            f"share  {r.group}: {_many(r.micro_batches, 'micro-batch')}, {r.step_s * 1e3:.4g} ms, "
-            f"{_many(r.pipeline.degree, 'rank')} of {mesh}"
+            f"share  {r.group}: {_many(r.micro_batches, 'micro-batch', 'micro-batches')}, {r.step_s * 1e3:.4g} ms, "
+            f"{_many(r.pipeline.degree, 'rank', 'ranks')} of {mesh}"
         )
     if not p.replicas:
-        out.append(f"groups {', '.join(runs(p.groups).split(' '))} by rank")
+        out.append(f"groups {runs(p.groups)} by rank")
     what = "shares of the micro-batches" if p.replicas else "numbers of blocks"
     if p.equal_s is None:
         out.append(f"equal  {what} do not fit")
@@ -170,12 +170,12 @@ def _unequal(p: PipelinePlan, step_s: float) -> list[str]:
     return out
 
 
-def _many(n: int, what: str) -> str:
+def _many(n: int, one: str, more: str) -> str:
     """
-    >>> _many(1, "rank"), _many(3, "micro-batch")
-    ('1 rank', '3 micro-batches')
+    >>> _many(1, "rank", "ranks"), _many(3, "rank", "ranks")
+    ('1 rank', '3 ranks')
     """
-    return f"{n} {what}" + ("" if n == 1 else "es" if what.endswith("h") else "s")
+    return f"{n} {one if n == 1 else more}"
 
 
 def runs(cuts: tuple[object, ...]) -> str:

@@ -109,11 +109,12 @@ def test_replicas_take_shares_by_speed():
     assert fast + slow == 8 and fast > slow
     assert shares.bound <= shares.step_s < shares.equal_s
     # A replica's share costs no less than a smaller one does: on this rests the proof.
-    from pase.compiler.shares import _Alone
+    from pase.compiler.shares import _OnOneGroup
 
     made = TablesMade(traced, blocks_of(traced), "adam", keep=True)
     group = [
-        _Alone(site, problem, options, made, [Variant(accumulate=8)]) for site in groups_of(problem, options)
+        _OnOneGroup(site, problem, options, made, [Variant(accumulate=8)])
+        for site in groups_of(problem, options)
     ]
     times = np.array([[g.step_s(k) for k in range(1, 8)] for g in group])
     assert (np.diff(times) > 0).all()
