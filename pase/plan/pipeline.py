@@ -114,7 +114,8 @@ class PipelinePlan:
 
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
-        return f"{_many(self.degree, 'rank', 'ranks')}{chunks}, {_many(self.micro_batches, 'micro-batch', 'micro-batches')}, {self.schedule}"
+        micro = _many(self.micro_batches, "micro-batch", "micro-batches")
+        return f"{_many(self.degree, 'rank', 'ranks')}{chunks}, {micro}, {self.schedule}"
 
 
 def lines(plan: PlanData) -> list[str]:
