@@ -38,6 +38,14 @@ def solve(
             help="Seconds, including reading the file; then the best answer found so far is returned.",
         ),
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rounds of the search at most, where no elimination order is affordable. Each is a fixed amount of "
+            "work. Default: 60, or no limit if there is a time limit.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the answer: a JSON list, one index per node.")
     ] = None,
@@ -55,8 +63,8 @@ def solve(
 
     Minimises node costs + edge costs, under the instance's memory limit if it has one.
 
-    The search is exact if an elimination order fits in memory. Otherwise it returns the best solution found within the
-    time limit, with a lower bound. Ctrl-C returns the best solution found so far.
+    The search is exact if an elimination order fits in memory. Otherwise it returns the best solution found within its
+    budget of work, with a lower bound. A time limit or Ctrl-C ends it earlier, with the best solution found so far.
     """
     began = time.perf_counter() - _since_start()
     from pase.errors import Infeasible, PaseError
@@ -79,6 +87,7 @@ def solve(
         with _progress(f"{instance.name}: {counts['nodes']} nodes, {counts['edges']} edges") as progress:
             options = SearchOptions(
                 time_limit=time_limit,
+                rounds=rounds,
                 seed=seed,
                 kernel=kernel,  # type: ignore[arg-type]
                 progress=progress,

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 
 from pase.errors import Infeasible
 from pase.search.bundle import next_prices
 from pase.search.check import cost_of
-from pase.search.clock import DEFAULT_SECONDS, Deadline
-from pase.search.contract import Contracted, contract, restrict
+from pase.search.clock import Deadline
+from pase.search.contract import contract, restrict
 from pase.search.exact import eliminate_pairwise
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.residual import ACTIVE_POINTS, Incumbent, Residual
@@ -29,7 +30,11 @@ __all__ = ["bounded_search"]
 _ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
 _SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
 _SWEEPS = 100
+_WORTH_DROPPING = 0.04  # of the configs: less is not worth making the arrays again
+_TREE = 100  # nodes in a tree of a neighbourhood, about
 _CUTS = 12  # cutting-plane steps a turn
+_ROUNDS = 60  # turns, where neither time nor turns are limited
+_PAIRS_A_TURN = 6_000  # an integer program with that many pairs more is waited for one turn later
 
 
 def bounded_search(
@@ -43,13 +48,16 @@ def bounded_search(
     gap: float = 0.0,
     rounds: int | None = None,
 ) -> Solution:
-    """The best choice found within ``time_limit`` seconds (60 if None) of ``began``, and a lower bound.
+    """The best choice found, and a lower bound.
 
+    time_limit: seconds after ``began`` at which the search ends wherever it is; None: no clock is asked, so that the
+    answer depends on the seed alone. rounds: the most turns; None: 60, or no limit if there is a time limit.
     known: a choice to start from, and a bound that elimination proved. gap: the relative gap that suffices.
-    rounds: the most turns; if given, no turn waits for an integer program in another process.
     Raises Infeasible if it is proven that nothing fits.
     """
-    clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
+    clock = Deadline.after(began, time_limit)
+    if rounds is None and time_limit is None:
+        rounds = _ROUNDS
     state = Incumbent(tables, memory, began)
     state.enough = gap
     if known is not None:
@@ -58,7 +66,9 @@ def bounded_search(
     try:
         # Reductions may take most of the remaining time. The problem is valid whenever they stop.
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
-        method = _rounds(state, left, seed, clock, progress, rounds)
+        now = clock.run("residual", Residual, left, memory)
+        rng = np.random.default_rng(seed)
+        method = _Rounds(state, now, rng, clock, progress, rounds).run()
     except KeyboardInterrupt:
         method = "interrupted"
     return _solution(state, method)
@@ -83,87 +93,132 @@ def _solution(state: Incumbent, method: str) -> Solution:
     )
 
 
-def _rounds(
-    state: Incumbent,
-    left: Contracted,
-    seed: int,
-    clock: Deadline,
-    progress: SearchProgress | None,
-    rounds: int | None,
-) -> str:
-    rng = np.random.default_rng(seed)
-    now = clock.run("residual", Residual, left, state.memory)
+@dataclass(eq=False)
+class _Rounds:
+    """The turns of the search; each is a fixed amount of work.
+
+    now: what is left of the problem. rounds: turns at most; None: as many as the clock allows. pairs_tried: of the last
+    integer program.
+    """
+
+    state: Incumbent
+    now: Residual
+    rng: np.random.Generator
+    clock: Deadline
+    progress: SearchProgress | None
+    rounds: int | None
+    turn: int = 0
     job: IlpJob | None = None
-    pairs_tried = np.inf
-    turn = 0
-    pool = ThreadPoolExecutor(1)
-    try:
-        while True:
-            _refuse_hopeless(state, now)
-            if not now.flat.n:
-                state.offer(now.left.expand(np.zeros(0, np.int64)))
-                state.prove(min(now.left.constant, state.cost), "reductions")
-                return "reductions"
-            narrow = (turn == 0 or job is None) and clock.allows("elimination")
-            if narrow and clock.run("elimination", _eliminate, state, now):
-                return "reductions and elimination"
-            if turn == 0 and _settle_small(state, now, clock):
-                return "integer program"
-            # The dual and the neighbourhoods run side by side, the latter with the last turn's prices, so
-            # that what happens does not depend on which is faster.
-            if turn == 0:
-                clock.run("bound", _raise_bound, state, now)
-            price, rounded = now.price.copy(), now.choice.copy()
-            dual = None
-            if clock.allows("bound"):
-                dual = pool.submit(clock.run, "bound", _raise_bound, state, now)
-            _neighbourhoods(state, now, price, rounded, rng, clock)
-            if dual is not None:
-                dual.result()
-            turn += 1
-            if progress is not None:
-                progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
-            if job is not None and (answer := job.poll()) is not None:
-                job = None
-                if _take(state, now, answer):
-                    return "integer program"
-            if state.done():
-                return "dual bound and neighbourhood search"
-            if state.cost - state.bound <= state.enough * abs(state.cost):
-                return "dual bound and neighbourhood search, to the gap asked for"
-            if not clock.allows("moves"):
-                return "dual bound and neighbourhood search, stopped by time"
-            if rounds is not None and turn >= rounds:
-                return f"dual bound and neighbourhood search, {rounds} rounds"
-            if job is not None:
-                continue
-            if turn >= 2 and rounds is None:  # do not wait for its answer
-                usable, pairs = _usable_pairs(state, now)
-                if pairs <= min(_ILP_PAIRS, 0.7 * pairs_tried):
-                    pairs_tried = pairs
-                    scale = max(abs(state.cost if np.isfinite(state.cost) else state.bound), 1e-300)
-                    seconds = max(0.1, clock.left)
-                    job = IlpJob(ilp_problem(now.flat, now.rows, usable, scale, seconds))
-                    continue
-            if turn % 4 == 0 and clock.allows("shrinking") and clock.allows("residual"):
-                keep = clock.run("shrinking", _affordable, state, now)
-                if keep is None:
-                    continue
-                # Every choice cheaper than the best is still there. So a bound on what is left,
-                # capped at the best's cost, is a bound on all choices.
-                until = time.perf_counter() + 0.5 * clock.left
-                try:
-                    rest = clock.run("residual", restrict, now.left, keep, until)
-                    smaller = clock.run("residual", Residual, rest, state.memory)
-                except Infeasible:  # nothing cheaper is left
-                    state.prove(state.cost, "dual bound")
+    pairs_tried: float = np.inf
+
+    def run(self) -> str:
+        """Turns until the search ends; returns how it did."""
+        pool = ThreadPoolExecutor(1)
+        try:
+            while True:
+                ended = self._settle() or self._take_turn(pool) or self._ended()
+                if ended:
+                    return ended
+                # Nothing is removed while an integer program runs on what is there.
+                if self.job is None and not self._begin_program() and not self._shrink():
                     return "dual bound and neighbourhood search"
-                smaller.inherit(now)
-                now = smaller
-    finally:
-        if job is not None:
-            job.stop()
-        pool.shutdown()
+        finally:
+            self._stop_program()
+            pool.shutdown()
+
+    def _settle(self) -> str:
+        """What settles the rest at once; empty if nothing does."""
+        state, now, clock = self.state, self.now, self.clock
+        _refuse_hopeless(state, now)
+        if not now.flat.n:
+            state.offer(now.left.expand(np.zeros(0, np.int64)))
+            state.prove(min(now.left.constant, state.cost), "reductions")
+            return "reductions"
+        narrow = (self.turn == 0 or self.job is None) and clock.allows("elimination")
+        if narrow and clock.run("elimination", _eliminate, state, now):
+            return "reductions and elimination"
+        return "integer program" if self.turn == 0 and _settle_small(state, now, clock) else ""
+
+    def _take_turn(self, pool: ThreadPoolExecutor) -> str:
+        """The dual and the neighbourhoods side by side, the latter with the last turn's prices and the former with the
+        last turn's cost, so that what happens does not depend on which is faster."""
+        state, now, clock = self.state, self.now, self.clock
+        if self.turn == 0:
+            self._prove(clock.run("bound", _raise_bound, now, state.cost))
+        price, rounded = now.price.copy(), now.choice.copy()
+        dual = None
+        if clock.allows("bound"):
+            dual = pool.submit(clock.run, "bound", _raise_bound, now, state.cost)
+        _neighbourhoods(state, now, price, rounded, self.rng, clock)
+        if dual is not None:
+            self._prove(dual.result())
+        self.turn += 1
+        if self.progress is not None:
+            self.progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
+        if self.job is None or not (self._last or self.turn >= self.job.due):
+            return ""
+        answer = self.job.wait(clock.left)
+        self._stop_program()
+        return "integer program" if answer is not None and _take(state, now, answer) else ""
+
+    def _prove(self, lower: float) -> None:
+        self.state.prove(min(lower, self.state.cost), "dual bound")
+
+    @property
+    def _last(self) -> bool:
+        return self.rounds is not None and self.turn >= self.rounds
+
+    def _ended(self) -> str:
+        """Why the search ends here; empty if it goes on."""
+        state = self.state
+        if state.done():
+            return "dual bound and neighbourhood search"
+        if state.cost - state.bound <= state.enough * abs(state.cost):
+            return "dual bound and neighbourhood search, to the gap asked for"
+        if not self.clock.allows("moves"):
+            return "dual bound and neighbourhood search, stopped by time"
+        return f"dual bound and neighbourhood search, {self.rounds} rounds" if self._last else ""
+
+    def _begin_program(self) -> bool:
+        """Start an integer program on the other core once the rest is small; False if it is not, or was tried."""
+        if self.turn < 2:
+            return False
+        usable, pairs = _usable_pairs(self.state, self.now)
+        if pairs > min(_ILP_PAIRS, 0.7 * self.pairs_tried):
+            return False
+        self.pairs_tried = pairs
+        size = self.state.cost if np.isfinite(self.state.cost) else self.state.bound
+        problem = ilp_problem(
+            self.now.flat, self.now.rows, usable, max(abs(size), 1e-300), max(0.1, self.clock.left)
+        )
+        self.job = IlpJob(problem, self.turn + 1 + pairs // _PAIRS_A_TURN)
+        return True
+
+    def _stop_program(self) -> None:
+        if self.job is not None:
+            self.job.stop()
+            self.job = None
+
+    def _shrink(self) -> bool:
+        """Now and then, remove what the bound proves too expensive; False if that leaves nothing."""
+        clock = self.clock
+        if self.turn % 4 or not clock.allows("shrinking") or not clock.allows("residual"):
+            return True
+        keep = clock.run("shrinking", _affordable, self.state, self.now)
+        if keep is None:
+            return True
+        # Every choice cheaper than the best is still there. So a bound on what is left, capped at the best's cost, is
+        # a bound on all choices.
+        until = time.perf_counter() + 0.5 * clock.left
+        try:
+            rest = clock.run("residual", restrict, self.now.left, keep, until)
+            smaller = clock.run("residual", Residual, rest, self.state.memory)
+        except Infeasible:  # nothing cheaper is left
+            self.state.prove(self.state.cost, "dual bound")
+            return False
+        smaller.inherit(self.now)
+        self.now = smaller
+        return True
 
 
 def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
@@ -197,7 +252,8 @@ def _settle_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
 
 
-def _raise_bound(state: Incumbent, now: Residual) -> None:
+def _raise_bound(now: Residual, cost: float) -> float:
+    """A lower bound, raised by a turn's work. cost: of the best choice when the turn began."""
     from pase.search.kernels_memory import dual_ascent
 
     flat = now.flat
@@ -220,13 +276,13 @@ def _raise_bound(state: Incumbent, now: Residual) -> None:
             now.choice,
             now.active,
             now.dual,
-            state.cost - now.left.constant,
+            cost - now.left.constant,
             sweeps,
         )
         if now.rows.points:
             _remember(now, now.choice)
             lower = _cut(now, max(2, sweeps // 10 // 2 * 2), _CUTS // 3, now.active[: int(now.dual[2])])
-    state.prove(min(lower + now.left.constant, state.cost), "dual bound")
+    return lower + now.left.constant
 
 
 def _cut(now: Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
@@ -290,7 +346,9 @@ def _neighbourhoods(
     from pase.search.kernels_memory import lns, polish
 
     flat = now.flat
-    steps = int(np.clip(4e8 / max(1, flat.entries.size), 200, 2000))
+    # A step reads the pairs of the edges in a tree and the points at which its bytes change.
+    a_step = _TREE * flat.entries.size / max(1, flat.n) + 4 * now.rows.points
+    steps = int(np.clip(1e8 / max(1.0, a_step), 200, 2_000))
     starts = [rounded]
     polish(flat.graph, now.priced(price), starts[0], 20, int(rng.integers(2**31)))
     if state.choice is None or "moves" not in clock.longest:  # the first time
@@ -404,6 +462,6 @@ def _affordable(state: Incumbent, now: Residual) -> list[np.ndarray] | None:
         before = bound
     state.prove(min(before - offset + now.left.constant, state.cost), "dual bound")
     keep = forced <= ceiling
-    if keep.all() or (~keep).sum() < 0.01 * keep.size:
+    if (~keep).sum() < _WORTH_DROPPING * keep.size:
         return None
     return [keep[a:b] for a, b in zip(flat.slot[:-1], flat.slot[1:], strict=True)]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DEFAULT_SECONDS", "Deadline"]
-
-DEFAULT_SECONDS = 60.0
-"""For searches that no elimination order fits, where no limit is given."""
+__all__ = ["Deadline"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -18,11 +16,16 @@ _MARGIN = 1.25  # a piece may take this much longer than the longest of its kind
 
 
 class Deadline:
-    """ends_at: seconds of ``time.perf_counter``. Remembers what the longest piece of each kind took."""
+    """ends_at: seconds of ``time.perf_counter``, inf: never. Remembers what the longest piece of each kind took."""
 
     def __init__(self, ends_at: float) -> None:
         self.ends_at = ends_at
         self.longest: dict[str, float] = {}
+
+    @classmethod
+    def after(cls, began: float, seconds: float | None) -> Deadline:
+        """That many seconds after ``began``; None: never."""
+        return cls(math.inf if seconds is None else began + seconds)
 
     @property
     def left(self) -> float:

@@ -54,11 +54,31 @@ class Contracted:
         return self._work.expand(self.nodes, choice)
 
     def narrow(self, full: np.ndarray) -> np.ndarray:
-        """The choice over ``nodes`` nearest to an original choice; int64 [kept nodes]."""
-        out = np.zeros(len(self.nodes), np.int64)
+        """The choice over ``nodes`` nearest to an original choice; int64 [kept nodes].
+
+        A node whose config there is gone takes the one that suits its neighbours best.
+        """
+        out, gone = np.zeros(len(self.nodes), np.int64), dict[int, np.ndarray]()
         for i, v in enumerate(self.nodes):
             at = np.flatnonzero(self._work.original[v] == full[v])
-            out[i] = at[0] if at.size else self.costs[i].argmin()
+            if at.size:
+                out[i] = at[0]
+            else:
+                gone[i] = self.costs[i].copy()
+        near: dict[int, list[tuple[int, np.ndarray]]] = {i: [] for i in gone}
+        for (a, b), m in zip(self.pairs, self.matrices, strict=True):
+            for i, j, table in ((a, b, m), (b, a, m.T)):
+                if j in gone and i in gone:
+                    near[j].append((i, table))
+                elif j in gone:
+                    gone[j] = gone[j] + table[out[i]]
+        settled = set[int]()
+        for i, cost in gone.items():
+            for j, table in near[i]:
+                if j in settled:
+                    cost = cost + table[out[j]]
+            out[i] = cost.argmin()
+            settled.add(i)
         return out
 
 

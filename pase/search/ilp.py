@@ -27,13 +27,15 @@ _ROWS_A_ROUND = 40
 _COST_SCALE, _ROW_SCALE = 1e6, 1e4
 """Costs and rows are scaled to about these sizes, against HiGHS's tolerances of 1e-6."""
 _PRESOLVED = 6_000  # unknowns; below, HiGHS does without its presolve
+_MOST_STEPS = 100_000  # of the simplex method, for one linear program: a budget in work
+_MOST_NODES = 2_000_000  # of HiGHS's tree, over the unknowns: what a node costs grows with them
 
 
 def ilp_problem(
     flat: Flat, rows: Rows, usable: np.ndarray, scale: float, seconds: float
 ) -> dict[str, np.ndarray]:
     """Arrays for ``solve_ilp``. usable: bool [entries of flat], pairs that may still occur; scale: the
-    size of the costs, against which tolerances are set; seconds: the time it may take."""
+    size of the costs, against which tolerances are set; seconds: the time it may take, inf: its budget in work."""
     return {
         "cost": flat.cost,
         "slot": flat.slot,
@@ -50,9 +52,11 @@ def ilp_problem(
 
 
 class IlpJob:
-    """A running integer program; ``poll`` gives its answer once there is one."""
+    """A running integer program. due: the turn that waits for its answer, which no earlier one uses: when it comes
+    then changes nothing."""
 
-    def __init__(self, problem: dict[str, np.ndarray]) -> None:
+    def __init__(self, problem: dict[str, np.ndarray], due: int) -> None:
+        self.due = due
         buffer = io.BytesIO()
         np.savez(buffer, **problem)  # type: ignore[arg-type]
         self.process = subprocess.Popen(
@@ -64,14 +68,14 @@ class IlpJob:
         assert self.process.stdin is not None
         self.process.stdin.write(buffer.getvalue())
         self.process.stdin.close()
+        self.process.stdin = None  # else ``communicate`` would flush it
 
-    def poll(self) -> tuple[str, np.ndarray | None, float] | None:
-        """None while it runs, else (status, choice, bound); see ``solve_ilp``. A dead process is 'failed'."""
-        if self.process.poll() is None:
+    def wait(self, seconds: float) -> IlpAnswer | None:
+        """(status, choice, bound), see ``solve_ilp``; None if it takes longer. A dead process is 'failed'."""
+        try:
+            data, _ = self.process.communicate(timeout=max(0.0, seconds) if np.isfinite(seconds) else None)
+        except subprocess.TimeoutExpired:
             return None
-        assert self.process.stdout is not None
-        data = self.process.stdout.read()
-        self.process.stdout.close()
         if self.process.returncode != 0 or not data:
             return "failed", None, -np.inf
         with np.load(io.BytesIO(data), allow_pickle=False) as answer:
@@ -166,7 +170,8 @@ def _relaxed(
         rows: dict[str, Any] = {"A_eq": equal, "b_eq": rhs}
         if memory.active.size:
             rows |= {"A_ub": memory.matrix(objective.size), "b_ub": memory.limits()}
-        lp = linprog(objective, bounds=(0, 1), options={"time_limit": left}, **rows)
+        limits = {"time_limit": left, "maxiter": _MOST_STEPS}
+        lp = linprog(objective, bounds=(0, 1), options=limits, **rows)
         if lp.status == 2:
             return "infeasible", np.inf
         if lp.x is None or lp.fun is None or lp.status != 0:
@@ -200,7 +205,12 @@ def _whole(
             constraints=limits,
             bounds=Bounds(0, 1),
             integrality=integral,
-            options={"time_limit": left, "mip_rel_gap": 0.0, "presolve": objective.size > _PRESOLVED},
+            options={
+                "time_limit": left,
+                "node_limit": max(1, _MOST_NODES // objective.size),
+                "mip_rel_gap": 0.0,
+                "presolve": objective.size > _PRESOLVED,
+            },
         )
         if answer.status == 2:
             return "infeasible", None, np.inf

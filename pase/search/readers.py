@@ -1,4 +1,4 @@
-"""Instances from files: the IOPDDL contest's JSON, and an index .json with its .npz.
+"""Instances from files: the IOPDDL contest's JSON, an index .json with its .npz, and the text of other solvers.
 
 Files come from strangers: sizes are bounded before memory is taken, nothing is unpickled, and whatever is
 wrong becomes one PaseError that names the file and the place in it.
@@ -20,6 +20,8 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import parse_json
 from pase.files.json_values import JsonObject
+from pase.search.read_models import TEXT_READERS
+from pase.search.read_mps import read_mps
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables, EdgeTable
 
@@ -38,18 +40,25 @@ FORBIDDEN = 1e18  # the contest writes "not allowed" as 10^18
 def read_instance(path: Path) -> tuple[CostTables, MemoryProfile | None]:
     """Tables and, where the instance has one, its memory limit.
 
-    path: ``.json`` or ``.json.gz`` in the IOPDDL form, or an index ``.json`` beside an ``.npz`` of the
-    same stem. Raises PaseError for whatever cannot be read.
+    path: ``.json`` in the IOPDDL form, an index ``.json`` beside an ``.npz`` of the same stem, or ``.wcsp``, ``.uai``
+    or ``.mps``; all but the index may be gzip'ed. Of the last three, the first nodes are the file's variables (of a
+    program: groups of them, which the names list). Raises PaseError for whatever cannot be read, Infeasible if a row
+    of a program cannot be met.
     """
     path = Path(path)
-    doc = _read_json(path)
+    form = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    if form == ".mps":
+        return read_mps(path, _text(path))
+    if form in TEXT_READERS:
+        return TEXT_READERS[form](path, _text(path)), None
+    doc = parse_json(_read_bytes(path), str(path))
     if isinstance(doc, dict) and isinstance(doc.get("problem"), dict):
         return _iopddl(path, doc["problem"])
     if isinstance(doc, dict) and isinstance(doc.get("nodes"), list):
         return _indexed(path, doc), None
     raise PaseError(
         f"{path}: neither an IOPDDL instance (an object with 'problem') nor an index (an object with a "
-        "'nodes' list and an .npz beside it)"
+        "'nodes' list and an .npz beside it); other forms are told by .wcsp, .uai and .mps"
     )
 
 
@@ -58,7 +67,15 @@ def write_solution(path: Path, choice: np.ndarray) -> None:
     write_atomically(path, json.dumps([int(k) for k in choice]) + "\n")
 
 
-def _read_json(path: Path) -> Any:
+def _text(path: Path) -> str:
+    try:
+        return _read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise PaseError(f"{path}: not text in UTF-8 (byte {err.start})") from None
+
+
+def _read_bytes(path: Path) -> bytes:
+    """The file, unpacked if it is gzip'ed."""
     try:
         with open(path, "rb") as raw:
             packed = raw.read(2) == b"\x1f\x8b"
@@ -76,7 +93,7 @@ def _read_json(path: Path) -> Any:
     if len(data) > most:
         hint = "; unpack it first if you trust it" if packed else ""
         raise PaseError(f"{path}: more than {most >> 20} MiB once unpacked; refused{hint}")
-    return parse_json(data, str(path))
+    return data
 
 
 def _list(path: Path, holder: Any, key: str, where: str) -> list[Any]:

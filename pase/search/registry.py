@@ -21,6 +21,7 @@ class SearchOptions:
     """What a user may set, as `pase.search.solve` has it; a search ignores what it has no use for."""
 
     time_limit: float | None = None
+    rounds: int | None = None
     seed: int = 0
     kernel: KernelName = "numba"
     progress: SearchProgress | None = None

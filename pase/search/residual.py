@@ -94,7 +94,11 @@ class Residual:
         self.turn = 0
 
     def inherit(self, old: Residual) -> None:
-        """Start from the prices of the residual this one came from."""
+        """Start from the messages and the prices of the residual this one came from.
+
+        Any messages give a valid bound; where an edge has changed since, they are only less good.
+        """
+        self._inherit_messages(old)
         if not self.rows.points:
             return
         for t in np.flatnonzero(old.price > 0):
@@ -105,6 +109,27 @@ class Residual:
         self.dual[2] = live.size
         self.dual[1] = 2.0 * old.dual[1]
         self.cutting, self.cut_points = old.cutting, live
+
+    def _inherit_messages(self, old: Residual) -> None:
+        before = {v: i for i, v in enumerate(old.left.nodes)}
+        mine, theirs = ([configs for (_, configs), *_ in r.left.members] for r in (self, old))
+        kept = [  # of each config that is left, where it was
+            np.searchsorted(theirs[before[v]], configs)
+            for v, configs in zip(self.left.nodes, mine, strict=True)
+        ]
+        edge = {
+            (h, t): e
+            for e, (h, t) in enumerate(zip(old.flat.head.tolist(), old.flat.tail.tolist(), strict=True))
+        }
+        for e, (h, t) in enumerate(zip(self.flat.head.tolist(), self.flat.tail.tolist(), strict=True)):
+            was = edge.get((before[self.left.nodes[h]], before[self.left.nodes[t]]))
+            if was is None:
+                continue
+            for v, to, of in (
+                (t, self.flat.to_tail, old.flat.to_tail),
+                (h, self.flat.to_head, old.flat.to_head),
+            ):
+                self.message[to[e] : to[e] + kept[v].size] = old.message[of[was] + kept[v]]
 
     def over(self, choice: np.ndarray) -> np.ndarray:
         """Bytes in use less the capacity at each point, float64 [points]."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.search import kernels_numpy
 from pase.search.check import cost_of
-from pase.search.clock import DEFAULT_SECONDS, Deadline
+from pase.search.clock import Deadline
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import KernelName, best_plan, kernels_for
 from pase.search.factors import Pool, load
@@ -91,14 +91,15 @@ def solve(
     """The choice of least cost, optionally within a memory limit, with its certificate.
 
     Exact by elimination wherever an order fits the budget (about 10 s and 1 GB). Otherwise, and where the
-    memory limit binds, a search that improves its answer and its lower bound until they meet or
-    ``time_limit`` seconds (60 if None) are over; Ctrl-C ends it with the best so far.
+    memory limit binds, a search that improves its answer and its lower bound until they meet or its
+    budget of work is spent; Ctrl-C ends it with the best so far.
 
-    seed: steers the random parts; the same seed takes the same path, up to where the clock ends it.
+    time_limit: seconds after which the search ends wherever it is; None: no clock is asked.
+    seed: steers the random parts; the same seed gives the same answer, unless a time limit ends the search.
     kernel: "numba", or "numpy" (elimination alone).
     gap: a search within a limit may stop once (cost - bound) / |cost| is at most this; 0 asks for a proof.
-    rounds: of the bounded search at most, and none where elimination finds what fits: an answer within a limit then
-        depends on no clock.
+    rounds: of the bounded search at most, and none where elimination finds what fits; None: 60, or no limit if there
+        is a time limit. Each is a fixed amount of work.
     known: what the caller knows already, to make a search within a limit shorter.
     progress: called now and then with (phase, best cost, bound, seconds).
     Raises Infeasible where it is proven that nothing has a finite cost or nothing fits.
@@ -113,7 +114,7 @@ def solve(
         return free
     begin = None
     if memory is not None and free is not None:
-        clock = Deadline(began + (DEFAULT_SECONDS if time_limit is None else time_limit))
+        clock = Deadline.after(began, time_limit)
         within = _within(tables, memory, kernel, threads, seed, clock)
         within.below, within.price = known.below, known.byte_price
         if within.run(free.choice):

@@ -18,7 +18,6 @@ MOST_LINES_OF_A_FILE = 500
 # file:function -> (lines, why). None may grow; one that is short enough again leaves the list.
 LONGER = {
     "pase/zoo/cnn_branched.py:inception": (87, "the network's table of layers, in the paper's order"),
-    "pase/search/bounded.py:_rounds": (73, "one turn of the search, whose state all its steps share"),
     "pase/replay/clocks_dpro.py:align_dpro": (73, "the paper's program: constraints, start, objective"),
     "pase/replay/_twin.py:simulate": (66, "the twin of a compiled kernel, read beside it"),
     "pase/replay/handoff.py:add_handoffs": (63, "one pass over a trace's events"),

@@ -22,6 +22,7 @@ def _auto(tables: CostTables, memory: MemoryProfile | None, options: SearchOptio
         seed=options.seed,
         kernel=options.kernel,
         progress=options.progress,
+        rounds=options.rounds,
     )
 
 
@@ -35,7 +36,9 @@ def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOp
     from pase.search.bounded import bounded_search
 
     began = time.perf_counter()
-    return bounded_search(tables, memory, options.time_limit, options.seed, began, options.progress)
+    return bounded_search(
+        tables, memory, options.time_limit, options.seed, began, options.progress, rounds=options.rounds
+    )
 
 
 @register("brute_force", "every choice, at most 4 million")

@@ -1,0 +1,129 @@
+"""Budgets in work: the answer depends on the seed, not on the machine's load; what is learnt is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pase.errors import Infeasible
+from pase.search import MemoryProfile, Solution, bounded, cost_of, solve
+from pase.search.contract import contract, restrict
+from pase.search.ilp import IlpJob
+from pase.search.kernels_flat import trws_pass
+from pase.search.residual import Residual
+from pase.tables.types import CostTables
+
+from .instances import random_tables
+from .test_bounded import clique
+
+
+def late(piece: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, as on a machine that has no time for it."""
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.1)
+        out = piece(*args)
+        time.sleep(0.1)
+        return out
+
+    return slow
+
+
+def limited(seed: int, nodes: int = 16, configs: int = 8) -> tuple[CostTables, MemoryProfile]:
+    """A dense graph under a limit; with 16 nodes too large for an integer program at once."""
+    rng = np.random.default_rng(seed)
+    tables = clique(rng, nodes=nodes, configs=configs)
+    held = tuple(rng.integers(0, 20, configs).astype(float) for _ in range(nodes))
+    return tables, MemoryProfile.all_live(held, nodes * 7.0)
+
+
+@pytest.mark.parametrize("slow", ["_raise_bound", "_neighbourhoods"])
+def test_the_answer_does_not_depend_on_which_thread_is_faster(
+    monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    tables, memory = limited(3)
+    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # the threads alone
+    quick = solve(tables, memory, rounds=5, seed=1)
+    monkeypatch.setattr(bounded, slow, late(getattr(bounded, slow)))
+    loaded = solve(tables, memory, rounds=5, seed=1)
+    assert quick.choice.tolist() == loaded.choice.tolist()
+    assert (quick.cost, quick.bound, quick.method) == (loaded.cost, loaded.bound, loaded.method)
+    assert "rounds" in quick.method  # it is the budget that ended it
+
+
+def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tables, memory = limited(5, nodes=8, configs=5)
+    monkeypatch.setattr(bounded, "_SMALL_ILP", 0)  # in a process of its own, whatever its size
+
+    def search(beginning_s: float) -> tuple[Solution, list[int]]:
+        turns: list[int] = []
+        begin = IlpJob.__init__
+
+        def begun(job: IlpJob, problem: dict[str, np.ndarray], due: int) -> None:
+            turns.append(due)
+            time.sleep(beginning_s)
+            begin(job, problem, due)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(IlpJob, "__init__", begun)
+            return bounded.bounded_search(tables, memory, None, 1, time.perf_counter(), rounds=6), turns
+
+    (first, due), (second, due_again) = search(0.0), search(0.5)
+    assert due == due_again and due[0] >= 3
+    assert first.choice.tolist() == second.choice.tolist()
+    assert (first.cost, first.bound, first.method) == (second.cost, second.bound, second.method)
+
+
+def test_a_smaller_problem_keeps_the_bound_of_the_one_it_came_from() -> None:
+    """Messages are taken along: the first sweep after configs were dropped proves no less than the last one before."""
+    checked = 0
+    for seed in range(200):
+        tables = random_tables(np.random.default_rng(seed))
+        try:
+            left = contract(tables, until=0.0)
+        except Infeasible:
+            continue
+        old = Residual(left, None)
+        if not old.flat.head.size:
+            continue
+        reduced, before = np.zeros(old.flat.cost.size), -np.inf
+        for sweep in range(6):
+            before = trws_pass(
+                old.flat.graph, old.flat.cost, old.message, old.choice, reduced, sweep % 2 == 0, True
+            )
+        keep = [np.ones(c.size, bool) for c in left.costs]
+        wide = int(np.argmax([c.size for c in left.costs]))
+        if keep[wide].size < 2:
+            continue
+        keep[wide][int(left.costs[wide].argmax())] = False
+        constant = left.constant
+        try:
+            new = Residual(restrict(left, keep, until=0.0), None)
+        except Infeasible:
+            continue
+        new.inherit(old)
+        choice, least = np.zeros(new.flat.n, np.int64), np.zeros(new.flat.cost.size)
+        after = trws_pass(new.flat.graph, new.flat.cost, new.message, choice, least, True, True)
+        assert after + new.left.constant >= before + constant - 1e-6 * max(1.0, abs(before)), seed
+        checked += 1
+    assert checked > 60
+
+
+def test_a_choice_that_lost_configs_finds_the_nearest_that_is_left() -> None:
+    """Where every config is still there it is the same choice; else the node that lost its own suits the others."""
+    tables = clique(np.random.default_rng(7), nodes=6, configs=5)
+    left = contract(tables, until=0.0)
+    full = np.array([3, 1, 4, 1, 0, 2])
+    assert left.expand(left.narrow(full)).tolist() == full.tolist()
+    keep = [np.ones(5, bool) for _ in range(6)]
+    keep[2][4] = False
+    less = restrict(left, keep, until=0.0)
+    got = less.expand(less.narrow(full))
+    others = [np.where(np.arange(6) == 2, k, full) for k in range(4)]
+    assert cost_of(tables, got) == min(cost_of(tables, o) for o in others)
