@@ -170,8 +170,7 @@ def _relaxed(
         rows: dict[str, Any] = {"A_eq": equal, "b_eq": rhs}
         if memory.active.size:
             rows |= {"A_ub": memory.matrix(objective.size), "b_ub": memory.limits()}
-        limits = {"time_limit": left, "maxiter": _MOST_STEPS}
-        lp = linprog(objective, bounds=(0, 1), options=limits, **rows)
+        lp = linprog(objective, bounds=(0, 1), options={"time_limit": left, "maxiter": _MOST_STEPS}, **rows)
         if lp.status == 2:
             return "infeasible", np.inf
         if lp.x is None or lp.fun is None or lp.status != 0:
