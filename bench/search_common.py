@@ -30,12 +30,19 @@ DATA = SHARED
 
 
 def options(doc: str | None, result: str, *, seconds: float, repeats: int = 3) -> argparse.Namespace:
+    """The options of a search bench, as the command line has them."""
+    return search_options(doc, result, seconds=seconds, repeats=repeats).parse_args()
+
+
+def search_options(
+    doc: str | None, result: str, *, seconds: float, repeats: int = 3
+) -> argparse.ArgumentParser:
     """The options of a search bench: those of every bench, a time limit, repeats, and which solvers."""
     made = parser(doc, result)
     made.add_argument("--seconds", type=float, default=seconds, help="time limit of each run")
     made.add_argument("--repeats", type=int, default=repeats)
     made.add_argument("--solvers", default="pase,cpsat,highs,toulbar2", help="comma-separated")
-    return made.parse_args()
+    return made
 
 
 def _pase(tables: CostTables, memory: MemoryProfile | None, seconds: float) -> dict[str, Any]:

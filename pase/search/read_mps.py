@@ -25,7 +25,7 @@ _SLACK = 1e-9  # of a row's size: what its sum may be off by rounding
 
 
 @dataclass(eq=False)
-class _Program:
+class _MpsProgram:
     """rows: name -> sense (N, L, G or E), in the file's order. columns: variable -> row -> coefficient."""
 
     rows: dict[str, str] = field(default_factory=dict)
@@ -63,8 +63,8 @@ def read_mps(path: Path, text: str) -> tuple[CostTables, MemoryProfile | None]:
     return _stated(path, program, names, by_row, groups, used)
 
 
-def _parsed(path: Path, text: str) -> _Program:
-    out, section, integral = _Program(), "", False
+def _parsed(path: Path, text: str) -> _MpsProgram:
+    out, section, integral = _MpsProgram(), "", False
     for i, line in enumerate(text.splitlines(), 1):
         if not line.strip() or line.startswith("*"):
             continue
@@ -106,7 +106,7 @@ def _parsed(path: Path, text: str) -> _Program:
     return out
 
 
-def _pairs(program: _Program, where: str, words: list[str]) -> list[tuple[str, float]]:
+def _pairs(program: _MpsProgram, where: str, words: list[str]) -> list[tuple[str, float]]:
     """(row, number), … as they are in a line."""
     if len(words) % 2 or not words:
         raise PaseError(f"{where}: rows and numbers must alternate; names with spaces are not read")
@@ -128,7 +128,7 @@ def _number(where: str, word: str) -> float:
     return value
 
 
-def _bound(program: _Program, where: str, words: list[str]) -> None:
+def _bound(program: _MpsProgram, where: str, words: list[str]) -> None:
     kind = words[0].upper()
     name = next((w for w in words[1:] if w in program.columns), None)
     if name is None:
@@ -153,7 +153,7 @@ def _bound(program: _Program, where: str, words: list[str]) -> None:
 
 
 def _groups(
-    program: _Program, by_row: dict[str, list[tuple[int, float]]], n: int
+    program: _MpsProgram, by_row: dict[str, list[tuple[int, float]]], n: int
 ) -> tuple[list[tuple[list[int], bool]], set[str]]:
     """((variables of a node, whether all of them may be 0), …), the rows that this says. Longest rows first."""
     ones = []
@@ -174,7 +174,7 @@ def _groups(
 
 def _stated(
     path: Path,
-    program: _Program,
+    program: _MpsProgram,
     names: list[str],
     by_row: dict[str, list[tuple[int, float]]],
     groups: list[tuple[list[int], bool]],

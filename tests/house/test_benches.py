@@ -51,7 +51,7 @@ SMALLEST = {
 RECORDED = {
     "published_steps": "--only ttn001 -o published_steps.json",
     "replay_traces": "--only DLRM",
-    "search_iopddl": "--only A --solvers pase --repeats 1 --seconds 20",
+    "search_iopddl": "--only A --solvers pase --runs 0 --rounds 9",
     "search_pase": "--only alexnet --solvers pase --repeats 1",
     "vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }
