@@ -33,6 +33,8 @@ READS_TEXT = {
     "pase/ir/text.py": "the IR's text form",
     "pase/ir/types.py": "an access map as einsum text; a framework's dtype names",
     "pase/plan/table.py": "methods by the names that layout.json has: megatron_8; a line of its own as a warning",
+    "pase/search/read_models.py": "instance files of other solvers: .wcsp, .uai",
+    "pase/search/read_mps.py": "instance files of other solvers: .mps",
     "pase/ops/builder.py": "a new node's name beside the last one's",
 }
 
