@@ -25,7 +25,7 @@ import numpy as np
 from bench.cases import SHARED
 from bench.provenance import RESULTS, save
 from pase.replay.ingest import load
-from pase.replay.streams import copies, launched, queue_lengths, stream_idle, streams
+from pase.replay.streams import copies, queue_courses, queue_lengths, stream_idle, streams
 from pase.replay.types import Timeline
 
 EQUAL = 1e-4
@@ -183,15 +183,8 @@ def in_whole_us(t: Timeline) -> Timeline:
 def queue_bounds(t: Timeline) -> dict[str, tuple[float, float]]:
     """Mean queue lengths with simultaneous ops first, and with simultaneous launches first."""
     (rank,) = t.ranks
-    ops, call = launched(t, rank)
-    out = {}
-    for lane in np.unique(t["lane"][ops]).tolist():
-        here = t["lane"][ops] == lane
-        at = np.concatenate([t["start_ns"][call[here]], t["start_ns"][ops[here]]])
-        change = np.repeat([1, -1], int(here.sum()))
-        means = [float(np.cumsum(change[np.lexsort((s * change, at))]).mean()) for s in (1, -1)]
-        out[f"queue of stream {t.lanes[lane].name}: mean"] = (means[0], means[1])
-    return out
+    low, high = (queue_courses(t, rank, launches_first=first) for first in (False, True))
+    return {f"queue of stream {k}: mean": (float(low[k].mean()), float(high[k].mean())) for k in low}
 
 
 def running_sums(trace: Path) -> dict[str, tuple[float, float]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -203,20 +204,22 @@ def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None
         made = apply(g, [knob], wire_bytes_per_s)
         if knob[0] in ("bandwidth", "latency", "ranks", "data"):
             made = relieved(t, g, made)
-        return made, _by_chance(run, g, made, int(knob[2])) if knob[0] in ("ranks", "data") else {}
+        return made, {"of_ranks": int(knob[2])} if knob[0] in ("ranks", "data") else {}
 
     return change
 
 
-def _by_chance(run: Run, g: DataflowGraph, made: DataflowGraph, ranks: int) -> JsonObject:
+def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
     """What other numbers of ranks take on average: a step waits for the slowest of them."""
     unknown: JsonObject = {
         "note": "how much longer the slowest of so many ranks takes is not in it: that needs traces of two ranks or "
-        "more that all share their collectives, two iterations or more, and few enough tasks in all to replay so often"
+        "more that all share their collectives, two iterations or more, the tasks that were measured and no others, "
+        "and few enough of them in all to replay so often"
     }
-    if len(g) != len(run.graph):
+    g = run.graph
+    if len(made) != len(g):
         return unknown
-    spread = spreads(run.measured, run.graph, run.measured.whole())
+    spread = spreads(run.measured, g, run.measured.whole())
     now, then = mean_iteration_ns(g, spread, len(g.ranks)), mean_iteration_ns(made, spread, ranks)
     if now is None or then is None:
         return unknown
@@ -228,38 +231,61 @@ def _by_chance(run: Run, g: DataflowGraph, made: DataflowGraph, ranks: int) -> J
 
 
 def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool, force: bool) -> list[JsonObject]:
-    """Each change alone, then (joint) all together, one after the other.
-
-    A change that says what the run as it is comes to by its own reckoning (control) is compared with that; added_s is
-    time that has no place in the graph.
-    """
-    if not asked:
-        return []
-    t, g, base = run.measured.timeline, run.graph, run.replayed_ns
+    """Each change alone, then (joint) all together, one after the other."""
+    t = run.measured.timeline
     out = []
-    changed, added = g, 0.0
+    changed, together = run.graph, _Changed()
     for text, change in asked:
-        made, more = change(t, g)
-        control = more.pop("control", None)
-        before = base if control is None else max(evaluate(control).values())
-        ns = run.must_be_explained(f"what-if {text}", made, force) + more.get("added_s", 0.0) * 1e9
-        if "mean_s" in more:
-            before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9
-        row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
-        row["within_spread"] = run.within_spread(before / ns)
-        out.append(row | more | ({} if control is None else {"control_s": before / 1e9}))
-    if joint and len(asked) > 1:
-        before = base
-        for _, change in asked:
+        made, more = change(t, run.graph)
+        out.append(_row(run, text, made, _Changed().then(more), force))
+        if joint and len(asked) > 1:
             changed, more = change(t, changed)
-            if "control" in more:
-                before = max(evaluate(more["control"]).values())
-            added += more.get("added_s", 0.0) * 1e9
-        both = " and ".join(text for text, _ in asked)
-        ns = run.must_be_explained(f"what-if {both}", changed, force) + added
-        row = {"knob": both, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
-        out.append(row | {"within_spread": run.within_spread(before / ns)})
+            together = together.then(more)
+    if joint and len(asked) > 1:
+        out.append(_row(run, " and ".join(text for text, _ in asked), changed, together, force))
     return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changed:
+    """What one change, or several one after the other, say beside the graph. control: the run as it is, made in the
+    same way. added_s: time that has no place in the graph. of_ranks: as many ranks as the change is about, 0: as many
+    as were traced. more: what to report of it."""
+
+    control: DataflowGraph | None = None
+    added_s: float = 0.0
+    of_ranks: int = 0
+    more: JsonObject = field(default_factory=dict)
+
+    def then(self, told: JsonObject) -> _Changed:
+        own = {k: v for k, v in told.items() if k not in ("control", "of_ranks")}
+        return _Changed(
+            control=told.get("control", self.control),
+            added_s=self.added_s + told.get("added_s", 0.0),
+            of_ranks=told.get("of_ranks", self.of_ranks),
+            more=_told(self.more, own),
+        )
+
+
+def _told(before: JsonObject, now: JsonObject) -> JsonObject:
+    """What both say, with the notes of both."""
+    notes = [x["note"] for x in (before, now) if "note" in x]
+    return before | now | ({"note": "; ".join(notes)} if notes else {})
+
+
+def _row(run: Run, text: str, made: DataflowGraph, c: _Changed, force: bool) -> JsonObject:
+    """One line of the what-ifs, alone or together: of means where it is about other numbers of ranks and chance is
+    known, else of medians."""
+    base = run.replayed_ns
+    before = base if c.control is None else max(evaluate(c.control).values())
+    ns = run.must_be_explained(f"what-if {text}", made, force) + c.added_s * 1e9
+    more = c.more | ({} if c.control is None else {"control_s": before / 1e9})
+    if c.of_ranks:
+        more = _told(more, _by_chance(run, made, c.of_ranks))
+    if "mean_s" in more:
+        before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9 + c.added_s * 1e9
+    row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
+    return row | {"within_spread": run.within_spread(before / ns)} | more
 
 
 def _by_kind(run: Run) -> dict[str, float]:

@@ -14,7 +14,7 @@ from pase.replay.breakdown import union
 from pase.replay.ingest import launch_of
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Timeline
 
-__all__ = ["Streams", "copies", "launched", "queue_lengths", "stream_idle", "streams"]
+__all__ = ["Streams", "copies", "queue_courses", "queue_lengths", "stream_idle", "streams"]
 
 _CONSECUTIVE_NS = 30_000
 """A gap shorter than this between queued kernels is the device's own: HTA's consecutive_kernel_delay of 30, which it
@@ -90,24 +90,28 @@ def stream_idle(t: Timeline, rank: int) -> dict[str, dict[str, int]]:
     return out
 
 
-def launched(t: Timeline, rank: int) -> tuple[np.ndarray, np.ndarray]:
-    """Device ops whose launch is in the trace, and the calls that launched them."""
+def queue_courses(t: Timeline, rank: int, launches_first: bool = True) -> dict[str, np.ndarray]:
+    """Stream → after each change, how many ops are launched and have not begun; int64 [launches and begins]. An op
+    whose launch is not in the trace does not count.
+
+    launches_first: which of a launch and a begin in the same ns counts first. No op begins before its launch.
+    """
     ops = _device(t, rank)
     call = _calls(t, rank, ops)
-    return ops[call >= 0], call[call >= 0]
-
-
-def queue_lengths(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
-    """Stream → (most, mean over the changes) of the ops that are launched and have not begun."""
-    ops, call = launched(t, rank)
+    ops, call = ops[call >= 0], call[call >= 0]
     out = {}
     for lane in np.unique(t["lane"][ops]).tolist():
         here = t["lane"][ops] == lane
         at = np.concatenate([t["start_ns"][call[here]], t["start_ns"][ops[here]]])
         change = np.repeat([1, -1], int(here.sum()))
-        length = np.cumsum(change[np.argsort(at, kind="stable")])
-        out[t.lanes[lane].name] = int(length.max()), float(length.mean())
+        out[t.lanes[lane].name] = np.cumsum(change[np.lexsort((-change if launches_first else change, at))])
     return out
+
+
+def queue_lengths(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:
+    """Stream → (most, mean over the changes) of the ops that are launched and have not begun."""
+    courses = queue_courses(t, rank)
+    return {stream: (int(length.max()), float(length.mean())) for stream, length in courses.items()}
 
 
 def copies(t: Timeline, rank: int) -> dict[str, tuple[int, float]]:

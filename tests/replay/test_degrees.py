@@ -16,6 +16,7 @@ from pase.bridges.degrees import by_stages, by_tensor, kernel_times
 from pase.errors import Infeasible
 from pase.replay import align, chance, load, measure
 from pase.replay.chance import mean_iteration_ns, spreads, with_ranks
+from pase.replay.report import replay_report
 from pase.replay.sections import OpShape, StepPhase, product_of, sections
 from pase.replay.steady import evaluate
 from pase.replay.timeline_io import from_json, to_json
@@ -156,6 +157,17 @@ def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
     assert got == pytest.approx(want, rel=0.04)
     assert max(evaluate(graph).values()) < 0.9 * want
     assert mean_iteration_ns(graph, spread, 16) == got  # the seed is fixed
+
+
+def test_changes_together_have_the_measure_of_each_alone(tmp_path: Path) -> None:
+    """More ranks are of means: so is what else is changed with them, and a change of nothing changes nothing."""
+    late: dict[str, Any] = {"noise": 0.02, "chance_us": 500.0, "layers": 3}
+    folder = write_data_parallel(simulate_data_parallel(ImaginedRun(ranks=2, iterations=10, **late)), tmp_path)
+    rows = replay_report(folder, what_if=["ranks=4", "bandwidth=1"], force=True)["what_if"]
+    alone, nothing, both = rows
+    assert both["knob"] == "ranks=4 and bandwidth=1" and nothing["speedup"] == 1.0
+    assert alone["iteration_s"] == alone["mean_s"] > alone["base_s"]
+    assert {k: both[k] for k in alone if k != "knob"} == {k: alone[k] for k in alone if k != "knob"}
 
 
 def test_more_ranks_than_can_be_replayed_are_not_made(plain: Run, monkeypatch: pytest.MonkeyPatch) -> None:
