@@ -162,7 +162,9 @@ def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
 def test_changes_together_have_the_measure_of_each_alone(tmp_path: Path) -> None:
     """More ranks are of means: so is what else is changed with them, and a change of nothing changes nothing."""
     late: dict[str, Any] = {"noise": 0.02, "chance_us": 500.0, "layers": 3}
-    folder = write_data_parallel(simulate_data_parallel(ImaginedRun(ranks=2, iterations=10, **late)), tmp_path)
+    folder = write_data_parallel(
+        simulate_data_parallel(ImaginedRun(ranks=2, iterations=10, **late)), tmp_path
+    )
     rows = replay_report(folder, what_if=["ranks=4", "bandwidth=1"], force=True)["what_if"]
     alone, nothing, both = rows
     assert both["knob"] == "ranks=4 and bandwidth=1" and nothing["speedup"] == 1.0
