@@ -165,7 +165,7 @@ def _steps(
         return step
 
     def replay() -> None:
-        found = replays.measure(session, cases=replays.CASES, hosts=2, steps=args.iterations)
+        found = replays.measure(session, cases=replays.CASES, steps=args.iterations)
         session.write("replay", found)
 
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
@@ -188,7 +188,7 @@ def quick(session: Session) -> None:
     result: dict[str, Any] = {"strategies": {"summary": strategies.summary(rows), "rows": rows}}
     policies = ("fifo", "ddp", "deft", "ours")
     result["buckets"] = buckets.measure(session, rates=(1.0,), policies=policies, iterations=6)
-    result["replay"] = replays.measure(session, cases=(("mlp", BATCHES["mlp"][0]),), hosts=2, steps=8)
+    result["replay"] = replays.measure(session, cases=(("mlp", BATCHES["mlp"][0]),), steps=8)
     session.write("quick", result)
 
 

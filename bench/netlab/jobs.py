@@ -44,10 +44,11 @@ def calibrated(network: Network, session: Session) -> Path:
 
 def _seeded(out: Path, hosts: int) -> None:
     """A journal for this network with the compute samples of another with as many hosts: they are the same hosts,
-    and only the collectives are its own."""
+    and only the collectives are its own. Hosts with cores of their own are other hosts."""
     journal = out.with_name(out.name + ".journal")
-    other = next(iter(sorted(out.parent.glob(f"{hosts}hosts_*.toml.journal"))), None)
-    if journal.exists() or other is None or "p" in out.name.partition("hosts")[0]:
+    others = sorted(out.parent.glob(f"{hosts}hosts_*.toml.journal"))
+    other = next((o for o in others if "acore" not in o.name), None)
+    if journal.exists() or other is None or "p" in out.name.partition("hosts")[0] or "acore" in out.name:
         return
     journal.write_text("".join(line for line in other.open() if " over [" not in line))
 

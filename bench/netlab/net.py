@@ -35,11 +35,13 @@ class LabError(RuntimeError):
 @dataclass(frozen=True, kw_only=True)
 class Topology:
     """racks: hosts in each. host_mbit: every host's link, both ways; 0: unlimited. uplink_mbit: each rack's link to
-    the others, both ways."""
+    the others, both ways. hosts_a_core: that many hosts share a core of this machine and see no other; 0: all share
+    all."""
 
     racks: tuple[int, ...]
     host_mbit: float
     uplink_mbit: float = 0.0
+    hosts_a_core: int = 0
 
     @property
     def hosts(self) -> int:
@@ -50,7 +52,8 @@ class Topology:
         shape = f"{self.hosts} hosts" if len(self.racks) == 1 else f"{'+'.join(map(str, self.racks))} hosts"
         link = f"{self.host_mbit:g} Mbit" if self.host_mbit else "no limit"
         up = f", uplink {self.uplink_mbit:g} Mbit" if len(self.racks) > 1 else ""
-        return f"{shape}, {link}{up}"
+        cores = f", {self.hosts_a_core} a core" if self.hosts_a_core else ""
+        return f"{shape}, {link}{up}{cores}"
 
     @property
     def slug(self) -> str:
@@ -243,9 +246,16 @@ class Network:
                 capture_output=True,
             )
 
+    def core(self, i: int) -> int:
+        """The core of host i, if hosts have one: its programs then find one core, as XLA's thread pools do."""
+        cores = sorted(os.sched_getaffinity(0))
+        return cores[i // self.topology.hosts_a_core % len(cores)]
+
     def command(self, i: int, argv: list[str]) -> list[str]:
         """argv, to be run on host i; it dies with whoever starts it, however that ends."""
         leash = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+        if self.topology.hosts_a_core:
+            leash += ["taskset", "-c", str(self.core(i))]
         return [*leash, "ip", "netns", "exec", self.host(i), *argv]
 
 

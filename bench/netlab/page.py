@@ -236,42 +236,28 @@ def _losses(d: Mapping[str, Any]) -> str:
 
 
 def _replay(d: Mapping[str, Any]) -> str:
-    rows = []
+    rows, changes = [], []
     for r in d["rows"]:
-        if "what_if_s" not in r:
-            rows.append([r["run"], r.get("refused", "failed"), "", "", "", "", ""])
+        said = r.get("failed") or r.get("refused")
+        if said:
+            rows.append([r["run"], said, "", ""])
             continue
-        worst = max(r["errors_by_rank"], key=abs)
-        rows.append(
-            [
-                r["run"],
-                _ms(r["bare_s"]),
-                _ms(r["traced_s"]),
-                f"{worst:+.1%}",
-                _ms(r["what_if_s"]),
-                _ms(r["faster_traced_s"]),
-                f"{r['what_if_error']:+.1%}",
-            ]
-        )
-    head = [
-        "run",
-        "step, ms",
-        "while traced",
-        "replay's worst error by rank",
-        "twice the bandwidth, predicted",
-        "measured",
-        "error",
-    ]
-    others = [
-        [r["run"], o["what_if"], _ms(o["predicted_s"]), _ms(o["measured_s"]), f"{o['error']:+.1%}"]
-        for r in d["rows"]
-        for o in r.get("others", ())
-        if "error" in o
-    ]
-    text = _about(d) + _table(head, rows)
-    return text + (
-        "\n" + _table(["run", "what if", "predicted, ms", "measured", "error"], others) if others else ""
-    )
+        worst = max(r["errors_by_rank"], key=abs, default=None)
+        times = [_ms(r[k]) if k in r else "" for k in ("bare_s", "traced_s")]
+        rows.append([r["run"], *times, "" if worst is None else f"{worst:+.1%}"])
+        for c in r["changes"]:
+            changes.append([r["run"], c["what_if"], *_changed(c)])
+    head = ["run", "step, ms", "while traced", "replay's worst error by rank"]
+    asked = ["run", "what if", "traced, ms", "predicted", "measured", "error", "pase says"]
+    return _about(d) + _table(head, rows) + "\n" + _table(asked, changes)
+
+
+def _changed(c: Mapping[str, Any]) -> list[str]:
+    """Cells of a what-if: now, predicted, measured, error, and what pase itself said of it."""
+    if "error" not in c:
+        return ["", "", "", "", str(c.get("refused") or c.get("failed"))]
+    trusted = "" if c["believable"] else "not to be relied on"
+    return [*(_ms(c[k]) for k in ("now_s", "predicted_s", "measured_s")), f"{c['error']:+.1%}", trusted]
 
 
 _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {

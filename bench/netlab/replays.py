@@ -1,7 +1,9 @@
 """Traces of real runs: replayed, asked what a change would give, and the run that really changed then measured.
 
-Changed are the links' rate (twice and half of it) and a host that is late in each step: from its trace ``balance=1``
-predicts the run without the delay, which is measured as well.
+Changed are the links' rate (twice and half of it), a host that is late in each step (from its trace ``balance=1``
+predicts the run without the delay), the batch (twice of it), the number of hosts (twice of it, each with as many
+examples as before), and the bucket plan of PyTorch's DDP. Each host has a core of its own, or half of one where the
+number of hosts changes, so that what one does takes nothing from another but on the network.
 """
 
 from __future__ import annotations
@@ -10,22 +12,51 @@ import dataclasses
 import math
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.netlab.jobs import calibrated, results_of
 from bench.netlab.net import LabError, Network, Topology
 from bench.netlab.session import Session
 from bench.netlab.steps import planned
 
-__all__ = ["CASES", "measure"]
+if TYPE_CHECKING:
+    from pase.replay.report import Rewrite
+
+__all__ = ["CASES", "measure", "summary"]
 
 CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
 METHODS = ("data_parallel", "fsdp", "megatron")
+HOSTS = 2
 MBIT = 200.0
 LATE_S = 0.1
 """What the last host waits before each step of a run that is traced so."""
+TRACED_PLAN, OTHER_PLANS = "fifo", ("ddp", "horovod")
+"""The bucket plan of the traced run of DDP, and those that it is asked for and then really has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Variant:
+    """How the same runs are run once more. times: the batch over the usual one."""
+
+    name: str
+    mbit: float = MBIT
+    late_s: float = 0.0
+    times: int = 1
+    traced: bool = True
+
+
+VARIANTS = (
+    _Variant(name="traced"),
+    _Variant(name="bare", traced=False),
+    _Variant(name="late", late_s=LATE_S),
+    _Variant(name="batch", times=2),
+    _Variant(name="faster", mbit=2 * MBIT),
+    _Variant(name="slower", mbit=MBIT / 2),
+)
+"""All but one under the profiler, which slows steps down: like is compared with like."""
 
 
 def wire_bytes_per_s(machine: Path) -> float:
@@ -39,123 +70,204 @@ def wire_bytes_per_s(machine: Path) -> float:
     return 2 * (ways - 1) / ways * (n[-1] - n[0]) / max(t[-1] - t[0], 1e-9)
 
 
-def measure(session: Session, *, cases: Sequence[tuple[str, int]], hosts: int, steps: int) -> dict[str, Any]:
-    """A row a run: the replay's error by rank, and the what-if's against the run with twice the bandwidth."""
-    topology = Topology(racks=(hosts,), host_mbit=MBIT)
-    rows = []
-    with Network(topology) as network:
+def measure(session: Session, *, cases: Sequence[tuple[str, int]], steps: int) -> dict[str, Any]:
+    """A row a run: the replay's error by rank, and each what-if beside the run that really changed."""
+    if not session.resume:
+        shutil.rmtree(session.folder / "traces", ignore_errors=True)
+    with Network(Topology(racks=(HOSTS,), host_mbit=MBIT, hosts_a_core=1)) as network:
         machine = calibrated(network, session)
-        stamp = session.stamp(machine)
-        made = session.folder / f"plans_{topology.slug}"
-        made.mkdir(parents=True, exist_ok=True)
-        if not session.resume:
-            shutil.rmtree(session.folder / "traces", ignore_errors=True)
-        cells = []
-        for model, batch in cases:
-            for cell in planned(model, batch, hosts, machine, made, stamp):
-                if cell.strategy in METHODS:
-                    key = f"{model} {batch} {cell.strategy}"
-                    traces = session.folder / "traces" / key.replace(" ", "_")
-                    given = dataclasses.asdict(cell) | {"same_as": None}
-                    cells.append({"key": key, "cell": given, "repeats": steps, "traces": str(traces)})
-        rates = f"{MBIT / 2:g}, {MBIT:g} and {2 * MBIT:g} Mbit"
-        session.say(f"{len(cells)} runs, six times each: at {rates}, traced and not, and with a late host")
-        plain = [{k: v for k, v in c.items() if k != "traces"} for c in cells]
-        again = [c | {"traces": c["traces"] + "_faster"} for c in cells]
-
-        def ran(name: str, given: Sequence[dict[str, Any]], traced: bool) -> dict[str, dict[str, Any]]:
-            return results_of(network, session, f"replay_{name}", given, stamp=stamp, traced=traced)
-
-        traced = ran("traced", cells, True)
-        delayed = [c | {"traces": c["traces"] + "_late", "late_s": LATE_S} for c in cells]
-        late = ran("late", delayed, True)
-        # The same steps without a profiler at work, at this bandwidth and at twice as much.
-        bare = ran("bare", plain, False)
-        network.limit(2 * MBIT)
-        faster = ran("faster", plain, False)
-        # And traced too: the profiler slows steps down, so like is compared with like.
-        faster_traced = ran("faster_traced", again, True)
-        network.limit(MBIT / 2)
-        slower_traced = ran("slower_traced", [c | {"traces": c["traces"] + "_slower"} for c in cells], True)
+        found = _variants(network, session, machine, cases, steps)
     wire = wire_bytes_per_s(machine)
-    results = (traced, late, bare, faster, faster_traced, slower_traced)
-    for c in cells:
-        median_s = [statistics.median(r[c["key"]].get("steps_s", [math.nan])) for r in results]
-        known = {"mbit": MBIT, "hosts": hosts, "wire_bytes_per_s": wire}
-        failed = any(math.isnan(s) for s in median_s)
-        rows.append({"run": c["key"], "failed": True} if failed else _row(c, median_s, wire) | known)
-    return {"summary": _summary(rows), "rows": rows}
+    rows = [_row(session, key, found, wire) for key in found["traced"]]
+    rows += _more_hosts(session, machine, wire, cases, steps)
+    rows += _bucket_plans(session, steps)
+    about = {"mbit": MBIT, "wire_bytes_per_s": wire}
+    return {"summary": summary(rows), **about, "rows": rows}
 
 
-def _row(cell: dict[str, Any], median_s: Sequence[float], wire: float) -> dict[str, Any]:
-    """A run's what-ifs beside what was measured: seconds of a step as it was traced, with a late host, bare, twice as
-    fast bare and traced, half as fast traced."""
-    traced_s, late_s, bare_s, faster_s, faster_traced_s, slower_traced_s = median_s
-    traces = cell["traces"]
-    row = {
-        "run": cell["key"],
-        "bare_s": bare_s,
-        "traced_s": traced_s,
-        "faster_bare_s": faster_s,
-        "faster_traced_s": faster_traced_s,
-        "others": [
-            _other("bandwidth=0.5", _replayed(Path(traces), wire, "bandwidth=0.5"), slower_traced_s),
-            _other("balance=1", _replayed(Path(traces + "_late"), wire, "balance=1"), traced_s, late_s),
-        ],
-        **_replayed(Path(traces), wire, "bandwidth=2"),
-    }
-    if "what_if_s" in row:
-        row["what_if_error"] = row["what_if_s"] / faster_traced_s - 1
-        gain = traced_s / faster_traced_s
-        row["speedup_measured"], row["speedup_predicted"] = gain, row["replayed_s"] / row["what_if_s"]
-    return row
+def _cells(
+    session: Session, machine: Path, cases: Sequence[tuple[str, int]], hosts: int, times: int, steps: int
+) -> list[dict[str, Any]]:
+    """What the hosts are told of each run: its plan and how many steps."""
+    made = session.folder / f"plans_replay_{hosts}_{times}"
+    made.mkdir(parents=True, exist_ok=True)
+    return [
+        {
+            "key": f"{model} {batch} {cell.strategy}",
+            "cell": dataclasses.asdict(cell) | {"same_as": None},
+            "repeats": steps,
+        }
+        for model, batch in cases
+        for cell in planned(model, batch * times, hosts, machine, made, session.stamp(machine))
+        if cell.strategy in METHODS
+    ]
 
 
-def _other(
-    what_if: str, made: dict[str, Any], measured_s: float, now_s: float | None = None
+def _traces(session: Session, key: str, name: str) -> Path:
+    return session.folder / "traces" / f"{key.replace(' ', '_')}_{name}"
+
+
+def _variants(
+    network: Network, session: Session, machine: Path, cases: Sequence[tuple[str, int]], steps: int
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Variant -> run -> what was measured of it, with its layout."""
+    out = {}
+    session.say(f"every run {len(VARIANTS)} times: {', '.join(v.name for v in VARIANTS)}")
+    for v in VARIANTS:
+        cells = [
+            c
+            | {"late_s": v.late_s}
+            | ({"traces": str(_traces(session, c["key"], v.name))} if v.traced else {})
+            for c in _cells(session, machine, cases, HOSTS, v.times, steps)
+        ]
+        network.limit(v.mbit)
+        stamp = session.stamp(machine)
+        done = results_of(network, session, f"replay_{v.name}", cells, stamp=stamp, traced=v.traced)
+        out[v.name] = {c["key"]: done[c["key"]] | {"layout": c["cell"]["layout"]} for c in cells}
+    return out
+
+
+def _row(
+    session: Session, key: str, found: Mapping[str, Mapping[str, dict[str, Any]]], wire: float
 ) -> dict[str, Any]:
-    """A what-if beside the run that really changed. now_s: of the run that it was asked of."""
+    """A run and its what-ifs. A variant that another strategy won has no such run."""
+    seconds = {v: _median_s(runs.get(key, {})) for v, runs in found.items()}
+    if math.isnan(seconds["traced"]):
+        return {"run": key, "failed": found["traced"][key].get("failed", "no time")}
+    now = _traces(session, key, "traced")
+    late = _traces(session, key, "late")
+    changes = [
+        _change(now, "bandwidth=2", wire, seconds["faster"]),
+        _change(now, "bandwidth=0.5", wire, seconds["slower"]),
+        _change(late, "balance=1", wire, seconds["traced"]),
+    ]
+    if key in found["batch"]:
+        from pase.bridges.restrategy import by_ratio
+
+        other = by_ratio(Path(found["traced"][key]["layout"]), Path(found["batch"][key]["layout"]))
+        changes.append(_change(now, "strategy=twice the batch", wire, seconds["batch"], other))
+    measured = {"bare_s": seconds["bare"], "traced_s": seconds["traced"]}
+    return {"run": key, "hosts": HOSTS, **measured, **_replayed(now, wire), "changes": changes}
+
+
+def _median_s(row: Mapping[str, Any]) -> float:
+    return statistics.median(row.get("steps_s", [math.nan]))
+
+
+def _more_hosts(
+    session: Session, machine: Path, wire: float, cases: Sequence[tuple[str, int]], steps: int
+) -> list[dict[str, Any]]:
+    """Data parallelism over twice the hosts, two of them a core before and after; every host has as much to do."""
+    runs: list[dict[str, dict[str, Any]]] = []
+    for hosts, times in ((HOSTS, 1), (2 * HOSTS, 2)):
+        cells = [
+            c | {"traces": str(_traces(session, c["key"], f"{hosts}_hosts"))}
+            for c in _cells(session, machine, cases, hosts, times, steps)
+            if c["cell"]["strategy"] == "data_parallel"
+        ]
+        with Network(Topology(racks=(hosts,), host_mbit=MBIT, hosts_a_core=2)) as network:
+            session.say(f"{len(cells)} runs on {hosts} hosts, two a core")
+            stamp = session.stamp(machine)
+            name = f"replay_{hosts}_hosts"
+            runs.append(results_of(network, session, name, cells, stamp=stamp, traced=True))
+    rows = []
+    for key, traced in runs[0].items():
+        if math.isnan(_median_s(traced)) or math.isnan(_median_s(runs[1].get(key, {}))):
+            rows.append({"run": f"{key}, two a core", "failed": "not measured on both"})
+            continue
+        now = _traces(session, key, f"{HOSTS}_hosts")
+        row = {"run": f"{key}, two a core", "hosts": HOSTS, "traced_s": _median_s(traced)}
+        changes = [_change(now, f"ranks={2 * HOSTS}", wire, _median_s(runs[1][key]))]
+        rows.append({**row, **_replayed(now, wire), "changes": changes})
+    return rows
+
+
+def _bucket_plans(session: Session, steps: int) -> list[dict[str, Any]]:
+    """PyTorch's DDP under one bucket plan, asked for others, and under those."""
+    from bench.netlab.buckets import POLICIES
+    from pase.bridges.replan import by_policy
+
+    traces = session.folder / "traces" / "ddp"
+    cells = [
+        {"key": p, "what": "traced", "policy": p, "iterations": steps, "traces": f"{traces}_{p}"}
+        for p in (TRACED_PLAN, *OTHER_PLANS)
+    ]
+    with Network(Topology(racks=(HOSTS,), host_mbit=MBIT, hosts_a_core=1)) as network:
+        session.say(f"PyTorch's DDP under {len(cells)} bucket plans")
+        about = {"policies": POLICIES, "compute_s": 1.0, "learning_rate": 0.1}
+        found = results_of(network, session, "replay_plans", cells, kind="torch", **about)
+    if any("steps_s" not in found[c["key"]] for c in cells):
+        return [{"run": "PyTorch DDP", "failed": str(found)[:600]}]
+    now = Path(f"{traces}_{TRACED_PLAN}")
+    changes = [_change(now, f"bucket-plan={p}", None, _median_s(found[p]), by_policy(p)) for p in OTHER_PLANS]
+    row = {"run": f"PyTorch DDP, plan '{TRACED_PLAN}'", "hosts": HOSTS}
+    return [row | {"traced_s": _median_s(found[TRACED_PLAN]), **_replayed(now, None), "changes": changes}]
+
+
+def _change(
+    traces: Path, what_if: str, wire: float | None, measured_s: float, rewrite: Rewrite | None = None
+) -> dict[str, Any]:
+    """A what-if beside the run that really changed."""
+    made = _replayed(traces, wire, what_if, rewrite)
     if "what_if_s" not in made:
-        return {"what_if": what_if, "refused": made["refused"]}
-    error = made["what_if_s"] / measured_s - 1
-    out = {"what_if": what_if, "predicted_s": made["what_if_s"], "measured_s": measured_s, "error": error}
-    return out | {"believable": made["believable"]} | ({} if now_s is None else {"traced_s": now_s})
+        return {"what_if": what_if, "measured_s": measured_s, "refused": made["refused"]}
+    if math.isnan(measured_s):
+        return {"what_if": what_if, "predicted_s": made["what_if_s"], "failed": "not measured"}
+    return {
+        "what_if": what_if,
+        "now_s": made["measured_s"],
+        "predicted_s": made["what_if_s"],
+        "measured_s": measured_s,
+        "error": made["what_if_s"] / measured_s - 1,
+        "believable": made["believable"],
+        "why_not": made["headline"] if not made["believable"] else "",
+    }
 
 
-def _replayed(traces: Path, wire: float, what_if: str) -> dict[str, Any]:
+def _replayed(
+    traces: Path, wire: float | None, what_if: str = "", rewrite: Rewrite | None = None
+) -> dict[str, Any]:
     from pase.errors import PaseError
     from pase.replay.report import replay_report
 
+    asked = [what_if] if what_if else []
+    given = {what_if: rewrite} if rewrite is not None else {}
     try:
-        report = replay_report(traces, what_if=[what_if], wire_bytes_per_s=wire, force=True)
+        report = replay_report(traces, what_if=asked, rewrites=given, wire_bytes_per_s=wire, force=True)
     except PaseError as e:
-        return {"refused": str(e)}
+        return {"refused": str(e), "believable": False}
     ranks = report["ranks"]
     if not ranks:
         raise LabError(f"{traces}: a replay without ranks")
-    return {
+    out = {
         "headline": report["headline"],
         "believable": report["believable"],
         "errors_by_rank": [r["error"] for r in ranks if r["error"] is not None],
         "measured_s": max(r["measured_s"] for r in ranks),
         "replayed_s": max(r["replayed_s"] for r in ranks),
         "communication_s": max(r["communication_s"] for r in ranks),
-        "what_if_s": report["what_if"][-1]["iteration_s"],
     }
+    return out | ({"what_if_s": report["what_if"][-1]["iteration_s"]} if what_if else {})
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    errors = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
-    ifs = [abs(r["what_if_error"]) for r in rows if "what_if_error" in r and r["believable"]]
-    others = [o for r in rows for o in r.get("others", ()) if o.get("believable")]
-    for name in sorted({o["what_if"] for o in others}):
-        ifs += [abs(o["error"]) for o in others if o["what_if"] == name]
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors over all runs, and by kind of what-if: of those that pase itself does not call into question."""
+    by_rank = [abs(e) for r in rows for e in r.get("errors_by_rank", ())]
+    changes = [c for r in rows for c in r.get("changes", ())]
+    kept = [c for c in changes if c.get("believable")]
+    kinds: dict[str, list[float]] = {"all": [abs(c["error"]) for c in kept]}
+    for c in kept:
+        kinds.setdefault(c["what_if"].partition("=")[0], []).append(abs(c["error"]))
     return {
         "runs": len(rows),
-        "refused_or_failed": sum("refused" in r or "failed" in r for r in rows),
-        "not_believable": sum(not r.get("believable", True) for r in rows),
-        "median_error_by_rank": statistics.median(errors) if errors else None,
-        "largest_error_by_rank": max(errors, default=None),
-        "median_what_if_error": statistics.median(ifs) if ifs else None,
-        "largest_what_if_error": max(ifs, default=None),
+        "failed": sum("failed" in x for x in (*rows, *changes)),
+        "refused": sum("refused" in x for x in (*rows, *changes)),
+        "called_into_question": sum(not c.get("believable", True) for c in changes),
+        "median_error_by_rank": statistics.median(by_rank) if by_rank else None,
+        "largest_error_by_rank": max(by_rank, default=None),
+        "what_ifs": {
+            k: {"count": len(e), "median": statistics.median(e), "worst": max(e)}
+            for k, e in kinds.items()
+            if e
+        },
     }

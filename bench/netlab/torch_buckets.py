@@ -6,8 +6,10 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,12 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             alone, _ = _train(_tower(), None, data, cell["repeats"], job["learning_rate"])
             say({"key": key, "compute_s": agreed(statistics.median(alone))})
             continue
+        if cell["what"] == "traced":
+            given = _default_plan(cell["policy"], job["compute_s"])
+            run = {"iterations": cell["iterations"], "rate": job["learning_rate"]}
+            times, _ = _train(_tower(), given, data, traces=Path(cell["traces"]), **run)
+            say({"key": key, "steps_s": [agreed(s) for s in times]})
+            continue
         seconds = [agreed(s) for s in _curve()]
         problem = problem_for(
             parameters(0), job["compute_s"], list(map(float, SIZES)), np.maximum.accumulate(seconds).tolist()
@@ -136,6 +144,15 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
     os._exit(0)
 
 
+def _default_plan(policy: str, compute_s: float) -> tuple[Any, Any]:
+    """(problem, plan) of a policy whose buckets follow from sizes and order alone, with its own limits, as
+    ``pase replay --what-if bucket-plan=`` has it."""
+    from pase.schedule.registry import Options, get_policy
+
+    problem = problem_for(parameters(0), compute_s, [1e3, 1e9], [1e-4, 40.0])
+    return problem, get_policy(policy).make(problem, Options())
+
+
 def _curve() -> list[float]:
     import torch
     import torch.distributed as dist
@@ -153,14 +170,16 @@ def _curve() -> list[float]:
 
 
 def _train(
-    model: Any, given: Any, data: list[Any], iterations: int, rate: float
+    model: Any, given: Any, data: list[Any], iterations: int, rate: float, traces: Path | None = None
 ) -> tuple[list[float], list[float]]:
     """(seconds an iteration, averaged over the plan's period; losses). given: None: no communication at all;
-    (None, None): DDP as it is; (problem, plan): DDP under the plan."""
+    (None, None): DDP as it is; (problem, plan): DDP under the plan. traces: where the profiler writes what it saw of
+    the iterations that count."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
     from pase.backends.to_torch import attach
+    from pase.replay import profile
 
     hook, period, net = None, 1, model
     if given is not None:
@@ -172,7 +191,8 @@ def _train(
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     times, losses = [], []
     warm, whole = 3 * period, max(2, -(-iterations // period)) * period
-    for i in range(warm + whole):
+
+    def step(i: int) -> None:
         began = time.perf_counter()
         x, y = data[i % len(data)]
         loss = ((net(x) - y) ** 2).mean()
@@ -184,5 +204,12 @@ def _train(
             hook.step(optimizer)
         times.append(time.perf_counter() - began)
         losses.append(float(loss.detach()))
+
+    for i in range(warm):
+        step(i)
+    with profile(traces, framework="torch") if traces else nullcontext() as run:
+        for i in range(warm, warm + whole):
+            with run.step() if run is not None else nullcontext():
+                step(i)
     steady = times[warm:]
     return [statistics.fmean(steady[i : i + period]) for i in range(0, whole, period)], losses

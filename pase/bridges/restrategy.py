@@ -57,8 +57,9 @@ def by_prediction(now: Path, other: Path) -> Rewrite:
 def by_ratio(now: Path, other: Path) -> Rewrite:
     """The measured graph, its durations times predicted(other) / predicted(now), by kind.
 
-    PaseError where the two layouts are not of one model, machine, number of devices, cost model and optimizer, or
-    where the run has collectives of a kind of which the layout it is said to have has none.
+    The batch may be another one: what grows with it is what the two predictions say. PaseError where the two layouts
+    are not of the same parameters, machine, number of devices, cost model and optimizer, or where the run has
+    collectives of a kind of which the layout it is said to have has none.
     """
     a, b = _pair(now, other)
     ours, theirs = predicted(a), predicted(b)
@@ -73,7 +74,14 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
     from pase.api import load
 
     a, b = load(now), load(other)
-    for what in ("model", "graph_digest", "devices", "machine_digest", "cost_model", "unit", "optimizer"):
+    weights = [{k: (tuple(t.shape), t.dtype) for k, t in p.parameters.items()} for p in (a, b)]
+    if weights[0] != weights[1]:
+        lacks = sorted(set(weights[0].items()) ^ set(weights[1].items()))[0][0]
+        raise PaseError(
+            f"{now} and {other} are not of one model: parameter '{lacks}' differs. The batch may differ, the "
+            "parameters may not"
+        )
+    for what in ("devices", "machine_digest", "cost_model", "unit", "optimizer"):
         x, y = getattr(a, what), getattr(b, what)
         if x != y:
             raise PaseError(

@@ -1,6 +1,7 @@
 """The laboratory goes up and always comes down again; its summaries say what its rows say."""
 
 import fcntl
+import os
 import subprocess
 import sys
 
@@ -114,3 +115,8 @@ def test_names_and_levels_of_networks():
     assert racks.name == "2+2 hosts, 1000 Mbit, uplink 100 Mbit" and racks.levels == "host=2,rack=2"
     assert Topology(racks=(4,), host_mbit=200).slug == "4hosts_200Mbit"
     assert Topology(racks=(4,), host_mbit=0).name == "4 hosts, no limit"
+    pairs = Topology(racks=(4,), host_mbit=200, hosts_a_core=2)
+    assert pairs.slug == "4hosts_200Mbit_2acore"
+    cores = sorted(os.sched_getaffinity(0))
+    assert [Network(pairs).core(i) for i in range(4)] == [cores[i // 2 % len(cores)] for i in range(4)]
+    assert Network(pairs).command(0, ["x"])[-7:-4] == ["taskset", "-c", str(cores[0])]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.netlab import jobs, strategies
+from bench.netlab import jobs, replays, strategies
 from bench.netlab.__main__ import PARTS, _steps
 from bench.netlab.net import LabError, Topology
 from bench.netlab.page import render
@@ -137,3 +137,32 @@ def test_the_page_takes_what_a_session_writes(tmp_path):
     text = page.read_text()
     assert "old" not in text and "| n | m | 8 | 1000 (1000) | 4000 (3000) | fsdp 2500 (2000) |" in text
     assert "4.00; 4.00 (1 cells)" in text
+
+
+def test_what_ifs_that_really_changed_are_summed_up_and_shown(tmp_path):
+    change = {"what_if": "bandwidth=2", "now_s": 0.3, "predicted_s": 0.21, "measured_s": 0.2}
+    doubted = {**change, "what_if": "ranks=4", "error": 0.9, "believable": False}
+    changes = [
+        change | {"error": 0.05, "believable": True},
+        doubted,
+        {"what_if": "balance=1", "refused": "why"},
+    ]
+    rows = [
+        {"run": "mlp", "bare_s": 0.28, "traced_s": 0.3, "errors_by_rank": [0.01, -0.02], "changes": changes},
+        {"run": "gpt2", "failed": "no time"},
+    ]
+    said = replays.summary(rows)
+    assert (
+        said["what_ifs"]["all"]
+        == said["what_ifs"]["bandwidth"]
+        == {"count": 1, "median": 0.05, "worst": 0.05}
+    )
+    assert (said["failed"], said["refused"], said["called_into_question"]) == (1, 1, 1)
+    Session(folder=tmp_path, results=tmp_path).write("replay", {"summary": said, "rows": rows})
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table: replay -->\nold\n<!-- end -->\n")
+    render(page, tmp_path)
+    text = page.read_text()
+    assert "| mlp | 280 | 300 | -2.0% |" in text and "| gpt2 | no time |  |  |" in text
+    assert "| mlp | bandwidth=2 | 300 | 210 | 200 | +5.0% |  |" in text
+    assert "| +90.0% | not to be relied on |" in text and "| mlp | balance=1 |  |  |  |  | why |" in text

@@ -22,8 +22,13 @@ from tests.command import run
 def layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("layouts")
     out = {}
-    for name, mesh, devices in (("data", "4", 4), ("both", "2x2", 4), ("eight", "8", 8)):
-        plan = pase.compile("zoo:alexnet", devices=devices, mesh=mesh, baselines=False)
+    for name, mesh, devices, batch in (
+        ("data", "4", 4, 128),
+        ("both", "2x2", 4, 128),
+        ("eight", "8", 8, 128),
+        ("twice", "4", 4, 256),
+    ):
+        plan = pase.compile(f"zoo:alexnet?batch={batch}", devices=devices, mesh=mesh, baselines=False)
         out[name] = folder / f"{name}.json"
         plan.save(out[name])
     return out
@@ -81,6 +86,17 @@ def test_the_same_strategy_changes_nothing_and_another_by_its_ratio(
         "replay", traces, "--layout", layouts["data"], "--what-if", f"strategy={layouts['both']}"
     )
     assert code == 0 and "a prediction by ratio" in " ".join(out.split())
+
+
+def test_another_batch_scales_what_grows_with_it(layouts: dict[str, Path], tmp_path: Path) -> None:
+    a, b = (predicted(pase.load(layouts[k])) for k in ("data", "twice"))
+    _, said = by_ratio(layouts["data"], layouts["twice"])(None, serial())  # type: ignore[arg-type]
+    assert said["ratios"]["compute"] == pytest.approx(b["compute"] / a["compute"])
+    assert 1.5 < said["ratios"]["compute"] < 2.0  # the update does not grow with the batch
+    other = tmp_path / "other.json"
+    pase.compile("zoo:alexnet?classes=64", devices=4, mesh="4", baselines=False).save(other)
+    with pytest.raises(PaseError, match="not of one model: parameter .* differs"):
+        by_ratio(layouts["data"], other)
 
 
 def test_layouts_are_compared_as_predicted(layouts: dict[str, Path]) -> None:
