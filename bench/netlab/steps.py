@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.netlab.models import model
+
+if TYPE_CHECKING:
+    from pase.backends.jax_manual import Lowering
 
 __all__ = ["ALONE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
 
@@ -107,9 +110,9 @@ def _taken(split: Any) -> bool:
 
 
 class Running:
-    """A cell's step on this process, compiled and warm. All processes call it alike."""
+    """A cell's step on this process, compiled and warm. All processes call it alike. lowering: of ``train_step``."""
 
-    def __init__(self, cell: Cell) -> None:
+    def __init__(self, cell: Cell, lowering: Lowering = "annotated") -> None:
         import jax
         import optax
 
@@ -122,7 +125,7 @@ class Running:
         began = time.perf_counter()
         params, self.batch = jp.device_put(params, batch)
         state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
-        self.step = jp.train_step(optimizer, lowering="annotated").lower(params, state, self.batch).compile()
+        self.step = jp.train_step(optimizer, lowering=lowering).lower(params, state, self.batch).compile()
         self.compile_s = time.perf_counter() - began
         self.cpu_s = 0.0
         self.held, self.times = (params, state), list[float]()
@@ -169,7 +172,12 @@ class Running:
         }
 
 
-def timed(cell: Cell, repeats: int, traces: Path | None = None, late_s: float = 0.0) -> dict[str, Any]:
+def timed(
+    cell: Cell,
+    repeats: int,
+    traces: Path | None = None,
+    late_s: float = 0.0,
+) -> dict[str, Any]:
     """Seconds of each step of one cell. traces: a folder in which they are profiled as well. late_s: see ``run``."""
     running = Running(cell)
     running.run(repeats, traces, late_s)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
-from pase.calibrate.types import BLOCK_SHAPES, Task
+from pase.calibrate.here import others_s
+from pase.calibrate.types import LIGHT_SHAPES, Task
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ _LAUNCHES = 16
 
 _OpOperands = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a program's operands on one device."""
-OpProgram: TypeAlias = "tuple[_OpOperands, Callable[..., Array], int]"
-"""Operands, the op, and the number of ops it represents."""
+OpProgram: TypeAlias = "tuple[_OpOperands, Callable[..., Tree], int]"
+"""Operands, the op (an array, or several), and the number of ops it represents."""
 
 
 def _matmul(task: Task) -> OpProgram:
@@ -95,8 +96,9 @@ def local_program(task: Task) -> OpProgram:
 
         # A task's work is its bytes: as many FLOPs are done in one of these.
         return [((elements,), "float32")], deep, 2 * _VECTOR_DEPTH * elements // task.nbytes
-    if task.op == "block":
-        return [(shape, "float32") for shape in BLOCK_SHAPES], _block_gradients, 1
+    if task.op == "light":
+        narrow, wide = LIGHT_SHAPES
+        return [(shape, "float32") for shape in (narrow, narrow, narrow, narrow, wide, wide, wide)], _light, 1
     if task.op == "launch":
 
         def chain(x: Array, w: Array) -> Array:
@@ -110,27 +112,44 @@ def local_program(task: Task) -> OpProgram:
     raise ValueError(f"no program for {task.key}")
 
 
-def _in_turns(op: Callable[..., Array]) -> Callable[..., Array]:
-    """f(turns, operands, result) -> (operands, result): the op so often, one turn after another.
+def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
+    """f(turns, operands, results) -> (operands, results): the op so often, one turn after another.
 
-    Each turn writes one element of its result into its first operand: so no turn can be skipped, hoisted or merged with
-    another, and nothing is copied for it.
+    Each turn writes one element that depends on each result into its first operand: so no turn can be skipped, hoisted
+    or merged with another, and nothing is copied for it.
     """
+    import jax
     from jax import lax
 
-    def local(turns: Tree, operands: Tree, result: Array) -> Tree:
-        operands, result = [x[0] for x in operands], result[0]
+    def local(turns: Tree, operands: Tree, results: Tree) -> Tree:
+        operands, results = jax.tree.map(lambda x: x[0], (operands, results))
 
         def turn(_: object, carry: Tree) -> Tree:
             (first, *rest), last = carry
-            seed = last.ravel()[:1].astype(first.dtype).reshape((1,) * first.ndim)
+            seeds = [x.ravel()[:1].astype(first.dtype) for x in jax.tree.leaves(last)]
+            seed = sum(seeds[1:], seeds[0]).reshape((1,) * first.ndim)
             first = lax.dynamic_update_slice(first, seed, (0,) * first.ndim)
             return [first, *rest], op(first, *rest)
 
-        operands, result = lax.fori_loop(0, turns, turn, (operands, result))
-        return [x[None] for x in operands], result[None]
+        done = lax.fori_loop(0, turns, turn, (operands, results))
+        return jax.tree.map(lambda x: x[None], done)
 
     return local
+
+
+def _normed(x: Array) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
+
+
+def _cross_entropy(logits: Array) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
 
 
 def block_loss(x: Array, up: Array, down: Array, out: Array) -> Array:
@@ -138,19 +157,25 @@ def block_loss(x: Array, up: Array, down: Array, out: Array) -> Array:
     import jax
     import jax.numpy as jnp
 
-    centred = x - jnp.mean(x, -1, keepdims=True)
-    y = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6)
-    x = x + jnp.einsum("bsf,fd->bsd", jax.nn.gelu(jnp.einsum("bsd,df->bsf", y, up)), down)
-    return -jnp.mean(jax.nn.log_softmax(jnp.einsum("bsd,dv->bsv", x, out))[..., 0])
+    hidden = jax.nn.gelu(jnp.einsum("bsd,df->bsf", _normed(x), up))
+    x = x + jnp.einsum("bsf,fd->bsd", hidden, down)
+    return _cross_entropy(jnp.einsum("bsd,dv->bsv", x, out))
 
 
-def _block_gradients(*operands: Array) -> Tree:
-    """What comes out depends on every gradient."""
+def _light(
+    x: Array, beside: Array, to_norm: Array, to_sum: Array, hidden: Array, to_hidden: Array, logits: Array
+) -> Tree:
+    """All of a step of ``block_loss`` but its products, forward and backward: what these would make is given.
+
+    beside: what is added to x; to_…: the gradients that products of backward make.
+    """
     import jax
-    import jax.numpy as jnp
 
-    first, *others = jax.grad(block_loss, argnums=tuple(range(len(operands))))(*operands)
-    return first + sum(jnp.sum(g) for g in others)
+    normed, norm_back = jax.vjp(_normed, x)
+    active, gelu_back = jax.vjp(jax.nn.gelu, hidden)
+    loss, loss_back = jax.vjp(_cross_entropy, logits)
+    back = (loss_back(loss)[0], gelu_back(to_hidden)[0], norm_back(to_norm)[0] + to_sum)
+    return [loss, normed, active, x + beside, *back]
 
 
 def _collective_program(
@@ -200,6 +225,10 @@ class Devices:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def others_s(self) -> float:
+        alone = self.here.platform == "cpu" and self.here.processes == 1
+        return others_s() if alone else 0.0
 
     def share(self, values: list[float]) -> list[list[float]]:
         if self.here.processes == 1:
@@ -289,9 +318,9 @@ class Devices:
 
         fill = 0.0 if task.ways else 0.25
         operands = [filled(shape, dtype, fill) for shape, dtype in shapes]
-        result_shape = jax.eval_shape(
+        result_shapes = jax.eval_shape(
             jax.shard_map(
-                lambda *xs: op(*(x[0] for x in xs))[None],
+                lambda *xs: jax.tree.map(lambda y: y[None], op(*(x[0] for x in xs))),
                 mesh=mesh,
                 in_specs=spec,
                 out_specs=spec,
@@ -299,7 +328,8 @@ class Devices:
             ),
             *operands,
         )
-        state = (operands, filled(result_shape.shape[1:], str(result_shape.dtype), 0.0))
+        results = jax.tree.map(lambda r: filled(r.shape[1:], str(r.dtype), 0.0), result_shapes)
+        state = (operands, results)
         compiled = program.lower(np.int32(1), *state).compile()
 
         def run(inner: int) -> float:

@@ -12,10 +12,9 @@ import numpy as np
 from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
 from pase.calibrate.types import (
-    BLOCK_LIGHT_BYTES,
-    BLOCK_PRODUCTS,
     COLLECTIVE_OPS,
     FORMS,
+    LIGHT_BYTES,
     Level,
     MeasuredOp,
     Sample,
@@ -215,20 +214,13 @@ def _memory_curve(work: _Fitting) -> Curve | None:
     return work.curve("memory-bound ops", work.of("elementwise", "reduction"), each=2)
 
 
-def _light_efficiency(work: _Fitting, table: MatmulTable, bytes_per_s: float) -> float | None:
-    """What light ops between products reach of the memory's rate: their bytes over the block's time less its products',
-    both of which backward has twice more of. Never above 1."""
-    block = [s.seconds for _, s in work.of("block")]
-    if not block:
+def _light_efficiency(work: _Fitting, bytes_per_s: float) -> float | None:
+    """What light ops between products reach of the memory's rate, forward and backward, which has twice as much of
+    them. Never above 1."""
+    light = [s.seconds for _, s in work.of("light")]
+    if not light:
         return None
-    products = 0.0
-    for batch, m, n, k in BLOCK_PRODUCTS:
-        for form in ((m, n, k), (m, k, n), (k, n, m)):
-            rate = matmul_flops_per_s(table, *(np.array([float(x)]) for x in (form[0] * batch, *form[1:])))
-            products += 2.0 * batch * m * n * k / float(rate[0])
-    least_s = 3.0 * BLOCK_LIGHT_BYTES / bytes_per_s
-    left = block[0] - products
-    return min(1.0, max(least_s / left, _LEAST_LIGHT)) if left > 0 else 1.0
+    return min(1.0, max(3.0 * LIGHT_BYTES / bytes_per_s / light[0], _LEAST_LIGHT))
 
 
 def _host(work: _Fitting) -> Host | None:
@@ -430,7 +422,7 @@ def _efficiency(work: _Fitting, table: MatmulTable, rate: float, on_cpu: bool) -
     if conv is None:
         work.notes.append("convolutions were not measured: they are priced as matmuls of the same extents")
     # Other compilers run light ops inside of kernels; on a CPU each passes through memory by itself.
-    light = _light_efficiency(work, table, rate) if on_cpu else None
+    light = _light_efficiency(work, rate) if on_cpu else None
     found = {"conv": conv, "memory": light}
     return {name: part for name, part in found.items() if part is not None}
 

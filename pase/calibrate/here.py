@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from pase.files.json_values import JsonObject
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
 
-__all__ = ["Here", "ceilings", "find", "level_layout", "parse_levels", "start"]
+__all__ = ["Here", "ceilings", "find", "level_layout", "others_s", "parse_levels", "start"]
 
 _CPU_HZ_AT_MOST = 7e9
 _CPU_FLOP_A_CYCLE = 4096  # two matrix units of 1,024 multiply-adds
@@ -177,6 +178,17 @@ def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
         return int(stats["bytes_limit"]), "the device's bytes_limit"
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return total // local, f"the host's {total} bytes over its process's {local} devices"
+
+
+def others_s() -> float:
+    """Seconds that all programs but this process have had of this host's cores since it started, what its hypervisor
+    took among them; 0 where the host does not say (it is not Linux)."""
+    try:
+        with open("/proc/stat", encoding="ascii") as f:
+            user, nice, system, _, _, irq, soft, steal, *_ = map(int, f.readline().split()[1:])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def _proc(field: str) -> str:

@@ -127,7 +127,7 @@ def suite(target: Target) -> list[Task]:
         Task(op="host.program"),
         Task(op="host.op"),
         Task(op="vector", nbytes=1 << 17),
-        Task(op="block"),
+        Task(op="light"),
         *_memory(target),
         *_matmuls(target),
         *_collectives(target),

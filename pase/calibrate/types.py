@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 __all__ = [
-    "BLOCK_LIGHT_BYTES",
-    "BLOCK_PRODUCTS",
-    "BLOCK_SHAPES",
     "COLLECTIVE_OPS",
     "FORMS",
+    "LIGHT_BYTES",
+    "LIGHT_SHAPES",
     "Bench",
     "Level",
     "MeasuredOp",
@@ -30,7 +29,7 @@ MeasuredOp = Literal[
     "elementwise",
     "reduction",
     "vector",
-    "block",
+    "light",
     "launch",
     "dispatch",
     "host.program",
@@ -53,16 +52,9 @@ COLLECTIVE_OPS: tuple[MeasuredOp, ...] = (
     "broadcast",
 )
 
-BLOCK_SHAPES: tuple[tuple[int, ...], ...] = ((64, 32, 128), (128, 512), (512, 128), (128, 512))
-"""Operands of "block": activations, then weights. It says what light ops really cost beside products: in a chain of
-one op alone, everything is warm."""
-BLOCK_PRODUCTS: tuple[tuple[int, int, int, int], ...] = (
-    (1, 2048, 512, 128),
-    (1, 2048, 128, 512),
-    (1, 2048, 512, 128),
-)
-"""Its products forward: batch, m, n, k; backward has two more of each."""
-BLOCK_LIGHT_BYTES = 13_632_004.0
+LIGHT_SHAPES: tuple[tuple[int, ...], ...] = ((64, 32, 128), (64, 32, 512))
+"""Activations of "light": as wide as the model, and as the hidden layer and the logits."""
+LIGHT_BYTES = 13_632_004.0
 """Bytes of its light work forward, joined as ``pase.ir.simplify`` joins it; backward has twice of each. A test holds
 this against the graph."""
 
@@ -137,6 +129,8 @@ class Sample:
     repeats: int
     inner: int
     """How often the op ran within one timed program."""
+    others: float = 0.0
+    """Cores of this host that other programs took meanwhile, as far as that can be told."""
 
 
 class Bench(Protocol):
@@ -152,6 +146,11 @@ class Bench(Protocol):
 
     def share(self, values: list[float]) -> list[list[float]]:
         """Every process's values, process 0's first; at most 64 of them."""
+        ...
+
+    def others_s(self) -> float:
+        """Seconds that other programs have had of this host's cores so far; always the same where the devices are not
+        these cores, or where it cannot be told."""
         ...
 
     def now(self) -> float:

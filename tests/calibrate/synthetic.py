@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pase.calibrate import Level, Target, Task
-from pase.calibrate.types import BLOCK_LIGHT_BYTES, BLOCK_PRODUCTS
+from pase.calibrate.types import LIGHT_BYTES
 
 
 @dataclass(kw_only=True)
@@ -31,6 +31,7 @@ class Fake:
     bandwidth: tuple[float, ...] = (1e10, 1e9)
     broken: dict[str, float] = field(default_factory=dict)
     clock: float = 0.0
+    others: float = 0.0
     timed: list[str] = field(default_factory=list)
     stop_after: int | None = None
 
@@ -46,11 +47,8 @@ class Fake:
             return self.launch + t.nbytes / self.memory
         if t.op == "vector":
             return t.work / (self.peak / 10)
-        if (
-            t.op == "block"
-        ):  # three products of each, at the table's own rate for large ones; light ops slower
-            products = 3 * sum(2.0 * math.prod(p) for p in BLOCK_PRODUCTS) / self.peak
-            return products + 3 * BLOCK_LIGHT_BYTES / self.memory / self.light
+        if t.op == "light":
+            return 3 * LIGHT_BYTES / self.memory / self.light
         if t.op in ("launch", "dispatch"):
             return self.launch
         if t.op.startswith("host."):
@@ -80,6 +78,9 @@ class Fake:
 
     def now(self) -> float:
         return self.clock
+
+    def others_s(self) -> float:
+        return self.others
 
 
 ONE = (Level(name="device", ways=4),)

@@ -13,7 +13,7 @@ from pase.calibrate import Journal, Refused, Settings, Task, fit, session, suite
 from pase.calibrate.device import block_loss
 from pase.calibrate.fit import Ceilings, fit_line
 from pase.calibrate.smooth import smoothed
-from pase.calibrate.types import BLOCK_LIGHT_BYTES, BLOCK_PRODUCTS
+from pase.calibrate.types import LIGHT_BYTES, LIGHT_SHAPES
 from pase.machine import COLLECTIVES, Mesh, dumps, parse
 from pase.tables.build import work_price
 from pase.tables.work import Work
@@ -90,7 +90,6 @@ def test_a_cpu_has_the_habits_of_its_compiler():
     )
     cpu = fitted(samples, tasks, ONE, provenance={"date": "d", "platform": "cpu"}).machine
     assert cpu.bucket_bytes == 0.0 and not cpu.sums_readers
-    # Launches, of which the fake's light ops have none, are the rest.
     assert cpu.device.efficiency["memory"] == pytest.approx(bench.light, rel=0.2)
     by = {(c.kind, c.ways): c.curve for c in cpu.collectives}
     truth = {op: [bench.truth(t) for t in tasks if (t.op, t.ways) == (op, (4,))] for op, _ in by}
@@ -115,31 +114,58 @@ def test_a_cpu_has_the_habits_of_its_compiler():
     assert light == pytest.approx((1 << 24) / rate)
 
 
-def test_the_block_is_what_the_graph_of_it_says():
-    """Its products, bytes and FLOPs are written down; the frontend and the rule of local work find the same."""
+def test_the_light_ops_are_what_the_graph_of_their_block_says():
+    """Their bytes are written down; the frontend and the rule of local work find the same beside its products."""
     import jax
 
-    from pase.calibrate.device import local_program
     from pase.frontends.from_jax import trace
     from pase.ir import simplify
     from pase.tables.work import node_work
 
-    operands, _, _ = local_program(Task(op="block"))
-    first, *others = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in operands]
-    bias = jax.ShapeDtypeStruct((first.shape[-1],), "float32")
-    graph = simplify(
-        trace(lambda p, x: block_loss(x + p[0], *p[1]), (bias, others), first, name="block").graph
+    (*rows, d), (*_, f) = LIGHT_SHAPES
+    first, bias, up, down = (
+        jax.ShapeDtypeStruct(shape, "float32") for shape in ((*rows, d), (d,), (d, f), (f, d))
     )
-    products, light = [], []
+    graph = simplify(
+        trace(lambda p, x: block_loss(x + p[0], *p[1]), (bias, [up, down, up]), first, name="block").graph
+    )
+    light = []
     for node in graph.nodes:
         for w in node_work(graph, node, np.full((1, 1), -1, np.int8), Mesh(names=("a",), sizes=(1,))):
-            if w.phase == "forward" and w.kind == "matmul":
-                m, n, k = (int(np.ravel(x)[0]) for x in w.mnk)
-                products.append((round(float(np.ravel(w.flops)[0]) / (2 * m * n * k)), *sorted((m, n)), k))
-            elif w.phase == "forward":
+            if w.phase == "forward" and w.kind != "matmul":
                 light.append(float(np.ravel(w.nbytes)[0]))
-    assert sorted(products) == sorted((b, *sorted((m, n)), k) for b, m, n, k in BLOCK_PRODUCTS)
-    assert sum(light) == pytest.approx(BLOCK_LIGHT_BYTES, rel=1e-3)
+    assert sum(light) == pytest.approx(LIGHT_BYTES, rel=1e-3)
+
+
+def test_the_light_ops_are_those_of_the_blocks_own_step():
+    """Given what the products of that step make, they come to its values and gradients."""
+    import jax
+    import jax.numpy as jnp
+
+    from pase.calibrate.device import local_program
+
+    draw = iter(jax.random.split(jax.random.key(0), 9))
+    x, up, down, out = (
+        jax.random.normal(next(draw), s, "float32") for s in ((2, 3, 8), (8, 16), (16, 8), (8, 16))
+    )
+
+    def probed(x, e_norm, e_hidden, e_sum, e_logits):
+        centred = x - jnp.mean(x, -1, keepdims=True)
+        normed = centred * jax.lax.rsqrt(jnp.mean(centred * centred, -1, keepdims=True) + 1e-6) + e_norm
+        hidden = normed @ up + e_hidden
+        after = x + jax.nn.gelu(hidden) @ down + e_sum
+        logits = after @ out + e_logits
+        return -jnp.mean(jax.nn.log_softmax(logits)[..., 0]), (normed, hidden, after, logits)
+
+    zeros = [jnp.zeros(s) for s in ((2, 3, 8), (2, 3, 16), (2, 3, 8), (2, 3, 16))]
+    (loss, made), back = jax.value_and_grad(probed, argnums=range(5), has_aux=True)(x, *zeros)
+    (normed, hidden, after, logits), (dx, d_norm, d_hidden, d_sum, d_logits) = made, back
+    _, light, _ = local_program(Task(op="light"))
+    to_hidden = d_sum @ down.T
+    got = light(x, after - x, d_norm, d_sum, hidden, to_hidden, logits)
+    want = [loss, normed, jax.nn.gelu(hidden), after, d_logits * loss, d_hidden, dx]
+    for a, b in zip(got, want, strict=True):
+        assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_the_file_reads_back():

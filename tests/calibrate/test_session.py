@@ -73,6 +73,22 @@ def test_dispatch_is_amortised_and_the_median_taken():
     assert measure(Task(op="dispatch"), bench, Settings()).inner == 1
 
 
+def test_what_other_programs_disturbed_is_measured_again():
+    """They take a core twice as long as the first two samples last, then none."""
+
+    class Shared(Fake):
+        def others_s(self):
+            return min(self.clock, 0.5)
+
+    bench, task = Shared(levels=ONE), Task(op="elementwise", nbytes=4096)
+    bench.broken = {task.key: 0.02}
+    sample = measure(task, bench, Settings(program_s=0.01, repeats=(5, 5)))
+    assert sample.others == 0.0 and 0.5 < bench.clock < 0.8
+    busy = Shared(levels=ONE, others=0.0)
+    busy.others_s = lambda: 0.7 * busy.clock
+    assert measure(task, busy, Settings()).others == pytest.approx(0.7)
+
+
 def test_a_stop_loses_nothing_and_the_rest_is_measured_once(tmp_path):
     path, tasks = tmp_path / "m.journal", [t for t in suite(target(ONE)) if t.rank == 0]
     settings = Settings(budget_s=1e9)

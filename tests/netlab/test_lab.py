@@ -119,4 +119,4 @@ def test_names_and_levels_of_networks():
     assert pairs.slug == "4hosts_200Mbit_2acore"
     cores = sorted(os.sched_getaffinity(0))
     assert [Network(pairs).core(i) for i in range(4)] == [cores[i // 2 % len(cores)] for i in range(4)]
-    assert Network(pairs).command(0, ["x"])[-7:-4] == ["taskset", "-c", str(cores[0])]
+    assert Network(pairs).command(0, ["x"])[-8:-5] == ["taskset", "-c", str(cores[0])]

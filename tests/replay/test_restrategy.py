@@ -95,7 +95,7 @@ def test_another_batch_scales_what_grows_with_it(layouts: dict[str, Path], tmp_p
     assert 1.5 < said["ratios"]["compute"] < 2.0  # the update does not grow with the batch
     other = tmp_path / "other.json"
     pase.compile("zoo:alexnet?classes=64", devices=4, mesh="4", baselines=False).save(other)
-    with pytest.raises(PaseError, match="not of one model: parameter .* differs"):
+    with pytest.raises(PaseError, match=r"not of one model: parameter .* differs"):
         by_ratio(layouts["data"], other)
 
 
