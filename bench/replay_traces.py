@@ -8,7 +8,9 @@ replay; iterations of host-bound runs differ from each other by as much. What th
 when something is changed (``bench/replay_whatif.py``): other_ranks predicts each rank with the compute times of the
 other ranks only. first_and_other: of the replays from the first iteration and one other, the one that lies farthest
 outside of what these two took. few_iterations: what is said of the first one, two and three iterations alone.
-device_only is the error of a replay that leaves the CPU out.
+gaps: what delays between tasks are of the replayed iteration, the longest of them, and how many are above 20 ms.
+findings: what pase diagnose says first. optimize: where it begins and ends, beside the replayed iteration. device_only
+is the error of a replay that leaves the CPU out.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from bench.arguments import parser, wanted
 from bench.cases import SHARED
 from bench.provenance import save
 from pase.replay import align, estimate, load, measure, optimize_graph
+from pase.replay.diagnose import diagnose_run
 from pase.replay.predict import held_out_ranks
 from pase.replay.simulate import subgraph
 from pase.replay.steady import evaluate
@@ -91,14 +94,30 @@ def one_run(path: Path) -> dict[str, Any]:
         "device_only": device_only(run),
         "few_iterations": few_iterations(t),
         "first_and_other": first_and_other(run),
+        "gaps": gaps(run),
+        "findings": [
+            {"title": f.title, "cost_ms": f.cost_ns / 1e6, "measured_ms": f.measured_ns / 1e6}
+            for f in diagnose_run(run.measured).findings[:4]
+        ],
         "optimize": {
             "before_ms": plan.before_ns / 1e6,
             "after_ms": plan.after_ns / 1e6,
+            "listed_ms": [[x.before_ns / 1e6, x.after_ns / 1e6] for x in plan.steps],
             "seconds": plan.seconds,
             "replays": plan.evaluations,
             "tasks": len(run.graph),
             "ended": plan.ended,
         },
+    }
+
+
+def gaps(run: Run) -> dict[str, float]:
+    """Delays between tasks on the replayed critical path (launches, streams, events, and what nothing explains)."""
+    lags = [s.lag_ns for s in run.replay.path()]
+    return {
+        "share": sum(lags) / run.replayed_ns,
+        "longest_ms": max(lags, default=0.0) / 1e6,
+        "above_20_ms": int((run.graph.lag_ns > 20e6).sum()),
     }
 
 
