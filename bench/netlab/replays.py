@@ -33,7 +33,7 @@ HOSTS = 2
 MBIT = 200.0
 LATE_S = 0.1
 """What the last host waits before each step of a run that is traced so."""
-TRACED_PLAN, OTHER_PLANS = "fifo", ("ddp", "horovod")
+TRACED_PLAN, OTHER_PLANS = "fifo", ("ddp", "mg_wfbp")
 """The bucket plan of the traced run of DDP, and those that it is asked for and then really has."""
 
 

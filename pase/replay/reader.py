@@ -47,6 +47,8 @@ LIMITS = Limits()
 
 _BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", re.IGNORECASE)
 
+_MAYBE_BAD = re.compile(rb"(?:nan|inf|infinity)\s*[,}\]]")
+"""Of lower-case bytes: whether the slower expression above can find anything."""
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _BLOCK = 64
 _STEP = np.zeros(256, dtype=np.int8)
@@ -84,8 +86,7 @@ class BoundedReader:
         if n == 0:
             return b""
         chunk = self._raw()
-        low = chunk.lower()
-        if b"nan" in low or b"inf" in low:
+        if _MAYBE_BAD.search(chunk.lower()):
             # Hold back the last bytes: a literal may straddle two chunks.
             chunk, count = _BAD_NUMBER.subn(rb"\1null", chunk)
             self.not_numbers += count
