@@ -59,15 +59,10 @@ VARIANTS = (
 """All but one under the profiler, which slows steps down: like is compared with like."""
 
 
-def wire_bytes_per_s(machine: Path) -> float:
-    """What a host's link carries, as the calibration found it: an all-reduce's bytes beyond its smallest size, over
-    the time that they add. Bubbles between a ring's turns are in it, as they grow with the link too."""
-    from pase.machine import load
-
-    curves = [c for c in load(machine).collectives if c.kind == "all_reduce"]
-    largest = max(curves, key=lambda c: c.curve.nbytes[-1])
-    n, t, ways = largest.curve.nbytes, largest.curve.seconds, math.prod(largest.ways)
-    return 2 * (ways - 1) / ways * (n[-1] - n[0]) / max(t[-1] - t[0], 1e-9)
+PAYLOAD = 1448 / 1514
+"""Of a frame on the link: what is left beside the heads of Ethernet, IP and TCP (1500 bytes of IP, time stamps on)."""
+WIRE = MBIT * 1e6 / 8 * PAYLOAD
+"""Bytes a second each way on a host's link: what anyone knows who knows the network (``pase replay --wire``)."""
 
 
 def measure(session: Session, *, cases: Sequence[tuple[str, int]], steps: int) -> dict[str, Any]:
@@ -77,11 +72,10 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], steps: int) -
     with Network(Topology(racks=(HOSTS,), host_mbit=MBIT, hosts_a_core=1)) as network:
         machine = calibrated(network, session)
         found = _variants(network, session, machine, cases, steps)
-    wire = wire_bytes_per_s(machine)
-    rows = [_row(session, key, found, wire) for key in found["traced"]]
-    rows += _more_hosts(session, machine, wire, cases, steps)
+    rows = [_row(session, key, found, WIRE) for key in found["traced"]]
+    rows += _more_hosts(session, machine, WIRE, cases, steps)
     rows += _bucket_plans(session, steps)
-    about = {"mbit": MBIT, "wire_bytes_per_s": wire}
+    about = {"mbit": MBIT, "wire_bytes_per_s": WIRE}
     return {"summary": summary(rows), **about, "rows": rows}
 
 

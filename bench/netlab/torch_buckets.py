@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -94,10 +94,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
             say({"key": key, "compute_s": agreed(statistics.median(alone))})
             continue
         if cell["what"] == "traced":
-            given = _default_plan(cell["policy"], job["compute_s"])
-            run = {"iterations": cell["iterations"], "rate": job["learning_rate"]}
-            times, _ = _train(_tower(), given, data, traces=Path(cell["traces"]), **run)
-            say({"key": key, "steps_s": [agreed(s) for s in times]})
+            say({"key": key, "steps_s": [agreed(s) for s in _traced(cell, job, data)]})
             continue
         seconds = [agreed(s) for s in _curve()]
         problem = problem_for(
@@ -144,13 +141,15 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
     os._exit(0)
 
 
-def _default_plan(policy: str, compute_s: float) -> tuple[Any, Any]:
-    """(problem, plan) of a policy whose buckets follow from sizes and order alone, with its own limits, as
+def _traced(cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any]) -> list[float]:
+    """Seconds of traced steps under a policy whose buckets follow from sizes and order alone, with its own limits, as
     ``pase replay --what-if bucket-plan=`` has it."""
     from pase.schedule.registry import Options, get_policy
 
-    problem = problem_for(parameters(0), compute_s, [1e3, 1e9], [1e-4, 40.0])
-    return problem, get_policy(policy).make(problem, Options())
+    problem = problem_for(parameters(0), job["compute_s"], [1e3, 1e9], [1e-4, 40.0])
+    given = problem, get_policy(cell["policy"]).make(problem, Options())
+    rate, traces = job["learning_rate"], Path(cell["traces"])
+    return _train(_tower(), given, data, cell["iterations"], rate, traces)[0]
 
 
 def _curve() -> list[float]:
