@@ -72,8 +72,6 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
     import torch
     import torch.distributed as dist
 
-    from pase.schedule import evaluate
-
     address = job["coordinator"]
     dist.init_process_group(
         "gloo", init_method=f"tcp://{address}", rank=rank, world_size=HOSTS, timeout=timedelta(seconds=120)
@@ -96,49 +94,60 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
         if cell["what"] == "traced":
             say({"key": key, "steps_s": [agreed(s) for s in _traced(cell, job, data)]})
             continue
-        seconds = [agreed(s) for s in _curve()]
-        problem = problem_for(
-            parameters(0), job["compute_s"], list(map(float, SIZES)), np.maximum.accumulate(seconds).tolist()
-        )
-        plans = chosen(problem, job["policies"])
-        itself, losses = _train(_tower(), (None, None), data, cell["iterations"], job["learning_rate"])
-        rows = [
-            {
-                "policy": "ddp itself",
-                "measured_s": agreed(statistics.median(itself)),
-                "losses": losses,
-                "staleness": 0,
-            }
-        ]
-        rows[0] |= {"messages": 0, "updates_per_iteration": 1.0, "spread": 0.0, "predicted_s": None}
-        for outcome, name in plans:
-            times, losses = _train(
-                _tower(), (problem, outcome.plan), data, cell["iterations"], job["learning_rate"]
-            )
-            low, middle, high = np.percentile(times, [25, 50, 75])
-            # DDP waits for every message before the optimizer's step: nothing is sent beside the next forward.
-            e = (
-                evaluate(problem, replace(outcome.plan, barrier=True))
-                if not outcome.plan.staleness
-                else outcome.evaluation
-            )
-            rows.append(
-                {
-                    "policy": name,
-                    "measured_s": agreed(float(middle)),
-                    "spread": float((high - low) / middle),
-                    "predicted_s": e.iteration_s,
-                    "staleness": e.staleness,
-                    "messages": e.messages,
-                    "updates_per_iteration": e.updates_per_iteration,
-                    "losses": losses,
-                    "period": outcome.plan.period,
-                }
-            )
-        say({"key": key, "rows": rows})
+        say({"key": key, "rows": _under_policies(cell, job, data, agreed)})
     dist.barrier()
     # Threads of gloo outlive the group now and then, and the interpreter's end then aborts; what counts is written.
     os._exit(0)
+
+
+def _under_policies(
+    cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any], agreed: Callable[[float], float]
+) -> list[dict[str, Any]]:
+    """A row of each policy's plan, predicted and measured, and of DDP as it is. agreed: the slowest host's seconds."""
+    from pase.schedule import evaluate
+
+    seconds = [agreed(s) for s in _curve()]
+    problem = problem_for(
+        parameters(0), job["compute_s"], list(map(float, SIZES)), np.maximum.accumulate(seconds).tolist()
+    )
+    iterations, rate = cell["iterations"], job["learning_rate"]
+    plans = chosen(problem, job["policies"])
+    itself, losses = _train(_tower(), (None, None), data, iterations, rate)
+    rows: list[dict[str, Any]] = [
+        {
+            "policy": "ddp itself",
+            "measured_s": agreed(statistics.median(itself)),
+            "losses": losses,
+            "staleness": 0,
+            "messages": 0,
+            "updates_per_iteration": 1.0,
+            "spread": 0.0,
+            "predicted_s": None,
+        }
+    ]
+    for outcome, name in plans:
+        times, losses = _train(_tower(), (problem, outcome.plan), data, iterations, rate)
+        low, middle, high = np.percentile(times, [25, 50, 75])
+        # DDP waits for every message before the optimizer's step: nothing is sent beside the next forward.
+        e = (
+            evaluate(problem, replace(outcome.plan, barrier=True))
+            if not outcome.plan.staleness
+            else outcome.evaluation
+        )
+        rows.append(
+            {
+                "policy": name,
+                "measured_s": agreed(float(middle)),
+                "spread": float((high - low) / middle),
+                "predicted_s": e.iteration_s,
+                "staleness": e.staleness,
+                "messages": e.messages,
+                "updates_per_iteration": e.updates_per_iteration,
+                "losses": losses,
+                "period": outcome.plan.period,
+            }
+        )
+    return rows
 
 
 def _traced(cell: Mapping[str, Any], job: Mapping[str, Any], data: list[Any]) -> list[float]:

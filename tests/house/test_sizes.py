@@ -27,7 +27,6 @@ LONGER = {
     "bench/mesh_tf.py:compare": (84, "a bench: one step in both frameworks, and the comparison"),
     "bench/schedule_policies.py:main": (72, "a bench: its cells, one after another"),
     "bench/netlab/buckets.py:run_cells": (69, "a program that runs in a process of its own"),
-    "bench/netlab/torch_buckets.py:run_cells": (67, "a program that runs in a process of its own"),
     "bench/megatron_gpt.py:gpt": (68, "a model as Megatron writes it"),
     "bench/onnx_size.py:blocks": (62, "a model written node by node"),
     "tests/backends/mesh_tf_worker.py:models": (79, "the models of a test, one after another"),
