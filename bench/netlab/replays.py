@@ -38,7 +38,7 @@ TRACED_PLAN, OTHER_PLANS = "fifo", ("ddp", "mg_wfbp")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Variant:
+class _ChangedRun:
     """How the same runs are run once more. times: the batch over the usual one."""
 
     name: str
@@ -49,12 +49,12 @@ class _Variant:
 
 
 VARIANTS = (
-    _Variant(name="traced"),
-    _Variant(name="bare", traced=False),
-    _Variant(name="late", late_s=LATE_S),
-    _Variant(name="batch", times=2),
-    _Variant(name="faster", mbit=2 * MBIT),
-    _Variant(name="slower", mbit=MBIT / 2),
+    _ChangedRun(name="traced"),
+    _ChangedRun(name="bare", traced=False),
+    _ChangedRun(name="late", late_s=LATE_S),
+    _ChangedRun(name="batch", times=2),
+    _ChangedRun(name="faster", mbit=2 * MBIT),
+    _ChangedRun(name="slower", mbit=MBIT / 2),
 )
 """All but one under the profiler, which slows steps down: like is compared with like."""
 
