@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arguments import wanted
+from bench.provenance import BEGAN
 from bench.search_common import DATA, contracted_size, measure, search_options, write_results
 from pase.search import Solution, verify
 from pase.search.readers import read_instance
@@ -49,7 +50,8 @@ def by_command(
     """``pase solve`` as a user runs it; its answer recomputed from the tables."""
     command = [sys.executable, "-c", "from pase.cli import main; main()", "solve", str(path)]
     options = ["--seed", str(seed), "--rounds", str(rounds), "--json"]
-    ran: dict[str, object] = {"seed": seed, "rounds": rounds, "load_1min": round(os.getloadavg()[0], 2)}
+    ran: dict[str, object] = {"seed": seed, "rounds": rounds}
+    ran |= {"load_1min": round(os.getloadavg()[0], 2), "commit": BEGAN["commit"]}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "choice.json"
         began, before = time.perf_counter(), _children_s()
@@ -118,6 +120,7 @@ def main() -> None:
     made = search_options(__doc__, "search_iopddl", seconds=OTHERS_S)
     made.add_argument("--runs", default="0,1,0", help="the seed of each of pase's runs")
     made.add_argument("--rounds", type=int, default=60, help="pase's budget")
+    made.add_argument("--add", action="store_true", help="keep the result file's rows of other instances")
     args = made.parse_args()
     rows: list[dict[str, object]] = []
     solvers = args.solvers.split(",")
@@ -145,6 +148,10 @@ def main() -> None:
         if others:
             how = argparse.Namespace(solvers=others, seconds=args.seconds, repeats=0)
             rows += [{**row, "best_known": known} for row in measure(name, tables, memory, how)]
+    if args.add and args.o.exists():
+        ran = {row["instance"] for row in rows}
+        before = [row for row in json.loads(args.o.read_text())["rows"] if row["instance"] not in ran]
+        rows = sorted(before + rows, key=lambda row: list(BEST_KNOWN).index(str(row["instance"])))
     write_results(args, rows)
 
 
