@@ -12,11 +12,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["forks_of", "row_apart"]
+__all__ = ["children_s", "forks_of", "row_apart"]
 
 IDLE = 10
 """A process that has used no more than its limit of CPU time is ended after this many times as many seconds: on a busy
 machine it waits for its turn, and the limit is not to be a verdict about that; but it may wait for ever."""
+
+
+def children_s() -> float:
+    """CPU seconds of this process's children that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def forks_of(modules: Sequence[str]) -> Any:

@@ -14,7 +14,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.arguments import wanted
+from bench.processes import children_s
 from bench.provenance import BEGAN
 from bench.search_common import DATA, contracted_size, measure, search_options, write_results
 from pase.search import Solution, verify
@@ -54,14 +54,14 @@ def by_command(
     ran |= {"load_1min": round(os.getloadavg()[0], 2), "commit": BEGAN["commit"]}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "choice.json"
-        began, before = time.perf_counter(), _children_s()
+        began, before = time.perf_counter(), children_s()
         run = subprocess.run(
             [*command, *options, "-o", str(answer)], capture_output=True, text=True, check=False
         )
         wall_s = time.perf_counter() - began
         ran |= {
             "wall_s": round(wall_s, 2),
-            "cpu_s": round(_children_s() - before, 2),
+            "cpu_s": round(children_s() - before, 2),
             "in_time": wall_s <= limit,
         }
         if run.returncode:
@@ -89,12 +89,6 @@ def by_command(
         "peak_mb": said["peak_mb"],
         "choice": hashlib.sha256(choice.tobytes()).hexdigest()[:16],
     }
-
-
-def _children_s() -> float:
-    """CPU seconds of the processes that have ended."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def worst(instance: str, known: int, runs: list[dict[str, object]]) -> dict[str, object]:
