@@ -12,7 +12,7 @@ from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
 from pase.compiler.every_mesh import close_meshes
 from pase.compiler.fit import cheapest_free, fit_more, fit_variants
-from pase.compiler.mesh_search import Found
+from pase.compiler.mesh_search import Found, closed
 from pase.compiler.methods import memory_of, never_worse, price_methods
 from pase.compiler.options import CompileOptions
 from pase.compiler.pipelines import search_pipelines
@@ -80,14 +80,14 @@ def compile_model(
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
     over, first, misfit = problem.meshes(options.mesh, options.max_axes), problem, None
-    problem, found = cheapest_free(problem, tries[0], traced, over, say)
+    problem, found = cheapest_free(problem, tries[0], traced, over, say, limit)
     if limit is not None:
         try:
             problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)
         except Infeasible as e:
             if options.memory_limit != "machine":  # a size that the user states is not given up
                 raise
-            misfit = str(e)
+            misfit, found = str(e), closed(problem, over, found)
     methods: dict[str, float] = {}
     given: list[Baseline] = []
     skipped: list[Skipped] = []
@@ -119,7 +119,7 @@ def compile_model(
 def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     """The problem of the model as written. Raises PaseError if the machine cannot do what the options ask for."""
     problem = SplitProblem.of(
-        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.beside_compute, o.target
     )
     _check_precision(problem, o)
     return problem

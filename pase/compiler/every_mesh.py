@@ -3,7 +3,8 @@
 Of a mesh that was not searched, configs are sifted (``pase.search.sift``): edges are priced from the smallest on, and
 what can be in no strategy cheaper than the best known one is dropped before larger edges are priced. Most meshes end
 with nothing left. What is left of another is searched exactly. So a mesh of many axes, whose tables would not fit in
-memory, costs what its promising configs cost.
+memory, costs what its promising configs cost. If collectives overlap with compute, edges are priced at weights of
+compute and collectives, which bound every strategy, and what is left is searched at its real cost.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from pase.compiler.problem import Progress, SplitProblem
 from pase.errors import Infeasible, PaseError
 from pase.files.progress import PieceOfWork
 from pase.machine import Mesh
-from pase.search import Solution, solve
+from pase.search import Solution
 from pase.search.sift import Sift
-from pase.tables.build import Space, config_space, edge_tables, layout_pairs, phase_costs
+from pase.tables.build import Space, config_space, layout_pairs
 
 __all__ = ["EveryMesh", "Sifted", "close_meshes", "sift_mesh"]
 
@@ -95,8 +96,8 @@ def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) 
     except PaseError:  # more configs than are listed: only that costs are not negative is known
         return Sifted(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
     whole = Space(graph=graph, mesh=mesh, configs=space)
-    nodes = phase_costs(graph, space, mesh, model, problem.optimizer)
-    sift = Sift([n.total for n in nodes], below * (1 - _EXACT))
+    pricing = problem.pricing
+    sift = Sift(pricing.node_bounds(mesh, space), below * (1 - _EXACT))
     todo, step, work = list(range(len(graph.edges))), _FIRST_PAIRS, most_pairs
     while todo and not sift.empty:
         among = _left(space, sift)
@@ -108,7 +109,7 @@ def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) 
         at_most = min(max(step, matrices[0]), matrices[affordable - 1])
         work -= sum(n for n in matrices if n <= at_most)
         now = [e for e, (_, n) in zip(todo, pairs, strict=True) if n <= at_most]
-        sift.add(edge_tables(graph, among, mesh, model, now))
+        sift.add(pricing.edge_bounds(mesh, among, now))
         sift.run(_PASSES)
         todo = [e for e, (_, n) in zip(todo, pairs, strict=True) if n > at_most]
         step *= _GROWTH
@@ -117,7 +118,7 @@ def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) 
     if sift.empty:
         return nothing
     try:
-        s = solve(sift.tables())
+        s = pricing.solve_among(mesh, _left(space, sift), sift.tables(), sift.below)
     except Infeasible:
         return nothing
     if s.cost >= sift.below:

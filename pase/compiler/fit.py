@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pase.compiler.mesh_search import Found, add_seconds, search_meshes
+from pase.compiler.mesh_search import Found, add_seconds, closed, search_meshes
 from pase.compiler.methods import memory_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.variants import Variant
@@ -36,20 +36,27 @@ __all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants", "least_memo
 
 
 def cheapest_free(
-    problem: SplitProblem, group: Sequence[Variant], traced: Traced, over: Sequence[Mesh], say: Progress
+    problem: SplitProblem,
+    group: Sequence[Variant],
+    traced: Traced,
+    over: Sequence[Mesh],
+    say: Progress,
+    limit: float | None = None,
 ) -> tuple[SplitProblem, Found]:
-    """The variant that takes least time where memory is no constraint, with its answer; its bounds hold for all.
+    """The variant that takes least time where memory is no constraint, with its answer; its bounds hold for all. limit:
+    in bytes; the answer's gap is left open if it does not fit.
 
     problem: of the first variant of the first group. Gradients that are summed once are added whole at each
-    micro-batch, so that summing them each time may take less: both are searched. Nothing else may.
+    micro-batch, so that summing them each time may take less: both are searched. Where collectives overlap with
+    compute, so may gathers for each micro-batch: what is sent once has one of them beside it. Nothing else may.
     """
-    found = search_meshes(problem, over, say)
-    for v in group:
-        if replace(v, once=problem.variant.once) != problem.variant or v.once in (
-            problem.variant.once,
-            "none",
-        ):
-            continue
+    first, beside = problem.variant, problem.pricing.beside is not None
+    others = [v for v in group if v.once != first.once and replace(v, once=first.once) == first]
+    others = [v for v in others if beside or v.once != "none"]
+    found = search_meshes(problem, over, say, close=bool(others) or limit is None)
+    if limit is not None and memory_of(problem, found.configs, found.mesh).total <= limit:
+        found = closed(problem, over, found)
+    for v in others:
         p = problem.varied(traced, v)
         other = search_meshes(p, over, say)
         bounds = {m: min(b, other.bounds[m]) for m, b in found.bounds.items()}
@@ -83,7 +90,7 @@ def fit_variants(
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
     least: list[_Footprint] = []
-    bound = float("inf")
+    bound, least_first = float("inf"), True
     spent = dict(free.seconds)
     for group in tries:
         promising = False
@@ -105,9 +112,10 @@ def fit_variants(
                 continue
             if not first:
                 say(f"trying {variant}")
-            unlimited = free if first else search_meshes(p, meshes, say)
+            unlimited = free if first else search_meshes(p, meshes, say, close=False)
             if not first:
                 spent = add_seconds(spent, unlimited.seconds)
+            least_first &= not _takes_less(unlimited, free)
             if unlimited.solution.bound >= below:
                 continue
             promising = True
@@ -123,8 +131,15 @@ def fit_variants(
         more = list(_needs_on_more(problem, traced, least, limit))
         raise _infeasible(least, limit, problem.devices, more)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
-    s = replace(s, optimal=s.bound >= s.cost * (1 - 1e-9))
+    s = replace(s, optimal=least_first and s.bound >= s.cost * (1 - 1e-9))
     return best[0], replace(best[1], solution=s, seconds=spent)
+
+
+def _takes_less(variant: Found, free: Found) -> bool:
+    """Whether a variant without the limit undercuts what is proven of the first one, on some mesh. Meshes are left out
+    because none does; if one did, an answer would not be proven.
+    """
+    return any(s.cost < free.bounds[m] * (1 - 1e-9) for m, s in variant.answers.items() if m in free.bounds)
 
 
 def fit_more(
@@ -346,9 +361,9 @@ class _LimitedSearch:
         p, space = self.problem, self.problem.pricing.space(self.mesh)
         seconds = max(self.end - time.perf_counter(), 0.1) / 2  # the rest is for other attempts
 
-        def solve_within(tables: CostTables, free: Solution | None, part: float) -> Solution:
+        def solve_within(tables: CostTables, known: Known, part: float) -> Solution:
             allowed = _forbid(tables, self._in_flight, region.high)
-            known = Known(below=below, byte_price=price, free=free)
+            known = replace(known, below=below, byte_price=price)
             return solve(allowed, wanted, seconds * part, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
 
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from pase.machine import Mesh
 from pase.search import Solution
 from pase.tables.build import Space
 
-__all__ = ["Found", "add_seconds", "search_meshes"]
+__all__ = ["Found", "add_seconds", "closed", "search_meshes"]
 
 _EXACT = 1e-9
 """Relative: bounds this close to the best answer leave nothing to look for."""
@@ -27,7 +27,7 @@ class Found:
     """The best strategy over the meshes that were searched.
 
     bounds: the proven lower bound of each mesh, by the sizes of its axes. answers: the cheapest strategy of each mesh,
-    by the same key. seconds: the time spent on "tables" and on "search".
+    by the same key. seconds: the time spent on "tables" and on "search". open: whether gaps may be closed further.
     """
 
     mesh: Mesh
@@ -37,6 +37,7 @@ class Found:
     bounds: Mapping[tuple[int, ...], float] = field(default_factory=dict)
     answers: Mapping[tuple[int, ...], Solution] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    open: bool = False
 
     @property
     def configs(self) -> dict[str, np.ndarray]:
@@ -59,9 +60,14 @@ def add_seconds(*spent: Mapping[str, float]) -> dict[str, float]:
 
 @uncollected()
 def search_meshes(
-    problem: SplitProblem, over: Sequence[Mesh], say: Progress = lambda _: None, so_far: Found | None = None
+    problem: SplitProblem,
+    over: Sequence[Mesh],
+    say: Progress = lambda _: None,
+    so_far: Found | None = None,
+    close: bool = True,
 ) -> Found:
-    """The best strategy over these meshes, and over those that ``so_far`` covers.
+    """The best strategy over these meshes, and over those that ``so_far`` covers. close: whether to close the gap to a
+    bound where the pricing leaves one; False where the bounds are what counts, and ``closed`` does it later.
 
     Raises Infeasible if there is no mesh.
     """
@@ -83,13 +89,42 @@ def search_meshes(
     if best is None:
         raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
     start = time.perf_counter()
-    best = _closed(problem, over, best, bounds, answers)
-    spent = add_seconds(spent, {"search": time.perf_counter() - start})
+    if close:
+        best = _closed(problem, over, best, bounds, answers)
+        spent = add_seconds(spent, {"search": time.perf_counter() - start})
     tried = [*(so_far.tried if so_far else ()), *((m, answers[m.sizes].cost) for m in over)]
-    low = min([*bounds.values(), *([so_far.solution.bound] if so_far else [])])
-    s = best.solution  # where a gap is left, another mesh's bound may be the lowest
-    s = replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
-    return replace(best, solution=s, tried=tuple(tried), bounds=bounds, answers=answers, seconds=spent)
+    low = [] if so_far is None else [so_far.solution.bound]
+    return replace(
+        best,
+        solution=_bounded(best.solution, [*bounds.values(), *low]),
+        tried=tuple(tried),
+        bounds=bounds,
+        answers=answers,
+        seconds=spent,
+        open=not close,
+    )
+
+
+def _bounded(s: Solution, bounds: Collection[float]) -> Solution:
+    """Where a gap is left, another mesh's bound may be the lowest."""
+    low = min(bounds)
+    return replace(s, bound=min(s.bound, low), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
+
+
+@uncollected()
+def closed(problem: SplitProblem, over: Sequence[Mesh], found: Found) -> Found:
+    """What ``search_meshes`` found over these meshes, with gaps closed that it left open."""
+    if not found.open:
+        return found
+    start = time.perf_counter()
+    bounds, answers = dict(found.bounds), dict(found.answers)
+    best = _closed(problem, over, found, bounds, answers)
+    solution = _bounded(best.solution, bounds.values())
+    tried = tuple((m, answers[m.sizes].cost) for m in over)
+    seconds = add_seconds(found.seconds, {"search": time.perf_counter() - start})
+    return replace(
+        best, solution=solution, tried=tried, bounds=bounds, answers=answers, seconds=seconds, open=False
+    )
 
 
 def _closed(

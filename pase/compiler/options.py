@@ -164,10 +164,10 @@ class CompileOptions:
         "--precision",
     )
     overlap: Literal["none", "parameters", "machine"] = _option(
-        "none",
-        "'parameters': gathers of parameters and sums of gradients run beside compute, and only what compute cannot "
-        "hide, by position, is priced. 'machine': so if the machine file says that collectives run beside compute, in "
-        "training. Default 'none': nothing runs beside anything.",
+        "machine",
+        "What runs beside compute. 'parameters': gathers of parameters and sums of gradients; only what compute cannot "
+        "hide, by position, is priced. 'machine': the same, in training without stages, if the machine file says that "
+        "collectives overlap with compute. 'none': nothing; compute and communication are added up.",
         "--overlap",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field
@@ -198,10 +198,10 @@ class CompileOptions:
             raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
         if self.accumulate is not None and not _whole(self.accumulate):
             raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
-        if self.meshes == "all" and (self.mesh is not None or self.overlap != "none" or self.ranks):
+        if self.meshes == "all" and (self.mesh is not None or self.ranks):
             raise PaseError(
-                "meshes='all' proves what one program of summed compute and communication costs on every mesh: "
-                "leave out mesh, overlap and a number of groups"
+                "meshes='all' proves what one program without stages costs on every mesh: leave out mesh and a number "
+                "of groups"
             )
         if self.meshes == "all" and self.once == "auto":
             raise PaseError(
@@ -213,24 +213,25 @@ class CompileOptions:
             )
         if self.target != "any" and self.pipeline != "none":
             raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
-        if self.pipeline != "none" and self.overlap != "none":
+        if self.pipeline != "none" and self.overlap == "parameters":
             raise PaseError(
-                f"overlap='{self.overlap}' is for steps without stages, which are priced with nothing beside compute: "
-                f"leave out overlap or pipeline"
+                "overlap='parameters' is for steps without stages: with stages, collectives of parameters are priced "
+                "with nothing beside compute; leave out overlap or pipeline"
             )
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
             )
-        if self.overlap != "none" and self.once != "none":
-            raise PaseError(
-                f"once='{self.once}' is priced with nothing beside compute (overlap='none'): what is sent once has one "
-                f"micro-batch to run beside, and overlap counts on all of them"
-            )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)
                 raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
+
+    @property
+    def beside_compute(self) -> str:
+        """What may run beside compute, as in ``overlap``. With stages nothing does, so that plans with and without
+        stages are compared at one price."""
+        return "none" if self.pipeline != "none" else self.overlap
 
     @property
     def ranks(self) -> int | None:

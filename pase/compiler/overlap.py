@@ -20,21 +20,24 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pase.search import Solution, solve
+from pase.search import Known, Solution, solve
+from pase.search.excess import Excess
 from pase.search.labels import HeldAlong, label_choices
 from pase.search.priced import prepare
 from pase.tables import CostTables
 from pase.tables.beside import BACKWARD, FORWARD, GATHERS, MOVED, StepTables, between
 
-__all__ = ["Beside", "SolveMean"]
+__all__ = ["Beside", "SolveMean", "SolveWithin"]
 
 SolveMean = Callable[[CostTables, tuple[float, float]], Solution]
 """Solves the tables for given weights of the two passes' compute: (tables, weights)."""
 
+SolveWithin = Callable[[CostTables, Known], Solution]
+"""Solves tables under a memory limit: (tables, what is known of them)."""
+
 _MOST_WEIGHTS = 8
 _EXACT = 1e-9
 _LABELS = 100_000
-_MOST_LISTED = 1000
 
 
 @dataclass(kw_only=True, eq=False)
@@ -107,34 +110,60 @@ class Beside:
 
         below: strategies of that cost or more need not be found.
         """
-        t, weights = self.tables, np.array(self.best)
-        held = [_ahead(n, self.slow).T for n in t.nodes]
-        along = [
-            HeldAlong(
-                src=e.src,
-                dst=e.dst,
-                src_class=e.src_class,
-                dst_class=e.dst_class,
-                held=np.moveaxis(_ahead(p, self.slow), 0, -1),
-            )
-            for e, p in zip(t.edges, t.parts, strict=True)
-            if p is not None
-        ]
-        priced = prepare(self.at(self.best), held, "numba", 2, 0)
+        excess = self.excess()
+        priced = prepare(self.at(self.best), excess.held, "numba", 2, 0)
         if priced is None:
             return found
         _, least, pool = priced.at(np.zeros(2))
         below = min(found.cost, below)
         room = np.full(2, np.inf)
-        labels = label_choices(priced, pool, weights, least, room, below - least, _LABELS, along)
-        listed = [found.choice, *map(labels.choice, range(min(labels.cost.size, _MOST_LISTED)))]
-        cost, at = min((self.cost(c), i) for i, c in enumerate(listed))
-        found = replace(found, choice=listed[at], cost=cost)
-        if not labels.whole or labels.cost.size > _MOST_LISTED:
+        labels = label_choices(
+            priced, pool, excess.weights, least, room, below - least, _LABELS, excess.along
+        )
+        costs = excess.costs(labels)
+        if costs.size:
+            choice = labels.choice(int(costs.argmin()))
+            if (cost := self.cost(choice)) < found.cost:
+                found = replace(found, choice=choice, cost=cost)
+        if not labels.whole:
             return found
-        bound = min(cost, below)
-        certificate = f"{found.certificate}, and labels"
-        return replace(found, bound=bound, optimal=cost <= bound * (1 + _EXACT), certificate=certificate)
+        return self._proven(found, min(found.cost, below))
+
+    def close_within(self, found: Solution, one: SolveWithin, below: float) -> Solution:
+        """The answer under a memory limit. The gap to its bound is closed as far as labels suffice."""
+        top = min(found.cost, below)
+        if not found.feasible or found.bound >= top * (1 - _EXACT):
+            return found
+        s = one(self.at(self.best), Known(free=self.means.get(self.best), excess=self.excess()))
+        bound = max(found.bound, min(s.bound, top))
+        if s.feasible and (cost := self.cost(s.choice)) < found.cost:
+            found = replace(found, choice=s.choice, cost=cost, byte_price=s.byte_price)
+        return self._proven(found, min(bound, found.cost))
+
+    def _proven(self, found: Solution, bound: float) -> Solution:
+        return replace(
+            found,
+            bound=bound,
+            optimal=found.cost <= bound * (1 + _EXACT),
+            certificate=f"{found.certificate}, and labels",
+        )
+
+    def excess(self) -> Excess:
+        """By how much compute takes longer than collectives in each pass, for the tables at the best weights."""
+        t = self.tables
+        made: dict[int, np.ndarray] = {}
+
+        def ahead(parts: np.ndarray) -> np.ndarray:
+            if id(parts) not in made:
+                made[id(parts)] = np.ascontiguousarray(np.moveaxis(_ahead(parts, self.slow), 0, -1))
+            return made[id(parts)]
+
+        along = (
+            HeldAlong(src=e.src, dst=e.dst, src_class=e.src_class, dst_class=e.dst_class, held=ahead(p))
+            for e, p in zip(t.edges, t.parts, strict=True)
+            if p is not None
+        )
+        return Excess(weights=np.array(self.best), held=tuple(map(ahead, t.nodes)), along=tuple(along))
 
 
 def _ahead(parts: np.ndarray, slow: float) -> np.ndarray:

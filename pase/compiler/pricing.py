@@ -6,7 +6,7 @@ is a class with these members, registered in ``PRICINGS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -14,17 +14,18 @@ from pase.compiler.overlap import Beside
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
 from pase.registry import Registry
-from pase.search import Solution, solve
+from pase.search import Known, Solution, solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
-from pase.tables.beside import StepTables, slowed
-from pase.tables.build import Space, build
+from pase.tables.beside import StepTables, between, edges_at, nodes_at, slowed
+from pase.tables.build import Space, build, edge_tables, phase_costs
+from pase.tables.types import EdgeTable
 
 __all__ = ["PRICINGS", "BesideCompute", "Solver", "Summed"]
 
-Solver = Callable[[CostTables, Solution | None, float], Solution]
-"""Solves tables under further conditions: (tables, their optimum without those if it is known, fraction of the
-available time in (0, 1])."""
+Solver = Callable[[CostTables, Known, float], Solution]
+"""Solves tables under further conditions: (tables, what is known of them without those, fraction of the available time
+in (0, 1])."""
 
 PRICINGS: Registry[type[Summed]] = Registry("overlap")
 """``CompileOptions.overlap`` -> what it means."""
@@ -54,11 +55,18 @@ class Summed:
         """The configs that are searched on a mesh."""
         return self.tables(mesh)[1]
 
-    def solve(self, mesh: Mesh, solver: Solver | None = None, below: float = np.inf) -> Solution:
+    def solve(
+        self,
+        mesh: Mesh,
+        solver: Solver | None = None,
+        below: float = np.inf,
+        close: bool = True,
+    ) -> Solution:
         """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
-        limit; None: there are none. below: strategies of that cost or more need not be found."""
+        limit; None: there are none. below: strategies of that cost or more need not be found. close: whether to close,
+        as far as labels suffice, the gap to the bound that is left with a solver."""
         if solver is not None:
-            return solver(self.tables(mesh)[0], self._free.get(mesh.sizes), 1.0)
+            return solver(self.tables(mesh)[0], Known(free=self._free.get(mesh.sizes)), 1.0)
         if mesh.sizes not in self._free:
             self._free[mesh.sizes] = solve(self.tables(mesh)[0])
         return self._free[mesh.sizes]
@@ -70,6 +78,24 @@ class Summed:
     def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
         """Tables in which no strategy costs more than its real cost, and their optimum. It is the best known bound."""
         return self.tables(mesh)[0], self.solve(mesh)
+
+    def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Costs of each node's configs, float64 [K]. With those of ``edge_bounds`` added, no strategy costs more than
+        its real cost. among: per node its configs, int8 [K, axes]."""
+        return [n.total for n in phase_costs(self.graph, among, mesh, self.model, self.optimizer)]
+
+    def edge_bounds(
+        self, mesh: Mesh, among: Sequence[np.ndarray], along: Sequence[int]
+    ) -> tuple[EdgeTable, ...]:
+        """Tables of some edges to go with ``node_bounds``. along: indices in ``graph.edges``."""
+        return edge_tables(self.graph, among, mesh, self.model, along)
+
+    def solve_among(
+        self, mesh: Mesh, among: Sequence[np.ndarray], tables: CostTables, below: float
+    ) -> Solution:
+        """The cheapest strategy among some configs. tables: theirs, of ``node_bounds`` and ``edge_bounds``. below:
+        strategies of that cost or more need not be found. Raises Infeasible if there is none."""
+        return solve(tables)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
         """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps, where it is known."""
@@ -87,6 +113,7 @@ class BesideCompute(Summed):
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
         super().__init__(graph, model, optimizer)
         self._searches: dict[tuple[int, ...], Beside] = {}
+        self._cheapest, self._weights = np.inf, (1.0, 1.0)
 
     @property
     def beside(self) -> float:
@@ -108,12 +135,25 @@ class BesideCompute(Summed):
     def space(self, mesh: Mesh) -> Space:
         return self.search(mesh).tables.space
 
-    def solve(self, mesh: Mesh, solver: Solver | None = None, below: float = np.inf) -> Solution:
+    def solve(
+        self,
+        mesh: Mesh,
+        solver: Solver | None = None,
+        below: float = np.inf,
+        close: bool = True,
+    ) -> Solution:
         found = self.search(mesh)
         if solver is not None:
-            return found.solve(lambda tables, w: solver(tables, found.means.get(w), 1 / 4), below, _ENOUGH)
+            s = found.solve(
+                lambda tables, w: solver(tables, Known(free=found.means.get(w), close=not close), 1 / 4),
+                below,
+                _ENOUGH,
+            )
+            return found.close_within(s, lambda t, known: solver(t, known, 1 / 2), below) if close else s
         if mesh.sizes not in self._free:
-            self._free[mesh.sizes] = found.solve(found.mean, below)
+            self._free[mesh.sizes] = s = found.solve(found.mean, below)
+            if s.cost < self._cheapest:
+                self._cheapest, self._weights = s.cost, found.best
         return self._free[mesh.sizes]
 
     def close(self, mesh: Mesh, below: float) -> Solution:
@@ -123,6 +163,29 @@ class BesideCompute(Summed):
     def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
         found = self.search(mesh)
         return found.at(found.best), found.mean(found.at(found.best), found.best)
+
+    def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """At the weights of the cheapest strategy found so far."""
+        return nodes_at(self.graph, among, mesh, self.model, self.optimizer, self._between)
+
+    def edge_bounds(
+        self, mesh: Mesh, among: Sequence[np.ndarray], along: Sequence[int]
+    ) -> tuple[EdgeTable, ...]:
+        return edges_at(self.graph, among, mesh, self.model, along, self._between)
+
+    def solve_among(
+        self, mesh: Mesh, among: Sequence[np.ndarray], tables: CostTables, below: float
+    ) -> Solution:
+        first = solve(tables)
+        if first.bound >= below:
+            return first
+        parts = StepTables.of(self.graph, mesh, self.model, self.optimizer, among)
+        search = Beside(tables=parts, slow=self.beside, best=self._weights)
+        return search.close(search.solve(search.mean, below), below)
+
+    @property
+    def _between(self) -> np.ndarray:
+        return between(self._weights, self.beside)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
         found = self.search(mesh)

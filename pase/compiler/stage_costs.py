@@ -109,11 +109,11 @@ def _work(
     for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
-        for name, share in work_shares(w, n, for_weights, turns_of(graph)).items():
+        for name, share in work_shares(w, for_weights, turns_of(graph)).items():
             setattr(part, name, getattr(part, name) + share * seconds)
 
 
-def work_shares(w: Work, n: Node, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
+def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
     """How much of the seconds per step of a piece of the node's work goes to each field of ``PartCost``.
 
     for_weights: ``products_of_weights`` of the node, from which each product of its backward takes one.
@@ -122,8 +122,7 @@ def work_shares(w: Work, n: Node, for_weights: Iterator[bool], micro_batches: in
     if w.phase == "update":  # or each micro-batch's gradient is added to the sum
         return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
     if w.phase == "forward":
-        again = 0.5 if n.main.remat else 0.0
-        return {"forward": (1 - again) / m, "again": again / m}
+        return {"forward": (1 - w.late) / m, "again": w.late / m}
     return {"weight" if w.kind in ("matmul", "conv") and next(for_weights) else "input": 1 / m}
 
 

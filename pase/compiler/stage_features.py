@@ -158,7 +158,7 @@ class _StagePricing:
         out, for_weights = _ByFeature(), products_of_weights(self.graph, n)
         for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
-            _add(out, price, _features(work_shares(w, n, for_weights, self.turns)))
+            _add(out, price, _features(work_shares(w, for_weights, self.turns)))
         for c in node_charges(self.graph, n, cfg, self.mesh):
             price = np.broadcast_to(charge_price(c, self.model, self.mesh), len(cfg))
             of_parameter = self.graph.producer[c.tensor].kind == "parameter"

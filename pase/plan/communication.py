@@ -108,10 +108,10 @@ def communication_problem(
 
 
 def _passes(n: NodePlan) -> dict[str, float]:
-    """Seconds of a node's compute, forward and backward; recomputation, half of what runs twice, is in backward."""
+    """Seconds of a node's compute, forward and backward, where recomputation is."""
     if not n.work:
         return {"forward": FORWARD_SHARE * n.cost.compute, "backward": (1 - FORWARD_SHARE) * n.cost.compute}
-    forward = sum(w.cost / (2 if w.times >= 2 * n.times else 1) for w in n.work if w.phase == "forward")
+    forward = sum((1 - w.late) * w.cost for w in n.work if w.phase == "forward")
     return {"forward": forward, "backward": n.cost.compute - forward}
 
 

@@ -44,7 +44,7 @@ def step_memory(plan: PlanData) -> StepMemory | None:
 
     Activations grow during forward and are freed during backward. A gradient exists from the backward of the first node
     that reads its parameter. A rematerialised region adds one iteration of itself while it runs. Temporary buffers of
-    ops are not included.
+    ops are not included. Communication that is hidden behind compute shortens everything alike.
     """
     m = plan.memory
     sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
@@ -71,7 +71,12 @@ def step_memory(plan: PlanData) -> StepMemory | None:
         _corner(times, held, r.backward, activations=-r.activations * share, gradients=r.gradients)
         if r.again > 0:
             _corner(times, held, 0.0, activations=-r.again)
-    return StepMemory(times=tuple(times), forward=forward, held={k: tuple(v) for k, v in held.items()})
+    shorter = 1 - plan.hidden / times[-1] if times[-1] > plan.hidden else 1.0
+    return StepMemory(
+        times=tuple(shorter * t for t in times),
+        forward=shorter * forward,
+        held={k: tuple(v) for k, v in held.items()},
+    )
 
 
 _KINDS: tuple[MemoryKind, ...] = ("parameters", "optimizer", "gradients", "activations")

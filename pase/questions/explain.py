@@ -151,11 +151,11 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
     op_of = {n.name: n.op for n in plan.nodes}
     found: dict[tuple[str, str], list[float]] = {}
 
-    def add(group: str, what: str, cost: float, nbytes: int) -> None:
+    def add(group: str, what: str, cost: float, nbytes: int, count: int = 1) -> None:
         entry = found.setdefault((group, what), [0.0, 0, 0])
         entry[0] += cost
         entry[1] += nbytes
-        entry[2] += 1
+        entry[2] += count
 
     kinds = {
         "matmul": "matrix products",
@@ -174,7 +174,7 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
     for c in plan.collectives:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
     if plan.hidden:
-        add("communication", "less what runs beside compute", -plan.hidden, 0)
+        add("communication", "less what runs beside compute", -plan.hidden, 0, count=0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])
@@ -326,19 +326,19 @@ def _solved(plan: PlanData, problem: SplitProblem, v: int, allowed: Sequence[int
     """The cheapest strategy in which node v has one of these configs: (cost, which one); inf if there is none."""
     import numpy as np
 
-    from pase.search import Solution, solve
+    from pase.search import Known, Solution, solve
     from pase.tables import CostTables
 
     keep = np.asarray(allowed)
 
-    def among(tables: CostTables, free: Solution | None, part: float) -> Solution:
+    def among(tables: CostTables, known: Known, part: float) -> Solution:
         found = solve(tables.restricted({v: keep}))
         choice = found.choice.copy()
         choice[v] = keep[choice[v]]
         return replace(found, choice=choice)
 
     try:
-        found = problem.pricing.solve(plan.mesh, among)
+        found = problem.pricing.solve(plan.mesh, among, close=False)
     except Infeasible:
         return float("inf"), int(keep[0])
     return found.cost, int(found.choice[v])

@@ -24,22 +24,25 @@ from pase.search.priced import PricedTables
 __all__ = ["HeldAlong", "Labels", "label_choices"]
 
 _CHUNK = 1 << 22
-_COMPARED = 64  # labels of the same state that a label is compared with, if there are several sums
+_COMPARED = 256  # labels of the same state that a label is compared with, if there are several sums
 _WIDEST = 200_000  # labels at a time
 _BEAM, _BEAM_LABELS = 1000, 200_000  # labels at a time once there were too many; for all nodes together
 _NARROWEST = 100  # labels at a time at least, for any number of nodes
 _PRECISION = 1e-13
-"""Of the cost: differences below it, a node, count as none, so that sums in another order are one label."""
+"""Of the cost and of each sum: differences below it, a node, count as none, so that additions in another order are one
+label."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Labels:
     """Choices within the cap, cheapest first.
 
-    cost: float64 [choices]. whole: whether they are complete, i.e. no choice within the cap is missing.
+    cost: without what the sums are charged, float64 [choices]. used: their sums, float64 [choices, sums]. whole:
+    whether they are complete, i.e. no choice within the cap is missing.
     """
 
     cost: np.ndarray
+    used: np.ndarray
     whole: bool
     _trail: tuple[tuple[int, np.ndarray, np.ndarray], ...]
     _last: np.ndarray
@@ -83,7 +86,7 @@ def label_choices(
     """All choices whose cost at the prices is at most ``cap`` above the least.
 
     pool, least: from ``priced.at(prices)``. room: float64 [sums]. work: the most labels to make; beyond that, only a
-    few with the least slack are continued. along: what pairs of nodes hold in addition; with it the room is unlimited.
+    few with the least slack are continued. along: what pairs of nodes hold in addition, in sums of unlimited room.
     """
     order = _depth_first(priced.plan.steps)
     seen = _seen_later(order, pool, along)
@@ -106,7 +109,9 @@ def label_choices(
         fits = np.flatnonzero((used + rest[i + 1] <= limit).all(axis=1))
         now = {u: (config if u == step.v else open_[u][parent])[fits] for u in seen[i]}
         cost = np.rint((slack - used @ prices)[fits] / grain)
-        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, used[fits])]
+        coarse = _PRECISION * np.maximum(np.abs(used).max(axis=0, initial=0.0), 1e-300)
+        sums = np.rint(used[fits] / coarse)
+        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums)]
         work -= slack.size
         if keep.size > (_WIDEST if work > 0 and whole else beam):
             whole = False
@@ -118,7 +123,7 @@ def label_choices(
         trail.append((step.v, parent[keep], config[keep]))
     cost = least + slack - used @ prices
     by_cost = np.argsort(cost, kind="stable")
-    return Labels(cost=cost[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
+    return Labels(cost=cost[by_cost], used=used[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
 
 
 def _depth_first(steps: list[Elimination]) -> list[Elimination]:
@@ -236,14 +241,8 @@ def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.nd
         so_far = np.minimum.accumulate(below)
         keep = np.concatenate([[True], below[1:] < so_far[:-1]])
         return order[keep]
-    # Several sums: in each round the first remaining label of each state removes the labels that it dominates.
-    kept, left = [], np.arange(order.size)
-    for _ in range(_COMPARED):
-        if not left.size:
-            break
-        begins = np.concatenate([[True], state[left][1:] != state[left][:-1]])
-        first = left[begins]
-        kept.append(first)
-        mine = first[np.cumsum(begins) - 1]
-        left = left[~begins & ~(used[left] >= used[mine]).all(axis=1)]
-    return np.asarray(order[np.sort(np.concatenate([*kept, left]))])
+    from pase.search.kernels_labels import undominated
+
+    keep = np.empty(order.size, bool)
+    undominated(begins, np.ascontiguousarray(used), _COMPARED, keep)
+    return np.asarray(order[keep])

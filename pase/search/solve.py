@@ -12,6 +12,7 @@ from pase.search.check import cost_of
 from pase.search.clock import Deadline
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import KernelName, best_plan, kernels_for
+from pase.search.excess import Excess
 from pase.search.factors import Pool, load
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
 from pase.search.repeat import fold
@@ -29,11 +30,16 @@ class Known:
     below: what costs that much or more need not be found: once no less is possible, the answer need not be feasible.
     byte_price: of a similar problem's answer; the search begins with it.
     free: the answer without the limit to these tables, or to tables that forbid less.
+    excess: sums whose excess is paid: the tables are a mean that bounds what a choice costs. Where no order fits, it
+        is not seen, and the answer's cost is that of the tables.
+    close: whether to look for more than prices find, where these find a choice that fits.
     """
 
     below: float = np.inf
     byte_price: float = 0.0
     free: Solution | None = None
+    excess: Excess | None = None
+    close: bool = True
 
 
 NOTHING_KNOWN = Known()
@@ -110,19 +116,20 @@ def solve(
     free = known.free
     if free is None or not np.isfinite(cost_of(tables, free.choice)):
         free = _eliminate(tables, kernel, threads, seed, began)
-    if free is not None and (memory is None or fits(memory, free.choice)):
+    if free is not None and (memory is None or (known.excess is None and fits(memory, free.choice))):
         return free
     begin = None
     if memory is not None and free is not None:
         clock = Deadline.after(began, time_limit)
         within = _within(tables, memory, kernel, threads, seed, clock)
-        within.below, within.price = known.below, known.byte_price
-        if within.run(free.choice):
+        within.below, within.price, within.excess = known.below, known.byte_price, known.excess
+        if within.run(free.choice, close=known.close):
             enough = within.cost - within.bound <= gap * abs(within.cost)
             if (
                 within.settled
                 or enough
                 or clock.left <= 0
+                or known.excess is not None
                 or (rounds is not None and within.choice is not None)
             ):
                 return _settled(within, free, began)
@@ -149,7 +156,7 @@ def price_memory(
     within.price = byte_price
     if byte_price:
         within.below = -np.inf  # whatever bound the first price gives is enough
-    if not within.run(free.choice, close=False):
+    if not within.run(free.choice, most_sums=1, close=False):
         return -np.inf, 0.0
     return within.bound, within.price
 

@@ -1,7 +1,8 @@
 """The cheapest choice within a memory limit, where an elimination order fits.
 
 The limit is a few sums (``sums``); the best price per byte of each gives a bound and choices that fit (``hull``);
-labels close the gap between the two (``labels``). What is asked of it is counted in work, so that the answer is the
+labels close the gap between the two (``labels``). If an excess of sums costs as much (``excess``), the labels see these
+sums too. What is asked of it is counted in work, so that the answer is the
 same on every machine.
 """
 
@@ -16,8 +17,10 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.search.check import cost_of
 from pase.search.exact import KernelName
-from pase.search.hull import best_prices
-from pase.search.labels import label_choices
+from pase.search.excess import Excess
+from pase.search.factors import Pool
+from pase.search.hull import Dual, best_prices
+from pase.search.labels import Labels, label_choices
 from pase.search.priced import PricedTables, prepare
 from pase.search.sums import Sums, alike, sums_of
 from pase.search.types import MemoryProfile
@@ -47,6 +50,7 @@ class Within:
     """A search for the cheapest choice that fits, and what it has found.
 
     eliminate: serves where no single order fits for all prices, or would take long to plan; None: nothing else does.
+    excess: sums whose excess is paid; the tables are a mean that bounds the cost. None: the tables are the cost.
     below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
     where the bound is best. stop: asked between steps.
     choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
@@ -58,6 +62,7 @@ class Within:
     kernel: KernelName
     threads: int
     seed: int
+    excess: Excess | None = None
     below: float = np.inf
     price: float = 0.0
     stop: Callable[[], bool] = lambda: False
@@ -74,14 +79,17 @@ class Within:
         """No cheaper choice can exist, or none below what was asked for."""
         return self.optimal or self.bound >= self.below * (1 - _EXACT if self.below > 0 else 1 + _EXACT)
 
-    def run(self, free: np.ndarray, close: bool = True) -> bool:
-        """Search; free: the cheapest choice without the limit, which does not fit. close: the gap that prices leave.
+    def run(self, free: np.ndarray, most_sums: int = _MOST_SUMS, close: bool = True) -> bool:
+        """Search; free: the cheapest choice in the tables without the limit, which does not fit or has an excess.
+        close: the gap that prices leave.
 
-        False where no order fits.
+        False where no order fits, or nothing is limited.
 
         Raises Infeasible where it is proven that nothing fits.
         """
         numbers = alike(self.memory)
+        if not numbers.size:
+            return False
         groups: list[np.ndarray] = []
         prices = np.zeros(0)
         worst: np.ndarray | None = free
@@ -96,45 +104,53 @@ class Within:
             oracle = _Oracle(search=self, sums=sums)
             if not oracle.possible:
                 return False
-            start = np.append(prices, prices.max()) if prices.size else np.array([self.price])
-            dual = best_prices(
-                oracle.at,
-                sums.used,
-                sums.room,
-                (free, cost_of(self.tables, free)),
-                below=self.below,
-                start=start,
-                ceiling=self._ceiling,
-                stop=self.stop,
-            )
+            dual = self._dual(oracle, free, prices)
             prices = dual.prices
             self.price = float(prices.sum())
             self._prove(dual.bound)
             for choice, _ in dual.choices:
                 self.offer(choice)
-            if self.settled or not close or self.stop():
+            if self.settled or self.stop():
                 break
             worst = None
-            if len(groups) < _MOST_SUMS:
+            if len(groups) < most_sums:
                 worst = self._broken(c for c, _ in dual.choices if (sums.used(c) <= sums.room).all())
-            if worst is None:
-                worst = self._close(oracle, sums, prices)
-            if self.settled or len(groups) == _MOST_SUMS:
+            if worst is None and close:
+                worst = self._close(oracle, prices)
+            if self.settled or len(groups) >= most_sums:
                 break
         return True
+
+    def _dual(self, oracle: _Oracle, free: np.ndarray, prices: np.ndarray) -> Dual:
+        """The best prices of the oracle's sums, beginning with those of the sums before the last one."""
+        room, least = oracle.sums.room, (free, cost_of(self.tables, free))
+        if fits(self.memory, free):
+            return Dual(prices=np.zeros(room.size), bound=least[1] - 1e-12 * abs(least[1]), choices=[least])
+        return best_prices(
+            oracle.at,
+            oracle.sums.used,
+            room,
+            least,
+            below=self.below,
+            start=np.append(prices, prices.max()) if prices.size else np.array([self.price]),
+            ceiling=self._ceiling,
+            stop=self.stop,
+        )
 
     def offer(self, choice: np.ndarray) -> bool:
         """Take a choice if it is cheaper and fits; whether it fits."""
         if not fits(self.memory, choice):
             return False
         cost = cost_of(self.tables, choice)
+        if self.excess is not None:
+            cost = self.excess.cost(cost, choice)
         if cost < self.cost:
             self.choice, self.cost = choice, cost
         return True
 
     @cached_property
     def _ceiling(self) -> float:
-        return _most(self.tables)
+        return _most(self.tables) + (0.0 if self.excess is None else self.excess.most)
 
     def _prove(self, bound: float) -> None:
         if bound > self._ceiling:
@@ -155,33 +171,70 @@ class Within:
         """The first of the choices that breaks the limit at some point."""
         return next((c for c in choices if not fits(self.memory, c)), None)
 
-    def _close(self, oracle: _Oracle, sums: Sums, prices: np.ndarray) -> np.ndarray | None:
+    def _close(self, oracle: _Oracle, prices: np.ndarray) -> np.ndarray | None:
         """Look for choices in ever wider parts of the gap. A choice within the sums that breaks the limit, cheaper than
         any that was found to fit, where there is one."""
-        priced = oracle.priced
-        if priced is None:
+        look = _Look.of(oracle, prices)
+        if look is None:
             return None
-        _, least, pool = priced.at(prices)
-        base = least - float(prices @ sums.room)
+        base = look.least - float(prices @ oracle.sums.room)
         share = _FIRST_CAP
         while True:
             gap = min(self.cost, self.below) - base
             if not np.isfinite(gap):
                 gap = abs(base)
             cap = max(share, 0.0) * gap
-            labels = label_choices(priced, pool, prices, least, sums.room, cap, _LABELS)
+            labels, costs = look.within(cap)
             broken = None
-            for i in range(min(labels.cost.size, _MOST_TESTED)):
-                if labels.cost[i] >= self.cost or self.offer(choice := labels.choice(i)):
+            for i in np.argsort(costs, kind="stable")[:_MOST_TESTED].tolist():
+                if costs[i] >= self.cost or self.offer(choice := labels.choice(i)):
                     break
                 broken = choice if broken is None else broken
             if not labels.whole:
                 return broken
-            proven = min([base + cap, *labels.cost[:1].tolist()])
+            proven = min(base + cap, float(costs.min(initial=np.inf)))
             self._prove(proven - 1e-12 * abs(proven))
             if self.settled or share >= 1.0 or broken is not None or self.stop():
                 return broken
             share *= _WIDER
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Look:
+    """What labels start from: the tables eliminated at prices of the limited sums. room: float64 [sums], those of an
+    excess after the limited ones."""
+
+    priced: PricedTables
+    pool: Pool
+    least: float
+    prices: np.ndarray
+    room: np.ndarray
+    excess: Excess | None
+
+    @classmethod
+    def of(cls, oracle: _Oracle, prices: np.ndarray) -> _Look | None:
+        """None if no order fits. prices: float64 [limited sums]."""
+        s, x, room = oracle.search, oracle.search.excess, oracle.sums.room
+        priced = oracle.priced
+        if priced is not None and x is not None:
+            priced = prepare(s.tables, x.beside(oracle.sums.held), s.kernel, s.threads, s.seed)
+        if priced is None:
+            return None
+        at = prices
+        if x is not None:  # the tables hold its sums at its weights already
+            at, prices = np.append(prices, np.zeros(x.weights.size)), np.append(prices, x.weights)
+            room = np.append(room, np.full(x.weights.size, np.inf))
+        _, least, pool = priced.at(at)
+        return cls(priced=priced, pool=pool, least=least, prices=prices, room=room, excess=x)
+
+    def within(self, cap: float) -> tuple[Labels, np.ndarray]:
+        """The choices up to ``cap`` above the least, and their costs, float64 [choices]."""
+        x = self.excess
+        along = () if x is None else x.along_beside(self.room.size - x.weights.size)
+        labels = label_choices(
+            self.priced, self.pool, self.prices, self.least, self.room, cap, _LABELS, along
+        )
+        return labels, labels.cost if x is None else x.costs(labels)
 
 
 @dataclass(kw_only=True, eq=False)

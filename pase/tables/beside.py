@@ -30,13 +30,23 @@ from pase.ir import Graph
 from pase.ir.blocks import once_of, turns_of
 from pase.machine import CostModel, Machine, Mesh
 from pase.once import once
-from pase.tables.build import Space, config_space, edge_costs, phase_costs
+from pase.tables.build import Space, config_space, edge_costs, facts_along, phase_costs
 from pase.tables.charges import Flow
 from pase.tables.facts import facts
 from pase.tables.layouts import number
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["Alone", "StepParts", "StepTables", "alone", "beside", "between", "slowed"]
+__all__ = [
+    "Alone",
+    "StepParts",
+    "StepTables",
+    "alone",
+    "beside",
+    "between",
+    "edges_at",
+    "nodes_at",
+    "slowed",
+]
 
 
 def slowed(machine: Machine) -> float:
@@ -156,42 +166,31 @@ class StepTables:
     parts: tuple[np.ndarray | None, ...]
 
     @classmethod
-    def of(cls, graph: Graph, mesh: Mesh, model: CostModel, optimizer: str) -> StepTables:
-        """Price every config of every node and every pair of layouts of every edge."""
-        configs = config_space(graph, mesh, model)
-        at = alone(graph)
-        edges, parts = [], list[np.ndarray | None]()
-        made: dict[tuple[int, float, float, float], tuple[np.ndarray, np.ndarray | None] | None] = {}
-        for e, priced in edge_costs(facts(graph), configs, mesh, model):
-            key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], at.sums[e.dst]
-            if key not in made:
-                cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
-                made[key] = (cost, _parted(priced.flows, *key[1:])) if cost.any() else None
-            if (made_here := made[key]) is not None:
-                edges.append(priced.table(e, made_here[0]))
-                parts.append(made_here[1])
+    def of(
+        cls,
+        graph: Graph,
+        mesh: Mesh,
+        model: CostModel,
+        optimizer: str,
+        configs: Sequence[np.ndarray] | None = None,
+    ) -> StepTables:
+        """Price every config of every node and every pair of layouts of every edge. configs: those to price of each
+        node, int8 [K, axes]; None: all."""
+        among = config_space(graph, mesh, model) if configs is None else tuple(configs)
+        edges = list(_parted_edges(graph, among, mesh, model))
         return cls(
-            space=Space(graph=graph, mesh=mesh, configs=configs),
-            nodes=tuple(_parted_nodes(graph, mesh, model, optimizer, configs)),
-            edges=tuple(edges),
-            parts=tuple(parts),
+            space=Space(graph=graph, mesh=mesh, configs=among),
+            nodes=tuple(_parted_nodes(graph, mesh, model, optimizer, among)),
+            edges=tuple(e for e, _ in edges),
+            parts=tuple(p for _, p in edges),
         )
 
     def at(self, weights: np.ndarray) -> CostTables:
         """The tables at weights of the parts, float64 [5]."""
-        made: dict[int, np.ndarray] = {}
-
-        def weighed(parts: np.ndarray) -> np.ndarray:
-            if id(parts) not in made:
-                made[id(parts)] = np.tensordot(weights, parts, 1)
-            return made[id(parts)]
-
+        at = _Weighing(weights)
         return CostTables(
-            node_costs=tuple(map(weighed, self.nodes)),
-            edges=tuple(
-                e if p is None else replace(e, cost=weighed(p))
-                for e, p in zip(self.edges, self.parts, strict=True)
-            ),
+            node_costs=tuple(map(at.of, self.nodes)),
+            edges=_weighed(self.edges, self.parts, at),
             names=tuple(n.name for n in self.space.graph.nodes),
         )
 
@@ -210,6 +209,79 @@ class StepTables:
             else:
                 total += p[:, i, j]
         return StepParts(*map(float, total))
+
+
+def nodes_at(
+    graph: Graph,
+    among: Sequence[np.ndarray],
+    mesh: Mesh,
+    model: CostModel,
+    optimizer: str,
+    weights: np.ndarray,
+) -> list[np.ndarray]:
+    """The costs of each node's configs at weights of the parts, float64 [K]; equal nodes share an array.
+
+    among: per node its configs, int8 [K, axes]. weights: float64 [5].
+    """
+    parts, at = list(_parted_nodes(graph, mesh, model, optimizer, among)), _Weighing(weights)
+    return [at.of(p) for p in parts]
+
+
+def edges_at(
+    graph: Graph,
+    among: Sequence[np.ndarray],
+    mesh: Mesh,
+    model: CostModel,
+    along: Sequence[int],
+    weights: np.ndarray,
+) -> tuple[EdgeTable, ...]:
+    """Tables of some of the edges, if they cost something, with some of the configs, at weights of the parts.
+
+    among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
+    weights: float64 [5].
+    """
+    made = list(_parted_edges(graph, among, mesh, model, along))
+    return _weighed([e for e, _ in made], [p for _, p in made], _Weighing(weights))
+
+
+class _Weighing:
+    """Arrays of parts at weights, float64 [5]. What is one array stays one."""
+
+    def __init__(self, weights: np.ndarray) -> None:
+        self.weights = weights
+        self._made: dict[int, np.ndarray] = {}
+
+    def of(self, parts: np.ndarray) -> np.ndarray:
+        """parts: float64 [5, …], which the caller keeps."""
+        if id(parts) not in self._made:
+            self._made[id(parts)] = np.tensordot(self.weights, parts, 1)
+        return self._made[id(parts)]
+
+
+def _weighed(
+    edges: Sequence[EdgeTable], parts: Sequence[np.ndarray | None], at: _Weighing
+) -> tuple[EdgeTable, ...]:
+    return tuple(e if p is None else replace(e, cost=at.of(p)) for e, p in zip(edges, parts, strict=True))
+
+
+def _parted_edges(
+    graph: Graph,
+    among: Sequence[np.ndarray],
+    mesh: Mesh,
+    model: CostModel,
+    along: Sequence[int] | None = None,
+) -> Iterator[tuple[EdgeTable, np.ndarray | None]]:
+    """Edges that cost something, with their parts. along: indices of the edges; None: all."""
+    at = alone(graph)
+    made: dict[tuple[int, float, float, float], tuple[np.ndarray, np.ndarray | None] | None] = {}
+    known = facts(graph) if along is None else facts_along(facts(graph), along)
+    for e, priced in edge_costs(known, tuple(among), mesh, model):
+        key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], at.sums[e.dst]
+        if key not in made:
+            cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
+            made[key] = (cost, _parted(priced.flows, *key[1:])) if cost.any() else None
+        if (made_here := made[key]) is not None:
+            yield priced.table(e, made_here[0]), made_here[1]
 
 
 def _parted_nodes(

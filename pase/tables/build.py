@@ -29,6 +29,7 @@ __all__ = [
     "config_space",
     "edge_costs",
     "edge_tables",
+    "facts_along",
     "layout_pairs",
     "phase_costs",
     "work_cost",
@@ -169,7 +170,7 @@ def phase_costs(
             cost = {name: np.zeros(len(cfg)) for name in ("waited", "forward", "backward", "gathers")}
             for w in node_work(graph, n, cfg, mesh, optimizer, array_tile(model)):
                 price = w.times * work_price(w, model)
-                late = 0.5 * price if w.again and w.phase == "forward" else 0.0
+                late = w.late * price
                 when = "waited" if w.phase == "update" else w.phase
                 cost[when] = cost[when] + (price - late)
                 cost["backward"] = cost["backward"] + late
@@ -304,11 +305,12 @@ def edge_tables(
 
     among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
     """
-    known = _along(facts(graph), along)
+    known = facts_along(facts(graph), along)
     return tuple(_edges(known, tuple(among), mesh, model, {"backward": 1.0, "forward": 1.0}))
 
 
-def _along(known: Facts, along: Sequence[int]) -> Facts:
+def facts_along(known: Facts, along: Sequence[int]) -> Facts:
+    """The facts of some of the edges. along: indices in ``graph.edges``."""
     return replace(known, edges=tuple(known.edges[i] for i in along))
 
 
@@ -322,7 +324,7 @@ def layout_pairs(
     known = facts(graph)
     layouts = _Layouts(known.rules, mesh)
     out: list[tuple[object, int]] = []
-    for e in _along(known, along).edges:
+    for e in facts_along(known, along).edges:
         src, dst = layouts.of(e.write, among[e.src]), layouts.of(e.read, among[e.dst])
         out.append(((id(src.rows), id(dst.rows), e.flows), len(src.rows) * len(dst.rows)))
     return out

@@ -56,7 +56,7 @@ class LocalWork:
     """A piece of a node's work on one device, for one run; it runs ``times`` a step.
 
     flops: a multiply-add is two. nbytes: read and written. mnk: local extents of a product. cost: of all times, in the
-    cost model's unit.
+    cost model's unit. late: the part of times, of a forward's work, that recomputation runs in backward.
     """
 
     phase: Phase
@@ -67,6 +67,7 @@ class LocalWork:
     times: NotNegative
     cost: NotNegative
     mnk: tuple[float, float, float] | None = None
+    late: NotNegative = 0.0
 
 
 def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, float]]:
@@ -197,6 +198,7 @@ def _worked(w: Work, model: CostModel) -> LocalWork:
         times=w.times,
         cost=w.times * one(work_price(w, model)),
         mnk=None if w.mnk is None else (one(w.mnk[0]), one(w.mnk[1]), one(w.mnk[2])),
+        late=w.late,
     )
 
 

@@ -50,7 +50,7 @@ class Work:
     nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
     casts: it turns operands of a product into the type that the product runs in.
-    again: recomputation repeats it: half of ``times`` are in backward.
+    again: recomputation repeats it, so that ``times`` counts it twice.
     """
 
     kind: WorkKind
@@ -63,6 +63,11 @@ class Work:
     padding: np.ndarray | float = 1.0
     casts: bool = False
     again: bool = False
+
+    @property
+    def late(self) -> float:
+        """The part of ``times`` that recomputation runs in backward, of work that otherwise runs in forward."""
+        return 0.5 if self.again and self.phase == "forward" else 0.0
 
 
 TileShape = tuple[int, int]

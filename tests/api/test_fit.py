@@ -50,7 +50,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
     problem, mesh = SplitProblem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
     problem = replace(problem, overlap=overlap)
     priced = []
-    ways = ("none", "gathers", "all") if overlap == "none" else ("none",)
+    ways = ("none", "gathers", "all")
     for k, once in [(1, "none"), *itertools.product((2, 4, 8), ways)]:
         p = problem.varied(traced, Variant(accumulate=k, once=once))
         spaces = [configs(n, mesh) for n in p.graph.nodes]
@@ -73,7 +73,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
             mesh="2",
             machine=machine,
             overlap=overlap,
-            once="auto" if overlap == "none" else "none",
+            once="auto",
             memory_limit=float(limit),
             baselines=False,
         )
@@ -82,7 +82,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
         cheapest = min(cost for _, cost, _ in fitting)
         assert plan.bound <= cheapest * (1 + 1e-9)
         assert plan.cost == pytest.approx(cheapest, rel=1e-9)
-    assert len({k for k, _ in seen}) > 1 and (overlap != "none" or len({o for _, o in seen}) > 1)
+    assert len({k for k, _ in seen}) > 1 and len({o for _, o in seen}) > 1
 
 
 def test_blocks_computed_again_cost_what_the_users_own_remat_does():

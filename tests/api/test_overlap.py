@@ -12,6 +12,7 @@ import pase
 from pase.compiler.overlap import Beside
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
+from pase.compiler.variants import Variant
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.machine import load, mesh_from
@@ -41,7 +42,7 @@ def weights(width, *names):
 
 def step(problem, plan, mesh, chosen):
     """The step by hand, of a model without loops, from the plan's collectives and the work of each op."""
-    graph = problem.graph
+    graph, turns, once = problem.graph, problem.variant.accumulate, problem.variant.once
     stored = {n.name for n in graph.nodes if n.kind == "parameter"}
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     readers = [place[e.dst] for e in graph.edges if e.src in stored]
@@ -61,10 +62,11 @@ def step(problem, plan, mesh, chosen):
             late = place[c.node] == first
             waited, moved["backward"] = waited + c.cost * late, moved["backward"] + c.cost * (not late)
         else:
-            each = c.cost / c.times
+            runs = turns if once == "none" else 1
+            each = c.cost / c.times * runs
             early = place[c.node] == first
             waited, moved["forward"] = waited + each * early, moved["forward"] + each * (not early)
-            if c.times == 2:
+            if c.times == 2 * runs:
                 early = place[c.node] == max(again)
                 waited, moved["backward"] = waited + each * early, moved["backward"] + each * (not early)
     for n in graph.nodes:
@@ -75,9 +77,13 @@ def step(problem, plan, mesh, chosen):
             elif w.phase == "backward":
                 compute["backward"] += w.times * each
             else:
-                compute["forward"] += each
-                compute["backward"] += (w.times - 1) * each
+                compute["forward"] += turns * each
+                compute["backward"] += (w.times - turns) * each
     slow = problem.machine.collective_units / problem.machine.device.compute_units
+    for phase, single in (("forward", once != "none"), ("backward", once == "all")):
+        if single:  # all but one micro-batch have no collective beside them
+            waited += (1 - 1 / turns) * compute[phase]
+            compute[phase] /= turns
     return waited + sum(max(compute[p] + slow * moved[p], moved[p]) for p in compute)
 
 
@@ -109,11 +115,26 @@ def test_a_strategy_costs_what_its_items_do_by_position(loss, names, rows, width
     options = {"devices": 2, "mesh": "2", "baselines": False, "memory_limit": None}
     plan = pase.compile(loss, *args, overlap="parameters", **options)
     assert "under cost model 'analytic', collectives of parameters hidden behind compute" in str(plan)
-    additive = pase.compile(loss, *args, **options)
+    additive = pase.compile(loss, *args, overlap="none", **options)
     assert "under cost model 'analytic', nothing hidden behind compute" in str(additive)
     assert plan.optimal
     assert plan.cost <= min(priced) * (1 + 1e-9)
     assert plan.cost <= additive.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("once", ["none", "gathers", "all"])
+@pytest.mark.parametrize(("loss", "names", "rows", "width"), [CASES[1], CASES[4]])
+def test_what_is_sent_once_has_one_micro_batch_beside_it(loss, names, rows, width, once):
+    """By hand, from the plan's collectives and the work of each op."""
+    args = (weights(width, *names), S((rows, width), "float32"))
+    traced, mesh = trace(loss, *args), mesh_from("2", 2)
+    written = SplitProblem.of(traced.graph, 2, None, "analytic", "adam", "parameters")
+    problem = written.varied(traced, Variant(accumulate=4, once=once))
+    every = list(itertools.product(*(configs(n, mesh) for n in problem.graph.nodes)))
+    for i in np.random.default_rng(1).permutation(len(every))[:60]:
+        chosen = {n.name: row for n, row in zip(problem.graph.nodes, every[i], strict=True)}
+        plan = plan_of(problem, chosen, mesh, "loss", traced)
+        assert plan.cost == pytest.approx(step(problem, plan, mesh, chosen), rel=1e-9)
 
 
 def _random_machine(rng):
@@ -148,7 +169,7 @@ def test_bound_optimum_and_answer_are_in_order_on_random_machines(seed):
 @pytest.mark.parametrize("model", ["mlp", "alexnet", "gpt2?layers=2", "transformer?batch=64"])
 def test_never_worse_than_a_baseline_priced_alike(model):
     plan = pase.compile(f"zoo:{model}", devices=8, mesh="2x4", overlap="parameters")
-    additive = pase.compile(f"zoo:{model}", devices=8, mesh="2x4")
+    additive = pase.compile(f"zoo:{model}", devices=8, mesh="2x4", overlap="none")
     assert plan.bound <= plan.cost <= additive.cost * (1 + 1e-9)
     assert plan.cost - plan.bound <= 1e-3 * plan.cost
     assert all(plan.cost <= c * (1 + 1e-12) for c in plan.baselines.values())
@@ -195,6 +216,17 @@ def test_what_cannot_be_asked_for():
             pase.compile("zoo:gpt2?layers=2", devices=2, overlap="parameters", pipeline=stages)
 
 
+def test_with_stages_nothing_runs_beside_compute():
+    """By default, too: the step without stages is then priced like those with stages that it is compared with."""
+    options = {"devices": 2, "pipeline": "auto", "baselines": False}
+    plan = pase.compile("zoo:gpt2?layers=2", **options)
+    assert plan.beside is None
+    assert plan.cost == pytest.approx(
+        pase.compile("zoo:gpt2?layers=2", overlap="none", **options).cost, rel=1e-9
+    )
+    assert pase.compile("zoo:gpt2?layers=2", devices=2, baselines=False).beside is not None
+
+
 def test_a_memory_limit_holds_with_overlap_too():
     """The answer fits and hides gradients, and is what the limit's absence finds where it does not bind."""
     options = {"devices": 8, "mesh": "2x4", "overlap": "parameters"}
@@ -203,7 +235,7 @@ def test_a_memory_limit_holds_with_overlap_too():
     assert same.cost == pytest.approx(free.cost, rel=1e-9)
     limit = 0.6 * free.memory.total
     tight = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, **options)
-    additive = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, devices=8, mesh="2x4")
+    additive = pase.compile("zoo:gpt2?layers=2&batch=32", memory_limit=limit, **options | {"overlap": "none"})
     assert tight.memory.total <= limit
     assert free.cost <= tight.cost <= additive.cost * (1 + 1e-9)
     assert 0.99 * tight.cost <= tight.bound <= tight.cost

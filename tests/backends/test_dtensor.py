@@ -137,6 +137,7 @@ def test_a_plan_for_dtensor_is_the_cheapest_that_dtensor_can_say(tmp_path: Path)
         "machine": "1080tix8",
         "baselines": False,
         "memory_limit": "none",
+        "overlap": "none",
     }
     free, plan = pase.compile(MODEL, **options), pase.compile(MODEL, target="dtensor", **options)
     with pytest.raises(PaseError, match="compile for it with --for dtensor"):

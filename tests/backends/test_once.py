@@ -125,8 +125,6 @@ def test_what_cannot_be_sent_once_is_refused(drawn):
     small = {"devices": 2, "baselines": False}
     with pytest.raises(PaseError, match="set accumulate"):
         pase.compile("zoo:mlp", once="all", accumulate=1, **small)
-    with pytest.raises(PaseError, match="beside compute"):
-        pase.compile("zoo:mlp", once="auto", overlap="parameters", **small)
     with pytest.raises(PaseError, match="not trained"):
         pase.compile(unrolled, apart, tokens, once="all", mode="inference", **small)
 
