@@ -15,8 +15,9 @@ __all__ = ["warm"]
 def warm() -> float:
     """Compile, or load from the cache, every kernel; returns the seconds it took."""
     began = time.perf_counter()
-    from pase.search import kernels_memory, kernels_numba
+    from pase.search import kernels_labels, kernels_memory, kernels_numba
 
+    kernels_labels.undominated(np.ones(2, bool), np.eye(2), 1, np.zeros(2, bool))
     kernels_numba.row_classes(np.eye(2))
     flat = flatten([np.zeros(2), np.zeros(2)], [(0, 1)], [np.eye(2)])
     none = np.zeros(0)
