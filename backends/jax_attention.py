@@ -115,6 +115,17 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
     return Reference()
 
 
+def _platform(mesh: JaxMesh) -> str:
+    """What the devices are. The mesh inside of a region that is manual over some axes has no devices of its own."""
+    import jax
+
+    return (
+        jax.default_backend()
+        if isinstance(mesh, jax.sharding.AbstractMesh)
+        else mesh.devices.flat[0].platform
+    )
+
+
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
     whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
     warnings.warn(
@@ -143,7 +154,7 @@ def of_plan(
     if split is None:
         _said(call, "which here is not split with what else it reads, or not into such parts", source)
         return None
-    kernel = kernel_for(call, mesh.devices.flat[0].platform, avals[0].dtype, source)
+    kernel = kernel_for(call, _platform(mesh), avals[0].dtype, source)
     run = _DeviceShare(
         kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
     ).differentiable()
@@ -169,7 +180,7 @@ def on_a_device(
         return None
     if len(operands) > 3:  # by JAX's own definition
         return None if split.ring or (call.causal and split.queries) else _beside(call)
-    kernel = kernel_for(call, mesh.devices.flat[0].platform, dtype, source)
+    kernel = kernel_for(call, _platform(mesh), dtype, source)
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
     return _ordered(call, local.on_a_device())
 
@@ -228,7 +239,11 @@ def _split(
         return None
     split = split_of(q, k, call, shapes, dict(mesh.shape))
     unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
-    return None if split is None or (call.causal and split.queries and unequal) else split
+    if split is None or (call.causal and split.queries and unequal):
+        return None
+    outside = set(mesh.manual_axes)  # of a region around it, whose devices have their parts already
+    axes = ((f.name, tuple(a for a in getattr(split, f.name) if a not in outside)) for f in fields(split))
+    return AttentionSplit(**dict(axes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +264,10 @@ class _DeviceShare:
         of_q, of_k = self.split.of_queries, self.split.of_keys
 
         def mapped(fn: Callable[..., Tree], ins: Sequence[PartitionSpec], outs: Tree) -> Callable[..., Tree]:
-            return jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False)
+            axes = set(self.mesh.axis_names) - set(self.mesh.manual_axes)
+            return jax.shard_map(
+                fn, mesh=self.mesh, in_specs=ins, out_specs=outs, axis_names=axes, check_vma=False
+            )
 
         left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
         forward = mapped(self._forward, left[:3], (of_q, left))

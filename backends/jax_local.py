@@ -7,7 +7,7 @@ gradient. Nothing else communicates, and nothing is left to a partitioner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from pase.backends import jax_local_rules as rules
 from pase.backends.jax_equations import KEPT, boundary
 from pase.backends.jax_local_control import local_cond, local_scan, local_while
 from pase.backends.jax_local_derivatives import call_with_rule
+from pase.backends.jax_message_bodies import REMATERIALISED, given_form, message_bodies
+from pase.backends.jax_messages import BodyMessages
 from pase.backends.jax_moves import moved, part, summed, there_and_back
 from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, packed, unpacked
 from pase.errors import PaseError
@@ -80,6 +82,13 @@ class LocalWalk:
         return self.arrivals.of(key, t, self.traced.graph.tensors[op.results[0].tensor].dtype, make)
 
     @cached_property
+    def _scheduled(self) -> Mapping[str | None, Sequence[int]]:
+        """Body -> the transfers that its messages carry."""
+        if not self.program.messages or self.arrivals is not None:
+            return {}
+        return message_bodies(self.program, self.traced, self.blocks)
+
+    @cached_property
     def _info(self) -> DebugInfo:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
@@ -99,6 +108,8 @@ class LocalWalk:
             v: DeviceValue(array=c) for v, c in zip(jaxpr.constvars, consts, strict=True)
         }
         env.update(zip(jaxpr.invars, args, strict=True))
+        for h in args:
+            cache.values.setdefault(h.tensor or "", h)
 
         def value(var: Var) -> DeviceValue:
             return DeviceValue(array=var.val) if is_literal(var) else env[var]
@@ -134,8 +145,9 @@ class LocalWalk:
         made: list[DeviceValue] = []
 
         def body(*arrays: Tree) -> list[Tree]:
-            env.update(zip(reads, unpacked(given, arrays), strict=True))
-            inside: Cache = {}
+            inside = Cache(body=block.region.path)
+            for v, h in zip(reads, unpacked(given, arrays), strict=True):
+                env[v] = inside.values[h.tensor or ""] = h
             for j in range(block.start, block.stop):
                 one(j, inside)
             made[:] = [env[v] for v in makes]
@@ -168,7 +180,7 @@ class LocalWalk:
         names = self.traced.results[at]
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
-            made.update(self._op(op, eqn, names, ins, cache))
+            made.update(self.op_on_part(op, eqn, names, ins, cache))
         if not made:
             return self._constant(eqn, names, ins)
         return [made[n] for n in names]
@@ -190,7 +202,7 @@ class LocalWalk:
         outs = rules.plainly(eqn, [h.array for h in ins], self._info)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
-    def _op(
+    def op_on_part(
         self, op: LocalOp, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> dict[str, DeviceValue]:
         """Tensor -> what one op of an equation computes."""
@@ -199,6 +211,10 @@ class LocalWalk:
             self._seen(op, eqn, h, cache) if w is None else self.brought(h, w, cache)
             for h, w in zip(ins, wanted, strict=True)
         ]
+        for h in read:
+            made = self.program.maker.get(h.tensor or "")
+            if made is not None and made.node not in self.program.parameters:
+                cache.begun.setdefault(op.node, h.array)
         place = {n: k for k, n in enumerate(names)}
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
 
@@ -289,8 +305,8 @@ class LocalWalk:
             array = self._transferred(value, wanted.transfer, cache)
             return replace(value, array=array, layout=wanted.layout, shadow=None)
         if value.layout != wanted.layout:
-            raise PaseError(
-                f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node: this is a "
+            raise NotByHand(
+                f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node, which is a "
                 f"defect of pase.local"
             )
         if not wanted.summed:
@@ -305,13 +321,30 @@ class LocalWalk:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
         from that.
         """
-        if number in cache:
-            return cache[number]
+        if number in cache.arrived:
+            return cache.arrived[number]
         t = self.program.transfers[number]
-        cache[number] = self._arriving(
-            str(number), number, lambda: self._sent(self._out_of_copy(value, t, cache), t)
-        )
-        return cache[number]
+        if (messages := self._messages(cache)) is not None and number in messages.given:
+            cache.arrived[number] = messages.arrived(number)
+        else:
+            cache.arrived[number] = self._arriving(
+                str(number), number, lambda: self._sent(self._out_of_copy(value, t, cache), t)
+            )
+        return cache.arrived[number]
+
+    def _messages(self, cache: Cache) -> BodyMessages | None:
+        """The messages of a body."""
+        if cache.messages is None and cache.body in self._scheduled:
+            given = {
+                k: given_form(self, self.program.transfers[k].tensor, cache)
+                for k in self._scheduled[cache.body]
+            }
+            cache.messages = BodyMessages(
+                program=self.program,
+                given={k: h for k, h in given.items() if h is not None},
+                begun=cache.begun,
+            )
+        return cache.messages
 
     def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
         """The start of a transfer: the value, or the copy of it that the transfer uses."""
@@ -400,12 +433,12 @@ class LocalWalk:
         import jax
 
         jaxpr, consts = inner_jaxpr(eqn)
-        if eqn.primitive.name not in ("remat", "remat2", "checkpoint") or self._finds_arrivals:
+        if eqn.primitive.name not in REMATERIALISED or self._finds_arrivals:
             return self.run(jaxpr, consts, ins, prefix, cache)
         made: list[DeviceValue] = []
 
         def body(*arrays: Tree) -> list[Tree]:
-            made[:] = self.run(jaxpr, consts, unpacked(ins, arrays), prefix, {})
+            made[:] = self.run(jaxpr, consts, unpacked(ins, arrays), prefix, Cache(body=prefix))
             return packed(made)
 
         p = eqn.params

@@ -81,7 +81,7 @@ def local_scan(
     def body(
         carry: Sequence[Array], x: tuple[Sequence[Tree], Mapping[str, Tree]]
     ) -> tuple[list[Array], Tree]:
-        inside: Cache = {}
+        inside = Cache(body=f"{at.path}.")
         turns[0] = around.turn(x[1])
         inner = walk if walk.arrivals is None else replace(walk, arrivals=turns[0])
         carried = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
@@ -153,7 +153,7 @@ def local_while(
         return [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
 
     def asked(carry: Sequence[Array]) -> DeviceValue:
-        return walk.run(cond.jaxpr, cond.consts, [*asks, *turned(carry)], f"{at.path}.c.", {})[0]
+        return walk.run(cond.jaxpr, cond.consts, [*asks, *turned(carry)], f"{at.path}.c.", Cache())[0]
 
     def goes_on(carry: Sequence[Array]) -> Array:
         answer = asked(carry)
@@ -166,7 +166,7 @@ def local_while(
         return jax.lax.pmax(here.astype("int32"), axes) > 0 if axes else here
 
     def turn(carry: Sequence[Array]) -> list[Array]:
-        inside: Cache = {}
+        inside = Cache()
         before = turned(carry)
         made = walk.run(body.jaxpr, body.consts, [*consts, *before], f"{at.path}.b.", inside)
         if each:
@@ -221,7 +221,7 @@ def local_cond(
 
     def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
         def run(*arrays: Tree) -> list[Array]:
-            inside: Cache = {}
+            inside = Cache()
             outs = walk.run(
                 closed.jaxpr, closed.consts, unpacked(operands, arrays), f"{at.path}.{k}.", inside
             )

@@ -182,7 +182,7 @@ def _traced(
         inner.led(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
         for h, n, have, v in zip(values, names, lie, shapes, strict=True)
     ]
-    return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", {})
+    return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", Cache())
 
 
 def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
-from pase.backends.jax_values import Arrivals, DeviceValue, NotByHand
+from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
@@ -56,25 +56,29 @@ def lowered(
     first, *rest = lowerings(lowering, mesh)
     if first == "annotated":
         return annotated
-    return _ByHandOrNot(by_hand=by_hand(), annotated=annotated) if rest else by_hand()
+    return _ByHandOrNot(by_hand=by_hand, annotated=annotated) if rest else by_hand()
 
 
 @dataclass(kw_only=True, eq=False)
 class _ByHandOrNot:
     """A function that is lowered by hand if all of it can be, and otherwise by annotations.
 
-    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered. refused: it was
-    found out before.
+    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered. by_hand: makes
+    the function that is. refused: it was found out before.
     """
 
-    by_hand: Callable[..., Tree]
+    by_hand: Callable[[], Callable[..., Tree]]
     annotated: Callable[..., Tree]
     refused: bool = False
+
+    @cached_property
+    def _lowered(self) -> Callable[..., Tree]:
+        return self.by_hand()
 
     def __call__(self, *args: Tree) -> Tree:
         if not self.refused:
             try:
-                return self.by_hand(*args)
+                return self._lowered(*args)
             except NotByHand as e:
                 self.refused = True
                 warnings.warn(e.left, stacklevel=2)
@@ -180,7 +184,7 @@ class Manual:
             def value(var: Var) -> DeviceValue:
                 return DeviceValue(array=var.val) if is_literal(var) else env[var]
 
-            cache: dict[int, Array] = {}
+            cache = Cache()
             inner, consts = inner_jaxpr(eqn)
             prefix = self.plan.traced.programs[number]
             outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
@@ -223,8 +227,8 @@ class Manual:
     def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
         where = placement(layout, len(shape), self.program.mesh)
         if where is None:
-            raise PaseError(
-                f"the layout {layout} does not consist of contiguous parts: this is a defect of pase.local"
+            raise NotByHand(
+                f"the layout {layout} does not consist of contiguous parts, which is a defect of pase.local"
             )
         return self.plan.spec(where)
 
@@ -256,12 +260,12 @@ class Manual:
             own = carriers.get(i)
             beside = r.layout != r.gradient
             values.append(walk.leaf(x if own is None or beside else own, name, own if beside else None))
-        cache: dict[int, Array] = {}
+        cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
         ends = [self._end(j) for j in range(len(outs))]
         return [self._out(walk, h, op, cache) for h, op in zip(outs, ends, strict=True)]
 
-    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: dict[int, Array]) -> Array:
+    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: Cache) -> Array:
         """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array."""
         if op is not None:
             return walk.brought(value, op.operands[0], cache).array

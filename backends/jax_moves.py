@@ -15,7 +15,18 @@ from pase.machine import Mesh
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["first", "moved", "part", "places_of", "summed", "there_and_back"]
+__all__ = [
+    "after",
+    "first",
+    "from_wire",
+    "moved",
+    "on_wire",
+    "part",
+    "places_of",
+    "sent",
+    "summed",
+    "there_and_back",
+]
 
 
 def there_and_back(
@@ -144,6 +155,52 @@ def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
     if v.along is not None and None not in v.along:
         return jax.lax.all_to_all(x, tuple(axes), v.along[0], v.along[1], tiled=True)  # type: ignore[arg-type]
     return _from_front(jax.lax.all_to_all(_to_front(x, v), tuple(axes), 0, 0, tiled=True), v)
+
+
+def on_wire(x: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:
+    """What a sum, a scattered sum or a gather sends: [rows, elements]. A scattered sum has a row for each device."""
+    if move.kind == "reduce_scatter":
+        front = _to_front(x, view(move, shape, mesh))
+        return front.reshape(front.shape[0], -1)
+    return x.reshape(1, -1)
+
+
+def sent(rows: Array, move: LocalMove) -> Array:
+    """What arrives of ``on_wire``'s rows: [rows, elements]. A gather brings a row from each device. Columns of several
+    moves of this kind over the same axes may stand side by side."""
+    import jax
+
+    match move.kind:
+        case "reduce_scatter":
+            return jax.lax.psum_scatter(rows, move.axes, scatter_dimension=0, tiled=True)
+        case "all_gather":
+            return jax.lax.all_gather(rows, move.axes, axis=0, tiled=True)
+        case _:
+            return summed(rows, move.axes)
+
+
+def from_wire(rows: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:
+    """The local array after the move, from what arrived."""
+    if move.kind == "all_gather":
+        v = view(move, shape, mesh)
+        return _from_front(rows.reshape(rows.shape[0], *v.seen), v)
+    return rows.reshape(local_shape(shape, move.after, mesh))
+
+
+def after(x: Array, earlier: Array) -> Array:
+    """x, which is there only once ``earlier`` is: plus the minimum of 0 and one bit of it. The compiler does not know
+    that a bit is never negative, so it cannot move x before it."""
+    import jax
+    import jax.numpy as jnp
+
+    if not earlier.size:
+        return x
+    one = jax.lax.stop_gradient(earlier).reshape(-1)[0]
+    one = one.real if jnp.iscomplexobj(one) else one
+    bits = (
+        one if one.dtype == bool else jax.lax.bitcast_convert_type(one, f"uint{one.dtype.itemsize * 8}") & 1
+    )
+    return x + jnp.minimum(bits.astype("int32"), 0).astype(x.dtype)
 
 
 def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax
@@ -42,6 +43,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         once=plan.once,
         accesses=plan.accesses,
         strategy=plan.strategy,
+        schedule=ProgramSchedule.of(plan),
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.local.types import Layout, LocalTransfer
@@ -13,10 +13,9 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array
 
-__all__ = ["Arrivals", "Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
+    from pase.backends.jax_messages import BodyMessages
 
-Cache: TypeAlias = "dict[int, Array]"
-"""Results of transfers so far in the body of this loop, branch or rematerialised region: number -> array."""
+__all__ = ["Arrivals", "Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
 
 
 class NotByHand(PaseError):
@@ -44,6 +43,22 @@ class DeviceValue:
     tensor: str | None = None
     layout: Layout | None = None
     shadow: Array | None = None
+
+
+@dataclass(kw_only=True)
+class Cache:
+    """What a walk knows in the body of one loop, branch or rematerialised region, or of the model.
+
+    body: its path; None for bodies in which no messages are sent. arrived: number of a transfer -> its result so far.
+    values: tensor -> what the body was given of it. begun: node -> a value that it reads, of the nodes so far.
+    messages: those of the body, once a reader has asked for one.
+    """
+
+    body: str | None = None
+    arrived: dict[int, Array] = field(default_factory=dict)
+    values: dict[str, DeviceValue] = field(default_factory=dict)
+    begun: dict[str, Array] = field(default_factory=dict)
+    messages: BodyMessages | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

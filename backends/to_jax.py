@@ -17,6 +17,7 @@ from pase.backends.jax_once import graded_once
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
 from pase.backends.jax_walk import JaxprWalk
+from pase.backends.local_schedule import ProgramSchedule
 from pase.errors import PaseError, install_line
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
@@ -67,14 +68,17 @@ class JaxPlan:
     """Path of an equation -> the layouts in which it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """Node -> iteration dim -> the mesh axes that split it."""
+    schedule: ProgramSchedule | None = None
+    """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
         raw = rematerialised(self.traced.graph, self.blocks)
-        return program_of(
+        made = program_of(
             accumulated(named(simplify(raw)), self.accumulate, self.once), self.logical_mesh, self.strategy
         )
+        return made if self.schedule is None or self.once != "none" else self.schedule.placed(made)
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_moves import after
 from pase.errors import PaseError
 from pase.plan.constraints import Placement
 from pase.schedule.plan import BucketPlan, Piece
@@ -22,7 +23,6 @@ from pase.schedule.types import ScheduleProblem
 if TYPE_CHECKING:
     from jax import Array
     from jax.sharding import PartitionSpec
-    from jax.typing import DTypeLike
 
 __all__ = ["ManualRegion", "Moves", "Slot", "moves_of", "path_of", "placement_of"]
 
@@ -176,7 +176,7 @@ class ManualRegion:
         if not buffer.shape[1]:
             return buffer.reshape(-1)
         if before is not None:
-            buffer = buffer + _zero_after(before, buffer.dtype)
+            buffer = after(buffer, before)
         if kind == "reduce_scatter":
             return jax.lax.psum_scatter(buffer, axes, scatter_dimension=0, tiled=True).reshape(-1)
         if kind == "all_gather":
@@ -414,16 +414,3 @@ def _chain_works(
             now[d] = after
     goal = [list(axes) if gradient else [a for a in axes if a not in data] for axes in stored]
     return now == goal and (not gradient or sorted(seen) == sorted(data))
-
-
-def _zero_after(x: Array, dtype: DTypeLike) -> Array:
-    """A zero of that dtype that is available only once x is: the minimum of 0 and one bit of x, even if x is not a
-    number.
-
-    The compiler does not know that a bit is never negative.
-    """
-    import jax
-    import jax.numpy as jnp
-
-    bits = jax.lax.bitcast_convert_type(x[0], jnp.dtype(f"uint{x.dtype.itemsize * 8}"))
-    return jnp.minimum((bits & 1).astype(jnp.int32), 0).astype(dtype)

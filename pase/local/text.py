@@ -17,7 +17,12 @@ the op (``joined``: how partial results are reduced, if not by a sum). A tensor 
 size is followed by the axes that split the dim (``a/4``: into four blocks in all); ``+a`` marks a tensor that is
 partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``move`` is a transfer, written
 before the first op that reads it, with its moves there and back (``stays``: no gradient comes back; ``once``: for the
-whole step).
+whole step). Under a schedule, messages are at the end, in the order in which each link sends them:
+
+    message back network of 0.0[0+512] 3.0[0+1024]
+    message there network after up of 5.0[512+512]
+
+A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun.
 """
 
 from __future__ import annotations
@@ -35,15 +40,18 @@ from pase.local.types import (
     Combine,
     Extents,
     Layout,
+    LocalMessage,
     LocalMove,
     LocalMoveKind,
     LocalOp,
     LocalOperand,
+    LocalPiece,
     LocalProgram,
     LocalResult,
     LocalTensor,
     LocalTransfer,
     NodeCollective,
+    Way,
     digits_of,
     local_shape,
 )
@@ -55,6 +63,7 @@ __all__ = ["program_from_text", "program_text"]
 _AXIS = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
 _TIMES = re.compile(r"\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?", re.ASCII)
+_PIECE = re.compile(r"\d{1,9}\.\d{1,9}\[\d{1,18}\+\d{1,18}\]")
 _MAX_AXES = 32
 
 
@@ -91,6 +100,10 @@ class _Writer:
         for k, t in enumerate(program.transfers):
             if k not in told:
                 yield from self.transfer(k, t)
+        for m in program.messages:
+            after = f" after {word_text(m.after)}" if m.after else ""
+            pieces = " ".join(f"{p.transfer}.{p.stage}[{p.begin}+{p.nbytes}]" for p in m.pieces)
+            yield f"message {m.way} {word_text(m.link)}{after} of {pieces}"
 
     def transfer(self, number: int, t: LocalTransfer) -> Iterator[str]:
         names = f"{word_text(t.tensor)} of {word_text(t.src)} for {word_text(t.dst)}"
@@ -247,6 +260,7 @@ class _Reader:
     ops: list[_OpRead] = field(default_factory=list)
     transfers: dict[int, _TransferRead] = field(default_factory=dict)
     last: _OpRead | _TransferRead | None = None
+    messages: list[LocalMessage] = field(default_factory=list)
     asked: list[tuple[TextLine, int]] = field(default_factory=list)
     """Where a transfer is read by its number."""
 
@@ -266,13 +280,14 @@ class _Reader:
             transfers=tuple(self.transfers[k].whole() for k in numbers),
             originals=self.originals,
             once=self.once,
+            messages=tuple(self.messages),
         )
 
     def read(self, line: TextLine) -> None:
         depth = len(line.text) - len(line.text.lstrip(" "))
         known: Mapping[str, Callable[[TextLine], None]]
         if depth == 0:
-            known = {"copy": self._copy, "node": self._node, "once": self._once}
+            known = {"copy": self._copy, "node": self._node, "once": self._once, "message": self._message}
         elif depth == 2:
             at = line.position
             if line.match(re.compile(r"move(?= )")):
@@ -301,6 +316,18 @@ class _Reader:
 
     def _node(self, line: TextLine) -> None:
         self.node, self.last = line.word("the node's name"), None
+
+    def _message(self, line: TextLine) -> None:
+        way, link, pieces = line.choice(Way, "a way"), line.word("a link"), list[LocalPiece]()
+        after = line.word("a node") if line.accept("after ") else ""
+        line.expect("of")
+        while not line.at_end():
+            if (found := line.match(_PIECE)) is None:
+                line.fail(f"expected TRANSFER.STAGE[FIRST+BYTES], found {line.next_shown()}")
+            transfer, stage, begin, nbytes = map(int, re.findall(r"\d+", found))
+            self.asked.append((line, transfer))
+            pieces.append(LocalPiece(transfer=transfer, stage=stage, begin=begin, nbytes=nbytes))
+        self.messages.append(LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after))
 
     def _transfer(self, line: TextLine) -> None:
         at = line.position
@@ -433,11 +460,7 @@ class _Reader:
 
     def _layout(self, line: TextLine) -> Layout:
         states: list[AxisState] = [None] * len(self.mesh.names)
-        line.expect("[")
-        while not line.accept("]"):
-            if line.accept("+"):
-                self._held(line, states, self._axis(line), "partial")
-                continue
+        for _ in self._split_entries(line, states):
             axis = self._axis(line)
             line.expect(":")
             dim = line.match(re.compile(r"\d{1,3}(?=/)"))
@@ -446,16 +469,21 @@ class _Reader:
             self._held(line, states, axis, (int(dim), self._blocks(line)))
         return tuple(states)
 
+    def _split_entries(self, line: TextLine, states: list[AxisState]) -> Iterator[None]:
+        """One for each entry in brackets that the caller is to read; those of partial axes are read here."""
+        line.expect("[")
+        while not line.accept("]"):
+            if line.accept("+"):
+                self._held(line, states, self._axis(line), "partial")
+            else:
+                yield
+
     def _tensor(self, line: TextLine) -> tuple[str, Extents, Layout]:
         """A tensor's name, its whole shape and its layout, from its local sizes."""
         name = line.word("a tensor")
         shape: list[int] = []
         states: list[AxisState] = [None] * len(self.mesh.names)
-        line.expect("[")
-        while not line.accept("]"):
-            if line.accept("+"):
-                self._held(line, states, self._axis(line), "partial")
-                continue
+        for _ in self._split_entries(line, states):
             found = line.match(re.compile(r"\d{1,18}"))
             if found is None:
                 line.fail(f"expected a size, +axis or ']', found {line.next_shown()}")

@@ -26,14 +26,17 @@ __all__ = [
     "Combine",
     "Extents",
     "Layout",
+    "LocalMessage",
     "LocalMove",
     "LocalOp",
     "LocalOperand",
+    "LocalPiece",
     "LocalProgram",
     "LocalResult",
     "LocalTensor",
     "LocalTransfer",
     "NodeCollective",
+    "Way",
     "local_shape",
 ]
 
@@ -153,11 +156,41 @@ class LocalOp:
     sent: tuple[NodeCollective, ...] = ()
 
 
+Way = Literal["there", "back"]
+"""A transfer's moves forward, or those of the gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPiece:
+    """Bytes [begin, begin + nbytes) of what a move sends. transfer: its number. stage: which of the moves that send
+    anything, from 0."""
+
+    transfer: int
+    stage: int
+    begin: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalMessage:
+    """Pieces that are sent as one collective, all equally often. A link sends the messages of a body that run equally
+    often one after another, in the order of the program.
+
+    way: of all its pieces. after: the node that must have begun before the message starts; "": none.
+    """
+
+    way: Way
+    link: str
+    pieces: tuple[LocalPiece, ...]
+    after: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
     """What each device of the mesh does in a step; ops are in the order of the graph.
 
-    originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step.
+    originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step. messages: how
+    transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is read.
     """
 
     name: str
@@ -166,6 +199,61 @@ class LocalProgram:
     transfers: tuple[LocalTransfer, ...]
     originals: Mapping[str, str] = field(default_factory=dict)
     once: Once = "none"
+    messages: tuple[LocalMessage, ...] = ()
+
+    def moves(self, transfer: int, way: Way) -> tuple[LocalMove, ...]:
+        """A transfer's moves there, or those of its gradient back."""
+        t = self.transfers[transfer]
+        return t.forward if way == "there" else t.backward or ()
+
+    def stages(self, transfer: int, way: Way) -> tuple[LocalMove, ...]:
+        """The moves that send anything, as a plan lists them."""
+        return tuple(m for m in self.moves(transfer, way) if m.nbytes and not m.free)
+
+    def runs(self, transfer: int, way: Way) -> float:
+        """How often a step runs a transfer's moves there, or back."""
+        return self.transfers[transfer].runs[way == "back"]
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """The nodes of parameters, with their views and casts."""
+        return frozenset(op.node for op in self.ops if op.op.kind == "parameter")
+
+    @cached_property
+    def begins(self) -> Mapping[str, int]:
+        """Node -> the number of its first op."""
+        return {op.node: i for i, op in reversed(list(enumerate(self.ops)))}
+
+    def can_wait(self, i: int, node: str) -> bool:
+        """Whether a message can wait until a node begins: the node runs as often, and begins before whatever reads what
+        the message or a later one of its link brings."""
+        m = self.messages[i]
+        later = [x for x in self.messages[i:] if (x.way, x.link) == (m.way, m.link)]
+        readers = [op for x in later for p in x.pieces for op in self.users(p.transfer)]
+        begun = self.begins.get(node)
+        return begun is not None and all(
+            begun < self.begins[op.node] and op.op.loops == self.ops[begun].op.loops for op in readers
+        )
+
+    def users(self, transfer: int) -> Iterator[LocalOp]:
+        """The ops that read what a transfer brings, or a copy of it."""
+        for op in self.readers.get(transfer, ()):
+            copies = {r.tensor for r in op.results} & set(self.originals)
+            if not copies:
+                yield op
+                continue
+            for k, t in enumerate(self.transfers):
+                if t.tensor in copies:
+                    yield from self.users(k)
+
+    @cached_property
+    def readers(self) -> Mapping[int, tuple[LocalOp, ...]]:
+        """Number of a transfer -> the ops that read what it brings."""
+        found: dict[int, list[LocalOp]] = {}
+        for op in self.ops:
+            for k in dict.fromkeys(o.transfer for o in op.operands if o.transfer is not None):
+                found.setdefault(k, []).append(op)
+        return {k: tuple(ops) for k, ops in found.items()}
 
     @cached_property
     def maker(self) -> Mapping[str, LocalOp]:

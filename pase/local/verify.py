@@ -1,5 +1,6 @@
 """Checks a local program: every value arrives in the layout in which it is read, every partial sum and every gradient
-is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends.
+is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends. Messages
+send every byte of what they carry once, and none waits for a later one.
 
 All devices run one program, and the values that decide a branch or the end of a loop are replicated. So all devices
 reach the same moves in the same order.
@@ -11,7 +12,17 @@ from collections.abc import Iterator
 
 from pase.errors import PaseError
 from pase.local.parts import pairs, view
-from pase.local.types import Extents, Layout, LocalMove, LocalOp, LocalProgram, LocalTransfer
+from pase.local.types import (
+    Extents,
+    Layout,
+    LocalMessage,
+    LocalMove,
+    LocalOp,
+    LocalPiece,
+    LocalProgram,
+    LocalTransfer,
+    Way,
+)
 from pase.machine import Mesh
 
 __all__ = ["verify_program"]
@@ -44,6 +55,42 @@ def _problems(program: LocalProgram) -> Iterator[str]:
         yield from _way(t, t.forward, made.layout, read[k] if t.runs[0] else made.layout)
         if t.backward is not None:
             yield from _way(t, t.backward, left[k], made.gradient)
+    yield from _messages(program)
+
+
+def _messages(program: LocalProgram) -> Iterator[str]:
+    """Messages carry every byte of what they carry once, stage after stage, and start before anything needs them."""
+    sent: dict[tuple[int, Way], list[tuple[int, LocalPiece]]] = {}
+    for i, m in enumerate(program.messages):
+        for p in m.pieces:
+            if not 0 <= p.stage < len(program.stages(p.transfer, m.way)):
+                yield f"message {i} carries a move {p.stage} {m.way} of transfer {p.transfer}, which sends no such one"
+                return
+            sent.setdefault((p.transfer, m.way), []).append((i, p))
+        yield from _joinable(program, i, m)
+        if m.after and (m.way == "back" or not program.can_wait(i, m.after)):
+            yield f"message {i} waits for '{m.after}', which does not begin before what it or its link brings is read"
+    for (number, way), pieces in sent.items():
+        what, last = f"'{program.transfers[number].tensor}' {way}", -1
+        for stage, move in enumerate(program.stages(number, way)):
+            mine = sorted((p.begin, p.nbytes, i) for i, p in pieces if p.stage == stage)
+            ends = [0, *(begin + nbytes for begin, nbytes, _ in mine)]
+            if [begin for begin, *_ in mine] != ends[:-1] or ends[-1] != move.nbytes:
+                yield f"messages do not carry each byte of move {stage} of {what} once"
+            elif min(i for *_, i in mine) <= last:
+                yield f"message {last} carries a move of {what}, and a message before or beside it the next one"
+            last = max([last, *(i for *_, i in mine)])
+
+
+def _joinable(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
+    """One collective: of one kind, over the same axes, run equally often."""
+    moves = [program.stages(p.transfer, m.way)[p.stage] for p in m.pieces]
+    if len({(move.kind, move.axes) for move in moves}) != 1:
+        yield f"message {i} joins collectives of several kinds, or none"
+    if len({op.op.loops for p in m.pieces for op in program.users(p.transfer)}) != 1:
+        yield f"message {i} joins what is read in different loops"
+    if len({program.runs(p.transfer, m.way) for p in m.pieces}) != 1:
+        yield f"message {i} joins moves that do not run equally often"
 
 
 def _made_here(

@@ -30,7 +30,7 @@ from pase.plan.types import NodePlan, PlanData
 from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective
 
-__all__ = ["CurveOf", "communication_problem", "curves_from_model"]
+__all__ = ["CurveOf", "TransferOrigin", "communication_problem", "curves_from_model", "transfer_origins"]
 
 CurveOf = Callable[[CollectiveKind, tuple[str, ...]], tuple[str, SendTime]]
 """(kind, axes) -> (name of the link it runs on, its cost curve)."""
@@ -44,6 +44,26 @@ class _Execution:
 
     node: str
     repeat: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferOrigin:
+    """Which collective of the step a tensor of the scheduling problem is.
+
+    node, source, tensor: as of the plan's collective. gradient: it sums a gradient. stage: which of the collectives of
+    this tensor for this node, from 0. repeat: in which of the node's runs; times: how often it runs. again: 0 for the
+    first time in a run. updated: it gathers a parameter after its update, before the step reads it.
+    """
+
+    node: str
+    source: str
+    tensor: str
+    gradient: bool
+    stage: int
+    repeat: int
+    times: int
+    again: int = 0
+    updated: bool = False
 
 
 _MOST_RUNS = 1_000_000
@@ -70,9 +90,8 @@ def communication_problem(
     nodes = {n.name: n for n in plan.nodes}
     times = {n.name: n.times for n in plan.nodes}
     parameters = {n.name for n in plan.nodes if n.op == "parameter"}
-    schedulable = [c for c in plan.collectives if c.source in parameters and c.node in times]
     fixed = [c for c in plan.collectives if c.source not in parameters and c.node in times]
-    schedulable = list(_gathers_with_users(schedulable, parameters, times))
+    schedulable = list(_scheduled(plan))
 
     extra = {(phase, n): 0.0 for phase in ("forward", "backward") for n in times}
     for c in fixed:
@@ -95,7 +114,7 @@ def communication_problem(
     ]
     place = {p: i for i, p in enumerate(parts)}
     dtypes = {path: t.dtype for path, t in plan.parameters.items()}
-    tensors = _tensors(schedulable, times, place, len(parts), dtypes)
+    tensors = [t for t, _ in _tensors(schedulable, times, place, len(parts), dtypes)]
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
     return ScheduleProblem(
@@ -105,6 +124,23 @@ def communication_problem(
         links=links or _links(tensors, schedulable, curve_of),
         source=where,
     )
+
+
+def transfer_origins(plan: PlanData) -> list[TransferOrigin]:
+    """For each tensor of the plan's scheduling problem, in order, which collective of the step it is."""
+    times = {n.name: n.times for n in plan.nodes}
+    parameters = {n.name for n in plan.nodes if n.op == "parameter"}
+    parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
+    place = {p: i for i, p in enumerate(parts)}
+    return [o for _, o in _tensors(list(_scheduled(plan)), times, place, len(parts), {})]
+
+
+def _scheduled(plan: PlanData) -> Iterator[Collective]:
+    """The collectives of parameters, each at the node that uses it."""
+    times = {n.name: n.times for n in plan.nodes}
+    parameters = {n.name for n in plan.nodes if n.op == "parameter"}
+    mine = [c for c in plan.collectives if c.source in parameters and c.node in times]
+    return _gathers_with_users(mine, parameters, times)
 
 
 def _passes(n: NodePlan) -> dict[str, float]:
@@ -163,7 +199,7 @@ def _gathers_with_users(
             user = users[c.source]
             n = times[user.node]
             yield replace(
-                c, node=user.node, tensor=user.tensor, phase="forward", nbytes=c.nbytes // n, times=n
+                c, node=user.node, tensor=user.tensor, phase="update", nbytes=c.nbytes // n, times=n
             )
 
 
@@ -195,26 +231,35 @@ def _tensors(
     place: dict[_Execution, int],
     n: int,
     dtypes: dict[str, str],
-) -> list[Transfer]:
+) -> list[tuple[Transfer, TransferOrigin]]:
     """The tensors in an order in which each depends only on earlier ones."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.node, c.source, c.tensor), []).append(c)
-    out: list[Transfer] = []
-    for (node, source, _), members in groups.items():
+    out: list[tuple[Transfer, TransferOrigin]] = []
+    for (node, source, tensor), members in groups.items():
         backward = [c for c in members if c.phase == "backward"]
-        forward = [c for c in members if c.phase == "forward"]
+        forward = [c for c in members if c.phase != "backward"]
         for r in range(times[node]):
             at = place[_Execution(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
             dtype = dtypes.get(source, "float32")
-            last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at)
-            _gathers(out, forward, name, dtype, (at, 2 * n - 1 - at), last, times[node])
+            origin = TransferOrigin(
+                node=node, source=source, tensor=tensor, gradient=True, stage=0, repeat=r, times=times[node]
+            )
+            last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at, origin)
+            _gathers(out, forward, name, dtype, (at, 2 * n - 1 - at), last, replace(origin, gradient=False))
     return out
 
 
 def _sums(
-    out: list[Transfer], stages: list[Collective], name: str, dtype: str, ready: int, needed: int | None
+    out: list[tuple[Transfer, TransferOrigin]],
+    stages: list[Collective],
+    name: str,
+    dtype: str,
+    ready: int,
+    needed: int | None,
+    origin: TransferOrigin,
 ) -> int | None:
     """Add a gradient's sum, stage after stage, from the block that makes it to the one that needs it. Returns the last
     stage.
@@ -232,18 +277,18 @@ def _sums(
             follows=() if last is None else (last,),
         )
         last = len(out)
-        out.append(transfer)
+        out.append((transfer, replace(origin, stage=i)))
     return last
 
 
 def _gathers(
-    out: list[Transfer],
+    out: list[tuple[Transfer, TransferOrigin]],
     stages: list[Collective],
     name: str,
     dtype: str,
     at: tuple[int, int],
     last: int | None,
-    times: int,
+    origin: TransferOrigin,
 ) -> None:
     """Add a parameter's gather for forward, after the previous step's sum of its gradient (last), and again for
     backward.
@@ -254,6 +299,8 @@ def _gathers(
     before: dict[int, int] = {}  # the stage before, of each repetition of the gather
     for i, c in enumerate(stages):
         stage = f"{name}.{c.kind}" + (f".{i}" if i else "")
+        earlier = sum(b.phase == c.phase for b in stages[:i])
+        at_stage = replace(origin, stage=earlier, updated=c.phase == "update")
         first = Transfer(
             name=stage,
             nbytes=c.nbytes,
@@ -266,12 +313,12 @@ def _gathers(
             follows=() if last is None else (last,),
         )
         last = len(out)
-        out.append(first)
-        for k in range(1, round(c.times / times)):
+        out.append((first, at_stage))
+        for k in range(1, round(c.times / origin.times)):
             follows = (before[k],) if k in before else ()
             before[k] = len(out)
             again = replace(first, ready_after=at[0], needed_before=at[1], lag=0, follows=follows)
-            out.append(replace(again, name=f"{stage}.again{k}"))
+            out.append((replace(again, name=f"{stage}.again{k}"), replace(at_stage, again=k)))
 
 
 def _links(

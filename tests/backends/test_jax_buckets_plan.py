@@ -156,3 +156,30 @@ def test_what_has_no_data_axis_is_said() -> None:
     still = replace(plan, collectives=())
     with pytest.raises(PaseError, match="moves no parameter"):
         step_from_plan(still, loss_fn, optax.sgd(0.1))
+
+
+def test_a_fused_attention_runs_inside_of_a_bucketed_step() -> None:
+    """There the mesh has no devices of its own, and the data axes are those of the region around it."""
+
+    def attended(fused: bool) -> Any:
+        def loss(p: Any, x: Any) -> Any:
+            q, k, v = (jnp.einsum("bsd,dhk->bshk", x, p[n]) for n in "qkv")
+            y = jax.nn.dot_product_attention(q, k, v, implementation="cudnn" if fused else "xla")
+            return jnp.mean(jnp.einsum("bshk,hkd->bsd", y, p["o"]) ** 2)
+
+        return loss
+
+    g = np.random.default_rng(0)
+    params = {n: jnp.asarray(g.normal(size=(32, 4, 16)) / 4, "float32") for n in "qkv"}
+    params["o"] = jnp.asarray(g.normal(size=(4, 16, 32)) / 4, "float32")
+    x = jnp.asarray(g.normal(size=(8, 16, 32)), "float32")
+    plan = case_of(attended(True), params, x).plan("megatron_4x2")
+    assert plan is not None
+    runner = step_from_plan(plan, attended(True), optax.sgd(0.1))
+    with pytest.warns(UserWarning, match="which cpu devices lack"):
+        state, loss = runner.step(runner.init(params), x)
+    expected, grads = jax.value_and_grad(attended(False))(params, x)
+    np.testing.assert_allclose(float(loss), float(expected), rtol=1e-5)
+    got, _ = runner.finish(state)
+    updated = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, updated)

@@ -4,6 +4,8 @@ Bytes are those of the compiled program, reduce-scatters among them: nothing is 
 for one move twice, which XLA then does once: there the program may send less, never more.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -265,3 +267,27 @@ def test_auto_traces_the_step_once(monkeypatch):
     monkeypatch.setattr(LocalWalk, "run", lambda self, *given: walks.append(given[3]) or run(self, *given))
     text = plan.jax.lower_train_step(optax.sgd(0.1)).as_text()
     assert walks == [""] and "sdy.manual_computation" in text and "stablehlo.reduce_scatter" in text
+
+
+def test_a_defect_of_ours_names_the_way_on_and_the_default_takes_it(monkeypatch):
+    """A value that is not where its reader wants it stops a step that must be lowered by hand, and no other."""
+    params, batch = {"up": jnp.ones((8, 16)), "down": jnp.ones((16, 8))}, jnp.ones((8, 8))
+
+    def mean(p, x):
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+    plan = case_of(mean, params, batch).plan("data_parallel")
+    program = plan.jax.program
+    wrong = next(o for op in program.ops for o in op.operands if o.transfer is None and not o.constant)
+    held = tuple(None if s == (0, 8) else (0, 8) for s in wrong.layout)
+
+    def moved(op):
+        operands = tuple(replace(o, layout=held) if o is wrong else o for o in op.operands)
+        return replace(op, operands=operands)
+
+    broken = replace(program, ops=tuple(map(moved, program.ops)))
+    monkeypatch.setitem(vars(plan.jax), "program", broken)
+    with pytest.raises(PaseError, match=r"defect of pase\.local.*Use lowering='annotated'"):
+        plan.jax.lower_train_step(optax.sgd(0.1), lowering="manual")
+    with pytest.warns(UserWarning, match=r"defect of pase\.local; so all of it is left to XLA"):
+        plan.jax.lower_train_step(optax.sgd(0.1))

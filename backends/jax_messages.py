@@ -1,0 +1,200 @@
+"""Messages of a local program in JAX: transfers of parameters that are joined, cut and sent in one order.
+
+In each body (the model, a loop's turn, a rematerialised region), the parameters' gradients come together at one
+function with its own derivative, which sends them message by message. Forward, messages are sent up to the one that a
+reader waits for. A message starts from the result of the one before it on its link, so the compiler can neither reorder
+nor combine them; what it may do is run one beside computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax_moves import after, from_wire, moved, on_wire, sent, there_and_back
+from pase.backends.jax_values import DeviceValue
+from pase.local.types import Extents, LocalMessage, LocalMove, LocalPiece, LocalProgram, Way, local_shape
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["BodyMessages"]
+
+_JOINED = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(kw_only=True)
+class _Sending:
+    """Values on their way: of some transfers, there or back.
+
+    values: number of a transfer -> its value after the moves so far. done: how many of its moves. messages: those not
+    yet sent. begun: node -> a value that it reads. last: (link, how often it runs) -> what its last message
+    brought. parts: (transfer, stage) -> the columns that arrived, by their first byte.
+    """
+
+    program: LocalProgram
+    way: Way
+    values: dict[int, Array]
+    messages: list[LocalMessage]
+    begun: Mapping[str, Array] = field(default_factory=dict)
+    done: dict[int, int] = field(default_factory=dict)
+    last: dict[tuple[str, float], Array] = field(default_factory=dict)
+    parts: dict[tuple[int, int], dict[int, Array]] = field(default_factory=dict)
+
+    def shape(self, transfer: int) -> Extents:
+        return self.program.result(self.program.transfers[transfer].tensor).shape
+
+    def _move(self, p: LocalPiece) -> LocalMove:
+        return self.program.stages(p.transfer, self.way)[p.stage]
+
+    def _moved(self, transfer: int, moves: Sequence[LocalMove]) -> None:
+        t = self.program.transfers[transfer]
+        combine = t.combine if self.way == "there" else "sum"
+        mesh, shape = self.program.mesh, self.shape(transfer)
+        self.values[transfer] = moved(self.values[transfer], moves, shape, combine, mesh)
+        self.done[transfer] = self.done.get(transfer, 0) + len(moves)
+
+    def _freely(self, transfer: int) -> None:
+        """The moves that send nothing, up to the next that does."""
+        rest = self.program.moves(transfer, self.way)[self.done.get(transfer, 0) :]
+        ahead = next((i for i, m in enumerate(rest) if m.nbytes and not m.free), len(rest))
+        self._moved(transfer, rest[:ahead])
+
+    def finished(self, transfer: int) -> Array:
+        """The value where it is read, after all messages that carry any of it."""
+        while any(p.transfer == transfer for m in self.messages for p in m.pieces):
+            self._send(self.messages.pop(0))
+        self._moved(transfer, self.program.moves(transfer, self.way)[self.done.get(transfer, 0) :])
+        return self.values[transfer]
+
+    def _send(self, message: LocalMessage) -> None:
+        import jax
+
+        names = ", ".join(dict.fromkeys(self.program.transfers[p.transfer].tensor for p in message.pieces))
+        with jax.named_scope(f"message {message.way} of {names}"):
+            alike: dict[object, list[LocalPiece]] = {}
+            for p in message.pieces:
+                self._freely(p.transfer)
+                move = self._move(p)
+                if move.kind not in _JOINED and p.begin:
+                    continue  # it was sent whole with its first piece
+                whole = p.nbytes == move.nbytes
+                alone = move.kind not in _JOINED or (whole and len(message.pieces) == 1)
+                alike.setdefault(p if alone else self.values[p.transfer].dtype, []).append(p)
+            for key, pieces in alike.items():
+                self._one(message, pieces, alone=isinstance(key, LocalPiece))
+
+    def _one(self, message: LocalMessage, pieces: Sequence[LocalPiece], alone: bool) -> None:
+        """One collective, of a whole tensor or of columns of several."""
+        import jax.numpy as jnp
+
+        mesh, first, move = self.program.mesh, pieces[0].transfer, self._move(pieces[0])
+        if alone:
+            self.values[first] = self._late(self.values[first], message)
+            self._moved(first, [move])
+            self.last[self._queue(message)] = self.values[first]
+            return
+        columns, spans = [], []
+        for p in pieces:
+            move = self._move(p)
+            rows = on_wire(self.values[p.transfer], move, self.shape(p.transfer), mesh)
+            begin, end = (round(b * rows.shape[1] / move.nbytes) for b in (p.begin, p.begin + p.nbytes))
+            columns.append(rows[:, begin:end])
+            spans.append(end - begin)
+        arrived = sent(self._late(jnp.concatenate(columns, axis=1), message), move)
+        self.last[self._queue(message)] = arrived
+        at = 0
+        for p, span in zip(pieces, spans, strict=True):
+            self._arrived(p, arrived[:, at : at + span])
+            at += span
+
+    def _queue(self, message: LocalMessage) -> tuple[str, float]:
+        """What sends messages one after another. Behind one that runs again in backward, another would, too."""
+        return message.link, self.program.runs(message.pieces[0].transfer, message.way)
+
+    def _late(self, x: Array, message: LocalMessage) -> Array:
+        """x once the link is free and the node has begun that the message waits for."""
+        for earlier in (self.last.get(self._queue(message)), self.begun.get(message.after)):
+            x = x if earlier is None else after(x, earlier)
+        return x
+
+    def _arrived(self, p: LocalPiece, columns: Array) -> None:
+        import jax.numpy as jnp
+
+        held = self.parts.setdefault((p.transfer, p.stage), {})
+        held[p.begin] = columns
+        left = [q for m in self.messages for q in m.pieces if (q.transfer, q.stage) == (p.transfer, p.stage)]
+        if not left:
+            rows = jnp.concatenate([held[b] for b in sorted(held)], axis=1)
+            self.values[p.transfer] = from_wire(
+                rows, self._move(p), self.shape(p.transfer), self.program.mesh
+            )
+            self.done[p.transfer] += 1
+
+
+@dataclass(kw_only=True)
+class BodyMessages:
+    """The messages of one body. given: number of a transfer -> the value that it starts from, for all that messages
+    carry here. begun: node -> a value that it reads, of the nodes so far."""
+
+    program: LocalProgram
+    given: Mapping[int, DeviceValue]
+    begun: Mapping[str, Array]
+
+    def arrived(self, transfer: int) -> Array:
+        """The value of a transfer where it is read; its gradient goes back with the messages."""
+        value = self._there.finished(transfer)
+        if transfer not in self._gradients:
+            return value
+        return there_and_back(value, self._gradients[transfer], lambda x: x, lambda g: g)
+
+    @cached_property
+    def _there(self) -> _Sending:
+        import jax
+
+        start = {k: jax.lax.stop_gradient(h.array) for k, h in self.given.items()}
+        return _Sending(
+            program=self.program, way="there", values=start, messages=self._mine("there"), begun=self.begun
+        )
+
+    def _mine(self, way: Way) -> list[LocalMessage]:
+        """The messages one way, without pieces of transfers that are not in this body."""
+        found = []
+        for m in self.program.messages:
+            pieces = tuple(p for p in m.pieces if p.transfer in self.given)
+            if m.way == way and pieces:
+                found.append(LocalMessage(way=way, link=m.link, pieces=pieces, after=m.after))
+        return found
+
+    @cached_property
+    def _gradients(self) -> dict[int, Array]:
+        """Transfer -> what takes its readers' gradient: zeros, whose derivative sends the messages back."""
+        import jax
+        import jax.numpy as jnp
+
+        trained = {
+            k: h.array if h.shadow is None else h.shadow
+            for k, h in self.given.items()
+            if self.program.transfers[k].backward is not None
+        }
+
+        def zeros(xs: Mapping[int, Array]) -> dict[int, Array]:
+            return {k: jnp.zeros(self._left(k), x.dtype) for k, x in xs.items()}
+
+        def back(_: None, gradients: dict[int, Array]) -> tuple[dict[int, Array]]:
+            sending = _Sending(
+                program=self.program, way="back", values=dict(gradients), messages=self._mine("back")
+            )
+            return ({k: sending.finished(k) for k in gradients},)
+
+        joined = jax.custom_vjp(zeros)
+        joined.defvjp(lambda xs: (zeros(xs), None), back)
+        return joined(trained)  # type: ignore[no-any-return]
+
+    def _left(self, transfer: int) -> Extents:
+        """The local shape in which the gradient leaves its readers."""
+        reader = self.program.readers[transfer][0]
+        operand = next(o for o in reader.operands if o.transfer == transfer)
+        return local_shape(operand.shape, operand.gradient, self.program.mesh)

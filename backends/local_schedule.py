@@ -1,0 +1,119 @@
+"""A bucket plan as messages of a local program.
+
+A bucket plan lists every run of a step; a program says once what all turns of a loop do. So a loop's messages are those
+of the turn in its middle, and a message that joins several turns, or what is inside of a loop with what is outside, is
+cut between them. A second gather for backward is part of the rematerialised region, which runs the first one again;
+what backward needs not again is in messages of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pase.ir import Scope
+from pase.local.types import LocalMessage, LocalPiece, LocalProgram, Way
+from pase.plan.buckets import schedule_of
+from pase.plan.communication import TransferOrigin, transfer_origins
+from pase.schedule.plan import BucketPlan
+from pase.schedule.types import ScheduleProblem
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["ProgramSchedule"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSchedule:
+    """A plan's communication schedule.
+
+    origins: for each tensor of the problem, which collective of the step it is. nodes: block of forward -> its node, in
+    the middle turn of a loop.
+    """
+
+    problem: ScheduleProblem
+    plan: BucketPlan
+    origins: Sequence[TransferOrigin]
+    nodes: Mapping[str, str]
+
+    @classmethod
+    def of(cls, plan: PlanData) -> ProgramSchedule | None:
+        """The schedule that a plan holds; None if it holds none."""
+        if plan.buckets is None:
+            return None
+        made = schedule_of(plan)
+        assert made is not None
+        middle = ((n.name, f"[{n.times // 2}]" if n.times > 1 else "") for n in plan.nodes if n.op != "input")
+        nodes = {name + turn: name for name, turn in middle}
+        return cls(problem=made[0], plan=made[1], origins=transfer_origins(plan), nodes=nodes)
+
+    def placed(self, program: LocalProgram) -> LocalProgram:
+        """The program with this schedule's messages; as it is, with a warning, under delayed updates."""
+        if self.plan.period > 1 or self.plan.staleness:
+            warnings.warn(
+                f"the bucket plan '{self.plan.policy}' applies gradients in later steps, and this step applies "
+                f"its own, each sent by itself: pase.backends.to_jax_buckets.step_from_plan runs the bucket plan",
+                stacklevel=2,
+            )
+            return program
+        numbers = self._transfers(program)
+        starts = self._starts()
+        messages: list[LocalMessage] = []
+        for i, message in enumerate(self.plan.messages):
+            parts: dict[tuple[Way, tuple[Scope, ...], float], list[LocalPiece]] = {}
+            for p in message.pieces:
+                origin = self.origins[p.tensor]
+                key = origin.node, origin.source, origin.tensor
+                if origin.again or origin.updated or origin.repeat != origin.times // 2 or key not in numbers:
+                    continue
+                number, loops = numbers[key]
+                piece = LocalPiece(transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes)
+                way: Way = "back" if origin.gradient else "there"
+                parts.setdefault((way, loops, program.runs(number, way)), []).append(piece)
+            link = self.problem.links[message.link].name
+            for (way, *_), pieces in parts.items():
+                after = starts.get(i, "") if way == "there" else ""
+                messages.append(LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after))
+        whole = replace(program, messages=tuple(messages))
+        bound = (m.after and not whole.can_wait(i, m.after) for i, m in enumerate(messages))
+        free = (replace(m, after="") if early else m for m, early in zip(messages, bound, strict=True))
+        return replace(program, messages=tuple(free))
+
+    def _transfers(
+        self, program: LocalProgram
+    ) -> Mapping[tuple[str, str, str], tuple[int, tuple[Scope, ...]]]:
+        """(reader, parameter, tensor) -> the number of the transfer and the loops around what it brings.
+
+        Two transfers of one tensor to one node are a chain of collectives in the problem, and two programs in the
+        step; they are sent as they are, and so is what is read in several loops or by a user's derivative rule.
+        """
+        found: dict[tuple[str, str, str], list[int]] = {}
+        for k, t in enumerate(program.transfers):
+            found.setdefault((t.dst, t.src, t.tensor), []).append(k)
+        out = {}
+        for key, (number, *more) in found.items():
+            readers = list(program.users(number))
+            loops = {op.op.loops for op in readers}
+            ruled = any(op.op.kind == "gradient" for op in readers)
+            if not more and len(loops) == 1 and not ruled:
+                out[key] = number, loops.pop()
+        return out
+
+    def _starts(self) -> Mapping[int, str]:
+        """Message -> the node of forward during whose run the steady step starts it. Without those that start before
+        the step does, or in backward."""
+        from pase.schedule.simulate import evaluate
+
+        timeline = evaluate(self.problem, self.plan, check=False).timeline
+        blocks = [i for i in timeline if i.message is None]
+        out: dict[int, str] = {}
+        for sent in timeline:
+            begun = [b for b in blocks if b.start_s <= sent.start_s]
+            if (
+                sent.message is not None and begun and begun[-1].name in self.nodes
+            ):  # a block of backward has another name
+                out[sent.message] = self.nodes[begun[-1].name]
+        return out
