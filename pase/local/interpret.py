@@ -1,21 +1,23 @@
 """A whole local program in numpy, forward and backward, on all devices in one process: the oracle for the backends.
 
 Each op is computed from its maps, without any framework (``pase.local.nests``). A loop runs as many iterations as the
-graph says, starting at the first element of a stack. Rematerialised regions recompute the same values, so they are
-computed only once here. What the graph alone does not determine (a branch, the end of a while loop, an op with several
-results) is refused.
+graph says, starting at the first element of a stack; of a conditional, the branch runs that its index selects.
+Rematerialised regions recompute the same values, so they are computed only once here. What an op does may be given
+beside the graph where the graph does not say it (a sort, where a slice begins, attention): it is then applied to each
+device's parts, because no split cuts a dim that such an op works along. What is neither in the graph nor given (the end
+of a while loop, an op with several results) is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Access, Graph, Scope
+from pase.ir import Access, Graph, Place, Scope
 from pase.ir.types import LEAF
 from pase.local.nests import LocalNest, OpNumbers, SlidingDim, coordinates
 from pase.local.simulate import DeviceParts, moved_all, part_of, places, whole_of
@@ -31,12 +33,40 @@ from pase.local.types import (
 )
 from pase.tables.layouts import number
 
-__all__ = ["loss_and_gradients"]
+__all__ = ["OpRule", "OpRules", "loss_and_gradients", "mean_over_micro_batches"]
 
 PartsKey = TypeVar("PartsKey", bound=Hashable)
 Turns = tuple[int, ...]
 """Of each loop around it, the outermost first, which turn it is."""
 TurnedTensor = tuple[str, Turns]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRule:
+    """What an op does that the graph does not say. made: its result from its operands. pulled: from the operands and
+    the result's gradient to the operands' gradients. Both for parts of any size along the dims that the op does not
+    work along."""
+
+    made: Callable[[Sequence[np.ndarray]], np.ndarray]
+    pulled: Callable[[Sequence[np.ndarray], np.ndarray], Sequence[np.ndarray]]
+
+
+OpRules = Mapping[Place, OpRule]
+
+
+def mean_over_micro_batches(
+    program: LocalProgram,
+    graph: Graph,
+    given: Sequence[Mapping[str, np.ndarray]],
+    loss: str,
+    numbers: OpNumbers | None = None,
+    rules: OpRules | None = None,
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """``loss_and_gradients`` of a step in micro-batches: the means over them. given: for each, the values of parameters
+    and inputs."""
+    every = [loss_and_gradients(program, graph, each, loss, numbers, rules) for each in given]
+    grads = {t: sum(g[t] for _, g in every if t in g) / len(every) for _, g in every for t in g}
+    return np.mean([value for value, _ in every], axis=0), grads
 
 
 def loss_and_gradients(
@@ -45,13 +75,14 @@ def loss_and_gradients(
     given: Mapping[str, np.ndarray],
     loss: str,
     numbers: OpNumbers | None = None,
+    rules: OpRules | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the tensor ``loss``, its gradient by each trained parameter), unsharded.
 
     graph: the graph that the program was lowered from. given: the values of its parameters and inputs. numbers: the
-    numbers written into its ops. Raises PaseError where the graph does not determine an op.
+    numbers written into its ops. rules: by the ops' places. Raises PaseError where an op is not determined.
     """
-    run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {})
+    run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {}, rules=rules or {})
     r = program.result(loss)
     made = run.value(loss, (), ())
     run.gradients[loss, ()] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
@@ -80,6 +111,7 @@ class _NumpyRun:
     graph: Graph
     given: Mapping[str, np.ndarray]
     numbers: OpNumbers
+    rules: OpRules
     values: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
     tape: list[tuple[LocalOp, Turns]] = field(default_factory=list)
     gradients: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
@@ -115,7 +147,7 @@ class _NumpyRun:
                 return tensor, turns[: len(inner)]
             return tensor, (*turns[: len(inner) - 1], self._length(self._end(op)))
         made = op.op.loops[:-1] if op.op.name == "stack" else op.op.loops
-        if any(s.kind != "loop" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
+        if any(s.kind == "program" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
             raise PaseError(
                 f"'{op.op.name}' at {op.op.source} is not determined by the graph alone: it may not run"
             )
@@ -152,6 +184,13 @@ class _NumpyRun:
         end = self._end(op)
         return end.operands[0], (*turns[:-1], turns[-1] - 1), end.op.loops
 
+    def _taken(self, op: LocalOp, turns: Turns) -> tuple[LocalOperand, Turns, Sequence[Scope]]:
+        """The result of the branch that a conditional takes: (what is read, in which iterations of which loops)."""
+        *branches, index = op.operands
+        chosen = int(next(iter(self.read(index, turns, op.op.loops).values())))
+        o = branches[min(max(chosen, 0), len(branches) - 1)]
+        return o, (*turns, 0), self.program.maker[o.tensor].op.loops
+
     def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
         mesh, turns, loops = self.program.mesh, key[1], op.op.loops
         if op.op.kind in LEAF:
@@ -159,12 +198,16 @@ class _NumpyRun:
             return {at: part_of(self.given[key[0]], layout, at, mesh) for at in places(mesh)}
         if op.op.kind == "carry":
             return self.read(*self._source(op, turns))
+        if op.op.name == "cond":
+            return self.read(*self._taken(op, turns))
         if op.op.name == "stack":
             every = [self.read(op.operands[0], (*turns, k), loops) for k in range(self._length(op))]
             return {at: np.stack([x[at] for x in every]) for at in places(mesh)}
         read = [self.read(o, turns, loops) for o in op.operands]
         if op.op.function.name == "unstack":
             return {at: x[turns[-1]] for at, x in read[0].items()}
+        if (rule := self.rules.get(op.op.eqn)) is not None:
+            return {at: rule.made([x[at] for x in read]) for at in places(mesh)}
         nest, (r,) = self._nest(op, False), op.results
         read[0] = self._widened(nest, op.operands[0], read[0])
         made = {
@@ -271,6 +314,9 @@ class _NumpyRun:
         if op.op.kind == "carry":
             o, before, loops = self._source(op, turns)
             self._hand(o, g, before, loops)
+        elif op.op.name == "cond":
+            o, inside, loops = self._taken(op, turns)
+            self._hand(o, g, inside, loops)
         elif op.op.name == "stack":
             for k in range(self._length(op)):
                 self._hand(op.operands[0], {at: x[k] for at, x in g.items()}, (*turns, k), op.op.loops)
@@ -284,7 +330,15 @@ class _NumpyRun:
         else:
             self._pulled(op, g, turns)
 
+    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, turns: Turns) -> None:
+        read = [self.read(o, turns, op.op.loops) for o in op.operands]
+        found = {at: rule.pulled([x[at] for x in read], g[at]) for at in places(self.program.mesh)}
+        for i, o in enumerate(op.operands):
+            self._hand(o, {at: grads[i] for at, grads in found.items()}, turns, op.op.loops)
+
     def _pulled(self, op: LocalOp, g: DeviceParts, turns: Turns) -> None:
+        if (rule := self.rules.get(op.op.eqn)) is not None:
+            return self._by_rule(op, rule, g, turns)
         nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
         read = [self.read(o, turns, op.op.loops) for o in op.operands]
         if self.local(r.shape, r.layout) != self.local(

@@ -1,6 +1,8 @@
 """Any program under any strategy is the whole one: local programs run in numpy, all devices in one process."""
 
 import functools
+from dataclasses import replace
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cases.plans import case_of
+from bench.cases.plans import ExpensiveCompute, case_of
+from pase.api import Plan
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.plans import plan_of
+from pase.compiler.variants import Variant
 from pase.errors import PaseError
 from pase.frontends.from_jax import inlined, inner_jaxpr
+from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_versions import is_literal
 from pase.ir import Place
-from pase.local.interpret import loss_and_gradients
+from pase.local.interpret import OpRule, loss_and_gradients, mean_over_micro_batches
 from pase.local.lower import local_program
 from pase.local.verify import verify_program
 from pase.machine import mesh_from
@@ -85,7 +92,32 @@ def looping(p, x):
     return jnp.sum(jnp.tanh(every @ p["up"])) + jnp.sum(jnp.exp(h) @ p["up"])
 
 
+def choosing(p, x):
+    """Of two ways to compute a layer, the one that the data asks for; each has a parameter that the other lacks."""
+    h = jnp.tanh(x @ p["square"])
+    h = jax.lax.cond(
+        jnp.sum(h) < jnp.sum(p["bias"]), lambda h: jnp.tanh(h @ p["square"]) + h, lambda h: h * p["bias"], h
+    )
+    return jnp.sum(jnp.tanh(h @ p["up"]) * (h.sum(1, keepdims=True) @ p["up"]))
+
+
+def ordering(p, x):
+    """Sorted, summed up along a dim, cut and joined: what works along a dim that stays whole."""
+    h = jnp.sort(jnp.tanh(x @ p["square"]), axis=1)
+    h = jax.lax.cumsum(h + p["bias"], axis=2, reverse=True)
+    h = jnp.concatenate([h[:, 1:3], jnp.exp(-h[:, :3] * h[:, 1:])], axis=1)
+    return jnp.sum(jnp.tanh(h @ p["up"]))
+
+
+def fused(p, x):
+    """A fused attention, which is one op."""
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", jnp.tanh(x) * n, p["heads"]) for n in (1.0, 0.5, 2.0))
+    made = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+    return jnp.sum(jnp.tanh(made.reshape(x.shape) @ p["up"]) ** 2)
+
+
 SHAPES = {
+    fused: {"heads": (16, 4, 4), "up": (16, 32)},
     imaging: {"bias": (4,), "first": (3, 2, 4, 8), "next": (3, 3, 8, 8)},
     looking: {"square": (16, 16), "up": (16, 32)},
     looping: {"layers": (3, 16, 16), "scales": (3, 16), "up": (16, 32)},
@@ -102,8 +134,58 @@ def numbers_of(jaxpr, prefix=""):
         )
         if eqn.primitive.name == "scan":
             out |= numbers_of(eqn.params["jaxpr"].jaxpr, f"{at}.")
+        elif eqn.primitive.name == "cond":
+            for k, branch in enumerate(eqn.params["branches"]):
+                out |= numbers_of(branch.jaxpr, f"{at}.{k}.")
         elif inlined(eqn):
             out |= numbers_of(inner_jaxpr(eqn)[0], f"{at}.")
+    return out
+
+
+def in_jax(fn):
+    """A function of arrays as an op's rule, in float64, with JAX's derivative."""
+
+    def made(xs):
+        with jax.enable_x64(True):
+            return np.asarray(fn(*xs))
+
+    def pulled(xs, g):
+        with jax.enable_x64(True):
+            return [np.asarray(x) for x in jax.vjp(fn, *map(jnp.asarray, xs))[1](jnp.asarray(g))]
+
+    return OpRule(made=made, pulled=pulled)
+
+
+def plain_attention(q, k, v):
+    scores = jnp.einsum("bqhk,bshk->bhqs", q, k) / np.sqrt(q.shape[-1])
+    return jnp.einsum("bhqs,bshk->bqhk", jax.nn.softmax(scores), v)
+
+
+def rule_of(eqn):
+    """What the graph does not say of an equation, for parts of any size along the dims that it does not work along."""
+    p = eqn.params
+    match eqn.primitive.name:
+        case "sort":
+            return in_jax(lambda x: jnp.sort(x, axis=p["dimension"]))
+        case "cumsum":
+            return in_jax(lambda x: jax.lax.cumsum(x, axis=p["axis"], reverse=p["reverse"]))
+        case "concatenate":
+            return in_jax(lambda *xs: jnp.concatenate(xs, p["dimension"]))
+        case "slice":
+            kept = zip(p["start_indices"], p["limit_indices"], eqn.invars[0].aval.shape, strict=True)
+            cut = tuple(slice(None) if b - a == n else slice(a, b) for a, b, n in kept)
+            return in_jax(lambda x: x[cut])
+    return in_jax(plain_attention) if call_of(eqn) is not None else None
+
+
+def rules_of(jaxpr, prefix=""):
+    """The rules of a jaxpr's equations, by place."""
+    out = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        if (rule := rule_of(eqn)) is not None:
+            out[Place(f"{prefix}{i}")] = rule
+        elif inlined(eqn):
+            out |= rules_of(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
     return out
 
 
@@ -116,7 +198,9 @@ def case(fn):
         params = {k: jnp.asarray(rng.normal(size=s) / 4) for k, s in shapes.items()}
         x = jnp.asarray(rng.integers(0, 16, (8, 4)) if fn is looking else rng.normal(size=(8, 4, 16)))
         made = case_of(fn, params, x)
-        loss, grads = jax.value_and_grad(fn)(params, x)
+        plain = patch.object(jax.nn, "dot_product_attention", lambda q, k, v, **_: plain_attention(q, k, v))
+        with plain:  # the kernel is for GPUs, and not for float64
+            loss, grads = jax.value_and_grad(fn)(params, x)
     paths = {**params, "params": x}
     values = {t.name: np.asarray(paths[t.path]) for t in made.problem.graph.parameters}
     values |= {t.name: np.asarray(x) for t in made.problem.graph.inputs}
@@ -130,12 +214,16 @@ def ran(fn, mesh, seed):
     program = local_program(graph, mesh, {n: r[rng.integers(len(r))] for n, r in rows.items()})
     verify_program(program)
     numbers = numbers_of(made.traced.jaxpr.jaxpr)
-    return loss_and_gradients(program, graph, values, graph.outputs[0], numbers)
+    rules = rules_of(made.traced.jaxpr.jaxpr)
+    return loss_and_gradients(program, graph, values, graph.outputs[0], numbers, rules)
 
 
-@settings(max_examples=30)
+PROGRAMS = [attending, normed, branching, imaging, looking, looping, choosing, ordering, fused]
+
+
+@settings(max_examples=40)
 @given(
-    st.sampled_from([attending, normed, branching, imaging, looking, looping]),
+    st.sampled_from(PROGRAMS),
     st.sampled_from(["1", "4x2", "2x4", "2x2x2"]),
     st.integers(0, 2000),
 )
@@ -151,6 +239,41 @@ def test_any_program_under_any_strategy_is_the_whole_one(fn, shape, seed):
     assert {paths[t] for t in found} == {k for k, g in grads.items() if np.any(g)}
     for t, g in found.items():
         np.testing.assert_allclose(g, grads[paths[t]], rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
+
+
+@pytest.mark.parametrize(
+    ("fn", "k"),
+    [(attending, 1), (looping, 1), (choosing, 1), (ordering, 1), (branching, 2)],
+    ids=lambda x: getattr(x, "__name__", str(x)),
+)
+def test_jax_by_hand_and_numpy_agree(fn, k):
+    """One local program, run by both in float64: loss and gradients, in micro-batches, too."""
+    with jax.enable_x64(True):
+        made = case(fn)[0]
+        problem = made.problem.varied(made.traced, Variant(accumulate=k))
+        expensive = replace(problem, model=ExpensiveCompute(problem.model))
+        mesh = mesh_from("2x4", 8)
+        found = search_meshes(expensive, [mesh])
+        plan = Plan.of(plan_of(problem, found.configs, mesh, fn.__name__, made.traced))
+        rng = np.random.default_rng(1)
+        paths, *inputs = jax.tree.unflatten(made.traced.in_tree, made.traced.jaxpr.in_avals)
+        params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) / 4), paths)
+        x = jnp.asarray(rng.normal(size=(8, *inputs[0].shape[1:])))
+        loss, grads = plan.jax.value_and_grad(lowering="manual")(params, x)
+    graph, program = problem.graph, plan.jax.program
+    verify_program(program)
+    weights = {t.name: np.asarray(params[t.path]) for t in graph.parameters}
+    each = [{**weights, **{t.name: np.asarray(x[i::k]) for t in graph.inputs}} for i in range(k)]
+    jaxpr = plan.jax.traced.jaxpr.jaxpr
+    value, pulled = mean_over_micro_batches(
+        program, graph, each, graph.outputs[0], numbers_of(jaxpr), rules_of(jaxpr)
+    )
+    assert float(value) == pytest.approx(float(loss), rel=1e-12)
+    names = {t.path: t.name for t in graph.parameters}
+    assert sum(m.nbytes for t in program.transfers for m in t.forward) > 0
+    for path, g in grads.items():
+        there = pulled.get(names[path], np.zeros(g.shape))
+        np.testing.assert_allclose(there, np.asarray(g), rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
 
 
 def test_what_the_graph_does_not_determine_is_named():
