@@ -117,9 +117,11 @@ class Manual:
         run = jax.custom_vjp(self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()))
 
         def refuse(*_: Tree) -> Never:
+            trained = self.plan.traced.mode == "train"
             raise PaseError(
-                "a function that is lowered by hand cannot be differentiated: use plan.jax.value_and_grad(), or "
-                "lowering='annotated'"
+                "a function that is lowered by hand cannot be differentiated: use "
+                + ("plan.jax.value_and_grad(), or " if trained else "")
+                + "lowering='annotated'"
             )
 
         run.defvjp(refuse, refuse)

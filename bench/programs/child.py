@@ -60,7 +60,7 @@ def main(name: str) -> dict[str, Any]:
         row["agrees"] = all(v <= TOLERANCE[k] for k, v in row["off"].items())
         row["stage"] = "compared"
         row |= flops(fn, args, case.problem.graph)
-        peak = compare_memory(plan, sharded.compiled)
+        peak = compare_memory(plan, sharded.compiled, sharded.lowering)
         row |= {"memory": peak.on_cpu / peak.compiled, "stage": "done"}
     except Exception as e:
         row["error"] = f"{type(e).__name__}: {e}"[:1000]

@@ -65,8 +65,9 @@ def mean_over_micro_batches(
     """``loss_and_gradients`` of a step in micro-batches: the means over them. given: for each, the values of parameters
     and inputs."""
     every = [loss_and_gradients(program, graph, each, loss, numbers, rules) for each in given]
-    grads = {t: sum(g[t] for _, g in every if t in g) / len(every) for _, g in every for t in g}
-    return np.mean([value for value, _ in every], axis=0), grads
+    trained = dict.fromkeys(t for _, grads in every for t in grads)
+    total = {t: np.sum([grads[t] for _, grads in every if t in grads], axis=0) for t in trained}
+    return np.mean([value for value, _ in every], axis=0), {t: g / len(every) for t, g in total.items()}
 
 
 def loss_and_gradients(

@@ -4,6 +4,7 @@ Bytes are those of the compiled program, reduce-scatters among them: nothing is 
 for one move twice, which XLA then does once: there the program may send less, never more.
 """
 
+import re
 from dataclasses import replace
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import pase
 from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_plans import jax_plan
@@ -291,3 +293,13 @@ def test_a_defect_of_ours_names_the_way_on_and_the_default_takes_it(monkeypatch)
         plan.jax.lower_train_step(optax.sgd(0.1), lowering="manual")
     with pytest.warns(UserWarning, match=r"defect of pase\.local; so all of it is left to XLA"):
         plan.jax.lower_train_step(optax.sgd(0.1))
+
+
+@pytest.mark.parametrize(
+    ("mode", "ways"), [("train", "plan.jax.value_and_grad(), or lowering="), ("inference", "lowering=")]
+)
+def test_a_gradient_that_cannot_be_taken_names_only_ways_that_there_are(mode, ways):
+    params, x = jnp.ones((8, 8)), jnp.ones((8, 8))
+    plan = pase.compile(lambda p, x: jnp.sum(x @ p), params, x, devices=8, mode=mode)
+    with pytest.raises(PaseError, match=re.escape(f"cannot be differentiated: use {ways}'annotated'")):
+        jax.grad(plan.jax.loss(lowering="manual"))(params, x)

@@ -22,6 +22,7 @@ SMALLEST = {
     "dpro_memory": "--only VGG16",
     "every_mesh": '--only "mlp, 32"',
     "file_fuzz": "--count 45 --only in",
+    "lowerings": '--only "mlp data_parallel"',
     "memory_search": "--only mlp",
     "memory_truth": "mlp",
     "mesh_tf": "--models mlp",
