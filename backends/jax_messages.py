@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax_moves import after, from_wire, moved, on_wire, sent, there_and_back
 from pase.backends.jax_values import DeviceValue
-from pase.local.types import Extents, LocalMessage, LocalMove, LocalPiece, LocalProgram, Way, local_shape
+from pase.local.types import Extents, LocalMessage, LocalMove, LocalPiece, LocalProgram, MoveWay, local_shape
 
 if TYPE_CHECKING:
     from jax import Array
@@ -35,7 +35,7 @@ class _Sending:
     """
 
     program: LocalProgram
-    way: Way
+    way: MoveWay
     values: dict[int, Array]
     messages: list[LocalMessage]
     begun: Mapping[str, Array] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class BodyMessages:
             program=self.program, way="there", values=start, messages=self._mine("there"), begun=self.begun
         )
 
-    def _mine(self, way: Way) -> list[LocalMessage]:
+    def _mine(self, way: MoveWay) -> list[LocalMessage]:
         """The messages one way, without pieces of transfers that are not in this body."""
         found = []
         for m in self.program.messages:

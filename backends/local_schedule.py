@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.ir import Scope
-from pase.local.types import LocalMessage, LocalPiece, LocalProgram, Way
+from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
 from pase.plan.buckets import schedule_of
 from pase.plan.communication import TransferOrigin, transfer_origins
 from pase.schedule.plan import BucketPlan
@@ -63,7 +63,7 @@ class ProgramSchedule:
         starts = self._starts()
         messages: list[LocalMessage] = []
         for i, message in enumerate(self.plan.messages):
-            parts: dict[tuple[Way, tuple[Scope, ...], float], list[LocalPiece]] = {}
+            parts: dict[tuple[MoveWay, tuple[Scope, ...], float], list[LocalPiece]] = {}
             for p in message.pieces:
                 origin = self.origins[p.tensor]
                 key = origin.node, origin.source, origin.tensor
@@ -71,7 +71,7 @@ class ProgramSchedule:
                     continue
                 number, loops = numbers[key]
                 piece = LocalPiece(transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes)
-                way: Way = "back" if origin.gradient else "there"
+                way: MoveWay = "back" if origin.gradient else "there"
                 parts.setdefault((way, loops, program.runs(number, way)), []).append(piece)
             link = self.problem.links[message.link].name
             for (way, *_), pieces in parts.items():

@@ -50,8 +50,8 @@ from pase.local.types import (
     LocalResult,
     LocalTensor,
     LocalTransfer,
+    MoveWay,
     NodeCollective,
-    Way,
     digits_of,
     local_shape,
 )
@@ -318,7 +318,7 @@ class _Reader:
         self.node, self.last = line.word("the node's name"), None
 
     def _message(self, line: TextLine) -> None:
-        way, link, pieces = line.choice(Way, "a way"), line.word("a link"), list[LocalPiece]()
+        way, link, pieces = line.choice(MoveWay, "a way"), line.word("a link"), list[LocalPiece]()
         after = line.word("a node") if line.accept("after ") else ""
         line.expect("of")
         while not line.at_end():

@@ -35,8 +35,8 @@ __all__ = [
     "LocalResult",
     "LocalTensor",
     "LocalTransfer",
+    "MoveWay",
     "NodeCollective",
-    "Way",
     "local_shape",
 ]
 
@@ -156,7 +156,7 @@ class LocalOp:
     sent: tuple[NodeCollective, ...] = ()
 
 
-Way = Literal["there", "back"]
+MoveWay = Literal["there", "back"]
 """A transfer's moves forward, or those of the gradient."""
 
 
@@ -179,7 +179,7 @@ class LocalMessage:
     way: of all its pieces. after: the node that must have begun before the message starts; "": none.
     """
 
-    way: Way
+    way: MoveWay
     link: str
     pieces: tuple[LocalPiece, ...]
     after: str = ""
@@ -201,16 +201,16 @@ class LocalProgram:
     once: Once = "none"
     messages: tuple[LocalMessage, ...] = ()
 
-    def moves(self, transfer: int, way: Way) -> tuple[LocalMove, ...]:
+    def moves(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
         """A transfer's moves there, or those of its gradient back."""
         t = self.transfers[transfer]
         return t.forward if way == "there" else t.backward or ()
 
-    def stages(self, transfer: int, way: Way) -> tuple[LocalMove, ...]:
+    def stages(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
         """The moves that send anything, as a plan lists them."""
         return tuple(m for m in self.moves(transfer, way) if m.nbytes and not m.free)
 
-    def runs(self, transfer: int, way: Way) -> float:
+    def runs(self, transfer: int, way: MoveWay) -> float:
         """How often a step runs a transfer's moves there, or back."""
         return self.transfers[transfer].runs[way == "back"]
 

@@ -21,7 +21,7 @@ from pase.local.types import (
     LocalPiece,
     LocalProgram,
     LocalTransfer,
-    Way,
+    MoveWay,
 )
 from pase.machine import Mesh
 
@@ -60,7 +60,7 @@ def _problems(program: LocalProgram) -> Iterator[str]:
 
 def _messages(program: LocalProgram) -> Iterator[str]:
     """Messages carry every byte of what they carry once, stage after stage, and start before anything needs them."""
-    sent: dict[tuple[int, Way], list[tuple[int, LocalPiece]]] = {}
+    sent: dict[tuple[int, MoveWay], list[tuple[int, LocalPiece]]] = {}
     for i, m in enumerate(program.messages):
         for p in m.pieces:
             if not 0 <= p.stage < len(program.stages(p.transfer, m.way)):
