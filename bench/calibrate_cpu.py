@@ -50,7 +50,7 @@ def main() -> None:
         command = [sys.executable, "-m", "bench.calibrate_cpu", *sys.argv[1:]]
         os.execve(sys.executable, command, {**os.environ, **KEPT})
     cases = wanted(((f"{model} {batch}", (model, batch)) for model, batch in CASES), args.only)
-    before = json.loads(args.o.read_text())["runs"] if args.add and args.o.exists() else []
+    before = json.loads(args.o.read_text()).get("runs", []) if args.add and args.o.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(args.machine or f"{folder}/cpu.toml")
         measured = {} if args.machine else calibrated(file, args.devices, args.budget, args.max_spread)
