@@ -168,6 +168,39 @@ def test_the_light_ops_are_those_of_the_blocks_own_step():
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+def test_operands_are_taken_in_turn_and_no_op_is_skipped():
+    import jax.numpy as jnp
+
+    from pase.calibrate.device import _in_turns, sets_of
+
+    def op(x, y):
+        return [x + y, (x * y).sum()[None]]
+
+    sets = [[np.full((1, 2), a, np.float32), np.full((1, 2), b, np.float32)] for a, b in ((1, 2), (3, 4))]
+    results = [[np.zeros((1, 2), np.float32), np.zeros((1, 1), np.float32)] for _ in sets]
+    after, made = _in_turns(op)(2, [[jnp.array(x) for x in s] for s in sets], results)
+    seed, x = 0.0, [s[0][0].copy() for s in sets]
+    for _ in range(2):
+        want = []
+        for i, (_, y) in enumerate(sets):
+            x[i][0] = seed
+            want.append((x[i] + y[0], (x[i] * y[0]).sum()))
+            seed = want[-1][0][0] + want[-1][1]
+    for (a, b), (c, d), s, first in zip(made, want, after, x, strict=True):
+        assert np.allclose(a[0], c) and float(b[0][0]) == d and np.allclose(s[0][0], first)
+    large = [((4096, 4096), "float32")] * 2
+    assert (
+        sets_of(Task(op="matmul.nn"), large) == 1
+        and sets_of(Task(op="matmul.nn"), [((8, 8), "float32")]) == 16
+    )
+    assert sets_of(Task(op="matmul.nn"), [((1024, 1024), "bfloat16")]) == 8
+    assert (
+        sets_of(Task(op="vector"), [((8, 8), "float32")])
+        == sets_of(Task(op="all_reduce", ways=(2,)), large)
+        == 1
+    )
+
+
 def test_the_file_reads_back():
     tasks = suite(target(TWO))
     machine = fitted(measured(Fake(levels=TWO, noise=0.03), tasks), tasks, TWO).machine
