@@ -245,7 +245,7 @@ def _replay(d: Mapping[str, Any]) -> str:
         worst = max(r["errors_by_rank"], key=abs, default=None)
         times = [_ms(r[k]) if k in r else "" for k in ("bare_s", "traced_s")]
         rows.append([r["run"], *times, "" if worst is None else f"{worst:+.1%}"])
-        for c in r["changes"]:
+        for c in r.get("changes", ()):
             changes.append([r["run"], c["what_if"], *_changed(c)])
     head = ["run", "step, ms", "while traced", "replay's worst error by rank"]
     asked = ["run", "what if", "traced, ms", "predicted", "measured", "error", "pase says"]
