@@ -33,7 +33,11 @@ CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
 STEPS = 9
 DISTURBED, TRIES = 0.2, 5
 """Cores that other programs may take while a step is measured, and how often it is tried."""
-KEPT = {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592"}
+KEPT = {
+    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:"
+    "glibc.malloc.arena_max=1"
+}
+"""Blocks of any size stay in the heap, and in the one that grows: a thread's own holds 64 MB."""
 
 
 def main() -> None:
