@@ -10,10 +10,11 @@ from pase.backends import mtf_images as images
 from pase.backends import mtf_lower as lower
 from pase.backends.mtf_lower import MeshTfRules, refuse
 from pase.backends.mtf_program import Input, MeshTfProgram, MeshTfValue, SourceOp
+from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_types import Eqn, Var
-from pase.frontends.jax_versions import is_literal, source_line
+from pase.frontends.jax_versions import is_literal, scan_groups, source_line
 from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
@@ -21,14 +22,14 @@ __all__ = ["RULES", "source_ops"]
 _ATTENTION = "attention"
 """The name of attention that is requested as one op, whatever the program calls it."""
 _NO_LOOPS = (
-    "Mesh-TensorFlow programs have no loops of JAX's; write the turns out one after another in the model's own code (a "
-    "model of the zoo takes scan=0, and attention=plain)"
+    "Mesh-TensorFlow programs have no loops that data ends; write it as a lax.scan, or a fori_loop with numbers for "
+    "bounds, whose turns are written out"
 )
+_MOST_TURNS = 200
 
 RULES = MeshTfRules(
     file="mtf_jax.py",
     instead={
-        "scan": _NO_LOOPS,
         "while": _NO_LOOPS,
         _ATTENTION: "Mesh-TensorFlow has no fused kernel for it; write the two products and the softmax out (a model "
         "of the zoo takes attention=plain)",
@@ -176,6 +177,8 @@ def _pool(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 RULES.rule("pase:same")(lower.same)
+RULES.rule("pase:take")(lower.take)
+RULES.rule("pase:stack")(lower.stack)
 
 
 # --- the jaxpr as a list of ops
@@ -233,6 +236,11 @@ class _JaxprReader:
                     ]
                 env.update(zip(eqn.outvars, made, strict=True))
                 continue
+            if name == "scan":
+                made = []
+                yield from self.scan(eqn, ins, f"{prefix}{i}.", at, inside, made)
+                env.update(zip(eqn.outvars, made, strict=True))
+                continue
             if all(x.value is not None for x in ins):
                 env.update(zip(eqn.outvars, self._known(eqn, ins, at, inside), strict=True))
                 continue
@@ -253,22 +261,107 @@ class _JaxprReader:
                 env[v] = Input(tensor=t, shape=tuple(v.aval.shape), dtype=str(v.aval.dtype))
             yield op
 
+    def scan(
+        self, eqn: Eqn, ins: Sequence[Input], prefix: str, at: Place, inside: str, out: list[Input]
+    ) -> Iterator[SourceOp]:
+        """The turns one after another. Each sets the loop's carries, slices and results again, under the names of the
+        plan's one body; what the loop returns is appended to ``out``."""
+        closed, length = eqn.params["jaxpr"], int(eqn.params["length"])
+        body, (nc, nk) = closed.jaxpr, scan_groups(eqn)
+        if length > _MOST_TURNS:
+            raise PaseError(
+                f"the Mesh-TensorFlow program of the scan at {self.line or 'an unknown line'} would be {length} turns "
+                f"long; at most {_MOST_TURNS} are written out"
+            )
+        consts, now, stacks = [*ins[:nc]], [*ins[nc : nc + nk]], [*ins[nc + nk :]]
+        for part, values in (("const", consts), ("xs", stacks)):
+            for k in range(len(values)):
+                yield from self._rename(values, k, self._made(at.its(part, k), inside))  # type: ignore[arg-type]
+        ys: list[list[Input]] = [[] for _ in body.outvars[nk:]]
+        for turn in range(length):
+            index = length - 1 - turn if eqn.params["reverse"] else turn
+            yield from self._apart(now)
+            for k in range(nk):
+                yield from self._rename(now, k, self._made(at.its("carry", k), inside))
+            env = dict(zip(body.constvars, (_value(np.asarray(c)) for c in closed.consts), strict=True))
+            env.update(zip(body.invars[: nc + nk], (*consts, *now), strict=True))
+            for k, (var, stacked) in enumerate(zip(body.invars[nc + nk :], stacks, strict=True)):
+                if stacked.value is not None:
+                    env[var] = _value(stacked.value[index])
+                    continue
+                where = at.its("x", k)
+                env[var] = self._named(var, self._made(where, inside) or self._inner(var))
+                yield self._own("take", where, [stacked], env[var], index=index)
+            yield from self.eqns(body.eqns, env, prefix, inside)
+            made = [_value(np.asarray(v.val)) if is_literal(v) else env[v] for v in body.outvars]
+            now = made[:nk]
+            for rows, y in zip(ys, made[nk:], strict=True):
+                rows.append(y)
+                yield from self._kept(rows, len(rows) - 1)  # the name will hold another turn's value later
+        yield from self._apart(now)
+        for k in range(nk):
+            yield from self._rename(now, k, self._made(at.its("carry", k), inside))
+        out += now
+        for k, rows in enumerate(ys):
+            yield from self._stacked(eqn, rows[::-1] if eqn.params["reverse"] else rows, k, at, inside, out)
+
+    def _stacked(
+        self, eqn: Eqn, rows: list[Input], k: int, at: Place, inside: str, out: list[Input]
+    ) -> Iterator[SourceOp]:
+        """What all turns made, as one tensor."""
+        if all(y.value is not None for y in rows):
+            out.append(_value(np.stack([y.value for y in rows if y.value is not None])))
+            return
+        names = () if inside else self.traced.results.get(at, ())
+        var = eqn.outvars[len(out)]
+        out.append(self._named(var, names[len(out)] if names and names[len(out)] else self._inner(var)))
+        yield self._own("stack", at.its("y", k), rows, out[-1])
+
+    def _made(self, at: Place, inside: str) -> str:
+        """The name that the plan's graph has for what a loop makes; empty if it has none."""
+        return "" if inside else next(iter(self.traced.results.get(at, ())), "")
+
+    def _own(
+        self, name: str, at: Place | None, given: Sequence[Input], made: Input, **attrs: object
+    ) -> SourceOp:
+        """An op that only pase has."""
+        assert made.tensor is not None
+        return SourceOp(
+            at=at,
+            name=f"pase:{name}",
+            label=str(at or self.line),
+            inputs=tuple(given),
+            outputs=(made.tensor,),
+            shapes=(made.shape,),
+            dtypes=(made.dtype,),
+            attrs=attrs,
+        )
+
+    def _rename(self, values: list[Input], k: int, name: str) -> Iterator[SourceOp]:
+        """Give a value the name under which the plan's loop reads it."""
+        if name and values[k].tensor != name:
+            given, values[k] = values[k], Input(tensor=name, shape=values[k].shape, dtype=values[k].dtype)
+            yield self._own("same", None, [given], values[k])
+
+    def _kept(self, values: list[Input], k: int) -> Iterator[SourceOp]:
+        """A value under a name that nothing sets again."""
+        if values[k].value is None:
+            self.fresh += 1
+            yield from self._rename(values, k, f"{values[k].tensor}@{self.fresh}")
+
+    def _apart(self, values: list[Input]) -> Iterator[SourceOp]:
+        """Values under names of their own before several are renamed: one may hold another's new name."""
+        for k in range(len(values)):
+            if len(values) > 1:
+                yield from self._kept(values, k)
+
     def _named(self, var: Var, tensor: str) -> Input:
         return Input(tensor=tensor, shape=tuple(var.aval.shape), dtype=str(var.aval.dtype))
 
     def _returned(self, eqn: Eqn, made: Sequence[Input], at: Place) -> Iterator[SourceOp]:
         """If a call is one op in the graph, its results have the graph's names from here on."""
         for var, value, name in zip(eqn.outvars, made, self.traced.results[at], strict=True):
-            given = self._named(var, name)
-            yield SourceOp(
-                at=None,
-                name="pase:same",
-                label=str(at),
-                inputs=(value,),
-                outputs=(name,),
-                shapes=(given.shape,),
-                dtypes=(given.dtype,),
-            )
+            yield self._own("same", None, [value], self._named(var, name))
 
     def _inner(self, var: Var) -> str:
         """A name for a value that the graph does not name, because it is inside a call that is one op there."""

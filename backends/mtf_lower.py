@@ -191,6 +191,23 @@ def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     return p.held(op, given.tensor)
 
 
+def pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
+    """Element k of a dim, without the dim."""
+    part = cut(p, op, x, axis, k, 1)
+    return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
+
+
+def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """One element of a list that is a stacked tensor."""
+    return pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
+
+
+def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """All elements of a list."""
+    xs = [p.held(op, i.tensor) for i in op.inputs]
+    return concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
+
+
 # --- what access maps say
 
 

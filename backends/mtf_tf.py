@@ -306,27 +306,11 @@ def _pack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 def _unpack(p: MeshTfProgram, op: SourceOp) -> list[MeshTfValue | None]:
     x = p.arg(op, 0)
     axis = (int(op.attrs["axis"].i) if "axis" in op.attrs else 0) % len(x.dims)
-    return [_pick(p, op, x, axis, k) if out else None for k, out in enumerate(op.outputs)]
+    return [lower.pick(p, op, x, axis, k) if out else None for k, out in enumerate(op.outputs)]
 
 
-def _pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
-    part = lower.cut(p, op, x, axis, k, 1)
-    return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
-
-
-@RULES.rule("pase:take")
-def _take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """One element of a list that is a stacked tensor."""
-    return _pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
-
-
-@RULES.rule("pase:stack")
-def _stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """All elements of a list."""
-    xs = [p.held(op, i.tensor) for i in op.inputs]
-    return lower.concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
-
-
+RULES.rule("pase:take")(lower.take)
+RULES.rule("pase:stack")(lower.stack)
 RULES.rule("pase:same")(lower.same)
 
 
@@ -360,7 +344,7 @@ def _gather(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
     table = p.arg(op, 0)
     known = op.inputs[1].value
     if known is not None and known.ndim < 2:
-        parts = [_pick(p, op, table, axis, int(k)) for k in known.reshape(-1)]
+        parts = [lower.pick(p, op, table, axis, int(k)) for k in known.reshape(-1)]
         if known.ndim == 0:
             return parts[0]
         return lower.concat(

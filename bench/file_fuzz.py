@@ -1,6 +1,7 @@
 """Mutated files of every kind that pase reads: an answer, or one clear error; no traceback, no hang.
 
     .venv/bin/python -m bench.file_fuzz [--count 100000] [--seed 0] [--only layout] [--resume] [--jobs 2] [-o FILE]
+    .venv/bin/python -m bench.file_fuzz --again
 
 Good files of each kind (``bench/cases/files.py``) are made here; each case changes one of them one to four times:
 values replaced by what is too large, too deep, too long, of another type or no number; keys lost, doubled, swapped;
@@ -9,7 +10,8 @@ command uses it. What may come of it: an answer, a PaseError or an OSError, with
 run in a process of their own: one that dies, or that no signal stops, is a fault, and the next case goes on in a new
 one. Traces are also changed event by event, in a bench of their own (replay_fuzz). Writes bench/results/file_fuzz.json
 every thousand cases, so that ``--resume`` goes on from there: outcomes by kind, and the faults with the case that makes
-each again.
+each again. ``--again`` runs these and writes what comes of them now; the commit, command and date of the first run are
+then under ``first``.
 """
 
 from __future__ import annotations
@@ -217,14 +219,16 @@ def order(kinds: Mapping[str, FileKind]) -> list[str]:
 
 
 def _work(names: list[str], folder: Path, seed: int, pipe: Connection) -> None:
-    """In a process of its own: for each number that comes through the pipe, what came of that case goes back."""
+    """In a process of its own: for each (number, file or nothing) that comes through the pipe, what came of that case
+    goes back."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     turns = order({name: KINDS[name] for name in names})
     good = {name: (folder / name / KINDS[name].name).read_bytes() for name in names}
-    while (k := pipe.recv()) is not None:
+    while (asked := pipe.recv()) is not None:
+        k, data = asked
         name = turns[k % len(turns)]
         path = folder / name / KINDS[name].name
-        data = mutated(good[name], KINDS[name], np.random.default_rng([seed, k]))
+        data = data or mutated(good[name], KINDS[name], np.random.default_rng([seed, k]))
         path.write_bytes(data)
         said = verdict(KINDS[name], path)
         path.write_bytes(good[name])
@@ -252,8 +256,8 @@ class FuzzWorker:
         self.process.start()
         theirs.close()
 
-    def case(self, k: int) -> tuple[str, str, str]:
-        """(kind, verdict, the file if it is a fault and small)."""
+    def case(self, k: int, data: bytes = b"") -> tuple[str, str, str]:
+        """(kind, verdict, the file if it is a fault and small). data: the file, if it is known."""
         names = self.given[0]
         turns = order({name: KINDS[name] for name in names})
         kind = turns[k % len(turns)]
@@ -261,7 +265,7 @@ class FuzzWorker:
         assert pid is not None
         try:
             begun = cpu_s(pid)
-            self.pipe.send(k)
+            self.pipe.send((k, data))
             while not self.pipe.poll(5.0):
                 if cpu_s(pid) - begun > 4 * LIMIT_S:
                     self.process.kill()
@@ -315,6 +319,30 @@ def fuzz(
             free.get().end()
 
 
+def again(names: list[str], faults: list[dict[str, Any]], seed: int) -> Iterator[str]:
+    """What comes of each fault now, and writes it into it. A file that was too large to keep is made again, from
+    today's good file."""
+    with tempfile.TemporaryDirectory() as made:
+        make_good(names, Path(made))
+        worker = FuzzWorker(names, Path(made), seed)
+        for fault in faults:
+            data = zlib.decompress(base64.b64decode(fault["file"])) if fault["file"] else b""
+            fault["now"] = worker.case(fault["k"], data)[1]
+            yield f"case {fault['k']}, {fault['kind']}: {fault['now']}"
+        worker.end()
+
+
+def run_again(file: Path) -> None:
+    """Runs the faults of a result file again and stores what comes of them. SystemExit 1 where one still is a fault."""
+    so_far = json.loads(file.read_text())
+    for line in again(so_far["kinds"], so_far["faults"], so_far["seed"]):
+        print(line, flush=True)
+    left = sum(f["now"].startswith("fault") for f in so_far["faults"])
+    first = {key: so_far[key] for key in ("commit", "command", "date")}
+    save(so_far | {"first": so_far.get("first", first), "faults_now": left}, file)
+    raise SystemExit(left > 0)
+
+
 def main() -> None:
     """Writes bench/results/file_fuzz.json: how the mutated files ended, by kind, and the faults."""
     options = parser(__doc__, "file_fuzz")
@@ -322,7 +350,12 @@ def main() -> None:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--resume", action="store_true", help="go on from the result file's last case")
     options.add_argument("--jobs", type=int, default=1, help="processes side by side")
+    options.add_argument(
+        "--again", action="store_true", help="run the result file's faults again, and nothing else"
+    )
     given = options.parse_args()
+    if given.again:
+        run_again(given.o)
     names = wanted([(name, name) for name in KINDS], given.only)
     so_far: dict[str, Any] = {"cases": 0, "faults": [], "all_faults": 0, "outcomes": {}}
     if given.resume and given.o.exists():

@@ -42,8 +42,10 @@ def plan_staged(
     t = next(t for t in menu.tables if t.variant == middle.variant)
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, step_s)
+    # As ``stage_costs`` prices it: gathers and sums of parameters run once a step unless a stage has them each time.
+    once = all(split.weights == "once" for split in s.splits)
     plan = assemble(
-        t.graph,
+        replace(t.graph, meta={**t.graph.meta, "once": "all"}) if once else t.graph,
         mesh,
         configs,
         model=problem.model,
@@ -74,6 +76,7 @@ def plan_staged(
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
         nodes=tuple(_shared(n, 1 / s.schedule.ranks) for n in plan.nodes),
+        collectives=tuple(replace(c, cost=c.cost / s.schedule.ranks) for c in plan.collectives),
         pipeline=replace(
             _pipeline(s, menu, mesh, _scope(found), _names(problem)),
             replicas=() if found.shares is None else _replicas(found.shares, found, _names(problem)),

@@ -158,7 +158,7 @@ function explorer(root) {
       stages ? el("h3", {}, "In the stages") : null,
       stages ? grid(["split", "stages"], inStages(i)) : null,
       n.moves.length ? el("h3", {}, "What it sends, and why") : null,
-      n.moves.length ? grid(["why", "between", "bytes", "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
+      n.moves.length ? grid(["why", "between", "bytes", stages ? "times, all ranks" : "times", "a step"], n.moves.map((m) => [moves[m].why, moves[m].axes.join("·"), bytes(moves[m].bytes), count(moves[m].times), cost(moves[m].cost)])) : null,
       n.work.length ? el("h3", {}, "What one device does") : null,
       n.work.length ? grid(["pass", "work", "GFLOP", "moved", "a step"], n.work.map((w) => [w.phase, `${w.kind} ${w.dtype}`, Number((w.flops / 1e9).toPrecision(3)).toLocaleString("en"), bytes(w.bytes), cost(w.cost)])) : null,
       weights.length ? el("h3", {}, "Its parameters") : null,
@@ -213,7 +213,7 @@ function explorer(root) {
   }
   const NEAR = 12, listed = (all) => all.slice(0, NEAR).join(", ") + (all.length > NEAR ? ` and ${count(all.length - NEAR)} more` : "");
   const some = (all) => `${all.length > 1 ? "devices" : "device"} ${listed(all)}`;
-  const stagesText = (rank) => { const all = stages.list.map((s, k) => [s, k]).filter(([s]) => s.rank === rank), blocks = sum(all.map(([s]) => s.blocks)); return `${all.length > 1 ? "stages" : "stage"} ${all.map(([, k]) => k).join(" and ")}, ${blocks} ${blocks === 1 ? "block" : "blocks"}`; };
+  const stagesText = (rank) => { const all = stages.list.map((s, k) => [s, k]).filter(([s]) => s.rank === rank), blocks = sum(all.map(([s]) => s.blocks)); return `${all.length > 1 ? "stages" : "stage"} ${all.map(([, k]) => k).join(", ")}; ${blocks} ${blocks === 1 ? "block" : "blocks"}`; };
   /* The devices that the chosen one sends to or shares with: at its place in the ranks of the stages next to its own, or in its own rank. */
   function partners(v, splits) {
     if (!v.sends) {

@@ -14,6 +14,8 @@ from pase.plan.types import PlanData
 
 __all__ = ["drawn_schedule", "stages_data", "stages_table"]
 
+_MOST_STAGES = 20
+
 
 def stages_table(plan: PlanData) -> str:
     """A row for each stage: its rank, devices, blocks, seconds of a micro-batch and memory. HTML; empty without
@@ -23,7 +25,7 @@ def stages_table(plan: PlanData) -> str:
         return ""
     each = plan.mesh.devices
     most = max(s.forward_s + s.backward_s for s in p.stages)
-    rows = (
+    rows = [
         (
             str(k),
             f"{s.rank}",
@@ -35,9 +37,13 @@ def stages_table(plan: PlanData) -> str:
             bar([("compute", s.forward_s), ("backward", s.backward_s)], most),
         )
         for k, s in enumerate(p.stages)
-    )
+    ]
     head = ["stage", "rank", "devices", "blocks>", "forward>", "backward>", "rank's memory>", "|"]
-    return f"<h3>{escape(str(p))}</h3>" + table("Stages", head, rows)
+    out = f"<h3>{escape(str(p))}</h3>" + table("Stages", head, rows[:_MOST_STAGES])
+    if len(rows) > _MOST_STAGES:
+        rest = table("The other stages", head, rows[_MOST_STAGES:])
+        out += f"<details><summary>{len(rows) - _MOST_STAGES} more stages</summary>{rest}</details>"
+    return out
 
 
 def stages_data(plan: PlanData) -> JsonObject | None:

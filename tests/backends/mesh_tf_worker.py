@@ -305,6 +305,52 @@ def refused() -> dict[str, str]:
     return out
 
 
+def scans() -> list[dict[str, Any]]:
+    """JAX models with a loop, under random splits: a step against JAX's."""
+    import jax
+    import jax.numpy as jnp
+
+    from bench.cases.plans import case_of
+    from pase.backends import to_mesh_tf
+    from pase.backends.mtf_run import run
+
+    sizes = {"w": (3, 8, 8), "b": (3, 8), "out": (8, 8)}
+    values = {k: RNG.standard_normal(s).astype(np.float32) for k, s in sizes.items()}
+    x = RNG.standard_normal((8, 8)).astype(np.float32)
+    out = []
+    for reverse in (False, True):
+
+        def loss(params: Any, x: Any, reverse: bool = reverse) -> Any:
+            def turn(carry: Any, layer: Any) -> Any:
+                h, g = carry
+                w, b = layer
+                new = jnp.tanh(h @ w + b)
+                return (g, new), (new**2).mean(-1)
+
+            layers = params["w"], params["b"]
+            (h, g), ys = jax.lax.scan(turn, (x, x * 0.5), layers, reverse=reverse)
+            return (h @ params["out"]).mean() + (g**2).mean() + (ys * jnp.arange(3.0)[:, None]).mean()
+
+        shapes = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in sizes.items()}
+        plan = case_of(loss, shapes, jax.ShapeDtypeStruct(x.shape, "float32")).plan("random1@2x2x2")
+        assert plan is not None
+        text, layout = to_mesh_tf.program(plan)
+        module: Any = types.ModuleType("scan_mtf")
+        exec(compile(text, "scan_mtf", "exec"), module.__dict__)
+        done = run(module, dict.fromkeys(plan.inputs, x), values)
+        wanted, gradients = jax.value_and_grad(loss)(values, x)
+        errors = (np.abs(done.gradients[k] - g).max() / np.abs(g).max() for k, g in gradients.items())
+        out.append(
+            {
+                "layout": layout.layout_rules,
+                "loss": done.losses[0],
+                "wanted": float(wanted),
+                "gradient_error": float(max(errors)),
+            }
+        )
+    return out
+
+
 STRATEGIES = {
     "mlp": ["random1@2x2x2", "ours@4x2"],
     "alexnet": ["ours@2x2"],
@@ -322,6 +368,8 @@ def main(wanted: list[str]) -> None:
         out["moves"] = moves()
     if "refused" in wanted:
         out["refused"] = refused()
+    if "scans" in wanted:
+        out["scans"] = scans()
     asked = {n for n in wanted if n.partition("=")[0] in STRATEGIES}
     made = models() if asked else {}
     for each in sorted(asked):

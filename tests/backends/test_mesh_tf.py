@@ -36,7 +36,7 @@ ENV = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TF_CPP
 
 @cache
 def worker():
-    sections = ["rules", "moves", "refused", "mlp", "alexnet", "rows", "lstm", "transformer"]
+    sections = ["rules", "moves", "refused", "scans", "mlp", "alexnet", "rows", "lstm", "transformer"]
     done = subprocess.run(
         [sys.executable, "-m", "tests.backends.mesh_tf_worker", *sections],
         cwd=ROOT,
@@ -247,12 +247,31 @@ def test_what_jax_programs_cannot_have_is_said_at_once_with_what_to_do():
         def turn(h, row):
             return jnp.tanh(h @ row), None
 
-        return jnp.cumsum(jax.lax.scan(turn, x, w)[0]).mean()
+        until = jax.lax.while_loop(lambda h: jax.lax.stop_gradient(h).sum() < 3, lambda h: h + 1, x)
+        return jnp.cumsum(jax.lax.scan(turn, x, w)[0]).mean() + jax.lax.stop_gradient(until).mean()
 
     shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((3, 8, 8), (4, 8))]
     plan = pase.compile(loss, *shapes, devices=2, baselines=False)
-    with pytest.raises(PaseError, match=r"'cumsum' at .*: this op has no .*; 'scan' at .* takes scan=0"):
+    said = r"'cumsum' at .*: this op has no .*; 'while' at .* no loops that data ends; write it as a lax.scan"
+    with pytest.raises(PaseError, match=said):
         to_mesh_tf.program(plan)
+    long = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((300, 8, 8), (4, 8))]
+    plan = pase.compile(lambda w, x: jax.lax.scan(turn_of, x, w)[0].mean(), *long, devices=2, baselines=False)
+    with pytest.raises(PaseError, match="would be 300 turns long; at most 200 are written out"):
+        to_mesh_tf.program(plan)
+
+
+def turn_of(h, w):
+    return jnp.tanh(h @ w), None
+
+
+@needs_mesh_tf
+def test_a_scan_is_written_out_turn_by_turn():
+    """Forward and in reverse, carries that change places, what is stacked: the loss and gradients are JAX's."""
+    for step in worker()["scans"]:
+        assert step["layout"], "nothing is split"
+        assert step["loss"] == pytest.approx(step["wanted"], rel=1e-6)
+        assert step["gradient_error"] <= 2e-6
 
 
 @needs_mesh_tf

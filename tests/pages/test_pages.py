@@ -233,6 +233,9 @@ def test_a_pipelines_page_shows_a_ranks_work() -> None:
     p = pase.compile("zoo:gpt2?layers=4&batch=16", devices=4, pipeline="2", baselines=False)
     for n in p.nodes:
         assert sum(w.cost for w in n.work) == pytest.approx(n.cost.compute + n.cost.update, rel=1e-9)
+        sent = sum(c.cost for c in p.collectives if c.node == n.name)
+        assert sent == pytest.approx(n.cost.communication, rel=1e-9)
+    assert p.hidden == 0  # weights are gathered once a step, and priced so
     assert step_memory(p) is None
     Elements(page := report_page(explain(p)))
     assert p.pipeline is not None and "Schedule of the stages" in page
