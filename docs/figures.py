@@ -29,8 +29,9 @@ def drawn(name: str) -> str:
 
 def _svg(width: float, height: float, label: str, inside: Sequence[str]) -> str:
     return (
-        f"<svg viewBox='0 0 {width:g} {height:g}' role='img' aria-label='{escape(label, quote=True)}' "
-        f"style='max-width:{width:g}px;width:100%;font:12px system-ui,sans-serif' fill='currentColor'>"
+        f"<svg width='{width:g}' viewBox='0 0 {width:g} {height:g}' role='img' "
+        f"aria-label='{escape(label, quote=True)}' "
+        f"style='max-width:100%;height:auto;font:14px system-ui,sans-serif' fill='currentColor'>"
         + "".join(inside)
         + "</svg>"
     )
