@@ -106,7 +106,7 @@ def _elimination() -> str:
         *graph(0, "abcde", edges, "c"),
         _text(60, 145, "c is next: only b and e see it"),
         *graph(420, "abde", ["ab", "bd", "de", "be"], ""),
-        _text(480, 145, "its best config, for each pair of configs of b and e, is a table between them"),
+        _text(480, 145, "its best config becomes a table between b and e"),
     ]
     return _svg(960, 155, "Eliminating one vertex of a graph", inside)
 
