@@ -201,7 +201,7 @@ class PlanData:
     def objective(self) -> str:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
-            return "the schedule's simulated step"
+            return "the schedule's simulated step, collectives of parameters not hidden behind compute"
         if self.beside is not None or self.hidden:
             return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
@@ -216,8 +216,8 @@ class PlanData:
 
     @property
     def hidden(self) -> float:
-        """The part of ``communication`` that overlaps with backward's compute, if the plan was made with that
-        overlap.
+        """The part of ``communication`` that overlaps with compute, less what that slows compute, if the plan was made
+        with that overlap.
         """
         beside = self.compute + self.communication - self.cost
         return beside if beside > _ROUNDING * self.cost else 0.0
