@@ -23,20 +23,25 @@ GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
 
 
 @pytest.mark.parametrize(
-    ("model", "devices", "machine"),
+    ("model", "devices", "machine", "overlap"),
     [
-        (MLP, 8, None),
-        (MLP, 12, "v100x8"),
-        (MLP, 16, "tpu_v5e"),
-        (MLP, 24, None),
-        (GPT2, 8, None),
-        (GPT2, 12, None),
-        pytest.param(GPT2, 16, None, marks=pytest.mark.minutes),
-        pytest.param(GPT2, 24, None, marks=pytest.mark.minutes),
+        (MLP, 8, None, "none"),
+        (MLP, 12, "v100x8", "none"),
+        (MLP, 16, "tpu_v5e", "none"),
+        (MLP, 24, None, "none"),
+        (MLP, 24, None, "parameters"),
+        (GPT2, 8, None, "none"),
+        (GPT2, 8, None, "parameters"),
+        (GPT2, 12, None, "none"),
+        (GPT2, 12, None, "parameters"),
+        pytest.param(GPT2, 16, None, "parameters", marks=pytest.mark.minutes),
+        pytest.param(GPT2, 24, None, "none", marks=pytest.mark.minutes),
     ],
 )
-def test_the_answer_is_the_best_of_every_mesh(model: str, devices: int, machine: str | None) -> None:
-    problem = SplitProblem.of(resolve(model).graph, devices, machine, "analytic", "adam")
+def test_the_answer_is_the_best_of_every_mesh(
+    model: str, devices: int, machine: str | None, overlap: str
+) -> None:
+    problem = SplitProblem.of(resolve(model).graph, devices, machine, "analytic", "adam", overlap)
     every = problem.meshes(None, devices)
     assert max(len(m.sizes) for m in every) >= 3
     whole = search_meshes(problem, every)
@@ -47,7 +52,7 @@ def test_the_answer_is_the_best_of_every_mesh(model: str, devices: int, machine:
         machine=machine,
         max_axes=1,
         meshes="all",
-        overlap="none",
+        overlap=overlap,
         baselines=False,
         memory_limit="none",
     )
@@ -56,9 +61,10 @@ def test_the_answer_is_the_best_of_every_mesh(model: str, devices: int, machine:
     assert f"over all {len(every)} meshes of the devices" in str(plan)
 
 
-def test_a_mesh_is_sifted_to_what_costs_less() -> None:
+@pytest.mark.parametrize("overlap", ["none", "parameters"])
+def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
     """Whatever cost is known, and however little is priced: the bound holds, and the cheaper strategy is found."""
-    problem = SplitProblem.of(resolve(GPT2).graph, 8, None, "analytic", "adam")
+    problem = SplitProblem.of(resolve(GPT2).graph, 8, None, "analytic", "adam", overlap)
     for mesh in problem.meshes(None, 8):
         best = search_meshes(problem, [mesh]).solution.cost
         for part in (0.9, 1.0, 1.0001, 1.2):
