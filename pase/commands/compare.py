@@ -163,7 +163,8 @@ def _print(ours: PlanData, rows: Rows) -> None:
         _table(ours, rows, _SPARED),
     )
     c.print(
-        f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions",
+        f"{ours.model} on {ours.devices} devices of {ours.machine}, cost model '{ours.cost_model}': predictions, "
+        f"{ours.objective}",
     )
     c.print(out)
     for name, why in ours.skipped.items():

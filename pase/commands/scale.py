@@ -125,6 +125,9 @@ def _print(model: str, points: list[ScalePoint]) -> None:
             f"×{gain:.2f}",
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
         )
-    name = known[0].plan.machine if known and known[0].plan is not None else ""
-    console().print(f"{model} on {name}: the same whole batch on each number of devices; predictions")
+    plan = first.plan if first is not None else None
+    name, measured = ("", "") if plan is None else (plan.machine, f", {plan.objective}")
+    console().print(
+        f"{model} on {name}: the same whole batch on each number of devices; predictions{measured}"
+    )
     console().print(out)
