@@ -362,21 +362,10 @@ def _neighbourhoods(
             seed = int(rng.integers(2**31))
             if not clock.allows("moves"):
                 return
-            clock.run(
-                "moves",
-                lns,
-                flat.graph,
-                now.rows.limit,
-                flat.cost,
-                price,
-                start,
-                best,
-                stats,
-                steps // 3,
-                largest,
-                0.0,
-                seed,
-            )
+            # Nothing is cheaper than a forbidden pair: to leave one, it must have a price.
+            graph = flat.graph if np.isfinite(flat.cost_of(start)) else flat.softened
+            rows, size = now.rows.limit, (steps // 3, largest, 0.0, seed)
+            clock.run("moves", lns, graph, rows, flat.cost, price, start, best, stats, *size)
             if stats[0] + now.left.constant < state.cost:
                 state.offer(now.left.expand(best))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,19 @@ class Flat:
     @property
     def graph(self) -> FlatGraph:
         return FlatGraph(*(getattr(self, name) for name in FlatGraph._fields))
+
+    @cached_property
+    def softened(self) -> FlatGraph:
+        """The graph with forbidden pairs at a price above that of any choice without one."""
+        finite = np.isfinite(self.entries)
+        dearest = np.where(finite, np.abs(self.entries), 0.0)
+        sizes = np.diff(self.slot)
+        most = [
+            dearest[at : at + area].max()
+            for at, area in zip(self.matrix, sizes[self.head] * sizes[self.tail], strict=True)
+        ]
+        price = 2.0 * (sum(most) + float(np.abs(self.cost).sum())) + 1.0
+        return self.graph._replace(entries=np.where(finite, self.entries, price))
 
     def cost_of(self, choice: np.ndarray, cost: np.ndarray | None = None) -> float:
         """Node costs + edge costs of ``choice`` (int64 [n])."""

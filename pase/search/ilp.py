@@ -28,7 +28,7 @@ _COST_SCALE, _ROW_SCALE = 1e6, 1e4
 """Costs and rows are scaled to about these sizes, against HiGHS's tolerances of 1e-6."""
 _PRESOLVED = 6_000  # unknowns; below, HiGHS does without its presolve
 _MOST_STEPS = 100_000  # of the simplex method, for one linear program: a budget in work
-_MOST_NODES = 2_000_000  # of HiGHS's tree, over the unknowns: what a node costs grows with them
+_MOST_NODES = 500_000  # of HiGHS's tree, over the unknowns: what a node costs grows with them
 
 
 def ilp_problem(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from pase.errors import Infeasible
-from pase.search import MemoryProfile, Solution, bounded, cost_of, solve
+from pase.search import MemoryProfile, Solution, bounded, cost_of, solve, verify
 from pase.search.contract import contract, restrict
 from pase.search.ilp import IlpJob
 from pase.search.kernels_flat import trws_pass
 from pase.search.residual import Residual
-from pase.tables.types import CostTables
+from pase.tables.types import CostTables, EdgeTable
 
 from .instances import random_tables
 from .test_bounded import clique
@@ -127,3 +127,23 @@ def test_a_choice_that_lost_configs_finds_the_nearest_that_is_left() -> None:
     got = less.expand(less.narrow(full))
     others = [np.where(np.arange(6) == 2, k, full) for k in range(4)]
     assert cost_of(tables, got) == min(cost_of(tables, o) for o in others)
+
+
+def test_forbidden_pairs_are_left_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three colours for a graph that has them: starts have forbidden pairs, and a move seldom leaves the last one."""
+    monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
+    monkeypatch.setattr(bounded, "_ILP_PAIRS", 0)  # the neighbourhoods alone
+    rng = np.random.default_rng(1)
+    hidden = rng.integers(0, 3, 120)
+    alike, colour = np.where(np.eye(3, dtype=bool), np.inf, 0.0), np.arange(3, dtype=np.int32)
+    pairs = [
+        (u, v) for v in range(120) for u in range(v) if hidden[u] != hidden[v] and rng.random() < 5 / 120
+    ]
+    tables = CostTables(
+        node_costs=tuple(rng.integers(0, 50, 3).astype(float) for _ in range(120)),
+        edges=tuple(
+            EdgeTable(src=u, dst=v, cost=alike, src_class=colour, dst_class=colour) for u, v in pairs
+        ),
+    )
+    found = bounded.bounded_search(tables, None, None, 0, time.perf_counter(), rounds=6)
+    assert found.feasible and verify(tables, found) <= cost_of(tables, hidden)
