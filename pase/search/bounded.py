@@ -157,7 +157,10 @@ class _Rounds:
             self.progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
         if self.job is None or not (self._last or self.turn >= self.job.due):
             return ""
-        answer = self.job.wait(clock.left)
+        # Where the clock ends the search anyway, turns go on until the answer is there.
+        answer = self.job.wait(clock.left if self.rounds is not None else 0.0)
+        if answer is None and self.rounds is None:
+            return ""
         self._stop_program()
         return "integer program" if answer is not None and _take(state, now, answer) else ""
 

@@ -80,6 +80,19 @@ def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
     assert (first.cost, first.bound, first.method) == (second.cost, second.bound, second.method)
 
 
+def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    tables, memory = limited(5)
+    monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
+    monkeypatch.setattr(bounded, "_PAIRS_A_TURN", 10**9)  # it is due at once
+    waited: list[float] = []
+    monkeypatch.setattr(IlpJob, "wait", lambda job, seconds: waited.append(seconds))
+    turns: list[str] = []
+    bounded.bounded_search(
+        tables, memory, 2.0, 1, time.perf_counter(), lambda phase, *numbers: turns.append(phase)
+    )
+    assert waited and not any(waited) and len(turns) > len(waited)
+
+
 def test_a_smaller_problem_keeps_the_bound_of_the_one_it_came_from() -> None:
     """Messages are taken along: the first sweep after configs were dropped proves no less than the last one before."""
     checked = 0
