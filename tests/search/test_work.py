@@ -85,12 +85,18 @@ def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch:
     monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
     monkeypatch.setattr(bounded, "_PAIRS_A_TURN", 10**9)  # it is due at once
     waited: list[float] = []
-    monkeypatch.setattr(IlpJob, "wait", lambda job, seconds: waited.append(seconds))
-    turns: list[str] = []
-    bounded.bounded_search(
-        tables, memory, 2.0, 1, time.perf_counter(), lambda phase, *numbers: turns.append(phase)
-    )
-    assert waited and not any(waited) and len(turns) > len(waited)
+    turns = 0
+
+    def never(job: IlpJob, seconds: float) -> None:
+        waited.append(seconds)
+
+    def turn(phase: str, cost: float, bound: float, seconds: float) -> None:
+        nonlocal turns
+        turns += 1
+
+    monkeypatch.setattr(IlpJob, "wait", never)
+    bounded.bounded_search(tables, memory, 2.0, 1, time.perf_counter(), turn)
+    assert waited and not any(waited) and turns > len(waited)
 
 
 def test_a_smaller_problem_keeps_the_bound_of_the_one_it_came_from() -> None:
