@@ -113,8 +113,9 @@ def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -
         "reduce-scatters, and the prediction is not adjusted for the habits of XLA listed above. The models are",
         ", ".join(dict.fromkeys(r["model"] for r in rows)) + ".",
         f"{exact} of {len(pairs)} (plan, kind) pairs agree to the byte, and {more} send more than the plan. The others "
-        "send less,",
-        "because XLA runs a collective only once if two readers of a tensor request the same one. The largest",
+        "send less:",
+        "the compiler runs once what two readers request alike, or does not gather what it knows to be equal, and JAX",
+        "moves what no turn of a loop changes before the loop (`docs/local.md` says how each was traced). The largest",
         f"difference of a gradient from the unsharded step's is {worst:.0e}. The table lists the pairs that are off in",
         "either way of lowering.",
         "",

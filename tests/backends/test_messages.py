@@ -196,6 +196,19 @@ def test_what_messages_would_wait_for_for_ever_is_refused(fsdp):
             verify_program(broken)
 
 
+def test_messages_that_cannot_be_read_are_named_with_their_place(fsdp):
+    text = program_text(fsdp[0].scheduled("tac").jax.program)
+    at = len(text[: text.index("message ")].splitlines()) + 1
+    piece = re.search(r"of (\d+)\.0\[0", text)[1]
+    for old, new, says in (
+        (f"of {piece}.0[0", f"of {piece}:0[0", r"expected TRANSFER\.STAGE\[FIRST\+BYTES\]"),
+        (f"of {piece}.0[0", "of 999.0[0", "there is no move 999"),
+        ("message ", "message away ", "'away' is not a way"),
+    ):
+        with pytest.raises(PaseError, match=rf"line {at}, column \d+: {says}"):
+            program_from_text(text.replace(old, new, 1))
+
+
 def test_updates_in_later_steps_are_said_and_left_to_the_runner():
     case = reduced("mlp")
     plan = case.plan("data_parallel").scheduled("deft", Options(staleness=2))
