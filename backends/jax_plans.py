@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
-from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax
 from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
@@ -17,16 +16,11 @@ def traced_by_jax(plan: PlanData) -> TracedJax:
     program."""
     from pase.frontends.jax_blocks import micro
 
-    traced = plan.traced
-    if traced is None:
-        raise PaseError(
-            f"the plan for '{plan.model}' was loaded without its model: call plan.bind(loss_fn, params, batch)"
-        )
-    if not isinstance(traced, TracedJax):
-        raise PaseError(
-            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no JAX program to "
-            "constrain: use 'pase emit' to write the plan for other frameworks"
-        )
+    traced = plan.traced_as(
+        TracedJax,
+        "loss_fn, params, batch",
+        "there is no JAX program to constrain: use 'pase emit' to write the plan for other frameworks",
+    )
     return micro(traced, plan.accumulate)
 
 

@@ -7,16 +7,16 @@ and ``torch.distributed.checkpoint`` therefore work on them. DTensor itself comp
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.torch_compiled import added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
+from pase.backends.torch_storage import Storage
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
@@ -25,17 +25,15 @@ from pase.frontends.values import Value
 from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
 from pase.local.lower import program_of
-from pase.local.parts import placement
-from pase.local.types import Layout, LocalMove, LocalOp, LocalProgram, local_shape
+from pase.local.types import LocalMove, LocalProgram, local_shape
 from pase.machine import Mesh
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
-    from torch.nn import Module, Parameter
+    from torch.nn import Module
     from torch.optim import Optimizer
 
     from pase.plan.types import PlanData
@@ -85,7 +83,9 @@ class TorchPlan:
             kept=kept_results(self.traced.graph, self.blocks),
         )
 
-    def parallelize(self, module: Module, *, device: torch.device | str | None = None) -> ParallelModule:
+    def parallelize(
+        self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
+    ) -> ParallelModule:
         """Shard a module's parameters in place, as the plan stores them, and return its step.
 
         Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` on a DTensor
@@ -94,11 +94,13 @@ class TorchPlan:
         module: the model that the plan was compiled from. The weights of rank 0 are used, whatever the other ranks
             have. If they are on the meta device, the result is too.
         device: where the parameters are stored and the step runs; by default, where the module's parameters are.
+        compile: whether ``step.backward`` runs forward and backward of a micro-batch as one graph that
+            ``torch.compile`` has compiled; a backend of it, or True for its default.
 
         Every rank must call it after ``torch.distributed.init_process_group``. Raises PaseError if the ranks or
         parameters are not those of the plan.
         """
-        return ParallelModule.of(self, module, device)
+        return ParallelModule.of(self, module, device, compile)
 
     def train_step(
         self,
@@ -106,14 +108,15 @@ class TorchPlan:
         optimizer_class: Callable[..., Optimizer],
         *,
         device: torch.device | str | None = None,
+        compile: bool | str = False,
         **settings: object,
     ) -> TorchStep:
         """step(*batch) -> loss, including the optimizer's update.
 
         Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``. module,
-        device: see ``parallelize``.
+        device, compile: see ``parallelize``.
         """
-        parallel = self.parallelize(module, device=device)
+        parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
         return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings))
 
@@ -129,18 +132,37 @@ class ParallelModule:
     seed: int
     steps: int = 0
     """How often the step ran. Random values depend on this and on ``seed``."""
-    _stored: dict[str, Any] = field(default_factory=dict, repr=False)
+    compiler: str | None = None
+    """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
+    _graph: Callable[..., Sequence[Tree]] | None = field(default=None, repr=False)
+    """What was compiled."""
+    _stored: dict[str, DTensor] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
 
     @classmethod
-    def of(cls, plan: TorchPlan, module: Module, device: torch.device | str | None) -> ParallelModule:
+    def of(
+        cls, plan: TorchPlan, module: Module, device: torch.device | str | None, compile: bool | str
+    ) -> ParallelModule:
         import torch
+
+        if compile and (plan.blocks or plan.traced.marked):
+            raise PaseError(
+                f"'{plan.program.name}' is computed again in backward, which a compiled step would not do: use "
+                f"compile=False, or compile the plan with remat='none'"
+            )
 
         first = next(module.parameters(), None)
         at = torch.device(device if device is not None else "cpu" if first is None else first.device)
         groups = plan.groups("cpu" if at.type == "meta" else at.type)
-        made = cls(plan=plan, module=module, walk=plan.walk(groups), device=at, seed=_agreed_seed(at))
-        _Storage(parallel=made).replace()
+        made = cls(
+            plan=plan,
+            module=module,
+            walk=plan.walk(groups),
+            device=at,
+            seed=_agreed_seed(at),
+            compiler=("inductor" if compile is True else compile) or None,
+        )
+        Storage(parallel=made).replace()
         return made
 
     def __call__(self, *batch: Tree) -> Tensor:
@@ -152,38 +174,78 @@ class ParallelModule:
             raise PaseError(
                 f"the plan has {self.plan.accumulate} micro-batches: use loss = step.backward(*batch)"
             )
-        return self._loss(self._parameters(), self._inputs(batch, 0))
+        if self.compiler is not None:
+            raise PaseError(
+                "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
+            )
+        return self._loss(self._parameters(self._local()), self._inputs(batch, 0))
 
     def backward(self, *batch: Tree) -> Tensor:
         """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
         k = self.plan.accumulate
         losses: list[Tensor] = []
-        held = self._parameters()
+        held = self._parameters(self._local()) if self.compiler is None else {}
         for i in range(k):
+            if self.compiler is not None:
+                losses.append(self._at_once(self._inputs(batch, i)))
+                continue
             loss = self._loss(held, self._inputs(batch, i)) / k
             loss.backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     def _loss(self, parameters: Mapping[str, RankValue], inputs: Mapping[str, RankValue]) -> Tensor:
-        body = self.body({**parameters, **inputs})
+        body, loss = self._walked({**parameters, **inputs}, self._constants())
+        self._write_back(self._next_values(body))
+        self.steps += 1
+        return loss
+
+    def _walked(self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Tensor]) -> tuple[Body, Tensor]:
+        """The state after a walk with these parameters and inputs, and the loss."""
+        body = self.walk.body(leaves, buffers, self.device, self.seed + self.steps)
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
-        value = self._value(name)
-        loss = self.walk.output(value, body)
-        self._write_back(body)
-        self.steps += 1
-        return loss.reshape(())
+        return body, self.walk.output(self._value(name), body).reshape(())
 
-    def body(self, leaves: Mapping[str, RankValue]) -> Body:
-        """The initial state of a walk with these parameters and inputs."""
+    def _constants(self) -> dict[str, Tensor]:
+        """Placeholder -> buffer that does not depend on data."""
         program = self.plan.traced.program
-        buffers = {
+        return {
             node: self._buffer(path).to(self.device)
             for node, path in program.buffers.items()
             if path not in program.mutated.values()
         }
-        return self.walk.body(leaves, buffers, self.device, self.seed + self.steps)
+
+    def _at_once(self, inputs: Mapping[str, RankValue]) -> Tensor:
+        """The loss of a micro-batch, its share of the whole. Its gradients are added to the parameters' ``grad``."""
+        import torch
+
+        constants, stored = self._constants(), self._local()
+        given = [*stored.values(), *(v.array for v in inputs.values()), *constants.values()]
+        trained = [t for t, p in self._stored.items() if p.requires_grad]
+
+        def joint(*arrays: Tensor) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor]]:
+            mine = iter(arrays)
+            held = {t: next(mine).detach().requires_grad_(t in trained) for t in stored}
+            read = {t: replace(v, array=next(mine)) for t, v in inputs.items()}
+            body, loss = self._walked(
+                {**self._parameters(held), **read}, {node: next(mine) for node in constants}
+            )
+            loss = loss / self.plan.accumulate
+            found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
+            return loss.detach(), found, list(self._next_values(body).values())
+
+        if self._graph is None:
+            assert self.compiler is not None
+            self._graph = compiled(joint, given, self.compiler, self.plan.program.name)
+        with torch.no_grad():
+            loss, gradients, new = self._graph(*given)
+            for t, g in zip(trained, gradients, strict=True):
+                if g is not None:
+                    added(self._stored[t], g)
+            self._write_back(dict(zip(self._written, new, strict=True)))
+        self.steps += 1
+        return loss
 
     def _value(self, node: str) -> Value:
         values = self.plan.traced.scope.values
@@ -199,12 +261,15 @@ class ParallelModule:
         # A tensor that the model has in addition to its buffers. The export lifted it out.
         return self.plan.traced.program.constants[path]
 
-    def _parameters(self) -> dict[str, RankValue]:
+    def _local(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter."""
+        return {tensor: stored.to_local() for tensor, stored in self._stored.items()}
+
+    def _parameters(self, parts: Mapping[str, Tensor]) -> dict[str, RankValue]:
         """Parameters in the layouts that the step reads. If a parameter's state is split further, it is gathered."""
         program, out = self.plan.program, {}
-        for tensor, stored in self._stored.items():
+        for tensor, local in parts.items():
             r = program.result(tensor)
-            local = stored.to_local()
             if r.layout == r.gradient:
                 out[tensor] = RankValue(array=local, tensor=tensor, shape=r.shape, layout=r.layout)
                 continue
@@ -267,19 +332,29 @@ class ParallelModule:
                 out[r.tensor] = RankValue(array=local, tensor=r.tensor, shape=r.shape, layout=r.layout)
         return out
 
-    def _write_back(self, body: Body) -> None:
-        """Store the next values of buffers."""
+    @property
+    def _written(self) -> list[str]:
+        """Paths of the buffers that the step writes."""
+        program = self.plan.traced.program
+        return [*program.mutated.values(), *program.counters.values()]
+
+    def _next_values(self, body: Body) -> dict[str, Tensor]:
+        """Path -> the next value of a buffer."""
         program, leaves = self.plan.traced.program, self.plan.leaves
         tensor = {path: leaves[node] for node, path in program.buffers.items() if node in leaves}
-        new = {
+        nodes = {n.name: n for n in program.graph.graph.nodes}
+        split = {
             path: self.walk.next_value(tensor[path], self._value(node), body)
             for node, path in program.mutated.items()
         }
+        return split | {path: body.constants.of(nodes[n]) for n, path in program.counters.items()}
+
+    def _write_back(self, new: Mapping[str, Tensor]) -> None:
+        """Store the next values of buffers."""
+        split = self.plan.traced.program.mutated.values()
         for path, x in new.items():
-            self._buffer(path).to_local().copy_(x)
-        nodes = {n.name: n for n in program.graph.graph.nodes}
-        for node, path in program.counters.items():
-            self._buffer(path).copy_(body.constants.of(nodes[node]))
+            held = self._buffer(path)
+            (held.to_local() if path in split else held).copy_(x)
 
 
 @dataclass(kw_only=True)
@@ -313,154 +388,16 @@ def _agreed_seed(device: torch.device) -> int:
     return int(seed.item())
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Storage:
-    """How a module's tensors become DTensors. meshes: the meshes with another order of axes than the plan's."""
-
-    parallel: ParallelModule
-    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
-
-    def replace(self) -> None:
-        import torch
-        from torch import nn
-
-        p = self.parallel
-        program, leaves = p.plan.traced.program, p.plan.leaves
-        tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
-        made: dict[int, Parameter] = {}
-        old: Tensor
-        for path, old in list(p.module.named_parameters(remove_duplicate=False)):
-            if id(old) not in made:
-                self._check(path, old, tensor.get(path))
-                new = self._distributed(old, tensor.get(path), gradient=True)
-                made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
-                if path in tensor:
-                    p._stored[tensor[path]] = made[id(old)]
-            self._owner(path)._parameters[path.rpartition(".")[2]] = made[id(old)]
-        if missing := sorted(set(tensor.values()) - set(p._stored)):
-            path = next(k for k, v in tensor.items() if v == missing[0])
-            raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
-        kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
-        for path, old in list(p.module.named_buffers()):
-            if path in program.mutated.values():
-                self._owner(path)._buffers[path.rpartition(".")[2]] = self._distributed(
-                    old, kept[path], gradient=False
-                )
-            elif isinstance(old, torch.Tensor):
-                self._owner(path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
-
-    def _owner(self, path: str) -> Module:
-        return self.parallel.module.get_submodule(path.rpartition(".")[0])
-
-    def _check(self, path: str, old: Tensor, tensor: str | None) -> None:
-        if tensor is None:
-            return
-        shape = self.parallel.plan.program.result(tensor).shape
-        if tuple(old.shape) != shape:
-            raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
-
-    def _distributed(self, old: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
-        """A DTensor with rank 0's values. A tensor that the step does not read is whole on every rank."""
-        import torch.distributed as dist
-        from torch.distributed.tensor import DTensor, Replicate, Shard
-
-        groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
-        layout: Layout = (None,) * len(mesh.names)
-        if tensor is not None:
-            r = self.parallel.plan.program.result(tensor)
-            layout = r.gradient if gradient else r.layout
-        x = old.detach().to(self.parallel.device)
-        if x.device.type != "meta":
-            dist.broadcast(x, 0)
-        local = part(x, tuple(x.shape), layout, groups).contiguous()
-        states = dict(zip(mesh.names, layout, strict=True))
-        order = self._common or self._order([layout])
-        assert order is not None  # one tensor alone is split in some order
-        placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
-        return DTensor.from_local(
-            local.clone() if local.data_ptr() == x.data_ptr() else local,
-            self._devices(order),
-            placements,
-            run_check=False,
-            shape=x.shape,
-            stride=x.contiguous().stride(),
-        )
-
-    @cached_property
-    def _common(self) -> tuple[str, ...] | None:
-        """An axis order in which every stored dim is split major to minor, as DTensor requires; None if there is
-        none.
-        """
-        stored = (r for op in self._kept for r in op.results)
-        return self._order([r.gradient for r in stored])
-
-    @property
-    def _kept(self) -> list[LocalOp]:
-        """Parameters, and buffers that the step writes."""
-        program = self.parallel.plan.program
-        return [
-            op
-            for op in program.ops
-            if op.op.kind == "parameter" or (op.op.kind == "input" and program.takers.get(op.op.eqn))
-        ]
-
-    def _order(self, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
-        mesh = self.parallel.plan.mesh
-        sorter: TopologicalSorter[str] = TopologicalSorter({a: () for a in mesh.names})
-        for layout in layouts:
-            rank = 1 + max((s[0] for s in layout if isinstance(s, tuple)), default=-1)
-            for axes in placement(layout, rank, mesh) or ():
-                for major, minor in itertools.pairwise(axes):
-                    sorter.add(minor, major)
-        try:
-            return _stable(sorter, mesh.names)
-        except CycleError:
-            return None
-
-    def _devices(self, order: tuple[str, ...]) -> DeviceMesh:
-        """PyTorch's mesh in a given order of its axes."""
-        import torch
-        from torch.distributed.device_mesh import DeviceMesh
-
-        groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
-        if order == mesh.names:
-            return groups.devices
-        if order not in self.meshes:
-            ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
-            ranks = ranks.permute([mesh.names.index(a) for a in order])
-            self.meshes[order] = DeviceMesh(groups.devices.device_type, ranks, mesh_dim_names=order)
-        return self.meshes[order]
-
-
-def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:
-    """An order from the sorter; the mesh's own order if it is valid."""
-    sorter.prepare()
-    out: list[str] = []
-    ready: set[str] = set()
-    while sorter.is_active():
-        ready |= set(sorter.get_ready())
-        first = min(ready, key=names.index)
-        ready.remove(first)
-        sorter.done(first)
-        out.append(first)
-    return tuple(out)
-
-
 def torch_plan(plan: PlanData) -> TorchPlan:
     """The plan in PyTorch's terms. Raises PaseError if it was loaded without its model, or if that is not a PyTorch
     module.
     """
     plan.check_emitted()
-    traced = plan.traced
-    if traced is None:
-        raise PaseError(
-            f"the plan for '{plan.model}' was loaded without its model: call plan.bind(module, *batch)"
-        )
-    if not isinstance(traced, TracedTorch):
-        raise PaseError(
-            f"'{plan.model}' was read by the {traced.frontend} frontend, so there is no PyTorch module "
-            "to run: use plan.jax for a JAX function, and 'pase emit' for other frameworks"
-        )
+    traced = plan.traced_as(
+        TracedTorch,
+        "module, *batch",
+        "there is no PyTorch module to run: use plan.jax for a JAX function, and 'pase emit' for other frameworks",
+    )
     return TorchPlan(
         traced=micro(traced, plan.accumulate),
         mesh=plan.mesh,

@@ -22,7 +22,7 @@ from pase.compiler.sites import arrangements, groups_of, rank_meshes
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stage_places import places_of
 from pase.compiler.stage_search import Staged, StageMenu
-from pase.compiler.variants import variants
+from pase.compiler.variants import block_ways, variants
 from pase.errors import Infeasible, PaseError
 
 if TYPE_CHECKING:
@@ -119,18 +119,12 @@ def _candidates(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines, end: float
 ) -> Iterator[Candidate]:
     """Fewest micro-batches per rank first, until ``end``."""
-    from pase.frontends.jax_blocks import batch_size, blocks_of
-
     if problem.model.unit != "s":
         raise PaseError(f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none")
-    if traced.frontend != "jax":
-        raise PaseError(
-            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a pipeline need a JAX "
-            f"model"
-        )
-    blocks = blocks_of(traced)  # type: ignore[arg-type]
+    ways = block_ways(traced)
+    blocks = ways.blocks_of(traced)
     places = places_of(problem.graph, blocks)
-    examples = batch_size(traced)  # type: ignore[arg-type]
+    examples = ways.batch_size(traced)
     limited = options.limit_bytes(problem.machine) is not None
     groups = groups_of(problem, options)
     made = TablesMade(traced, blocks, problem.optimizer, keep=len(groups) > 1)
@@ -149,15 +143,15 @@ def _candidates(
             out.unseen = len(tried) - i
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
-        ways = tuple(next(variants(traced, problem.graph, m, options.remat, limited, options.precision)))
-        least = menu_of(made.all(ways[:1], mesh, place.sites), m, place).least_s()
+        some = tuple(next(variants(traced, problem.graph, m, options.remat, limited, options.precision)))
+        least = menu_of(made.all(some[:1], mesh, place.sites), m, place).least_s()
         yield Candidate(
             ranks=ranks,
             micro_batches=m,
             mesh=mesh,
             least=least,
             place=place,
-            tables=partial(made.all, ways, mesh, place.sites),
+            tables=partial(made.all, some, mesh, place.sites),
         )
 
 

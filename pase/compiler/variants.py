@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
     from pase.ir import Graph
 
-__all__ = ["ProductPrecision", "Variant", "graph_of", "recomputed", "variants"]
+__all__ = ["BlockWays", "ProductPrecision", "Variant", "block_ways", "graph_of", "recomputed", "variants"]
 
 ProductPrecision = Literal["model", "fp8"]
 """Precision of products with weights: the model's own, or eight bits."""
@@ -64,10 +64,10 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 @once
 def _micro_graph(traced: Any, micro_batches: int) -> Graph:
     """The raw graph of one micro-batch, if the batch is divided into this many."""
-    return _ways(traced).micro(traced, micro_batches).graph
+    return block_ways(traced).micro(traced, micro_batches).graph
 
 
-class _BlockWays(Protocol):
+class BlockWays(Protocol):
     """How a frontend finds blocks in what it traced, and traces it on a part of the batch."""
 
     def micro(self, traced: Any, micro_batches: int, /) -> Traced: ...
@@ -75,7 +75,8 @@ class _BlockWays(Protocol):
     def batch_size(self, traced: Any, /) -> int: ...
 
 
-def _ways(traced: Traced) -> _BlockWays:
+def block_ways(traced: Traced) -> BlockWays:
+    """Those of the frontend that read it. Raises PaseError for a frontend that has none."""
     if traced.frontend == "jax":
         from pase.frontends import jax_blocks
 
@@ -85,8 +86,8 @@ def _ways(traced: Traced) -> _BlockWays:
 
         return torch_blocks
     raise PaseError(
-        f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches and recomputation need a "
-        f"JAX function or a PyTorch module"
+        f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches, recomputation and stages "
+        f"need a JAX function or a PyTorch module"
     )
 
 
@@ -179,7 +180,7 @@ def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
     what: "attention", from the scores to the result; "light", everything but results of products with weights and of
     fused attention; or "all".
     """
-    return _in_part(traced.graph, _ways(traced).blocks_of(traced), what)
+    return _in_part(traced.graph, block_ways(traced).blocks_of(traced), what)
 
 
 def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
@@ -212,7 +213,7 @@ def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
 def _powers(traced: Traced) -> Iterator[int]:
     yield 1
     try:
-        size = _ways(traced).batch_size(traced)
+        size = block_ways(traced).batch_size(traced)
     except PaseError:
         return
     k = 2

@@ -138,11 +138,13 @@ def lines(plan: PlanData) -> list[str]:
         texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
         out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
     out.append(f"scope  {p.scope}")
-    out.append(
-        "note   replicas with unequal shares are priced only: no backend runs them yet"
-        if p.replicas
-        else "note   plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
-    )
+    if p.replicas:
+        runs_in = "replicas with unequal shares are priced only: no backend runs them yet"
+    elif plan.provenance.get("frontend") == "torch":
+        runs_in = "'pase emit --to torch-schedule' writes its list of actions, which torch.distributed.pipelining runs"
+    else:
+        runs_in = "plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
+    out.append(f"note   {runs_in}")
     return out
 
 

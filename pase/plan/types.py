@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
 __all__ = ["NodePlan", "PlanData", "TensorPlan", "Tried"]
+
+T = TypeVar("T")
 
 _ROUNDING = 1e-6
 """The most by which the sum of a plan's parts may differ from its cost through rounding, relative to the cost."""
@@ -158,6 +160,20 @@ class PlanData:
                 f"'pase emit --to torch-schedule' writes its list of actions, nothing else takes it yet; compile with "
                 f"pipeline='none' for a plan without stages"
             )
+
+    def traced_as(self, kind: type[T], arguments: str, instead: str) -> T:
+        """The model, as one framework's frontend read it. Raises PaseError if the plan was loaded without it, or if
+        another frontend read it.
+
+        arguments: those of ``plan.bind``. instead: what there is not, and what to use.
+        """
+        if self.traced is None:
+            raise PaseError(
+                f"the plan for '{self.model}' was loaded without its model: call plan.bind({arguments})"
+            )
+        if not isinstance(self.traced, kind):
+            raise PaseError(f"'{self.model}' was read by the {self.traced.frontend} frontend, so {instead}")
+        return self.traced
 
     @cached_property
     def laid_out(self) -> Mapping[Place, EquationLayouts]:

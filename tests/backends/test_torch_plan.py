@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import pase
+from bench.cases.torch_ranks import alone_among, on_ranks
 from pase.errors import Infeasible, PaseError
 from tests.backends.torch_models import TorchCase, case, optimizer, tower_of
-from tests.backends.torch_ranks import alone_among, on_ranks
 
 pytestmark = pytest.mark.torch
 RANKS = 4

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from bench.cases.torch_ranks import on_ranks
 from pase.backends.registry import emit
 from pase.errors import PaseError
 from tests.backends.torch_models import case
-from tests.backends.torch_ranks import on_ranks
 
 pytestmark = pytest.mark.torch
 RANKS = 4

@@ -1,0 +1,158 @@
+"""How a module's tensors become DTensors, in the layout in which the plan keeps gradients and optimizer state."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
+from typing import TYPE_CHECKING
+
+from pase.backends.torch_moves import part
+from pase.errors import PaseError
+from pase.local.parts import placement
+from pase.local.types import Layout, LocalOp
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Module, Parameter
+
+    from pase.backends.torch_plan import ParallelModule
+
+__all__ = ["Storage"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Storage:
+    """How a module's tensors become DTensors. meshes: the meshes with another order of axes than the plan's."""
+
+    parallel: ParallelModule
+    meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
+
+    def replace(self) -> None:
+        import torch
+        from torch import nn
+
+        p = self.parallel
+        program, leaves = p.plan.traced.program, p.plan.leaves
+        tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
+        made: dict[int, Parameter] = {}
+        old: Tensor
+        for path, old in list(p.module.named_parameters(remove_duplicate=False)):
+            if id(old) not in made:
+                self._check(path, old, tensor.get(path))
+                new = self._distributed(old, tensor.get(path), gradient=True)
+                made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
+                if path in tensor:
+                    p._stored[tensor[path]] = made[id(old)]
+            self._owner(path)._parameters[path.rpartition(".")[2]] = made[id(old)]
+        if missing := sorted(set(tensor.values()) - set(p._stored)):
+            path = next(k for k, v in tensor.items() if v == missing[0])
+            raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
+        kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
+        for path, old in list(p.module.named_buffers()):
+            if path in program.mutated.values():
+                self._owner(path)._buffers[path.rpartition(".")[2]] = self._distributed(
+                    old, kept[path], gradient=False
+                )
+            elif isinstance(old, torch.Tensor):
+                self._owner(path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
+
+    def _owner(self, path: str) -> Module:
+        return self.parallel.module.get_submodule(path.rpartition(".")[0])
+
+    def _check(self, path: str, old: Tensor, tensor: str | None) -> None:
+        if tensor is None:
+            return
+        shape = self.parallel.plan.program.result(tensor).shape
+        if tuple(old.shape) != shape:
+            raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
+
+    def _distributed(self, old: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
+        """A DTensor with rank 0's values. A tensor that the step does not read is whole on every rank."""
+        import torch.distributed as dist
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
+        layout: Layout = (None,) * len(mesh.names)
+        if tensor is not None:
+            r = self.parallel.plan.program.result(tensor)
+            layout = r.gradient if gradient else r.layout
+        x = old.detach().to(self.parallel.device)
+        if x.device.type != "meta":
+            dist.broadcast(x, 0)
+        local = part(x, tuple(x.shape), layout, groups).contiguous()
+        states = dict(zip(mesh.names, layout, strict=True))
+        order = self._common or self._order([layout])
+        assert order is not None  # one tensor alone is split in some order
+        placements = [Shard(s[0]) if isinstance(s := states[a], tuple) else Replicate() for a in order]
+        return DTensor.from_local(
+            local.clone() if local.data_ptr() == x.data_ptr() else local,
+            self._devices(order),
+            placements,
+            run_check=False,
+            shape=x.shape,
+            stride=x.contiguous().stride(),
+        )
+
+    @cached_property
+    def _common(self) -> tuple[str, ...] | None:
+        """An axis order in which every stored dim is split major to minor, as DTensor requires; None if there is
+        none.
+        """
+        stored = (r for op in self._kept for r in op.results)
+        return self._order([r.gradient for r in stored])
+
+    @property
+    def _kept(self) -> list[LocalOp]:
+        """Parameters, and buffers that the step writes."""
+        program = self.parallel.plan.program
+        return [
+            op
+            for op in program.ops
+            if op.op.kind == "parameter" or (op.op.kind == "input" and program.takers.get(op.op.eqn))
+        ]
+
+    def _order(self, layouts: Sequence[Layout]) -> tuple[str, ...] | None:
+        mesh = self.parallel.plan.mesh
+        sorter: TopologicalSorter[str] = TopologicalSorter({a: () for a in mesh.names})
+        for layout in layouts:
+            rank = 1 + max((s[0] for s in layout if isinstance(s, tuple)), default=-1)
+            for axes in placement(layout, rank, mesh) or ():
+                for major, minor in itertools.pairwise(axes):
+                    sorter.add(minor, major)
+        try:
+            return _stable(sorter, mesh.names)
+        except CycleError:
+            return None
+
+    def _devices(self, order: tuple[str, ...]) -> DeviceMesh:
+        """PyTorch's mesh in a given order of its axes."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+
+        groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
+        if order == mesh.names:
+            return groups.devices
+        if order not in self.meshes:
+            ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
+            ranks = ranks.permute([mesh.names.index(a) for a in order])
+            self.meshes[order] = DeviceMesh(groups.devices.device_type, ranks, mesh_dim_names=order)
+        return self.meshes[order]
+
+
+def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:
+    """An order from the sorter; the mesh's own order if it is valid."""
+    sorter.prepare()
+    out: list[str] = []
+    ready: set[str] = set()
+    while sorter.is_active():
+        ready |= set(sorter.get_ready())
+        first = min(ready, key=names.index)
+        ready.remove(first)
+        sorter.done(first)
+        out.append(first)
+    return tuple(out)

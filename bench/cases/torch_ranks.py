@@ -1,0 +1,118 @@
+"""All ranks of ``torch.distributed`` as threads of one process, by PyTorch's own threaded process group; as forks of
+one process, by Gloo; or one of many, whose messages go nowhere."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+
+def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
+    """What ``run(rank)`` returns on each rank; the first error of a rank is raised."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed import multi_threaded_pg as threaded
+
+    results: list[Any] = [None] * count
+    errors: list[BaseException] = []
+    store = dist.HashStore()
+
+    def main(rank: int) -> None:
+        dist.init_process_group("threaded", rank=rank, world_size=count, store=store)
+        try:
+            results[rank] = run(rank)
+        except BaseException as e:
+            errors.append(e)
+            threaded.ProcessLocalGroup.exception_handle(e)  # wakes the ranks that wait
+        finally:
+            dist.destroy_process_group()
+
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    threaded._install_threaded_pg()
+    try:
+        threads = [threading.Thread(target=main, args=(r,)) for r in range(count)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        threaded.ProcessLocalGroup.reset()
+        threaded._uninstall_threaded_pg()
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+    if errors:
+        raise errors[0]
+    return results
+
+
+def on_processes(
+    count: int, run: Callable[[int], Any], how: str = "fork", seconds: float = 120.0
+) -> list[Any]:
+    """What ``run(rank)`` returns on each rank, each a process, over Gloo; RuntimeError if one failed.
+
+    run: returns what can be pickled, and no tensors. how: "fork", if this process has not called ``backward`` before
+        (PyTorch's threads for it do not survive a fork); else "forkserver", and ``run`` can be pickled.
+    """
+    made = multiprocessing.get_context(how)
+    if how == "forkserver":
+        made.set_forkserver_preload(["torch", __name__])
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        pipes = [made.Pipe(duplex=False) for _ in range(count)]
+        ranks = [
+            made.Process(target=_rank, args=(r, count, store, seconds, run, pipes[r][1]))  # type: ignore[attr-defined]
+            for r in range(count)
+        ]
+        try:
+            for p in ranks:
+                p.start()
+            came = [ours.recv() if ours.poll(seconds) else (False, "no answer") for ours, _ in pipes]
+        finally:
+            for p in ranks:
+                p.kill()
+                p.join()
+    failed = [said for fine, said in came if not fine]
+    if failed:
+        raise RuntimeError(failed[0])
+    return [result for _, result in came]
+
+
+def _rank(rank: int, count: int, store: str, seconds: float, run: Callable[[int], Any], answer: Any) -> None:
+    """The whole of a rank's process."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(store, count),
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=seconds),
+        )
+        answer.send((True, run(rank)))
+        dist.barrier()
+    except BaseException:
+        answer.send((False, traceback.format_exc()))
+    finally:
+        os._exit(0)  # Gloo's threads may abort the interpreter's own end
+
+
+@contextmanager
+def alone_among(count: int, rank: int) -> Iterator[None]:
+    """This process is one rank of so many that there are not."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
