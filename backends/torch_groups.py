@@ -7,6 +7,7 @@ derivatives are never used (that of an all-reduce would sum the loss of all rank
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -126,6 +127,16 @@ class AxisGroups:
             come[mine - by] = 1
         came = self._exchanged(x[None][: sum(to)], come, to, axes)
         return came[0] if sum(come) else x.new_zeros(x.shape)
+
+    def exchanged(
+        self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axes: Sequence[str]
+    ) -> list[Tensor]:
+        """Part i goes to rank i, and result i, of shape i, comes from rank i; in one message each, empty ones too."""
+        import torch
+
+        go, come = [p.numel() for p in parts], [math.prod(s) for s in shapes]
+        wire = self._exchanged(torch.cat([p.reshape(-1) for p in parts]), come, go, axes)
+        return [x.reshape(s) for x, s in zip(wire.split(come), shapes, strict=True)]
 
     def _exchanged(self, x: Tensor, come: list[int], go: list[int], axes: Sequence[str]) -> Tensor:
         group = self._group(axes)

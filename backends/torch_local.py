@@ -26,7 +26,7 @@ from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_lower import TorchScope, place_of, source_of
 from pase.frontends.values import Value
-from pase.ir import Place
+from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
 from pase.local.types import LocalOperand, LocalProgram
 
@@ -89,11 +89,21 @@ class RankWalk:
         """Place -> its ops that depend on data, in the order in which they were traced."""
         found: dict[str, list[OpPair]] = {}
         maker = self.program.maker
+        for path, ops in self.ops.items():
+            for op in ops:
+                local = next((maker[w.tensor] for w in op.writes if w.tensor in maker), None)
+                if local is not None:
+                    found.setdefault(path, []).append(OpPair(op, local))
+        return found
+
+    @cached_property
+    def ops(self) -> Mapping[str, list[Op]]:
+        """Place -> all of its ops that read something, in the order in which they were traced."""
+        found: dict[str, list[Op]] = {}
         for node in self.traced.graph.nodes:
             for op in node.ops:
-                local = next((maker[w.tensor] for w in op.writes if w.tensor in maker), None)
-                if local is not None and op.reads:
-                    found.setdefault(op.eqn.path, []).append(OpPair(op, local))
+                if op.reads:
+                    found.setdefault(op.eqn.path, []).append(op)
         return found
 
     def body(

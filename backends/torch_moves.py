@@ -5,6 +5,7 @@ Each edge is one ``autograd.Function``. Its forward and backward moves are both 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, reduce
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.backends.torch_groups import AxisGroups
 from pase.errors import PaseError
-from pase.local.parts import WireView, digits, pairs, view
+from pase.local.parts import NotNested, WireView, digits, held, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
@@ -80,6 +82,13 @@ def moved(
 
 
 def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
+    try:
+        return _by_digits(x, move, shape, combine, groups)
+    except NotNested:
+        return _by_elements(x, move, shape, combine, groups)
+
+
+def _by_digits(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
     mesh, axes = groups.mesh, groups.wide(move.axes)
     match move.kind:
         case "all_reduce":
@@ -102,6 +111,80 @@ def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: 
             assert move.kind == "all_to_all"
             v = view(move, shape, mesh)
             return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
+
+
+def _by_elements(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
+    """A move between layouts that cut a dim at places that do not nest: each element goes where it belongs, in the same
+    collective."""
+    mesh, axes = groups.mesh, groups.wide(move.axes)
+    ranks = _places(axes, groups)
+    had, has = ([held(shape, s, p, mesh) for p in ranks] for s in (move.before, move.after))
+    me = groups.number(axes)
+    mine, wanted = had[me], has[me]
+    local = tuple(len(e) for e in wanted)
+    if local != local_shape(shape, move.after, mesh) or tuple(x.shape) != tuple(map(len, mine)):
+        raise PaseError(f"what a rank has of a tensor of shape {list(shape)} is not an even part of it")
+    match move.kind:
+        case "slice":
+            return _picked(x, mine, wanted)
+        case "reduce_scatter" if combine == "sum":
+            return groups.reduce_scatter(_stacked([_picked(x, mine, w) for w in has]), axes)
+        case "all_gather":
+            came = list(groups.all_gather(x, axes))
+        case "all_to_all" | "permute":
+            came = groups.exchanged(
+                [_picked(x, mine, _common(mine, w)) for w in has],
+                [tuple(map(len, _common(h, wanted))) for h in had],
+                axes,
+            )
+        case kind:
+            raise PaseError(f"a {kind} of a tensor of shape {list(shape)} moves parts that do not nest")
+    out = x.new_zeros(local)
+    for piece, h in zip(came, had, strict=True):
+        if piece.numel():
+            out[_grid(wanted, _common(h, wanted), x)] = piece
+    return out
+
+
+ElementSets: TypeAlias = "tuple[np.ndarray, ...]"
+"""For each dim, elements of the whole tensor, int64, in order."""
+
+
+def _places(axes: Sequence[str], groups: AxisGroups) -> list[tuple[int, ...]]:
+    """The ranks of this rank's group over these axes, in order: the index of each along every mesh axis."""
+    names = groups.mesh.names
+    ways = [range(groups.ways([a])) for a in axes]
+    return [
+        tuple(at[axes.index(n)] if n in axes else here for n, here in zip(names, groups.place, strict=True))
+        for at in itertools.product(*ways)
+    ]
+
+
+def _common(a: ElementSets, b: ElementSets) -> ElementSets:
+    import numpy as np
+
+    return tuple(np.intersect1d(x, y, assume_unique=True) for x, y in zip(a, b, strict=True))
+
+
+def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ...]:
+    """Where the wanted elements lie in a rank's part, as indices that broadcast against each other."""
+    import torch
+
+    rank = len(have)
+    return tuple(
+        torch.from_numpy(h.searchsorted(w)).to(x.device).reshape([-1 if i == d else 1 for i in range(rank)])
+        for d, (h, w) in enumerate(zip(have, wanted, strict=True))
+    )
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    import torch
+
+    return torch.stack(list(parts))
+
+
+def _picked(x: Tensor, have: ElementSets, wanted: ElementSets) -> Tensor:
+    return x[_grid(have, wanted, x)]
 
 
 def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Tensor:

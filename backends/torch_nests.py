@@ -63,26 +63,27 @@ def numbers_missing(op: Op) -> int:
 
 def run_nest(
     op: Op,
-    local: LocalOp,
+    local: LocalOp | None,
     ins: Sequence[Tensor],
     shape: Extents,
     numbers: Iterator[float],
     groups: AxisGroups,
 ) -> Tensor:
-    """The op's result on this rank. op: as it was traced. local: how it is split.
+    """The op's result on this rank. op: as it was traced. local: how it is split; None: it is not, since it reads
+    constants only.
 
     shape: of the result on this rank. numbers: its operands that are plain numbers.
     """
     match op.kind:
         case "elementwise":
-            return _elementwise(op, local, ins, numbers)
+            return _elementwise(op, ins, numbers)
         case "reduce":
             return _reduce(op, ins[0])
         case "matmul":
             return _product(op, ins, shape)
         case "view" if op.name in ("reshape", "transpose", "broadcast"):
             return _view(op, ins[0], shape)
-        case "gather":
+        case "gather" if local is not None:
             return _picked(op, local, ins, shape, groups)
         case "view" if op.name == "concatenate":
             return _joined(op, ins)
@@ -95,7 +96,7 @@ def _dtype(name: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def _elementwise(op: Op, local: LocalOp, ins: Sequence[Tensor], numbers: Iterator[float]) -> Tensor:
+def _elementwise(op: Op, ins: Sequence[Tensor], numbers: Iterator[float]) -> Tensor:
     name = op.function.name
     if name not in _functions():
         raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")

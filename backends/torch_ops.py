@@ -7,7 +7,7 @@ nothing is moved or summed between its parts. Otherwise its parts run one by one
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -81,6 +81,8 @@ class NodeOps:
     node: FxNode
     path: str
     body: Body
+    folded: dict[str, Tensor] = field(default_factory=dict)
+    """Constants that only this node has, whole, by tensor."""
 
     def run(self, pairs: Sequence[OpPair]) -> None:
         """Run the node; its results are then in the body."""
@@ -104,9 +106,7 @@ class NodeOps:
                     [pair], before, [a if a and a[0] in _made([pair]) else None for a in anchors], {}
                 )
         else:
-            numbers = self._numbers
-            for pair in work:
-                self._nest(pair, numbers)
+            self._one_by_one(work)
         for pair in after:
             self._nest(pair, iter(()))
 
@@ -243,6 +243,39 @@ class NodeOps:
         shapes = {k: tuple(v.meta["val"].shape) for k, v in self._arguments.items() if _is_node(v)}
         return numbers_of(self._name, given, shapes)
 
+    def _one_by_one(self, work: Sequence[OpPair]) -> None:
+        """Run these ops in the order in which they were traced, and between them those that read constants only."""
+        numbers, mine = self._numbers, {id(pair.op): pair for pair in work}
+        known = self.walk.program.maker
+        for op in self.walk.ops[self.path]:
+            if id(op) in mine:
+                self._nest(mine[id(op)], numbers)
+            elif len(op.writes) == 1 and op.writes[0].tensor not in known:
+                self._fold(op, numbers)
+
+    def _fold(self, op: Op, numbers: Iterator[float]) -> None:
+        """Work out a constant that only this node has, for ``_constant``."""
+        tensors, ins = self.walk.traced.graph.tensors, []
+        for a in op.reads:
+            x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
+            if x is None:
+                return  # nothing that runs one by one reads it, or ``_constant`` says that it is missing
+            ins.append(x)
+        (w,) = op.writes
+        shape = tuple(int(s) for s in tensors[w.tensor].shape)
+        made = run_nest(op, None, ins, shape, numbers, self.walk.groups)
+        self.folded[w.tensor] = made.to(_dtype(tensors[w.tensor].dtype))
+
+    def _of_inputs(self, tensor: str) -> Tensor | None:
+        """The whole value of a constant that is one of the node's operands, or that one is a view of."""
+        constants, mesh = self.body.constants, self.walk.program.mesh
+        for m in self.node.all_input_nodes:
+            value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
+            for made, steps in steps_from(value) if isinstance(value, Value) else ():
+                if made.tensor is not None and made.tensor.name == tensor:
+                    return led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+        return None
+
     def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
         """Run one of its ops."""
         op, local = pair
@@ -270,17 +303,12 @@ class NodeOps:
         self._keep(r, self._settled(local, r, x), shadow)
 
     def _constant(self, o: LocalOperand) -> RankValue:
-        """An operand that does not depend on data, found by the name of one of the node's operands, or by its
-        elements.
+        """An operand that does not depend on data: worked out here, or found by the name of one of the node's operands,
+        or by its elements.
         """
-        constants, mesh = self.body.constants, self.walk.program.mesh
+        constants = self.body.constants
         every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
-        whole = None
-        for m in every:
-            value = self.walk.index.values.get(m)
-            for made, steps in steps_from(value) if isinstance(value, Value) else ():
-                if made.tensor is not None and made.tensor.name == o.tensor:
-                    whole = led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+        whole = self.folded[o.tensor] if o.tensor in self.folded else self._of_inputs(o.tensor)
         if whole is None:
             alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
             if len(alike) != 1:

@@ -411,6 +411,12 @@ def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> I
     yield _count(shapes["self"], given.get("dim"))
 
 
+@_NUMBERS.register(*(f"{kind}adaptive_avg_pool{n}d" for kind in ("", "_") for n in (1, 2, 3)))
+def _adaptive_mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+    size, shape = given["output_size"], shapes["self"]
+    yield _count(shape, list(range(-1 if isinstance(size, int) else -len(size), 0)))
+
+
 @_NUMBERS.register("var", "std", "var_mean", "std_mean")
 def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
     n = _count(shapes["self"], given.get("dim"))

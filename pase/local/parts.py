@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+import numpy as np
+
 from pase.errors import PaseError
 from pase.ir import Window
 from pase.local.types import Layout, LocalMove, digits_of
@@ -22,16 +24,22 @@ from pase.machine import Mesh
 from pase.tables.layouts import contiguous_axes
 
 __all__ = [
+    "NotNested",
     "RadixDigit",
     "WireView",
     "axes_of",
     "digits",
+    "held",
     "pairs",
     "placement",
     "to_whole",
     "view",
     "window_border",
 ]
+
+
+class NotNested(PaseError):
+    """Why layouts cannot be compared digit by digit. ``held`` compares them element by element."""
 
 
 @dataclass(frozen=True)
@@ -47,19 +55,40 @@ class RadixDigit:
 
 @lru_cache(maxsize=1 << 14)
 def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) -> tuple[RadixDigit, ...]:
-    """The digits of all dims, major to minor, that distinguish two layouts. PaseError if the layouts do not nest."""
+    """The digits of all dims, major to minor, that distinguish two layouts. NotNested if they do not nest."""
     out: list[RadixDigit] = []
     for dim, extent in enumerate(shape):
         spans = [_spans(extent, dim, layout, mesh) for layout in (before, after)]
         cuts = sorted({1, extent, *(edge for held in spans for span in held for edge in span)}, reverse=True)
         for high, low in itertools.pairwise(cuts):
             if high % low:
-                raise PaseError(
+                raise NotNested(
                     f"a dim of {extent} elements is cut in parts of {low} and of {high} elements, which do not nest"
                 )
             holders = [_holder(held, low, high, extent) for held in spans]
             out.append(RadixDigit(dim, high // low, low, holders[0], holders[1]))
     return tuple(out)
+
+
+@lru_cache(maxsize=1 << 14)
+def held(
+    shape: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh
+) -> tuple[np.ndarray, ...]:
+    """For each dim, the elements of it that a device has, int64 [elements], in order. place: the device's index along
+    each mesh axis.
+
+    >>> held((8,), ((0, 2), (0, 4)), (1, 0), Mesh(names=("a", "b"), sizes=(2, 2)))
+    (array([4, 5]),)
+    """
+
+    def along(dim: int, extent: int) -> np.ndarray:
+        every = np.arange(extent)
+        mine = np.ones(extent, dtype=bool)
+        for axis, blocks in digits_of(layout, dim):
+            mine &= every // (extent // blocks) % mesh.sizes[axis] == place[axis]
+        return every[mine]
+
+    return tuple(along(dim, extent) for dim, extent in enumerate(shape))
 
 
 def _spans(extent: int, dim: int, layout: Layout, mesh: Mesh) -> dict[tuple[int, int], int]:
@@ -75,7 +104,7 @@ def _holder(held: dict[tuple[int, int], int], low: int, high: int, extent: int) 
     for (bottom, top), axis in held.items():
         if bottom <= low and high <= top:
             if (bottom, top) != (low, high):
-                raise PaseError(
+                raise NotNested(
                     f"a part of what one mesh axis holds of a dim of {extent} elements goes to another axis, the rest "
                     f"does not"
                 )
