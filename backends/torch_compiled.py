@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.frontends.torch_values import arguments
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def _check(graph: GraphModule, name: str) -> None:
     import torch
 
     for n in graph.graph.nodes:
-        if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
+        random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        if random and arguments(n.target, n.args, n.kwargs).get("dropout_p") != 0.0:
             raise PaseError(
                 f"'{name}' draws random values (dropout), and a compiled step would draw others on each rank: set its "
                 f"dropout to 0, or use compile=False"

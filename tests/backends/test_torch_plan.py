@@ -29,6 +29,7 @@ STRATEGIES = {
         *BLIND,
     ),
     "pixels": ("data_parallel", "random1@2x2", "random7@2x2"),  # the blind ones split where a window moves
+    "pairs": ("data_parallel", "random2@2x2", "random5@2x2"),
     "experts": ("fsdp", "megatron/megatron_2x2", "random4@2x2", "random12@2x2"),
     "llama": ("fsdp", "megatron/megatron_sp_2x2", "random1@2x2"),
     "gpt2": ("zero2", "megatron/megatron_sp_2x2"),
@@ -220,6 +221,39 @@ def test_a_saved_plan_finds_its_module_again(tmp_path: Path) -> None:
     with pytest.raises(PaseError, match="not the model"):
         loaded.bind(torch.nn.Linear(3, 3), torch.ones(3, 3), loss=lambda m, x: m(x).sum())
     assert loaded.bind(c.module, *c.batch, loss=loss).torch.program == made.torch.program
+
+
+def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
+    """One collective, and every element where the layout has it: an axis of four takes another digit of a dim, of which
+    it had a part before."""
+    import torch
+
+    from pase.backends.torch_groups import axis_groups
+    from pase.backends.torch_moves import moved
+    from pase.backends.torch_truth import recorded
+    from pase.local.parts import NotNested, digits, held
+    from pase.local.types import LocalMove
+    from pase.machine import Mesh
+
+    mesh, shape = Mesh(names=("x",), sizes=(4,)), (16, 3)
+    high, low = ((0, 4),), ((0, 8),)
+    with pytest.raises(NotNested):
+        digits(shape, high, low, mesh)
+    whole = torch.arange(48.0).reshape(shape)
+
+    def on_rank(rank: int) -> Any:
+        groups = axis_groups(mesh, [("x",)], "cpu")
+        mine = {s: whole[torch.from_numpy(held(shape, s, (rank,), mesh)[0])] for s in (high, low)}
+        out = []
+        with recorded(groups) as found:
+            for before, after in ((high, low), (low, high)):
+                move = LocalMove(kind="all_to_all", axes=("x",), before=before, after=after, nbytes=48)
+                out.append(torch.equal(moved(mine[before], [move], shape, "sum", groups), mine[after]))
+        return out, dict(found.sent)
+
+    for same, sent in on_ranks(4, on_rank):
+        assert same == [True, True]
+        assert sent == {("all_to_all", ("x",), 48): 2}
 
 
 def test_rows_and_experts_are_split() -> None:

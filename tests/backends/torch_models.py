@@ -121,6 +121,28 @@ def experts() -> tuple[Any, tuple[Any, ...]]:
     return Experts(), (torch.randn(8, 4, 16),)
 
 
+def pairs() -> tuple[Any, tuple[Any, ...]]:
+    """Images and vectors that belong together: labels that are constants, some of which do not count, and a pool to one
+    element."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import adaptive_avg_pool2d, cross_entropy
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.one, self.other = nn.Conv2d(4, 8, 1), nn.Linear(8, 16), nn.Linear(12, 16)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            x = self.one(adaptive_avg_pool2d(self.inside(x), 1).flatten(1))
+            scores = x @ self.other(y).t()
+            labels = torch.arange(8)
+            labels = torch.where(labels < 6, labels, -100)
+            return cross_entropy(scores, labels) + cross_entropy(scores.t(), labels)
+
+    return Pairs(), (torch.randn(8, 4, 8, 8), torch.randn(8, 12))
+
+
 def of_transformers(name: str, config: str, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
     import torch
     import transformers
@@ -150,7 +172,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, tower, pixels, experts, llama, gpt2, bert)
+    f.__name__: f for f in (block, tower, pixels, pairs, experts, llama, gpt2, bert)
 }
 
 

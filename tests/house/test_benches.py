@@ -58,7 +58,11 @@ RECORDED = {
     "vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }
 """The same, of benches on recorded data."""
-WITH_TORCH = {"torch_coverage": "--only GPT2LM", "torch_speed": '--only "one mesh"'}
+WITH_TORCH = {
+    "torch_coverage": "--only GPT2LM",
+    "torch_speed": '--only "one mesh"',
+    "torch_truth": "--only ConvNeXt",
+}
 """The same, of benches that need PyTorch."""
 ELSEWHERE = {
     "first_hour": "installs from a registry; test_commands runs the commands of its page",
