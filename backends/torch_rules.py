@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import part, places_of, positions
+from pase.backends.torch_ring import RingAttention
 from pase.backends.torch_values import NotOnParts
 from pase.frontends.torch_values import TorchOperand
 from pase.local.types import Extents, Layout, LocalOp, local_shape
@@ -318,9 +319,11 @@ def _grouped(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("scaled_dot_product_attention")
 def _attention(call: RankCall) -> Tensor:
-    """A rank has a part of the batch, heads and queries; keys are whole."""
+    """A rank has a part of the batch, heads and queries; keys are whole, or split as the queries are (a ring)."""
     q, k = call.given["query"], call.given["key"]
     whole = call.laid["key"][0]
+    if k.shape[-2] != whole[-2] and k.shape[-1] == whole[-1]:
+        return _ring(call)
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
         raise NotOnParts("attention on a part of its keys or heads is not a part of the attention")
     changes: dict[str, TorchOperand] = {}
@@ -338,6 +341,28 @@ def _attention(call: RankCall) -> Tensor:
     )  # different parts draw different values, and ranks with the same part draw the same
     with seeded(call.seed + where, q.device):
         return call.run(**changes)
+
+
+def _ring(call: RankCall) -> Tensor:
+    q, k, v = (call.given[n] for n in ("query", "key", "value"))
+    axes = call.holders("key", len(call.laid["key"][0]) - 2)
+    names = call.groups.mesh.names
+    if axes != call.holders("query", len(call.laid["query"][0]) - 2) or q.shape[-2] != k.shape[-2]:
+        raise NotOnParts("its keys are split, and its queries are not split as they are")
+    if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
+        raise NotOnParts("its keys are split, and it has a mask or dropout")
+    if q.shape[-3] % k.shape[-3] or axes != sorted(axes, key=names.index):
+        raise NotOnParts(
+            "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
+        )
+    scale = call.given.get("scale")
+    ring = RingAttention(
+        groups=call.groups,
+        axes=tuple(axes),
+        causal=bool(call.given.get("is_causal")),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    return ring(q, k, v)
 
 
 @RANK_RULES.register("group_norm", "native_group_norm")

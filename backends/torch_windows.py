@@ -127,7 +127,8 @@ def _extended(
         came = there_and_back(
             rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)
         )
-        return came if edge == 0.0 or at != (0 if by > 0 else last) else torch.full_like(came, edge)
+        # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
+        return came + edge if at == (0 if by > 0 else last) else came
 
     parts = [x]
     if before:

@@ -3,7 +3,7 @@
     sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
     sudo .venv/bin/python -m bench.netlab full         # within --minutes, an hour where nothing else is said
     sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
-    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part; also: racks, buckets, torch, replay
+    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part; others: racks buckets torch frameworks replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
     .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
@@ -23,15 +23,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench.netlab import buckets, replays, strategies
+from bench.netlab import buckets, frameworks, replays, strategies
 from bench.netlab.models import BATCHES, SIZES
 from bench.netlab.net import LabError, Topology, clean, interruptible, unavailable
 from bench.netlab.page import render
 from bench.netlab.session import Session
 from bench.provenance import RESULTS, ROOT
 
-PARTS = ("strategies", "buckets", "replay", "racks", "torch")
-EXPECTED_MIN = {"strategies": 36.0, "buckets": 8.0, "torch": 4.0, "replay": 6.0, "racks": 5.0}
+PARTS = ("strategies", "buckets", "replay", "racks", "torch", "frameworks")
+EXPECTED_MIN = {
+    "strategies": 36.0,
+    "buckets": 8.0,
+    "torch": 4.0,
+    "replay": 6.0,
+    "racks": 5.0,
+    "frameworks": 6.0,
+}
 """In full, on two cores; every part says more as it begins."""
 
 
@@ -50,7 +57,9 @@ def main() -> int:
     parser.add_argument("--only", help="full: these parts alone, comma-separated")
     parser.add_argument("--models", help="strategies: of these alone, comma-separated")
     parser.add_argument("--calibrate-s", type=float, default=45.0, help="seconds for each network")
-    parser.add_argument("--mbit", type=float, help="strategies: on the networks of this rate alone")
+    parser.add_argument(
+        "--mbit", type=float, help="strategies, frameworks: on the networks of this rate alone"
+    )
     parser.add_argument("--hosts", type=int, help="strategies: on the networks of so many hosts alone")
     parser.add_argument("--batches", default="0,1", choices=("0", "1", "0,1"), help="0: small, 1: large")
     parser.add_argument("--rates", help="buckets, torch: these coverage rates alone, comma-separated")
@@ -98,8 +107,8 @@ def run(args: argparse.Namespace, session: Session) -> int:
     parts = list(PARTS) if args.part == "full" else [args.part]
     if args.only:
         parts = [p for p in parts if p in args.only.split(",")]
-    if "torch" in parts and importlib.util.find_spec("torch") is None:
-        parts.remove("torch")
+    if importlib.util.find_spec("torch") is None:
+        parts = [p for p in parts if p not in ("torch", "frameworks")]
     plan = ", ".join(f"{p} {EXPECTED_MIN[p]:g}" for p in parts)
     session.say(f"minutes expected, where nothing is left out: {plan}")
     steps = _steps(args, session, parts)
@@ -179,6 +188,21 @@ def _steps(
         out.append(("racks", "", measured("racks", strategies.RACKS, some)))
     if "torch" in parts:
         out.append(("torch", "", policies("torch", 0)))
+
+    def compared(topology: Topology) -> Callable[[], None]:
+        def step() -> None:
+            rows["frameworks"] = [
+                *rows.get("frameworks", session.kept("frameworks", [t.name for t in frameworks.NETWORKS])),
+                *frameworks.measure(topology, session, args.iterations),
+            ]
+            found = rows["frameworks"]
+            session.write("frameworks", {"summary": frameworks.summary(found), "rows": found})
+
+        return step
+
+    if "frameworks" in parts:
+        networks = [t for t in frameworks.NETWORKS if args.mbit in (None, t.host_mbit)]
+        out += [("frameworks", f", {t.name}", compared(t)) for t in networks]
     return out
 
 

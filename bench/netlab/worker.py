@@ -33,6 +33,11 @@ def main(job_file: str, rank: str) -> None:
 
         torch_buckets.run_cells(job, say, int(rank))
         return
+    if job["kind"] == "frameworks":
+        from bench.netlab import frameworks
+
+        frameworks.run_cells(job, say, int(rank))
+        return
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

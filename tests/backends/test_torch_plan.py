@@ -96,6 +96,54 @@ def test_what_is_sent_is_the_plans_list(model: str) -> None:
         assert sent == planned(plan.torch.program), strategy
 
 
+@pytest.mark.parametrize("mesh", ["4", "2x2"])
+def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> None:
+    """Context parallelism: numbers of the unsharded step; bytes of the plan's list (under a causal mask, chunks that
+    are exchanged before and after go in more messages than it has)."""
+    import numpy as np
+    import torch
+
+    from pase.api import Plan
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.compiler.plans import plan_of
+    from pase.machine import mesh_from
+    from pase.tables.layouts import configs, ring_of
+
+    c = case("circle", RANKS)
+    p, over = c.case.problem, mesh_from(mesh, RANKS)
+    chosen = {}
+    for n in p.graph.nodes:
+        rows, ring = configs(n, over), ring_of(n)
+        first = 0 if ring is None else ring.dim
+        wanted = (rows == first).all(1) if ring is not None else np.zeros(len(rows), bool)
+        along = [i for i, d in enumerate(n.space) if d.size == 32]
+        alike = wanted if ring is not None or not along else (rows == along[0]).all(1)
+        chosen[n.name] = rows[np.argmax(alike)] if alike.any() else rows[np.argmax((rows == -1).all(1))]
+    assert (
+        sum(ring_of(n) is not None and (chosen[n.name] == ring_of(n).dim).all() for n in p.graph.nodes) == 2
+    )
+    plan = Plan.of(plan_of(p, chosen, over, "circle", c.case.traced)).torch
+    assert plan.program.ops and plan.leaves
+
+    def on_rank(rank: int) -> Any:
+        module = copy.deepcopy(c.module)
+        loss = plan.parallelize(module).backward(*c.batch)
+        return loss, {k: whole(q.grad) for k, q in module.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+    with alone_among(RANKS, rank=1):
+        sent = sent_by_one_rank(plan)
+
+    def by_axes(counts: Any) -> dict[Any, int]:
+        keys = {key[:2] for key in counts}
+        return {k: sum(key[2] * n for key, n in counts.items() if key[:2] == k) for k in keys}
+
+    assert by_axes(sent) == by_axes(planned(plan.program))
+    assert any(kind == "permute" for kind, *_ in sent)
+
+
 def test_rows_of_neighbours_are_the_plans_bytes() -> None:
     from pase.backends.torch_truth import planned, sent_by_one_rank
 

@@ -40,6 +40,33 @@ def block() -> tuple[Any, tuple[Any, ...]]:
     return Block(), (torch.randint(24, (8, 8)), torch.randint(24, (8, 8)))
 
 
+def circle() -> tuple[Any, tuple[Any, ...]]:
+    """Two attentions whose positions may be split, of queries and of keys together: one causal, with fewer heads of
+    keys than of queries, and one not."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import scaled_dot_product_attention
+
+    class Circle(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.kv, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
+            self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            q, k = self.q(x).view(2, 32, 4, 4).transpose(1, 2), self.kv(x).view(2, 32, 2, 4).transpose(1, 2)
+            x = x + self.o(
+                self.heads(scaled_dot_product_attention(q, k, 2 * k, is_causal=True, enable_gqa=True))
+            )
+            q, k, v = (m(x).view(2, 32, 4, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+            return self.heads(scaled_dot_product_attention(q, k, v)).square().mean()
+
+        def heads(self, x: Any) -> Any:
+            return x.transpose(1, 2).reshape(2, 32, 16)
+
+    return Circle(), (torch.randn(2, 32, 16),)
+
+
 def tower() -> tuple[Any, tuple[Any, ...]]:
     """Equal layers of the kind that tensor parallelism was made for."""
     return tower_of(3, marked=False)
@@ -172,7 +199,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, tower, pixels, pairs, experts, llama, gpt2, bert)
+    f.__name__: f for f in (block, circle, tower, pixels, pairs, experts, llama, gpt2, bert)
 }
 
 

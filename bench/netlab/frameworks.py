@@ -1,0 +1,222 @@
+"""A step of a Llama in PyTorch on a slow network: our plan beside DistributedDataParallel, FSDP2, and tensor
+parallelism by transformers' own plan.
+
+Every framework's way has a prediction: the price of the strategy that it is (data parallel, FSDP, Megatron), on the
+network's calibrated machine file.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from bench.netlab.jobs import calibrated, results_of
+from bench.netlab.net import Network, Topology
+from bench.netlab.session import Session
+
+__all__ = ["NETWORKS", "measure", "run_cells"]
+
+NETWORKS = tuple(Topology(racks=(2,), host_mbit=mbit) for mbit in (1000.0, 200.0))
+SIZES = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}
+BATCH, LENGTH = 16, 64
+ROUNDS = 3
+PLANNED = {
+    "ours": "ours",
+    "data parallel, by pase": "data_parallel",
+    "FSDP, by pase": "fsdp",
+    "Megatron, by pase": "megatron/",
+    "DDP": "data_parallel",
+    "FSDP2": "fsdp",
+    "tensor parallel, by transformers": "megatron/",
+}
+"""Row -> the strategy that it is."""
+
+
+def measure(topology: Topology, session: Session, iterations: int) -> list[dict[str, Any]]:
+    """A row for each way to split the step on this network."""
+    with Network(topology) as network:
+        machine = calibrated(network, session)
+        found = results_of(
+            network,
+            session,
+            f"frameworks_{topology.slug}",
+            [{"key": "llama", "machine": str(machine), "iterations": iterations}],
+            kind="frameworks",
+            stamp=session.stamp(machine),
+            timeout_s=600.0,
+        )["llama"]
+    about = {"network": topology.name, "hosts": topology.hosts, "commit": session.commit}
+    return [about | row for row in found.get("rows", [{"failed": found.get("failed", "no time")}])]
+
+
+def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For each network: the order of predictions and of measurements, errors, and how much faster ours is."""
+    from scipy.stats import kendalltau
+
+    out: dict[str, Any] = {}
+    for name in dict.fromkeys(r["network"] for r in rows):
+        ran = {r["way"]: r for r in rows if r["network"] == name and "measured_s" in r}
+        if not ran:
+            continue
+        pairs = [(r["predicted_s"], r["measured_s"]) for r in ran.values()]
+        out[name] = {
+            "kendall_tau": float(kendalltau(*zip(*pairs, strict=True)).statistic),
+            "median_error": statistics.median(abs(p / m - 1) for p, m in pairs),
+            "over_ours": {w: r["measured_s"] / ran["ours"]["measured_s"] for w, r in ran.items()},
+        }
+    return out
+
+
+def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: int) -> None:
+    """On every host: each way's steps, some of each in every round; the first host says the row."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{job['coordinator']}",
+        rank=rank,
+        world_size=job["hosts"],
+        timeout=timedelta(seconds=240),
+    )
+    torch.set_num_threads(1)
+    for cell in job["cells"]:
+        say({"key": cell["key"], "begun": time.time()})
+        plans = _plans(Path(cell["machine"]), job["hosts"])
+        steps = {way: _way(way, plans.get(PLANNED[way])) for way in PLANNED if PLANNED[way] in plans}
+        first = {way: _agreed(float(step()), "mean") for way, step in steps.items()}
+        times: dict[str, list[float]] = {way: [] for way in steps}
+        for _ in range(ROUNDS):
+            for way, step in steps.items():
+                times[way] += _timed(step, -(-cell["iterations"] // ROUNDS))
+        rows = []
+        for way in steps:
+            low, _, high = statistics.quantiles(times[way], n=4)
+            middle = statistics.median(times[way])
+            plan = plans[PLANNED[way]]
+            rows.append(
+                {
+                    "way": way,
+                    "strategy": PLANNED[way].strip("/"),
+                    "mesh": list(plan.mesh.sizes),
+                    "loss": first[way],
+                    "predicted_s": plan.cost,
+                    "measured_s": middle,
+                    "spread": (high - low) / middle,
+                    "steps": len(times[way]),
+                }
+            )
+        say({"key": cell["key"], "rows": rows})
+    dist.barrier()
+    os._exit(0)  # Gloo's threads may abort the interpreter's own end
+
+
+def _plans(machine: Path, devices: int) -> dict[str, Any]:
+    """Strategy -> its plan, on every host the same."""
+    from bench.cases.plans import Case
+    from pase.compiler.problem import SplitProblem
+    from pase.frontends import registry
+    from pase.machine import load
+
+    traced = registry.trace(*_model())
+    problem = SplitProblem.of(traced.graph, devices, load(machine), "analytic", "adam")
+    case = Case(traced=traced, problem=problem)
+    found = {strategy: case.plan(strategy) for strategy in dict.fromkeys(PLANNED.values())}
+    return {k: p for k, p in found.items() if p is not None}
+
+
+def _model() -> tuple[Any, dict[str, Any]]:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(LlamaConfig(**SIZES, use_cache=False)).train()
+    ids = torch.randint(SIZES["vocab_size"], (BATCH, LENGTH))
+    return module, {"input_ids": ids, "labels": ids}
+
+
+def _way(way: str, plan: Any) -> Callable[[], Any]:
+    """A step with its update; returns the loss of this rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    module, batch = _model()
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if way == "ours" or way.endswith("by pase"):
+        step = plan.torch.train_step(module, torch.optim.Adam, lr=1e-3)
+        return lambda: step(batch)
+    mine = {k: v.chunk(ranks)[rank] for k, v in batch.items()}
+    if way == "DDP":
+        net: Any = DistributedDataParallel(module)
+    elif way == "FSDP2":
+        for layer in module.model.layers:
+            fully_shard(layer)
+        net = fully_shard(module)
+    else:
+        net, mine = _by_its_own_plan(module, init_device_mesh("cpu", (ranks,))), batch
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+
+    def step_of_framework() -> Any:
+        optimizer.zero_grad()
+        loss = net(**copy.copy(mine)).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step_of_framework
+
+
+def _by_its_own_plan(module: Any, mesh: Any) -> Any:
+    """The plan that transformers has for the class, in PyTorch's styles."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {
+        "colwise": ColwiseParallel,
+        "rowwise": RowwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+    plan = {f"model.{k}": v for k, v in type(module.config).base_model_tp_plan.items()} | module._tp_plan
+    own = {k: styles[v]() for k, v in plan.items() if v in styles}
+    if not any("q_proj" in k for k in own):
+        raise ValueError(f"transformers' plan has other styles than this bench knows: {plan}")
+    return parallelize_module(module, mesh, own)
+
+
+def _timed(step: Callable[[], Any], count: int) -> list[float]:
+    """Seconds of each step on the slowest host; the hosts begin together."""
+    import torch.distributed as dist
+
+    out = []
+    for _ in range(count):
+        dist.barrier()
+        began = time.perf_counter()
+        step()
+        out.append(_agreed(time.perf_counter() - began, "max"))
+    return out
+
+
+def _agreed(value: float, how: str) -> float:
+    import torch
+    import torch.distributed as dist
+
+    x = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX if how == "max" else dist.ReduceOp.SUM)
+    return float(x[0]) / (1 if how == "max" else dist.get_world_size())
