@@ -98,11 +98,16 @@ def _tried(run: Any) -> Any:
 
 
 def _plan(e: TorchExample, label: str) -> Any:
+    """Raises Infeasible, with the method's own reason, if it has no strategy for this model."""
+    from pase.baselines import Skipped, baselines
     from pase.errors import Infeasible
 
     plan = e.case.plan(label)
     if plan is None:
-        raise Infeasible("the method has no strategy for this model")
+        p, (method, _, which) = e.case.problem, label.partition("/")
+        made = baselines(p.graph, p.devices, p.machine, p.model, only=(method,))
+        said = [b.reason for b in made if isinstance(b, Skipped) and b.name in (method, which)]
+        raise Infeasible(f"{method} does not apply: {'; '.join(said) or 'it has no such variant'}")
     return plan
 
 

@@ -29,6 +29,7 @@ STRATEGIES = {
         *BLIND,
     ),
     "pixels": ("data_parallel", "random1@2x2", "random7@2x2"),  # the blind ones split where a window moves
+    "peaks": ("random1@2x2", "random3@2x2", "random5@2x2"),
     "pairs": ("data_parallel", "random2@2x2", "random5@2x2"),
     "experts": ("fsdp", "megatron/megatron_2x2", "random4@2x2", "random12@2x2"),
     "llama": ("fsdp", "megatron/megatron_sp_2x2", "random1@2x2"),

@@ -148,6 +148,23 @@ def experts() -> tuple[Any, tuple[Any, ...]]:
     return Experts(), (torch.randn(8, 4, 16),)
 
 
+def peaks() -> tuple[Any, tuple[Any, ...]]:
+    """A maximum whose windows begin outside, where there is no number that is smaller than all."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import max_pool2d
+
+    class Peaks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.again = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
+
+        def forward(self, x: Any) -> Any:
+            return self.again(max_pool2d(self.inside(x), 3, 2, 1)).square().mean()
+
+    return Peaks(), (torch.randn(8, 4, 16, 16),)
+
+
 def pairs() -> tuple[Any, tuple[Any, ...]]:
     """Images and vectors that belong together: labels that are constants, some of which do not count, and a pool to one
     element."""
@@ -199,7 +216,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
-    f.__name__: f for f in (block, circle, tower, pixels, pairs, experts, llama, gpt2, bert)
+    f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert)
 }
 
 
