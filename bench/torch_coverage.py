@@ -4,9 +4,13 @@
     python -m bench.torch_coverage --only Llama --again  # these again; the others' rows are kept
     python -m bench.torch_coverage --sample 40           # some, spread evenly over the alphabet
     python -m bench.torch_coverage --failing             # those that torch.export takes and pase does not
+    python -m bench.torch_coverage --list timm           # a list alone: causal, huggingface, timm, torchvision
 
-The causal language models of the installed version, each from its configuration's defaults (which are a published
-size) with two layers, on meta tensors; nothing is downloaded, no weight is made. ``exported``: by pase's own tracing;
+Lists: the causal language models of the installed transformers; and of PyTorch's own benchmarks (pytorch/pytorch,
+benchmarks/dynamo/*_models_list.txt, read 2026-11-22) the classes of transformers, the models of timm, and those of
+torchbench that torchvision has (the others are not on any index). Each is built from its configuration's defaults
+(which are a published size), those of transformers with two layers, on meta tensors; nothing is downloaded, no weight
+is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
 where that fails, ``torch_export`` says whether plain torch.export takes the same step. ``lowered``: no op was left
 without a rule. ``searched``: the best strategy for 8 devices was found and proven. Seconds are CPU time. Writes
 bench/results/torch_coverage.json.
@@ -14,6 +18,7 @@ bench/results/torch_coverage.json.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections import Counter
@@ -35,11 +40,153 @@ BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
 
 
+HUGGINGFACE = [
+    "AlbertForMaskedLM",
+    "AlbertForQuestionAnswering",
+    "LongformerForMaskedLM",
+    "BartForCausalLM",
+    "BartForConditionalGeneration",
+    "BertForMaskedLM",
+    "BertForQuestionAnswering",
+    "BlenderbotForCausalLM",
+    "BlenderbotForConditionalGeneration",
+    "BlenderbotSmallForCausalLM",
+    "BlenderbotSmallForConditionalGeneration",
+    "CamembertForMaskedLM",
+    "DebertaV2ForMaskedLM",
+    "DebertaV2ForQuestionAnswering",
+    "DistilBertForMaskedLM",
+    "DistilBertForQuestionAnswering",
+    "GPT2LMHeadModel",
+    "ElectraForCausalLM",
+    "ElectraForQuestionAnswering",
+    "GPT2ForSequenceClassification",
+    "GPTJForCausalLM",
+    "GPTJForQuestionAnswering",
+    "GPTNeoForCausalLM",
+    "GPTNeoForSequenceClassification",
+    "FNetForMaskedLM",
+    "LayoutLMForMaskedLM",
+    "LayoutLMForSequenceClassification",
+    "M2M100ForConditionalGeneration",
+    "MBartForCausalLM",
+    "MBartForConditionalGeneration",
+    "MT5ForConditionalGeneration",
+    "MegatronBertForCausalLM",
+    "MegatronBertForQuestionAnswering",
+    "MobileBertForMaskedLM",
+    "MobileBertForQuestionAnswering",
+    "OPTForCausalLM",
+    "PLBartForCausalLM",
+    "PLBartForConditionalGeneration",
+    "PegasusForCausalLM",
+    "PegasusForConditionalGeneration",
+    "RobertaForCausalLM",
+    "RobertaForQuestionAnswering",
+    "T5ForConditionalGeneration",
+    "TrOCRForCausalLM",
+    "XGLMForCausalLM",
+    "XLNetLMHeadModel",
+    "ConvBertForMaskedLM",
+    "LlamaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "Qwen3ForCausalLM",
+    "MistralForCausalLM",
+    "GptOssForCausalLM",
+]
+"""The list's names as classes: its T5Small is T5ForConditionalGeneration again, its CamemBert CamembertForMaskedLM."""
+TIMM = [
+    "inception_v3",
+    "beit_base_patch16_224",
+    "convnextv2_nano",
+    "deit_base_distilled_patch16_224",
+    "deit_tiny_patch16_224",
+    "dm_nfnet_f0",
+    "ghostnet_100",
+    "mobilenetv2_100",
+    "mobilenetv3_large_100",
+    "mobilevit_s",
+    "nfnet_l0",
+    "repvgg_a2",
+    "swin_base_patch4_window7_224",
+    "tf_efficientnet_b0",
+    "visformer_small",
+    "vit_base_patch14_dinov2",
+    "vit_base_patch16_siglip_256",
+]
+"""Without the names of weights: adv_inception_v3 is inception_v3 again."""
+TORCHVISION = [
+    "alexnet",
+    "densenet121",
+    "mnasnet1_0",
+    "mobilenet_v2",
+    "mobilenet_v3_large",
+    "resnet152",
+    "resnet18",
+    "resnet50",
+    "resnext50_32x4d",
+    "shufflenet_v2_x1_0",
+    "squeezenet1_1",
+    "vgg16",
+]
+
+
+def lists() -> dict[str, list[str]]:
+    """List -> its rows, of the packages that are installed."""
+    return {
+        k: v
+        for k, v in listed_names().items()
+        if k in ("causal", "huggingface") or importlib.util.find_spec(k)
+    }
+
+
+def listed_names() -> dict[str, list[str]]:
+    """List -> its rows, also where a package is not installed."""
+    return {
+        "causal": names(),
+        "huggingface": sorted(HUGGINGFACE),
+        "timm": [f"timm:{n}" for n in TIMM],
+        "torchvision": [f"torchvision:{n}" for n in TORCHVISION],
+    }
+
+
 def names() -> list[str]:
     """The causal language models of the installed transformers."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MAPPING
 
     return sorted(set(MAPPING.values()))
+
+
+def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
+    """(the model by name, module, batch, loss), on meta tensors."""
+    from pase.frontends import torch_hf
+
+    package, _, model = name.rpartition(":")
+    if not package:
+        return (full := setting(name)), *torch_hf.build(full), None
+    import torch
+
+    # torchvision's own ops are not built for this PyTorch; its networks do not call them.
+    torch.library.Library("torchvision", "DEF").define("nms(Tensor a, Tensor b, float c) -> Tensor")
+    with torch.device("meta"):
+        if package == "timm":
+            import timm
+
+            module = timm.create_model(model, pretrained=False)
+            side = module.default_cfg["input_size"][-1]
+        else:
+            import torchvision
+
+            module, side = torchvision.models.get_model(model, weights=None), 224
+        batch = torch.empty(BATCH, 3, side, side), torch.zeros(BATCH, dtype=torch.int64)
+
+    def loss(module: Any, x: Any, labels: Any) -> Any:
+        made = module(x)
+        return torch.nn.functional.cross_entropy(getattr(made, "logits", made), labels)
+
+    return name, module.train(), batch, loss
 
 
 def setting(name: str) -> str:
@@ -61,7 +208,6 @@ def setting(name: str) -> str:
 def measured(name: str) -> dict[str, Any]:
     """One class's row: how far it came, in how many seconds, and which ops have no rule."""
     from pase.errors import PaseError
-    from pase.frontends import torch_hf
     from pase.frontends.from_torch import lowered
     from pase.frontends.torch_export import program_of
     from pase.frontends.torch_lower import reads_op
@@ -74,15 +220,14 @@ def measured(name: str) -> dict[str, Any]:
         row[what], began = round(time.process_time() - began, 2), time.process_time()
 
     try:
-        row["model"] = setting(name)
-        module, batch = torch_hf.build(row["model"])
+        row["model"], module, batch, loss = built(name)
     except Exception as e:
         return row | {"stage": "build", "error": f"{type(e).__name__}: {e}"[:1000]}
     lap("build_s")
     try:
-        program = program_of(module, batch, None, reads_op)
+        program = program_of(module, batch, loss, reads_op)
     except PaseError as e:
-        taken = _by_torch_alone(module, batch)
+        taken = _by_torch_alone(module, batch, loss)
         return row | {"stage": "export", "torch_export": taken, "error": str(e)[:1000]}
     lap("export_s")
     row |= {"exported": True, "torch_export": True}
@@ -125,7 +270,7 @@ def _whole(graph: Any) -> dict[str, int]:
     return dict(Counter(op.name for op in every))
 
 
-def _by_torch_alone(module: Any, batch: Any) -> bool:
+def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
     """Does plain torch.export take the step, on the same meta tensors?"""
     import torch
 
@@ -134,11 +279,11 @@ def _by_torch_alone(module: Any, batch: Any) -> bool:
             super().__init__()
             self.module = module
 
-        def forward(self, batch: Any) -> Any:
-            return self.module(**batch).loss
+        def forward(self, *batch: Any) -> Any:
+            return self.module(**batch[0]).loss if loss is None else loss(self.module, *batch)
 
     try:
-        torch.export.export(Step(), batch, strict=False).run_decompositions({})
+        torch.export.export(Step(), tuple(batch), strict=False).run_decompositions({})
     except Exception:
         return False
     return True
@@ -177,6 +322,9 @@ def main() -> None:
     import transformers
 
     args = parser(__doc__, "torch_coverage")
+    args.add_argument(
+        "--list", default="causal", help="causal (by default), huggingface, timm or torchvision"
+    )
     args.add_argument("--sample", type=int, metavar="N", help="so many classes, spread evenly")
     args.add_argument("--again", action="store_true", help="classes that have a row too")
     args.add_argument(
@@ -185,7 +333,12 @@ def main() -> None:
     given = args.parse_args()
     path = Path(given.o)
     rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
-    chosen = wanted(((n, n) for n in names()), given.only)
+    every = lists()
+    if given.list not in every:
+        raise SystemExit(
+            f"there is no list '{given.list}' here: {', '.join(every)}; is its package installed?"
+        )
+    chosen = wanted(((n, n) for n in every[given.list]), given.only)
     if given.sample:
         chosen = _some(chosen, given.sample)
     if given.failing:
@@ -205,7 +358,9 @@ def main() -> None:
         )
         rows = {k: rows[k] for k in sorted(rows)}
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-        save({"versions": versions, "summary": summary(rows), "rows": rows}, path)
+        of = {k: {n: rows[n] for n in listed if n in rows} for k, listed in listed_names().items()}
+        found = {k: summary(r) for k, r in of.items() if r}
+        save({"versions": versions, "summary": found, "rows": rows}, path)
 
 
 if __name__ == "__main__":

@@ -156,7 +156,15 @@ def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[s
         raise PaseError(
             f"{name}: pase cannot make up an input of kind '{main}': give the module and a batch in Python"
         )
-    if "labels" not in inspect.signature(module.forward).parameters:
+    taken = inspect.signature(module.forward).parameters
+    if (
+        "labels" not in taken and {"start_positions", "end_positions"} <= taken.keys()
+    ):  # where an answer stands
+        return {
+            **example,
+            **{k: torch.zeros(batch, dtype=torch.int64) for k in ("start_positions", "end_positions")},
+        }
+    if "labels" not in taken:
         raise PaseError(
             f"{name} has no labels, and therefore no loss: name a class with a head (…ForCausalLM)"
         )
