@@ -169,7 +169,8 @@ def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
     import torch
 
     # torchvision's own ops are not built for this PyTorch; its networks do not call them.
-    torch.library.Library("torchvision", "DEF").define("nms(Tensor a, Tensor b, float c) -> Tensor")
+    for op in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{op}", "(Tensor a, Tensor b, float c) -> Tensor")
     with torch.device("meta"):
         if package == "timm":
             import timm
