@@ -32,7 +32,6 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed.tensor import DTensor
     from torch.nn import Module
     from torch.optim import Optimizer
 
@@ -136,7 +135,7 @@ class ParallelModule:
     """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
     _graph: Callable[..., Sequence[Tree]] | None = field(default=None, repr=False)
     """What was compiled."""
-    _stored: dict[str, DTensor] = field(default_factory=dict, repr=False)
+    _stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
 
     @classmethod
@@ -243,7 +242,7 @@ class ParallelModule:
             for t, g in zip(trained, gradients, strict=True):
                 if g is not None:
                     added(self._stored[t], g)
-            self._write_back(dict(zip(self._written, new, strict=True)))
+            self._write_back(dict(zip(self._next_paths, new, strict=True)))
         self.steps += 1
         return loss
 
@@ -333,7 +332,7 @@ class ParallelModule:
         return out
 
     @property
-    def _written(self) -> list[str]:
+    def _next_paths(self) -> list[str]:
         """Paths of the buffers that the step writes."""
         program = self.plan.traced.program
         return [*program.mutated.values(), *program.counters.values()]
