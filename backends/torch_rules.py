@@ -347,8 +347,10 @@ def _ring(call: RankCall) -> Tensor:
     q, k, v = (call.given[n] for n in ("query", "key", "value"))
     axes = call.holders("key", len(call.laid["key"][0]) - 2)
     names = call.groups.mesh.names
-    if axes != call.holders("query", len(call.laid["query"][0]) - 2) or q.shape[-2] != k.shape[-2]:
+    if axes != call.holders("query", len(call.laid["query"][0]) - 2):
         raise NotOnParts("its keys are split, and its queries are not split as they are")
+    if call.given.get("is_causal") and q.shape[-2] != k.shape[-2]:
+        raise NotOnParts("its keys are split, it is causal, and its queries are not as many as its keys")
     if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
         raise NotOnParts("its keys are split, and it has a mask or dropout")
     if q.shape[-3] % k.shape[-3] or axes != sorted(axes, key=names.index):

@@ -29,12 +29,8 @@ from bench.arguments import parser, wanted
 from bench.processes import forks_of, row_apart
 from bench.provenance import BEGAN, save
 
-PRELOADED = (
-    "torch.export",
-    "transformers.models.mixtral.modeling_mixtral",
-    "pase.compiler.compilation",
-    "pase.frontends.from_torch",
-)
+PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.from_torch")
+OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
 CPU_S, MEMORY = 90, 24 << 30
 BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
@@ -347,7 +343,11 @@ def main() -> None:
         chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
     elif not given.again:
         chosen = [n for n in chosen if n not in rows]
-    processes = forks_of(PRELOADED)
+    images = given.list in (
+        "timm",
+        "torchvision",
+    )  # which transformers imports, without the ops that ``built`` defines
+    processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
     for name in chosen:
         blank = {"exported": False, "lowered": False, "searched": False}
         row = blank | row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)

@@ -121,7 +121,7 @@ def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> 
         alike = wanted if ring is not None or not along else (rows == along[0]).all(1)
         chosen[n.name] = rows[np.argmax(alike)] if alike.any() else rows[np.argmax((rows == -1).all(1))]
     assert (
-        sum(ring_of(n) is not None and (chosen[n.name] == ring_of(n).dim).all() for n in p.graph.nodes) == 2
+        sum(ring_of(n) is not None and (chosen[n.name] == ring_of(n).dim).all() for n in p.graph.nodes) == 3
     )
     plan = Plan.of(plan_of(p, chosen, over, "circle", c.case.traced)).torch
     assert plan.program.ops and plan.leaves

@@ -41,8 +41,8 @@ def block() -> tuple[Any, tuple[Any, ...]]:
 
 
 def circle() -> tuple[Any, tuple[Any, ...]]:
-    """Two attentions whose positions may be split, of queries and of keys together: one causal, with fewer heads of
-    keys than of queries, and one not."""
+    """Attentions whose positions may be split, of queries and of keys together: one is causal and has fewer heads of
+    keys than of queries, one is neither, and one has fewer queries than keys."""
     import torch
     from torch import nn
     from torch.nn.functional import scaled_dot_product_attention
@@ -53,18 +53,20 @@ def circle() -> tuple[Any, tuple[Any, ...]]:
             self.q, self.kv, self.o = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 16)
             self.k, self.v = nn.Linear(16, 16), nn.Linear(16, 16)
 
-        def forward(self, x: Any) -> Any:
+        def forward(self, x: Any, z: Any) -> Any:
             q, k = self.q(x).view(2, 32, 4, 4).transpose(1, 2), self.kv(x).view(2, 32, 2, 4).transpose(1, 2)
             x = x + self.o(
                 self.heads(scaled_dot_product_attention(q, k, 2 * k, is_causal=True, enable_gqa=True))
             )
             q, k, v = (m(x).view(2, 32, 4, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
-            return self.heads(scaled_dot_product_attention(q, k, v)).square().mean()
+            y = self.heads(scaled_dot_product_attention(q, k, v))
+            q = self.q(z).view(2, 16, 4, 4).transpose(1, 2)
+            return y.square().mean() + self.heads(scaled_dot_product_attention(q, k, v)).square().mean()
 
         def heads(self, x: Any) -> Any:
-            return x.transpose(1, 2).reshape(2, 32, 16)
+            return x.transpose(1, 2).reshape(2, -1, 16)
 
-    return Circle(), (torch.randn(2, 32, 16),)
+    return Circle(), (torch.randn(2, 32, 16), torch.randn(2, 16, 16))
 
 
 def tower() -> tuple[Any, tuple[Any, ...]]:
