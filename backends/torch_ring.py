@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from pase.backends.torch_groups import AxisGroups
 
@@ -19,10 +19,19 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["RingAttention"]
+__all__ = ["RankRing"]
 
 _ROWS = 512
 """Queries at once. Their scores are held for one turn's keys."""
+
+
+class RingResiduals(Protocol):
+    """What PyTorch keeps of a call for its backward."""
+
+    ring: RankRing
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
 
 
 @cache
@@ -31,7 +40,7 @@ def _function() -> type[TorchFunction]:
 
     class Ring(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, ring: RingAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def forward(ctx: RingResiduals, ring: RankRing, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             deals = ring.deals(k)
             q, k, v = ring.dealt([q, k, v]) if deals else (q, k, v)
             out, sums = ring.forward(q, k, v)
@@ -41,7 +50,7 @@ def _function() -> type[TorchFunction]:
             return out
 
         @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: RingResiduals, gradient: Tensor) -> tuple[Tensor | None, ...]:
             ring = ctx.ring
             q, k, v, out, sums = ctx.saved_tensors
             if not ring.deals(k):
@@ -53,7 +62,7 @@ def _function() -> type[TorchFunction]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingAttention:
+class RankRing:
     """axes: those that split the positions, major to minor. scale: of the scores.
 
     Queries, keys and values are this rank's parts, [batch, heads, positions, width]; fewer heads of keys than of

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import part, places_of, positions
-from pase.backends.torch_ring import RingAttention
+from pase.backends.torch_ring import RankRing
 from pase.backends.torch_values import NotOnParts
 from pase.frontends.torch_values import TorchOperand
 from pase.local.types import Extents, Layout, LocalOp, local_shape
@@ -358,7 +358,7 @@ def _ring(call: RankCall) -> Tensor:
             "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
         )
     scale = call.given.get("scale")
-    ring = RingAttention(
+    ring = RankRing(
         groups=call.groups,
         axes=tuple(axes),
         causal=bool(call.given.get("is_causal")),

@@ -20,7 +20,7 @@ _VISION = {"image_size": SIDE, "patch_size": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kind:
+class _TinyModel:
     """A class of transformers, its settings, and what its batch has."""
 
     name: str
@@ -61,19 +61,19 @@ def _speech(batch: int) -> dict[str, Any]:
 
 
 _EXPERTS = {**_TEXT, **_WIDTH, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-MODELS: dict[str, _Kind] = {
-    "Llama": _Kind(
+MODELS: dict[str, _TinyModel] = {
+    "Llama": _TinyModel(
         name="LlamaForCausalLM", settings={**_TEXT, **_WIDTH, "num_key_value_heads": 2}, batch=_text
     ),
-    "GPT-2": _Kind(
+    "GPT-2": _TinyModel(
         name="GPT2LMHeadModel",
         settings={**_TEXT, "n_layer": 2, "n_embd": 32, "n_head": 4, "n_positions": LENGTH},
         batch=_text,
     ),
-    "BERT": _Kind(
+    "BERT": _TinyModel(
         name="BertForMaskedLM", settings={**_TEXT, **_WIDTH, "max_position_embeddings": LENGTH}, batch=_text
     ),
-    "T5": _Kind(
+    "T5": _TinyModel(
         name="T5ForConditionalGeneration",
         settings={
             **_TEXT,
@@ -82,8 +82,10 @@ MODELS: dict[str, _Kind] = {
         },
         batch=_text,
     ),
-    "Mixtral": _Kind(name="MixtralForCausalLM", settings={**_EXPERTS, "num_local_experts": 4}, batch=_text),
-    "Qwen-MoE": _Kind(
+    "Mixtral": _TinyModel(
+        name="MixtralForCausalLM", settings={**_EXPERTS, "num_local_experts": 4}, batch=_text
+    ),
+    "Qwen-MoE": _TinyModel(
         name="Qwen2MoeForCausalLM",
         settings={
             **_EXPERTS,
@@ -93,12 +95,12 @@ MODELS: dict[str, _Kind] = {
         },
         batch=_text,
     ),
-    "ViT": _Kind(
+    "ViT": _TinyModel(
         name="ViTForImageClassification",
         settings={**_WIDTH, **_VISION, "num_labels": LABELS},
         batch=lambda batch: _images(SIDE)(batch),
     ),
-    "CLIP": _Kind(
+    "CLIP": _TinyModel(
         name="CLIPModel",
         settings={
             "projection_dim": 32,
@@ -107,7 +109,7 @@ MODELS: dict[str, _Kind] = {
         },
         batch=_pairs,
     ),
-    "Whisper": _Kind(
+    "Whisper": _TinyModel(
         name="WhisperForConditionalGeneration",
         settings={
             **_TEXT,
@@ -127,17 +129,17 @@ MODELS: dict[str, _Kind] = {
         },
         batch=_speech,
     ),
-    "ResNet": _Kind(
+    "ResNet": _TinyModel(
         name="ResNetForImageClassification",
         settings={"embedding_size": 8, "hidden_sizes": [16, 32], "depths": [2, 2], "num_labels": LABELS},
         batch=lambda batch: _images(32)(batch),
     ),
-    "ConvNeXt": _Kind(
+    "ConvNeXt": _TinyModel(
         name="ConvNextForImageClassification",
         settings={"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "num_labels": LABELS},
         batch=lambda batch: _images(32)(batch),
     ),
-    "Mamba": _Kind(
+    "Mamba": _TinyModel(
         name="MambaForCausalLM",
         settings={**_TEXT, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 1, "time_step_rank": 4},
         batch=lambda batch: {"input_ids": _ids(batch, 8), "labels": _ids(batch, 8)},

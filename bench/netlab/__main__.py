@@ -188,22 +188,24 @@ def _steps(
         out.append(("racks", "", measured("racks", strategies.RACKS, some)))
     if "torch" in parts:
         out.append(("torch", "", policies("torch", 0)))
-
-    def compared(topology: Topology) -> Callable[[], None]:
-        def step() -> None:
-            rows["frameworks"] = [
-                *rows.get("frameworks", session.kept("frameworks", [t.name for t in frameworks.NETWORKS])),
-                *frameworks.measure(topology, session, args.iterations),
-            ]
-            found = rows["frameworks"]
-            session.write("frameworks", {"summary": frameworks.summary(found), "rows": found})
-
-        return step
-
     if "frameworks" in parts:
-        networks = [t for t in frameworks.NETWORKS if args.mbit in (None, t.host_mbit)]
-        out += [("frameworks", f", {t.name}", compared(t)) for t in networks]
+        out += _compared(args, session)
     return out
+
+
+def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str, Callable[[], None]]]:
+    """As ``_steps``: PyTorch's own ways beside ours, network by network."""
+    rows = session.kept("frameworks", [t.name for t in frameworks.NETWORKS])
+
+    def step(topology: Topology) -> Callable[[], None]:
+        def measured() -> None:
+            rows.extend(frameworks.measure(topology, session, args.iterations))
+            session.write("frameworks", {"summary": frameworks.summary(rows), "rows": rows})
+
+        return measured
+
+    networks = [t for t in frameworks.NETWORKS if args.mbit in (None, t.host_mbit)]
+    return [("frameworks", f", {t.name}", step(t)) for t in networks]
 
 
 def quick(session: Session) -> None:
