@@ -174,8 +174,12 @@ def _steps(
         return step
 
     def replay() -> None:
+<<<<<<< HEAD
         found = replays.measure(session, cases=replays.CASES, steps=args.iterations)
         session.write("replay", found)
+=======
+        session.write("replay", replays.measure(session, cases=replays.CASES, hosts=2, steps=args.iterations))
+>>>>>>> 1089f49 (docs/torch-truth.md, docs/torch.md: what runs, what was compared, what is read of PyTorch's own list)
 
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
     if "buckets" in parts:
@@ -188,9 +192,7 @@ def _steps(
         out.append(("racks", "", measured("racks", strategies.RACKS, some)))
     if "torch" in parts:
         out.append(("torch", "", policies("torch", 0)))
-    if "frameworks" in parts:
-        out += _compared(args, session)
-    return out
+    return out + (_compared(args, session) if "frameworks" in parts else [])
 
 
 def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str, Callable[[], None]]]:
