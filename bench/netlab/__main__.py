@@ -174,12 +174,7 @@ def _steps(
         return step
 
     def replay() -> None:
-<<<<<<< HEAD
-        found = replays.measure(session, cases=replays.CASES, steps=args.iterations)
-        session.write("replay", found)
-=======
-        session.write("replay", replays.measure(session, cases=replays.CASES, hosts=2, steps=args.iterations))
->>>>>>> 1089f49 (docs/torch-truth.md, docs/torch.md: what runs, what was compared, what is read of PyTorch's own list)
+        session.write("replay", replays.measure(session, cases=replays.CASES, steps=args.iterations))
 
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
     if "buckets" in parts:

@@ -23,7 +23,7 @@ from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, searc
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import places_of
 from pase.compiler.stage_search import Staged, StageMenu
-from pase.compiler.variants import Variant, variants
+from pase.compiler.variants import Variant, block_ways, variants
 from pase.ir import Graph
 from pase.machine import GroupedMachine, Mesh, mesh_from
 
@@ -123,15 +123,14 @@ def search_shares(
 
     None if the machine has no groups, or if the ranks or their mesh are given.
     """
-    from pase.frontends.jax_blocks import batch_size, blocks_of
-
     machine = problem.machine
     if not isinstance(machine, GroupedMachine) or options.ranks is not None or options.mesh is not None:
         return []
     groups = groups_of(problem, options)
-    made = TablesMade(traced, blocks_of(traced), problem.optimizer, keep=True)  # type: ignore[arg-type]
+    frontend = block_ways(traced)
+    made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True)
     limited = options.limit_bytes(machine) is not None
-    examples, out = batch_size(traced), list[Shares]()  # type: ignore[arg-type]
+    examples, out = frontend.batch_size(traced), list[Shares]()
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
         if examples % m or m < len(groups):
             continue
