@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +16,8 @@ from typing import Literal
 from pase.files.json_values import JsonObject
 
 __all__ = ["Section", "Widget", "page"]
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 Widget = Literal["timeline", "explorer"]
 """A script of this package that brings elements of the page to life."""
@@ -41,13 +44,14 @@ def page(
     """The page as text. title: plain text; lead, foot and sections' bodies: HTML, in which what comes from files is
     escaped already. data: what the widgets draw, as JSON.
 
-    The page may load nothing and run nothing but its own script: its Content-Security-Policy says so to the browser.
+    The page may load nothing and run nothing but its own script: its Content-Security-Policy says so to the browser. No
+    character in it commands a terminal.
     """
     script = "\n".join(_asset(f"{name}.js") for name in ("common", *widgets))
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
     links = "".join(f"<li><a href='#{s.anchor}'>{escape(s.title)}</a>" for s in sections)
-    return "\n".join(
+    text = "\n".join(
         [
             "<!doctype html>",
             "<html lang='en'><head><meta charset='utf-8'>",
@@ -71,6 +75,7 @@ def page(
             "",
         ]
     )
+    return _CONTROL.sub("\ufffd", text)
 
 
 @cache

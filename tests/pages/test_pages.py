@@ -109,6 +109,17 @@ def test_what_comes_from_a_file_is_text() -> None:
     assert json.loads(held) == {"name": bad}
 
 
+def test_a_page_that_is_printed_commands_no_terminal() -> None:
+    bad = "k\x1b[2J\x9b2J\x07"
+    made = page(
+        title=bad,
+        lead="",
+        sections=[Section(anchor="a", title=bad, body=bad)],
+        data={"name": "a\tb", "k": bad},
+    )
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", made) and made.count("\ufffd[2J") >= 3
+
+
 def contrast(a: str, b: str) -> float:
     """Of two colours, #rrggbb: WCAG 2.1, 1 to 21."""
 
