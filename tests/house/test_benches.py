@@ -15,6 +15,7 @@ from bench.cases import SHARED
 
 ROOT = Path(__file__).parents[2]
 SMALLEST = {
+    "amp": '--only "unequal micro=32"',
     "answers": "write answers.json --parts search --data .",
     "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
     "comm_truth": "mlp",
