@@ -80,6 +80,7 @@ class Trial:
 
 
 def trials() -> Iterator[Trial]:
+    """The measured steps of both tables, in the order in which AMP predicts them."""
     for table, text in (("homogeneous", HOMOGENEOUS), ("unequal", UNEQUAL)):
         for line in text.split("\n"):
             if line:
