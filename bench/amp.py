@@ -56,7 +56,7 @@ _MASK_BYTES = SEQUENCE * SEQUENCE * 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class AmpTrial:
     """A measured step. cuts: where its stages begin and end."""
 
     table: str
@@ -79,14 +79,14 @@ class Trial:
         )
 
 
-def trials() -> Iterator[Trial]:
+def trials() -> Iterator[AmpTrial]:
     """The measured steps of both tables, in the order in which AMP predicts them."""
     for table, text in (("homogeneous", HOMOGENEOUS), ("unequal", UNEQUAL)):
         for line in text.split("\n"):
             if line:
                 *numbers, theirs, measured, cuts = line.split()
                 micro, tensor, data, stages = map(int, numbers)
-                yield Trial(
+                yield AmpTrial(
                     table=table,
                     micro=micro,
                     tensor=tensor,
@@ -152,7 +152,7 @@ def passes_s(run: StatedStep, blocks: int, first: bool, last: bool, *, measured:
     return sum(there), sum(back)
 
 
-def step_s(t: Trial, *, measured: bool) -> float:
+def step_s(t: AmpTrial, *, measured: bool) -> float:
     """Seconds that the trial's step is predicted to take."""
     where, size = hosts(t.table), t.data * t.tensor
     forward, backward, after, send = [], [], [], []
