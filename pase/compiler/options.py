@@ -186,7 +186,8 @@ class CompileOptions:
     )
     time_limit: float = _option(
         60.0,
-        "Seconds for the searches under a memory limit. A search that is stopped may be inexact; the plan says so.",
+        "Seconds for the searches under a memory limit. A search that is stopped may be inexact; the plan says so. The "
+        "search over pipelines counts work instead, as much as a quiet core does in this time.",
     )
 
     def __post_init__(self) -> None:

@@ -19,6 +19,7 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.shares import Shares, search_shares
 from pase.compiler.sites import arrangements, groups_of, rank_meshes
+from pase.compiler.spent import Spent
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stage_places import places_of
 from pase.compiler.stage_search import Staged, StageMenu
@@ -40,8 +41,9 @@ class Pipelines:
     """The result of the search. menu: of ``best``, which is the slowest replica if there are several. tried: candidates
     that were searched.
 
-    left: those among them that were only bounded, because time ran out. unseen: candidates that were not reached at
-    all.
+    left: those among them that were only bounded, because the work that ``time_limit`` allows was spent. loose: those
+    that were searched and then not bounded again, for the same reason: their mean work is their bound. unseen:
+    candidates that were not reached at all. spent: all of the work.
     """
 
     best: Staged | None = None
@@ -53,7 +55,9 @@ class Pipelines:
     bound: float = math.inf
     tried: int = 0
     left: int = 0
+    loose: int = 0
     unseen: int = 0
+    spent: Spent = field(default_factory=Spent)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -66,8 +70,7 @@ def search_pipelines(
     """
     began = time.perf_counter()
     out = Pipelines()
-    half = began + options.time_limit / 2
-    candidates = sorted(_candidates(problem, traced, options, say, out, half), key=lambda c: c.least)
+    candidates = sorted(_candidates(problem, traced, options, say, out), key=lambda c: c.least)
     if not candidates:
         raise Infeasible(
             f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
@@ -75,12 +78,12 @@ def search_pipelines(
         )
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
-    began, end = time.perf_counter(), time.perf_counter() + options.time_limit / 2
+    began = time.perf_counter()
     searched = list[tuple[Candidate, StageMenu]]()
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
-        if time.perf_counter() > end:
+        if out.spent.seconds > options.time_limit:
             out.left = len(candidates) - i
             break
         say(str(c))
@@ -88,7 +91,7 @@ def search_pipelines(
         searched.append((c, menu))
         if found is not None:
             out.best, out.menu, below = found, menu, found.step_s
-    shares = search_shares(problem, traced, options, say)
+    shares = search_shares(problem, traced, options, say, out.spent)
     if shares:
         x = min(shares, key=lambda x: x.step_s)
         if x.step_s < below:
@@ -102,10 +105,13 @@ def search_pipelines(
     out.bound = min((c.least for c in candidates[len(searched) :]), default=math.inf)
     out.bound = min(out.bound, below, *(x.bound for x in shares))
     for c, menu in searched:
-        seen = c.least >= out.bound or time.perf_counter() > end
-        if not seen:
-            say(f"a bound for {c}")
-        out.bound = min(out.bound, c.least if seen else max(c.least, menu.bounded_s(out.bound)))
+        if c.least >= out.bound:
+            continue
+        if out.spent.seconds > options.time_limit:
+            out.loose, out.bound = out.loose + 1, c.least
+            continue
+        say(f"a bound for {c}")
+        out.bound = min(out.bound, max(c.least, menu.bounded_s(out.bound)))
     out.seconds["bound"] = time.perf_counter() - began
     if out.best is None and math.isinf(below):
         limit = options.limit_bytes(problem.machine) or math.inf
@@ -116,9 +122,9 @@ def search_pipelines(
 
 
 def _candidates(
-    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines, end: float
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, out: Pipelines
 ) -> Iterator[Candidate]:
-    """Fewest micro-batches per rank first, until ``end``."""
+    """Fewest micro-batches per rank first, until half of the work is spent."""
     if problem.model.unit != "s":
         raise PaseError(f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none")
     ways = block_ways(traced)
@@ -127,7 +133,7 @@ def _candidates(
     examples = ways.batch_size(traced)
     limited = options.limit_bytes(problem.machine) is not None
     groups = groups_of(problem, options)
-    made = TablesMade(traced, blocks, problem.optimizer, keep=len(groups) > 1)
+    made = TablesMade(traced, blocks, problem.optimizer, keep=len(groups) > 1, spent=out.spent)
     tried = sorted(
         (
             (m / ranks, ranks, m, mesh, place)
@@ -139,7 +145,7 @@ def _candidates(
         key=lambda t: t[:3],
     )
     for i, (_, ranks, m, mesh, place) in enumerate(tried):
-        if time.perf_counter() > end:
+        if out.spent.seconds > options.time_limit / 2:
             out.unseen = len(tried) - i
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")

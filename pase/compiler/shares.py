@@ -19,6 +19,7 @@ from pase import costmodels
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.sites import Arrangement, RankSite, groups_of, rank_meshes
+from pase.compiler.spent import Spent
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import places_of
@@ -117,7 +118,7 @@ def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> fl
 
 
 def search_shares(
-    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, spent: Spent
 ) -> list[Shares]:
     """For each number of micro-batches the best replicas, one on each of the machine's groups.
 
@@ -128,7 +129,7 @@ def search_shares(
         return []
     groups = groups_of(problem, options)
     frontend = block_ways(traced)
-    made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True)
+    made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True, spent=spent)
     limited = options.limit_bytes(machine) is not None
     examples, out = frontend.batch_size(traced), list[Shares]()
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):

@@ -208,13 +208,12 @@ class StageBounds:
         chains = [_along(s, p) for p in known]
         moments = list(self._moments(s))
         along = np.array([c.ravel() for c, _ in chains]) * of / scale[0]
-        rows = [np.hstack([np.zeros((len(chains), many)), along, -np.ones((len(chains), 1))])]
+        paths = [np.hstack([np.zeros((len(chains), many)), along, -np.ones((len(chains), 1))])]
         tops = [np.array([-crossed * self.send_s / scale[0] for _, crossed in chains])]
         if moments:
             held = np.array([m.ravel() for m in moments]) * of
-            rows.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), 1))]))
+            paths.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), 1))]))
             tops.append(np.ones(len(moments)))
-        dense = csr_array(np.vstack(rows))
         sparse, owners = [], list[tuple[StageRole, int]]()
         for role, hs in ((role, hs) for role, hs in active.items() if hs):
             at = np.array([k for k, r in enumerate(roles) if r == role])
@@ -230,9 +229,11 @@ class StageBounds:
             tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
             owners.append((role, count))
         width = many * (1 + features) + 1
+        rows = vstack([csr_array(np.vstack(paths)), *sparse], format="csr")
+        self.tables[0].spent.cells += rows.nnz
         found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
             np.append(np.zeros(width - 1), 1.0),
-            A_ub=vstack([dense, *sparse], format="csr"),
+            A_ub=rows,
             b_ub=np.concatenate(tops),
             A_eq=np.append(np.ones(many), np.zeros(width - many))[None],
             b_eq=[float(self.blocks)],

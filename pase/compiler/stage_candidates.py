@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.compiler.sites import Arrangement, RankSite
+from pase.compiler.spent import Spent
 from pase.compiler.stage_menu import StageTables
 from pase.compiler.stage_places import Places, places_of
 from pase.compiler.stage_search import Staged, StageMenu
@@ -48,10 +49,13 @@ class Candidate:
 
 class TablesMade:
     """The tables of a traced model's stages, made when they are asked for. blocks: written-out ones. keep: they are
-    asked for again, in another order of groups."""
+    asked for again, in another order of groups. spent: counts the work."""
 
-    def __init__(self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool) -> None:
+    def __init__(
+        self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool, spent: Spent
+    ) -> None:
         self.traced, self.blocks, self.optimizer, self.keep = traced, blocks, optimizer, keep
+        self.spent = spent
         self._graphs: dict[Variant, tuple[Graph, Places]] = {}
         self._tables: dict[tuple[Variant, Mesh, int], StageTables] = {}
 
@@ -62,12 +66,15 @@ class TablesMade:
     def of(self, variant: Variant, mesh: Mesh, site: RankSite) -> StageTables:
         if variant not in self._graphs:
             graph = graph_of(self.traced, variant)
+            self.spent.graphs += 1
             self._graphs[variant] = graph, places_of(graph, self.blocks)
         key = variant, mesh, site.number
         if key in self._tables:
             return self._tables[key]
         graph, places = self._graphs[variant]
-        made = StageTables(graph, places, variant, mesh, site.model, self.optimizer, "once", site.number)
+        made = StageTables(
+            graph, places, variant, mesh, site.model, self.optimizer, "once", site.number, self.spent
+        )
         if self.keep:
             self._tables[key] = made
         return made

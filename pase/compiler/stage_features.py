@@ -80,6 +80,12 @@ class FeatureTables:
     nodes: tuple[_ByFeature, ...]
     edges: tuple[tuple[EdgeTable, _ByFeature], ...]
 
+    @cached_property
+    def entries(self) -> int:
+        """How many numbers the tables hold, equal ones once."""
+        once = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges))}
+        return sum(x.size for p in once.values() for x in p.values())
+
     def weighted(self, weights: np.ndarray, shares: list[float]) -> CostTables:
         """The tables of a weighted sum: float64 [features], and the weight of each node with the edges into it."""
         summed: dict[int, np.ndarray] = {}

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from pase.compiler.spent import Spent
 from pase.compiler.stage_costs import GatheredWeights, PartCost, part_costs
 from pase.compiler.stage_features import FeatureTables, direction, feature_tables
 from pase.compiler.stage_places import Places, StagePart
@@ -22,7 +23,7 @@ from pase.compiler.variants import Variant
 from pase.ir import Graph
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
-from pase.search import solve
+from pase.search import Solution, solve
 from pase.tables import CostTables
 
 __all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageTables"]
@@ -103,7 +104,9 @@ class StageSplit:
 
 
 class StageTables:
-    """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices."""
+    """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices.
+
+    spent: counts the work on them."""
 
     def __init__(
         self,
@@ -115,7 +118,9 @@ class StageTables:
         optimizer: str,
         weights: GatheredWeights,
         site: int = 0,
+        spent: Spent | None = None,
     ) -> None:
+        self.spent = Spent() if spent is None else spent
         self.site, self.micro_batches = site, turns_of(graph)
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
@@ -124,7 +129,15 @@ class StageTables:
     def sent_each(self) -> StageTables:
         """The same, with gathers and sums at each micro-batch."""
         out = StageTables(
-            self.graph, self.places, self.variant, self.mesh, self.model, self.optimizer, "each", self.site
+            self.graph,
+            self.places,
+            self.variant,
+            self.mesh,
+            self.model,
+            self.optimizer,
+            "each",
+            self.site,
+            self.spent,
         )
         out.micro_batches = self.micro_batches
         return out
@@ -139,7 +152,9 @@ class StageTables:
 
     @cached_property
     def features(self) -> FeatureTables:
-        return feature_tables(self.graph, self.places, self.mesh, self.model, self.optimizer, self.weights)
+        made = feature_tables(self.graph, self.places, self.mesh, self.model, self.optimizer, self.weights)
+        self.spent.entries += made.entries
+        return made
 
     @cached_property
     def step(self) -> np.ndarray:
@@ -153,7 +168,7 @@ class StageTables:
         """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held."""
         weights = self.step + byte_price * direction(static=1, kept=flying)
         space = self.features.space
-        found = solve(self._tables(role, blocks, weights))
+        found = self._solved(role, blocks, weights)
         configs = {
             n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, found.choice, strict=True)
         }
@@ -169,11 +184,16 @@ class StageTables:
 
     def least(self, role: StageRole, blocks: float, weights: np.ndarray) -> float:
         """No split of a stage with this many blocks has a smaller weighted sum of features (``stage_features``)."""
-        return float(solve(self._tables(role, blocks, weights)).bound)
+        return float(self._solved(role, blocks, weights).bound)
 
     def least_s(self, role: StageRole, blocks: float) -> float:
         """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return self.least(role, blocks, self.step)
+
+    def _solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
+        found = solve(self._tables(role, blocks, weights))
+        self.spent.operations += found.work + self.features.entries
+        return found
 
     def _tables(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
         share, parts = blocks / self.places.blocks, self.places.parts

@@ -200,8 +200,12 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
 
 
 def _scope(found: Pipelines) -> str:
-    left = f"; {found.left} of them were bounded only, in the time" if found.left else ""
-    left += f"; {found.unseen} more were not looked at, in the time" if found.unseen else ""
+    counted = (
+        (found.left, "of them were bounded only"),
+        (found.loose, "of them are bounded by the mean work of their ranks alone"),
+        (found.unseen, "more were not looked at"),
+    )
+    left = "".join(f"; {n} {what}, within the work of time_limit" for n, what in counted if n)
     return (
         f"the bound is over {found.tried} choices of ranks, micro-batches ({', '.join(map(str, MICRO_BATCHES))} times "
         f"the ranks, or as given) and meshes of at most two axes{left}; it holds for every cut, and every split of "

@@ -86,6 +86,7 @@ class StageMenu:
         self.places: Places = tables[0].places
         self.graph: Graph = tables[0].graph
         self.mesh: Mesh = tables[0].mesh
+        self.spent = tables[0].spent
         self._splits: dict[StageRole, list[StageSplit]] = {}
 
     @cached_property
@@ -190,6 +191,7 @@ class StageMenu:
                 cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _NODES)
             except Infeasible:
                 continue
+            self.spent.cells += cuts.cells
             if cuts.simulated is None:
                 return None, True
             found = Staged(

@@ -131,6 +131,8 @@ class Cuts:
     simulated: Simulated | None
     bound: float
     simulations: int
+    cells: int = 0
+    """Numbers in the rows of the integer programs that were solved."""
 
     @property
     def optimal(self) -> bool:
@@ -155,9 +157,10 @@ def best_cuts(
         raise Infeasible(f"{problem.blocks} blocks do not fill {s.stages} stages")
     known = [problem.along(p) for p in paths(s)]
     best: tuple[np.ndarray, Simulated] | None = None
-    bound, tried = _parts(problem, known)[1], 0
+    bound, tried, cells = _parts(problem, known)[1], 0, 0
     while bound < below * (1 - TOLERANCE) and tried < most:
         counts, least = _master(problem, known, gap / 2, nodes)
+        cells += (len(known) + len(problem.memory_rows[1])) * s.stages
         if best is None and s.stages > _MOST_STAGES:  # start from equal numbers
             even = _rounded(problem, np.full(s.stages, problem.blocks / s.stages))
             counts = counts if even is None else even
@@ -177,9 +180,10 @@ def best_cuts(
         if s.lockstep or value + slope @ counts < done.step_s * (1 - TOLERANCE):
             break  # idle slots take time that no path includes: such cuts are simulated, not proven
     if best is None or best[1].step_s >= below:
-        return Cuts(counts=None, simulated=None, bound=bound, simulations=tried)
+        return Cuts(counts=None, simulated=None, bound=bound, simulations=tried, cells=cells)
     bound = min(bound, best[1].step_s)
-    return Cuts(counts=tuple(map(int, best[0])), simulated=best[1], bound=bound, simulations=tried)
+    whole = tuple(map(int, best[0]))
+    return Cuts(counts=whole, simulated=best[1], bound=bound, simulations=tried, cells=cells)
 
 
 def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[np.ndarray, float]:

@@ -21,7 +21,7 @@ def run(
 
     spent: seconds of each action; late: of what it needs, on the way; begin: of its rank's first action.
     """
-    end, by = np.empty(spent.size), np.empty(spent.size, np.int64)
+    end, by = np.zeros(spent.size), np.empty(spent.size, np.int64)
     for a, b in pairwise(wave.tolist()):
         own, other = before[a:b], waits[a:b]
         free = np.where(own >= 0, end[own], begin[a:b])

@@ -15,6 +15,7 @@ from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.shares import best_shares, equal_shares, search_shares
 from pase.compiler.sites import arrangements, groups_of
+from pase.compiler.spent import Spent
 from pase.compiler.stage_candidates import TablesMade, menu_of
 from pase.compiler.variants import Variant
 from pase.errors import PaseError
@@ -53,7 +54,10 @@ def test_stages_on_groups_equal_enumeration():
     """Every order of the groups, every schedule, every cut and every split on the menu: nothing is cheaper."""
     m = machine()
     problem, traced, options = setup(m, 4)
-    groups, made = groups_of(problem, options), TablesMade(traced, blocks_of(traced), "adam", keep=True)
+    groups, made = (
+        groups_of(problem, options),
+        TablesMade(traced, blocks_of(traced), "adam", keep=True, spent=Spent()),
+    )
     mesh, best = Mesh(names=("x",), sizes=(2,)), np.inf
     places = list(arrangements(problem, groups, 2))
     assert [p.numbers for p in places] == [(0, 1), (1, 0)]
@@ -104,14 +108,14 @@ def test_shares_equal_enumeration():
 def test_replicas_take_shares_by_speed():
     m = machine()
     problem, traced, options = setup(m, 4, pipeline="auto", accumulate=8)
-    (shares,) = search_shares(problem, traced, options, lambda _: None)
+    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent())
     fast, slow = (r.micro_batches for r in shares.replicas)
     assert fast + slow == 8 and fast > slow
     assert shares.bound <= shares.step_s < shares.equal_s
     # A replica's share costs no less than a smaller one does: on this rests the proof.
     from pase.compiler.shares import _OnOneGroup
 
-    made = TablesMade(traced, blocks_of(traced), "adam", keep=True)
+    made = TablesMade(traced, blocks_of(traced), "adam", keep=True, spent=Spent())
     group = [
         _OnOneGroup(site, problem, options, made, [Variant(accumulate=8)])
         for site in groups_of(problem, options)
@@ -127,7 +131,7 @@ def test_where_equal_shares_are_as_good_it_says_so():
     """Two equal halves behind a link of their own."""
     half = machine(speed=1.0, link=50e9)
     problem, traced, options = setup(half, 4, pipeline="auto", accumulate=4)
-    (shares,) = search_shares(problem, traced, options, lambda _: None)
+    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent())
     assert [r.micro_batches for r in shares.replicas] == [2, 2] and shares.equal_s == shares.step_s
     plan = pase.compile(
         WIDE,

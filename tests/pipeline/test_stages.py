@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from functools import cache
@@ -202,6 +203,20 @@ def test_each_rank_keeps_to_the_memory_limit():
     assert tight.bound <= tight.cost
     with pytest.raises(Infeasible, match="no pipeline found that fits"):
         staged(memory_limit=1e6)
+
+
+def test_a_busy_machine_gives_the_same_answer(monkeypatch):
+    """Budgets are of work: a clock on which an hour passes between any two looks changes nothing."""
+    small = "zoo:gpt2?layers=2&batch=16&seq=128&vocab=2048&remat=0"
+    asked = {"devices": 4, "pipeline": 2, "remat": "none", "max_axes": 1}
+    quiet = pase.compile(small, **asked)
+    clock = itertools.count(step=3600.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    busy = pase.compile(small, **asked)
+    assert (busy.cost, busy.bound, busy.pipeline) == (quiet.cost, quiet.bound, quiet.pipeline)
+    little = pase.compile(small, **asked, time_limit=0.6)
+    assert "more were not looked at, within the work of time_limit" in little.pipeline.scope
+    assert little.cost >= quiet.cost * (1 - 1e-3) and not little.optimal
 
 
 def test_auto_is_never_worse_than_no_stages():
