@@ -83,7 +83,9 @@ _CARDS: dict[str, Callable[[], Machine]] = {
     "TPU-v5p": lambda: machine.load("tpu_v5p"),
     "TPU-v6e": lambda: machine.load("tpu_v6e"),
     "B200": lambda: machine.load("b200x8"),
+    "B300": lambda: machine.load("b300x8"),
     "GB200": lambda: machine.load("gb200_nvl72"),
+    "GB300": lambda: machine.load("gb300_nvl72"),
     "MI300X": lambda: machine.load("mi300x8"),
 }
 

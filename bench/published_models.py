@@ -3,24 +3,40 @@ mixture of experts with routing forced even, of the zoo's parts."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from bench.megatron_gpt import gpt
+from bench.published_mixtures import LATENT, Latent, mixture
 from bench.published_rows import PublishedRow
 from pase.errors import Infeasible
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
 from pase.zoo import layers as zoo_layers
 from pase.zoo import llama, transformers
-from pase.zoo.moe import even_experts_forward, expert_leaves
 
 __all__ = ["graph_of", "padded"]
 
-_UNGATED = ("gpt 1", "gpt 3", "gpt 7", "gpt-2", "gpt-3", "gpt ", "mpt", "nemotron", "opt", "bloom")
+_UNGATED = (
+    "gpt ",
+    "gpt-2",
+    "gpt-3",
+    "gpt-j",
+    "gpt-neo",
+    "mpt",
+    "nemotron",
+    "opt",
+    "bloom",
+    "falcon",
+    "pythia",
+    "starcoder",
+    "megatron",
+    "turing",
+    "mt-nlg",
+)
+"""Models whose feed-forward has two matrices, by the beginning of the name: their public configs."""
 _HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "maxtext 22b": 256, "maxtext 52b": 256, "maxtext": 128}
 """Width of a head where it is not hidden / heads: the models' public configs (config.json), MaxText's scripts."""
-_LATENT = ("deepseek", "kimi", "moonlight")
 
 
 def padded(vocab: int, tensor: int) -> int:
@@ -41,8 +57,9 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     """The simplified graph of the row's model for a batch; written_out: Megatron's GPT of 2021, with dropout and scores
     in memory. Infeasible, with the reason, where its shape is not told."""
     name = (row.text("model") or "").lower()
-    if any(word in name for word in _LATENT):
-        raise Infeasible("latent attention: its ranks are not in the file")
+    latent = next((ranks for k, ranks in LATENT.items() if name.startswith(k)), None)
+    if latent is None and "deepseek" in name:
+        raise Infeasible(f"'{name}': the ranks of its latent attention are not known here")
     sizes = {k: row.whole(k) for k in ("layers", "hidden", "heads", "seq")}
     for k, v in sizes.items():
         if not v:
@@ -56,7 +73,7 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
     ffn = row.whole("ffn") or (0 if row.whole("experts") else 4 * d)
     if (row.whole("experts") or 0) > 1:
-        return _mixture(row, common, d, heads, head_dim)
+        return _mixture(row, common, d, heads, head_dim, latent)
     gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
     if not gated and written_out and ffn == 4 * d:
         return _megatron(**common, d=d, heads=heads)
@@ -69,14 +86,14 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     )
 
 
-def _mixture(row: PublishedRow, common: dict[str, Any], d: int, heads: int, head_dim: int) -> Graph:
+def _mixture(
+    row: PublishedRow, common: dict[str, Any], d: int, heads: int, head_dim: int, latent: Latent | None
+) -> Graph:
     ff, experts, chosen = row.whole("ffn_expert"), row.whole("experts"), row.whole("top_k")
     if not (ff and experts and chosen):
         raise Infeasible("the experts' shape is not told")
-    if common["seq"] * chosen % experts:
-        raise Infeasible(
-            f"{chosen} choices of {common['seq']} tokens do not divide over {experts} experts evenly"
-        )
+    if experts % chosen:
+        raise Infeasible(f"{experts} experts are not a multiple of the {chosen} that a token takes")
     kv = row.whole("kv_heads") or heads
     return _traced(
         "mixture",
@@ -88,7 +105,7 @@ def _mixture(row: PublishedRow, common: dict[str, Any], d: int, heads: int, head
         kv_heads=kv,
         group=heads // kv,
         head_dim=head_dim,
-        theta=1e4,
+        latent=latent,
     )
 
 
@@ -99,12 +116,10 @@ def _megatron(**shape: Any) -> Graph:
 
 @cache
 def _traced(kind: str, **shape: Any) -> Graph:
-    how = {"dtype": "bfloat16", "attention": "fused", "scan": 1, "remat": 0}
     if kind == "mixture":
-        ff, experts, chosen = shape.pop("ff"), shape.pop("experts"), shape.pop("chosen")
-        forward = partial(even_experts_forward, chosen=chosen)
-        built = llama.language_model(forward, expert_leaves(shape["d"], ff, experts), **shape, **how)
+        built = mixture(**shape)
     else:
+        how = {"dtype": "bfloat16", "attention": "fused", "scan": 1, "remat": 0}
         built = (transformers.gpt if kind == "gpt" else llama.llama)(**shape, **how)
     return named(
         simplify(trace(built.loss_fn, zoo_layers.shapes(built.params), zoo_layers.shapes(built.batch)).graph)

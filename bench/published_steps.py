@@ -193,8 +193,9 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     if batch % ranks:
         raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
     kind = (row.text("dp_type") or "").lower()
-    if (
-        kind == "ddp" and row.source == "mbr"
+    if kind == "ddp" and row.source in (
+        "mbr",
+        "bwl",
     ):  # the page's term for no FSDP; the recipes' optimizer is distributed
         kind = "zero1"
     zero = _ZERO.get(kind, 1 if program.name.startswith("megatron") else 3) if ranks * cp > 1 else 0
@@ -222,7 +223,7 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         chunks=chunks,
         micro=micro if own % micro == 0 else 1,
         remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
-        precision="fp8" if "FP8" in precision or "FP4" in precision else "bf16",
+        precision="nvfp4" if "FP4" in precision else "fp8" if "FP8" in precision else "bf16",
         asynchronous="async" in row.notes and "vanilla" not in row.notes,
     )
     return s, batch

@@ -31,7 +31,7 @@ def price(
             "--as",
             help="The strategy, for example fsdp=32,tp=8. Degrees: dp, fsdp, tp, cp, ep, pp, vp (chunks per stage), "
             "micro (examples per micro-batch). Others: zero=0..3, sp, async, remat=none|selective|full, "
-            "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8. The rest of the devices is data parallel.",
+            "schedule=gpipe|1f1b|interleaved, precision=bf16|fp8|nvfp4. The rest of the devices is data parallel.",
             metavar="STRATEGY",
         ),
     ] = "",

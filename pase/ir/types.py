@@ -360,6 +360,7 @@ _ITEMSIZE = {
     "bool": 1,
     "bfloat16": 2,
     "float16": 2,
+    "float4_e2m1fn": 1,
     "int4": 1,
     "uint4": 1,
     "key": 8,

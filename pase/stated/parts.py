@@ -16,11 +16,12 @@ from pase.compiler.stage_places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.precision import FP8, operand_bytes
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.step import executed_work, launches, saved_by_kernels
 from pase.stated.program import Program
-from pase.stated.strategy import Strategy
+from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.tables.build import work_price
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
@@ -109,6 +110,8 @@ def parts_of(
     )
     for n in graph.nodes:
         made.add_work(n)
+    if (found := _sent_to_experts(graph, places)) is not None:
+        made.add_around_experts(*found)
     made.add_collectives()
     made.add_parameters()
     made.add_kept()
@@ -155,6 +158,12 @@ class _PartsInTheMaking:
         ways = shards(config, dim_index(n, access.map.dims), self.placed.mesh)
         return float(number(t.elements, t.name) / ways[0])
 
+    def pass_s(self, n: Node, access: Access) -> float:
+        """Seconds of one pass over a tensor on one device, laid out as the node accesses it."""
+        device = self.model.machine.device
+        rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+        return self.on_device(n, access) * self.graph.tensors[access.tensor].itemsize * self.share / rate
+
     def add_work(self, n: Node) -> None:
         """The node's work, forward and backward, and its kernels' launches."""
         part, many, share = self.parts[self.places.of(n.name)], self.turns(n.name), self.share
@@ -182,14 +191,22 @@ class _PartsInTheMaking:
 
     def add_around(self, n: Node) -> None:
         """What the program does around an attention's kernel."""
-        part, program, device = self.parts[self.places.of(n.name)], self.program, self.model.machine.device
+        part, program = self.parts[self.places.of(n.name)], self.program
         queries = next(op for op in n.ops if op.kind == "attention").reads[0]
-        rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
-        once = self.on_device(n, queries) * self.graph.tensors[queries.tensor].itemsize * self.share / rate
+        once = self.pass_s(n, queries)
         forward = program.around.forward * once + program.around.waits * program.executor.host_s[0]
         part.forward_s += forward
         part.again_s += forward * self.again(n, False)
         part.backward_s += program.around.backward * once
+
+    def add_around_experts(self, n: Node, sent: Access) -> None:
+        """What the program does with the tokens that are sent to experts. n, sent: the first product with a weight for
+        each expert, and what it reads of them."""
+        part, around = self.parts["block"], self.program.experts
+        once = self.pass_s(n, sent)
+        part.forward_s += around.forward * once
+        part.again_s += around.forward * once * self.again(n, False)
+        part.backward_s += around.backward * once
 
     def add_collectives(self) -> None:
         """Collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
@@ -229,15 +246,16 @@ class _PartsInTheMaking:
         """What backward needs: what a compiler keeps, or what each kernel's own backward reads."""
         graph, program = self.graph, self.program
         makers = {a.tensor: n for n in graph.nodes for op in n.ops for a in op.writes}
-        eighth: set[str] = set()
+        narrow: set[str] = set()
+        narrow_bytes = operand_bytes(PRODUCTS_IN[self.strategy.precision] or FP8)
         if program.executor.fused:
             wanted = set(kept(graph))
         else:
             by_weights, by_others = _read_again(graph, program)
             wanted = by_weights | by_others
             # What products with weights alone keep is kept as they read it.
-            if self.strategy.precision == "fp8" and program.keeps_fp8:
-                eighth = by_weights - by_others
+            if self.strategy.precision != "bf16" and program.keeps_fp8:
+                narrow = by_weights - by_others
         if program.keeps_chosen:
             wanted |= self.chosen()
         elif program.executor.fused:
@@ -252,7 +270,9 @@ class _PartsInTheMaking:
             if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
                 continue  # counted as logits
             op, write = n.write_of(t)
-            nbytes = self.on_device(n, write) * (1 if t in eighth else tensor.itemsize) * self.share
+            nbytes = (
+                self.on_device(n, write) * (narrow_bytes if t in narrow else tensor.itemsize) * self.share
+            )
             part = self.parts["block" if n.kind == "carry" else at]
             part.saved += nbytes
             if n.kind == "carry":
@@ -302,6 +322,23 @@ class _PartsInTheMaking:
         )
 
 
+def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None:
+    """The first product of the block that has a weight for each part of what it reads, as experts do: its node, and
+    what it reads beside the weight. None if there is no such product."""
+    stored = {a.tensor for n in graph.nodes if n.kind == "parameter" for op in n.ops for a in op.writes}
+    for n in graph.nodes:
+        for op in n.ops:
+            weights = [a for a in op.reads if a.tensor in stored]
+            if op.kind != "matmul" or len(weights) != 1 or places.of(n.name) != "block":
+                continue
+            others = [a for a in op.reads if a.tensor not in stored]
+            kept = set(weights[0].map.dims) & set(op.writes[0].map.dims)
+            for a in others:
+                if kept & set(a.map.dims):
+                    return n, a
+    return None
+
+
 def _places(graph: Graph) -> Places:
     """Where each node is: before, in or after the loop over layers with the most turns."""
     try:
@@ -316,13 +353,16 @@ def _places(graph: Graph) -> Places:
 def _priced(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
 ) -> Iterator[tuple[Work, float]]:
-    """The node's work, each piece with its price for one run. The program defines what casts to fp8 read."""
+    """The node's work, each piece with its price for one run. The program defines what casts to fp8 read; NVFP4 has a
+    scale of the whole tensor, for which it is read once more (Transformer Engine, NVFP4BlockScaling)."""
     for w in executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER):
         if w.kind == "attention":
             yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
             continue
         if w.casts:
-            own, had = (2 * (1 + passes) + 2 for passes in (program.fp8_passes, SCALE_PASSES))
+            written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
+            passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
+            own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
             w = replace(w, nbytes=w.nbytes * own / had)
         yield w, float(np.ravel(work_price(w, model))[0])
 

@@ -17,7 +17,7 @@ from pase.stated.parts import parts_of
 from pase.stated.place import place
 from pase.stated.program import Program
 from pase.stated.step import StatedStep
-from pase.stated.strategy import Strategy
+from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.stated.timeline import Pipeline
 
 __all__ = ["Priced", "price_strategy"]
@@ -87,14 +87,21 @@ def price_strategy(
         raise Infeasible(
             f"a batch of {examples} is not whole micro-batches of {micro} on {s.ranks} data-parallel ranks"
         )
-    if s.precision == "fp8":
-        graph = in_fp8(graph)
+    dtype = PRODUCTS_IN[s.precision]
+    if dtype is not None:
+        if dtype not in model.machine.device.peak_flops:
+            raise Infeasible(
+                f"machine '{model.machine.name}' has no rate for {s.precision} products ({dtype} in "
+                f"[device.peak_flops]): leave out precision={s.precision} or name another machine"
+            )
+        graph = in_fp8(graph, dtype)
     placed = place(graph, s, model)
     parts = parts_of(graph, placed, s, program, model, share)
-    if s.pipeline > 1 and parts.blocks < s.pipeline * s.chunks:
-        raise Infeasible(
-            f"{s} needs {s.pipeline * s.chunks} stages, and '{graph.name}' has {parts.blocks} blocks"
-        )
+    stages = s.pipeline * s.chunks
+    if (
+        s.pipeline > 1 and parts.blocks < stages and (parts.blocks + 2) % stages
+    ):  # with embedding and loss, blocks + 2
+        raise Infeasible(f"{s} needs {stages} stages, and '{graph.name}' has {parts.blocks} blocks")
     run = StatedStep(parts=parts, s=s, program=program, model=_flat(model), mesh=placed.mesh, micro_batches=m)
     seconds, pipeline = run.step()
     work = step_work(graph, model.machine)

@@ -20,6 +20,7 @@ from pase.registry import Registry
 __all__ = [
     "PROGRAMS",
     "AroundAttention",
+    "AroundExperts",
     "Bytes",
     "Program",
     "Selective",
@@ -62,11 +63,20 @@ class AroundAttention:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AroundExperts:
+    """What a program does around the products of a mixture's experts. forward, backward: passes over an array of all
+    tokens that are sent to experts, a token once for each of its experts."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """How a framework runs a step.
 
     executor: how ops reach the device. attention: its kernel's names in machine files; the first one found is used.
-    around: what is done around that kernel.
+    around: what is done around that kernel. experts: what is done around those of experts.
     gathers_again: ZeRO-3's weights are gathered again for backward; otherwise they stay.
     prefetches: forward, backward: gathers for the next block overlap with this block's compute.
     copied: bytes of device memory that the program's own buffers move for each parameter gathered, and for each summed.
@@ -95,6 +105,7 @@ class Program:
     bytes: Bytes
     selective: Selective
     around: AroundAttention = AroundAttention()
+    experts: AroundExperts = AroundExperts()
     gathers_again: bool = True
     prefetches: tuple[bool, bool] = (True, True)
     copied: tuple[float, float] = (0.0, 0.0)
@@ -250,12 +261,16 @@ for _p in (
         sums_each=False,
         sends_beside=True,
         sends_parts=True,
+        experts=AroundExperts(forward=5.0, backward=5.0),
         logits=1.0,
         fp8_passes=0.0,
         keeps_fp8=True,
         reserve_bytes=2e9,
         source="fused kernels of Transformer Engine and Apex; --overlap-grad-reduce, --overlap-param-gather, "
-        "interleaved sends beside compute; delayed scaling reads no maximum of its own",
+        "interleaved sends beside compute; delayed scaling reads no maximum of its own. experts: "
+        "megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: tokens are written in "
+        "their experts' order (permute), and around the experts' products sorted and sorted back (sort_chunks_by_idxs: "
+        "read and written each time); the weighted sum at the end is the model's own. Backward moves as much",
     ),
     Program(
         name="megatron_2021",

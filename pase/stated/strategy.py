@@ -8,12 +8,17 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from pase.errors import PaseError
+from pase.ir.precision import FP4, FP8
 
-__all__ = ["Precision", "Remat", "ScheduleName", "Strategy", "parse"]
+__all__ = ["PRODUCTS_IN", "Precision", "Remat", "ScheduleName", "Strategy", "parse"]
 
 Remat = Literal["none", "selective", "full"]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
-Precision = Literal["bf16", "fp8"]
+Precision = Literal["bf16", "fp8", "nvfp4"]
+
+
+PRODUCTS_IN: Mapping[Precision, str | None] = {"bf16": None, "fp8": FP8, "nvfp4": FP4}
+"""The type that products with weights are in; None: the model's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,9 @@ class Strategy:
         parts += [f"zero={self.zero}"] if self.zero != (3 if self.shard > 1 else 0) else []
         parts += [word for word, f in _FLAGS.items() if getattr(self, f)]
         parts += [f"{k}={getattr(self, k)}" for k in ("remat", "schedule") if getattr(self, k) is not None]
-        return ",".join(parts + (["precision=fp8"] if self.precision == "fp8" else [])) or "dp=1"
+        return (
+            ",".join(parts + ([f"precision={self.precision}"] if self.precision != "bf16" else [])) or "dp=1"
+        )
 
 
 _DEGREES = {

@@ -17,6 +17,7 @@ import numpy as np
 from pase.ir import Access, Graph, Node, Op, Tensor
 from pase.ir.blocks import once_of, turns_of
 from pase.ir.functions import CAUSAL_ATTENTION
+from pase.ir.precision import operand_bytes
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.tables.layouts import dim_index, local_bytes, number, ring_of, shards, state_index
@@ -147,8 +148,9 @@ def node_work(
             outside = a.tensor not in internal and a.tensor in graph.producer
             if outside and (heavy or a.tensor not in seen):
                 seen.add(a.tensor)
-                narrow = 1 if op.product_dtype is None else graph.tensors[a.tensor].itemsize
-                nbytes = nbytes + touched(a) / narrow
+                had = graph.tensors[a.tensor].itemsize
+                part = 1.0 if op.product_dtype is None else operand_bytes(op.product_dtype) / had
+                nbytes = nbytes + touched(a) * part
         nbytes = nbytes + wrote
         grads = [a for a in op.reads if has_gradient(graph, op, a.tensor)]
         if op.kind in ("matmul", "conv"):
@@ -250,9 +252,9 @@ SCALE_PASSES = 1
 
 
 def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
-    """Operands, and in backward the result's gradient, turned into eight bits: each is read for its scale and to be
-    cast, and written twice, as it is and transposed, since two of the three products read either (Transformer Engine's
-    cast_transpose; torchao, roofline_utils.py)."""
+    """Operands, and in backward the result's gradient, turned into eight or four bits: each is read for its scale and
+    to be cast, and written twice, as it is and transposed, since two of the three products read either (Transformer
+    Engine's cast_transpose; torchao, roofline_utils.py)."""
     if op.product_dtype is None:
         return
     backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
@@ -265,7 +267,7 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
         for a in accesses:
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
-            nbytes = (1 + SCALE_PASSES) * read + 2 * read / t.itemsize
+            nbytes = (1 + SCALE_PASSES) * read + 2 * operand_bytes(op.product_dtype) * read / t.itemsize
             yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, again), casts=True)
 
 

@@ -29,7 +29,16 @@ from pase.zoo.layers import (
 from pase.zoo.moe import expert_leaves, experts_forward
 from pase.zoo.serving import Decoder, served
 
-__all__ = ["grouped_attention", "language_model", "llama", "mixtral", "rms_norm", "rotary", "rotate"]
+__all__ = [
+    "attention_leaves",
+    "grouped_attention",
+    "language_model",
+    "llama",
+    "mixtral",
+    "rms_norm",
+    "rotary",
+    "rotate",
+]
 
 
 def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -95,7 +104,8 @@ def gated_forward(x: jax.Array, p: Weights) -> jax.Array:
     return jnp.einsum("bsf,fd->bsd", silu(gate) * up, p["down"].astype(x.dtype))
 
 
-def _attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weights:
+def attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weights:
+    """Four projections between d and the heads of `grouped_attention`."""
     return {
         "wq": weight(d, kv_heads, group, head_dim, fan_in=d),
         "wk": weight(d, kv_heads, head_dim, fan_in=d),
@@ -151,7 +161,7 @@ def language_model(
         return cross_entropy(logits_of(params, x), batch["labels"])
 
     block_leaves = {
-        "attention": _attention_leaves(d, kv_heads, group, head_dim),
+        "attention": attention_leaves(d, kv_heads, group, head_dim),
         "ff": forward_leaves,
         "norm1": ones(d),
         "norm2": ones(d),

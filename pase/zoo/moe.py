@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pase.zoo.layers import Weights, silu, weight
 
-__all__ = ["even_experts_forward", "expert_leaves", "experts_forward", "route", "slots"]
+__all__ = ["expert_leaves", "experts_forward", "route", "slots"]
 
 
 def expert_leaves(d: int, ff: int, experts: int) -> Weights:
@@ -66,20 +66,3 @@ def experts_forward(x: jax.Array, p: Weights, *, chosen: int, capacity_percent: 
     up = jnp.einsum("ebcd,edf->ebcf", inputs, p["up"].astype(x.dtype))
     outputs = jnp.einsum("ebcf,efd->ebcd", silu(gate) * up, p["down"].astype(x.dtype))
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), outputs)
-
-
-def even_experts_forward(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
-    """The same with routing forced even, as benchmarks of large mixtures run it: the n-th choice of all tokens goes to
-    the experts in turn, whatever the router says, so that dispatch moves tokens and computes nothing. The router's
-    gates weigh what comes back. seq · chosen must be a multiple of the experts.
-    """
-    b, s, d = x.shape
-    experts = p["router"].shape[-1]
-    gates = jax.nn.softmax(jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"]))
-    copies = jnp.broadcast_to(x[:, :, None, :], (b, s, chosen, d))
-    inputs = copies.reshape(b, experts, s * chosen // experts, d)
-    gate = jnp.einsum("becd,edf->becf", inputs, p["gate"].astype(x.dtype))
-    up = jnp.einsum("becd,edf->becf", inputs, p["up"].astype(x.dtype))
-    outputs = jnp.einsum("becf,efd->becd", silu(gate) * up, p["down"].astype(x.dtype))
-    weights = gates[..., :chosen].astype(x.dtype)
-    return jnp.einsum("bskd,bsk->bsd", outputs.reshape(b, s, chosen, d), weights)

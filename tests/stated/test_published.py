@@ -94,7 +94,7 @@ def test_no_row_stops_the_bench(changed):
         ({"tp": "", "pp": "", "dp": ""}, "the layout is not told"),
         ({"global_batch": "17"}, "does not divide by 8"),
         ({"gpu": "abacus"}, "no machine file for 'abacus'"),
-        ({"model": "DeepSeek-V3"}, "latent attention"),
+        ({"model": "DeepSeek-V9"}, "latent attention is not known"),
         ({"layers": ""}, "layers is not told"),
         ({"hidden": "wide"}, "hidden is 'wide', no number"),
     ],

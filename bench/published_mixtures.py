@@ -1,0 +1,195 @@
+"""Mixtures of experts as benchmarks train them, of the zoo's parts: routing forced even, latent attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pase.zoo.layers import (
+    Built,
+    Weights,
+    cross_entropy,
+    integers,
+    lookup,
+    normal,
+    ones,
+    repeat,
+    run_layers,
+    silu,
+    weight,
+)
+from pase.zoo.llama import (
+    attention_leaves,
+    fused_grouped,
+    gated_forward,
+    grouped_attention,
+    rms_norm,
+    rotary,
+    rotate,
+)
+
+__all__ = ["LATENT", "Latent", "mixture"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ranks of the compressed queries (0: not
+    compressed) and of keys and values; widths of a head. shared: experts that every token takes, each as wide as a
+    routed one."""
+
+    queries: int
+    keys: int
+    plain: int = 128
+    rotated: int = 64
+    value: int = 128
+    shared: int = 1
+
+    @property
+    def width(self) -> int:
+        """The width of an attention whose queries, keys and values are equally wide, with the products and the bytes
+        of this one: q·kᵀ over plain + rotated and the rest over value."""
+        return (self.plain + self.rotated + self.value) // 2
+
+
+LATENT = {
+    "deepseek-v3": Latent(queries=1536, keys=512),
+    "kimi": Latent(queries=1536, keys=512),
+    "moonlight": Latent(queries=0, keys=512, shared=2),
+    "deepseek-v2-lite": Latent(queries=0, keys=512, shared=2),
+    "deepseek-coder-v2-lite": Latent(queries=0, keys=512, shared=2),
+    "deepseek-v2": Latent(queries=1536, keys=512, shared=2),
+}
+"""By the beginning of the model's name: q_lora_rank, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim,
+n_shared_experts of its public config.json. The longer names first."""
+
+
+def mixture(
+    *,
+    batch: int,
+    seq: int,
+    layers: int,
+    vocab: int,
+    d: int,
+    ff: int,
+    experts: int,
+    chosen: int,
+    kv_heads: int,
+    group: int,
+    head_dim: int,
+    latent: Latent | None,
+) -> Built:
+    """A decoder whose layers are all alike: attention, and experts with SwiGLU. Dense first layers of such models are
+    as wide as the experts that a token takes, so they compute as much."""
+    heads = kv_heads * group
+    cos, sin = rotary(seq, head_dim if latent is None else latent.plain + latent.rotated, 1e4)
+
+    def block(x: jax.Array, p: Weights) -> jax.Array:
+        h = rms_norm(x, p["norm1"])
+        if latent is None:
+            x = x + grouped_attention(h, p["attention"], cos, sin, fused_grouped)
+        else:
+            x = x + latent_attention(h, p["attention"], cos, sin, latent)
+        h = rms_norm(x, p["norm2"])
+        out = even_experts(h, p["experts"], chosen=chosen)
+        return x + (out + gated_forward(h, p["shared"]) if "shared" in p else out)
+
+    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
+        x = lookup(params["embedding"], batch["tokens"], "bfloat16")
+        x = rms_norm(run_layers(block, x, params["blocks"], scan=1, remat=0), params["norm"])
+        output = params["output"].astype(x.dtype)
+        logits = jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
+        return cross_entropy(logits, batch["labels"])
+
+    leaves: dict[str, Any] = {
+        "attention": attention_leaves(d, kv_heads, group, head_dim)
+        if latent is None
+        else _latent_leaves(d, heads, latent),
+        "experts": {
+            "router": weight(d, experts, fan_in=d),
+            "in": weight(2, experts, d, ff, fan_in=d),
+            "down": weight(experts, ff, d, fan_in=ff),
+        },
+        "norm1": ones(d),
+        "norm2": ones(d),
+    }
+    if latent is not None and latent.shared:
+        wide = latent.shared * ff
+        leaves["shared"] = {
+            "gate": weight(d, wide, fan_in=d),
+            "up": weight(d, wide, fan_in=d),
+            "down": weight(wide, d, fan_in=wide),
+        }
+    params = {
+        "embedding": normal(vocab, d),
+        "blocks": repeat(leaves, layers, scan=1),
+        "norm": ones(d),
+        "output": normal(d, vocab),
+    }
+    inputs = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
+    return Built(loss_fn=loss_fn, params=params, batch=inputs)
+
+
+def even_experts(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:
+    """x [b, s, d] through experts with routing forced even: the n-th choices of a row's tokens go to the experts of the
+    n-th part in turn, whatever the router says. A token's choices so lie on experts far apart, as they do by chance:
+    dispatch moves each of them, and computes nothing. The router's gates weigh what comes back.
+
+    The experts are a multiple of the choices; where the tokens do not divide over a part's experts, each is padded to
+    as many. Gate and up are one product, as Megatron-Core has them.
+    """
+    b, s, d = x.shape
+    experts = p["router"].shape[-1]
+    gates = jax.nn.softmax(jnp.einsum("bsd,de->bse", x.astype(jnp.float32), p["router"]))
+    part = experts // chosen
+    slots = -(-s // part)
+    copies = jnp.broadcast_to(x[:, None, :, :], (b, chosen, s, d))
+    if slots * part > s:
+        copies = jnp.pad(copies, ((0, 0), (0, 0), (0, slots * part - s), (0, 0)))
+    inputs = copies.reshape(b, experts, slots, d)
+    gate, up = jnp.einsum("becd,xedf->xbecf", inputs, p["in"].astype(x.dtype))
+    outputs = jnp.einsum("becf,efd->becd", silu(gate) * up, p["down"].astype(x.dtype))
+    weights = gates[..., :chosen].astype(x.dtype)
+    back = outputs.reshape(b, chosen, slots * part, d)
+    return jnp.einsum("bksd,bsk->bsd", back[:, :, :s] if slots * part > s else back, weights)
+
+
+def latent_attention(x: jax.Array, p: Weights, cos: jax.Array, sin: jax.Array, sizes: Latent) -> jax.Array:
+    """Causal attention of x [b, s, d] whose queries, keys and values are compressed: the products with weights, the
+    norms and the rotations of the model; between them an attention of ``sizes.width``."""
+    dtype = x.dtype
+    half = sizes.rotated // 2
+    queries = x
+    if sizes.queries:
+        queries = rms_norm(jnp.einsum("bsd,dr->bsr", x, p["q_down"].astype(dtype)), p["q_norm"])
+    q = rotate(jnp.einsum("bsr,rhk->bshk", queries, p["q_up"].astype(dtype)), cos, sin)
+    keys = rms_norm(jnp.einsum("bsd,dr->bsr", x, p["kv_down"].astype(dtype)), p["kv_norm"])
+    turned = rotate(
+        jnp.einsum("bsd,dk->bsk", x, p["k_rotated"].astype(dtype))[:, :, None], cos[:, :half], sin[:, :half]
+    )
+    plain = jnp.einsum("bsr,rhk->bshk", keys, p["k_up"].astype(dtype))
+    every_head = jnp.broadcast_to(turned, (*plain.shape[:3], sizes.rotated))
+    k = jnp.concatenate([plain, every_head[..., : sizes.width - sizes.plain]], axis=-1)
+    v = jnp.einsum("bsr,rhk->bshk", keys, p["v_up"].astype(dtype))
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, sizes.width - sizes.value)))
+    y = jax.nn.dot_product_attention(q[..., : sizes.width], k, v, is_causal=True)
+    return jnp.einsum("bshk,hkd->bsd", y[..., : sizes.value], p["wo"].astype(dtype))
+
+
+def _latent_leaves(d: int, heads: int, sizes: Latent) -> Weights:
+    turned = sizes.plain + sizes.rotated
+    rank = sizes.queries or d
+    leaves = {
+        "q_up": weight(rank, heads, turned, fan_in=rank),
+        "kv_down": weight(d, sizes.keys, fan_in=d),
+        "kv_norm": ones(sizes.keys),
+        "k_rotated": weight(d, sizes.rotated, fan_in=d),
+        "k_up": weight(sizes.keys, heads, sizes.plain, fan_in=sizes.keys),
+        "v_up": weight(sizes.keys, heads, sizes.value, fan_in=sizes.keys),
+        "wo": weight(heads, sizes.value, d, fan_in=heads * sizes.value),
+    }
+    if sizes.queries:
+        leaves |= {"q_down": weight(d, rank, fan_in=d), "q_norm": ones(rank)}
+    return leaves

@@ -1,0 +1,159 @@
+"""Mixtures as benchmarks train them: what they compute, what the exchange of tokens moves, what a program adds."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.published_mixtures import LATENT, even_experts, latent_attention, mixture
+from pase import costmodels, machine
+from pase.errors import Infeasible
+from pase.frontends.from_jax import trace
+from pase.ir import named, simplify
+from pase.stated.parts import parts_of
+from pase.stated.place import place
+from pase.stated.price import price_strategy
+from pase.stated.program import PROGRAMS, AroundExperts
+from pase.stated.strategy import parse
+from pase.zoo.layers import arrays, shapes
+from pase.zoo.llama import rotary
+
+H100 = machine.load("h100x8")
+MODEL = costmodels.get("analytic", H100)
+SHAPE = {
+    "batch": 16,
+    "seq": 512,
+    "layers": 6,
+    "vocab": 1024,
+    "d": 512,
+    "ff": 256,
+    "experts": 16,
+    "chosen": 4,
+    "kv_heads": 4,
+    "group": 2,
+    "head_dim": 64,
+}
+
+
+def graph_of(latent=None, **changed):  # type: ignore[no-untyped-def]
+    m = mixture(**(SHAPE | changed), latent=latent)
+    return named(simplify(trace(m.loss_fn, shapes(m.params), shapes(m.batch)).graph))
+
+
+GRAPH = graph_of()
+MEGATRON = PROGRAMS["megatron"]
+
+
+def price(text, devices=8, program=MEGATRON, graph=GRAPH, model=MODEL):  # type: ignore[no-untyped-def]
+    s = parse(text, devices)
+    s = replace(s, micro=s.micro or 16 // s.ranks, remat=s.remat or "none")
+    return price_strategy(graph, s, program, model, 16)
+
+
+@pytest.mark.parametrize("s", [8, 7])
+def test_every_token_passes_all_of_its_experts(s):
+    rng = np.random.default_rng(0)
+    b, d, f, experts, chosen = 2, 6, 5, 8, 4
+    x = rng.standard_normal((b, s, d))
+    w_in, down = rng.standard_normal((2, experts, d, f)), rng.standard_normal((experts, f, d))
+    router = rng.standard_normal((d, experts))
+    with jax.enable_x64(True):
+        got = even_experts(jnp.asarray(x), {"router": router, "in": w_in, "down": down}, chosen=chosen)
+    logits = (x @ router).astype(np.float32)
+    gates = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    want = np.zeros_like(x)
+    part = experts // chosen
+    each = -(-s // part)
+    for row, token, n in np.ndindex(b, s, chosen):
+        e = n * part + token // each
+        h = x[row, token]
+        gate = h @ w_in[0, e]
+        want[row, token] += gates[row, token, n] * ((gate / (1 + np.exp(-gate)) * (h @ w_in[1, e])) @ down[e])
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_latent_attention_has_the_published_parameters():
+    """Of DeepSeek-V3 (arXiv 2412.19437): 187.1 million parameters of attention a layer, norms aside, 671 B in all. Here
+    its three dense layers are mixtures, too, each 0.19 B smaller than theirs, but for the routed experts' weights."""
+    sizes = LATENT["deepseek-v3"]
+    m = mixture(
+        batch=1,
+        seq=64,
+        layers=58,
+        vocab=129280,
+        d=7168,
+        ff=2048,
+        experts=256,
+        chosen=8,
+        kv_heads=128,
+        group=1,
+        head_dim=56,
+        latent=sizes,
+    )
+    attention = m.params["blocks"]["attention"]
+    count = sum(math.prod(leaf.shape) for k, leaf in attention.items() if "norm" not in k) / 58
+    products = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168
+    assert count == products
+    whole = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(m.params))
+    dense = 3 * (products + 3 * 7168 * 18432)
+    assert whole + dense == pytest.approx(671e9, rel=2e-3)
+
+
+def test_latent_attention_is_causal_and_the_width_between_keeps_its_products():
+    sizes = replace(LATENT["deepseek-v3"], queries=12, keys=8, plain=8, rotated=4, value=8)
+    assert 2 * sizes.width == sizes.plain + sizes.rotated + sizes.value
+    m = mixture(**(SHAPE | {"layers": 1, "d": 16, "kv_heads": 2, "group": 1}), latent=sizes)
+    p = jax.tree.map(lambda a: a[0], arrays(m.params["blocks"], 0))["attention"]
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 6, 16)), jnp.float32)
+    cos, sin = rotary(6, sizes.plain + sizes.rotated, 1e4)
+    y = latent_attention(x, p, cos, sin, sizes)
+    later = latent_attention(x.at[:, 4:].set(0.0), p, cos, sin, sizes)
+    assert y.shape == x.shape
+    np.testing.assert_allclose(y[:, :4], later[:, :4], rtol=1e-5, atol=1e-6)
+    assert np.abs(y[:, 4:] - later[:, 4:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("latent", [None, LATENT["kimi"]], ids=["grouped", "latent"])
+def test_a_token_is_sent_once_for_each_of_its_experts_and_comes_back(latent):
+    graph = graph_of(latent)
+    s = replace(parse("dp=8,ep=8", 8), micro=2, remat="none")
+    block = parts_of(graph, place(graph, s, MODEL), s, MEGATRON, MODEL).block
+    large = sorted(c.nbytes for c in block.sent if c.nbytes > 1e5)
+    tokens = 2 * SHAPE["seq"] * SHAPE["chosen"]
+    assert large == [tokens * SHAPE["d"] * 2] * 4  # out and back, forward and backward, in bfloat16
+    assert {c.kind for c in block.sent if c.nbytes > 1e5} == {"all_to_all"}
+
+
+def test_a_program_that_sorts_tokens_pays_for_its_passes():
+    rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
+    ahead = replace(MEGATRON, executor=replace(MEGATRON.executor, host_s=(1e-9, 1e-9)))
+    plain, more = (
+        price("dp=8,ep=8", program=replace(ahead, experts=AroundExperts(forward=f, backward=b))).step_s
+        for f, b in ((0.0, 0.0), (3.0, 4.0))
+    )
+    once = 2 * SHAPE["seq"] * SHAPE["chosen"] * SHAPE["d"] * 2 / rate
+    assert more - plain == pytest.approx(SHAPE["layers"] * 7 * once, rel=1e-6)
+    assert MEGATRON.experts.forward > 0 and PROGRAMS["xla"].experts == AroundExperts()
+
+
+def test_four_bits_take_a_machine_that_has_them():
+    with pytest.raises(Infeasible, match=r"machine 'h100x8' has no rate for nvfp4 products \(float4_e2m1fn"):
+        price("dp=8,ep=8,precision=nvfp4")
+    model = costmodels.get("analytic", machine.load("gb300_nvl72"))
+    wide = graph_of(seq=4096, d=4096, ff=4096)
+    took = [price(f"dp=8,ep=8,precision={p}", model=model, graph=wide) for p in ("bf16", "fp8", "nvfp4")]
+    assert took[0].step_s > took[1].step_s > took[2].step_s
+    assert took[1].memory.total > took[2].memory.total
+    assert str(took[2].strategy).endswith("precision=nvfp4")
+
+
+def test_embedding_and_loss_may_be_chunks_of_their_own():
+    """Six blocks in eight chunks: as Llama-3 405B of 126 layers in 128 (Megatron's account options)."""
+    assert price("dp=4,pp=2,vp=4,micro=1").pipeline is not None
+    with pytest.raises(Infeasible, match=r"needs 10 stages, and .* has 6 blocks"):
+        price("dp=4,pp=2,vp=5,micro=1")
