@@ -72,7 +72,7 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     vocab = padded(row.whole("vocab") or 51200, tensor)
     common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
     ffn = row.whole("ffn") or (0 if row.whole("experts") else 4 * d)
-    if (row.whole("experts") or 0) > 1:
+    if latent is not None or (row.whole("experts") or 0) > 1:
         return _mixture(row, common, d, heads, head_dim, latent)
     gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
     if not gated and written_out and ffn == 4 * d:
