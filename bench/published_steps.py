@@ -33,7 +33,7 @@ from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.stated.price import Priced, price_strategy
-from pase.stated.program import PROGRAMS, AroundAttention, Program
+from pase.stated.program import PROGRAMS, AroundAttention, Bytes, Program, all_but_products
 from pase.stated.strategy import Remat, Strategy
 
 __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
@@ -104,6 +104,17 @@ _DEEPSPEED: dict[str, Any] = {
     "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
 }
 """DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
+_AUTOMODEL = Bytes(weight=2, gradient=2, state=4, used=2, summed=4)
+"""NeMo Automodel's benchmarks (examples/llm_benchmark): from_config's torch_dtype "auto" is bfloat16
+(nemo_automodel/_transformers/auto_model.py), torch.optim.Adam keeps its moments so; sums in float32 (FSDP2's policy in
+components/distributed/config.py)."""
+_DEEPSEEK: dict[str, Any] = {
+    # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe runs the exchange of tokens beside another micro-batch's compute;
+    # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product run again.
+    "exchange_beside": True,
+    "bytes": replace(PROGRAMS["megatron"].bytes, state=8.0),
+    "selective": all_but_products,
+}
 
 
 def is_old(row: PublishedRow) -> bool:
@@ -151,6 +162,10 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, attention=("flash2",))
     if row.source == "mpt":
         program = replace(program, **_COMPOSER)
+    if row.source == "dsv":
+        program = replace(program, **_DEEPSEEK)
+    if row.source == "aut":
+        program = replace(program, bytes=_AUTOMODEL)
     if program.name == "eager" and row.source == "aut":
         program = replace(
             program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)

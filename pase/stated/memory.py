@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pase.machine import Mesh
 from pase.stated.parts import Part, Parts
-from pase.stated.program import Program
+from pase.stated.program import Bytes, Program
 from pase.stated.strategy import Strategy
 from pase.stated.timeline import Pipeline, stage_layers
 
@@ -88,9 +88,9 @@ def _rank(
         flying if name == "first" and not last else 1
     )
     working = max(block.saved - block.kept, 0.0) if s.remat not in (None, "none") else 0.0
-    gathered, summing = _whole(
-        p, s, elements, blocks * block.parameters, block.parameters, _largest(ends, block)
-    )
+    each = _made_whole(block, b)
+    made = blocks * each + sum(_made_whole(e, b) for e in ends)
+    gathered, summing = _whole(p, s, made, blocks * each, each, _largest(ends, block))
     # The logits are freed before the last block is recomputed and its gradients are computed and summed.
     logits = parts.logits * (4 * _copies(p, s) + 2) if last else 0.0
     behind = working + summing
@@ -108,6 +108,12 @@ def _rank(
     )
 
 
+def _made_whole(part: Part, b: Bytes) -> float:
+    """A part's parameters that are whole apart from how they are stored: those that several ranks share. What one rank
+    has alone, as experts on as many ranks as there are, is used as it is stored, unless it is cast for its use."""
+    return sum(e for axes, e in part.elements.items() if axes or b.weight > b.used)
+
+
 def _largest(ends: Sequence[Part], block: Part) -> float:
     return max(part.largest for part in (*ends, block))
 
@@ -122,7 +128,8 @@ def _whole(
 ) -> tuple[float, float]:
     """(bytes of weights while they are whole, of gradients while they are computed and summed), without what is stored.
 
-    elements: parameters of the rank. in_blocks: those in blocks. block: those in one block. largest: in one array.
+    elements: parameters of the rank that are made whole. in_blocks: those in blocks. block: those in one block.
+    largest: in one array.
     If a program copies what it gathered out of a buffer, the buffer belongs to a stream and stays reserved.
     """
     b = p.bytes

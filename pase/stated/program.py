@@ -87,6 +87,7 @@ class Program:
     sums_beside: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
     sends_beside: transfers between stages overlap with compute. sends_parts: what is replicated over tensor parallelism
     is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
+    exchange_beside: tokens are sent to experts and back while another micro-batch computes.
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it.
     selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
     not.
@@ -119,6 +120,7 @@ class Program:
     sends_parts: bool = False
     context: Literal["ring", "gather"] = "ring"
     keeps_chosen: bool = False
+    exchange_beside: bool = False
     logits: float = 2.0
     logits_in_parts: float | None = None
     sums_unsplit: bool = False

@@ -106,7 +106,7 @@ class StatedStep:
 
     def sent_s(self, part: Part, backward: bool) -> float:
         """Seconds of collectives between products in one pass; backward includes those that recomputation repeats."""
-        out, ring = 0.0, 0.0
+        out, ring, exchange = 0.0, 0.0, 0.0
         for c in part.sent:
             now = (0.0 if backward else c.seconds) if not c.backward else (c.seconds if backward else 0.0)
             now += c.seconds * c.runs_again if backward and not c.backward else 0.0
@@ -116,14 +116,16 @@ class StatedStep:
                 and c.kind in ("all_gather", "reduce_scatter")
             ):
                 ring += now
+            elif self.program.exchange_beside and c.kind == "all_to_all" and "expert" in c.axes:
+                exchange += now
             else:
                 out += now
         # A ring's hops overlap with the attention over the keys that have arrived; its first part needs no hop.
         ways = self.s.context
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
-        out += max(ring - hidden, 0.0)
+        compute = part.backward_s + part.again_s if backward else part.forward_s
+        out += max(ring - hidden, 0.0) + max(exchange - compute, 0.0)
         if self.s.asynchronous:
-            compute = part.backward_s + part.again_s if backward else part.forward_s
             out = max(out - compute, out / max(self.s.tensor, 1))
         return out
 

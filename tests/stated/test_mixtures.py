@@ -141,6 +141,19 @@ def test_a_program_that_sorts_tokens_pays_for_its_passes():
     assert MEGATRON.experts.forward > 0 and PROGRAMS["xla"].experts == AroundExperts()
 
 
+def test_an_exchange_beside_another_micro_batch_costs_what_is_longer_than_its_compute():
+    ahead = replace(MEGATRON, executor=replace(MEGATRON.executor, host_s=(1e-9, 1e-9)))
+    apart, beside = (price("dp=8,ep=8", program=replace(ahead, exchange_beside=b)) for b in (False, True))
+    s = replace(parse("dp=8,ep=8", 8), micro=2, remat="none")
+    block = parts_of(GRAPH, place(GRAPH, s, MODEL), s, ahead, MODEL).block
+    saved = 0.0
+    for backward, compute in ((False, block.forward_s), (True, block.backward_s)):
+        sent = sum(c.seconds for c in block.sent if c.backward == backward and c.kind == "all_to_all")
+        saved += min(sent, compute)
+    assert apart.step_s - beside.step_s == pytest.approx(SHAPE["layers"] * saved, rel=1e-6)
+    assert saved > 0
+
+
 def test_four_bits_take_a_machine_that_has_them():
     with pytest.raises(Infeasible, match=r"machine 'h100x8' has no rate for nvfp4 products \(float4_e2m1fn"):
         price("dp=8,ep=8,precision=nvfp4")
