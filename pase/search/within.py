@@ -181,9 +181,8 @@ class Within:
         share = _FIRST_CAP
         while True:
             gap = min(self.cost, self.below) - base
-            if not np.isfinite(gap):
-                gap = abs(base)
-            cap = max(share, 0.0) * gap
+            known = bool(np.isfinite(gap))
+            cap = share * (max(gap, 0.0) if known else abs(base) or self._ceiling - base or 1.0)
             labels, costs = look.within(cap)
             broken = None
             for i in np.argsort(costs, kind="stable")[:_MOST_TESTED].tolist():
@@ -194,7 +193,8 @@ class Within:
                 return broken
             proven = min(base + cap, float(costs.min(initial=np.inf)))
             self._prove(proven - 1e-12 * abs(proven))
-            if self.settled or share >= 1.0 or broken is not None or self.stop():
+            # With nothing to stay below, only a choice ends it, or that there is none up to the dearest (``_prove``).
+            if self.settled or (known and share >= 1.0) or broken is not None or self.stop():
                 return broken
             share *= _WIDER
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pase.errors import Infeasible
@@ -51,6 +51,7 @@ def within(tables: CostTables, memory: MemoryProfile, below: float = np.inf, pri
 
 @settings(max_examples=300, deadline=None)
 @given(seeds, st.sampled_from([0.0, 0.01, 1e3]))
+@example(36012, 0.0)  # nothing fits, which no price shows
 def test_within_is_brute_force(seed: int, price: float) -> None:
     if (p := problem(seed)) is None:
         return
