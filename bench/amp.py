@@ -52,7 +52,8 @@ PROGRAM = replace(
 not set (megatron/arguments.py): masked_fill_ and softmax (megatron/model/fused_softmax.py), bias and gelu, bias,
 dropout and addition (megatron/model/transformer.py)."""
 _MASK_BYTES = SEQUENCE * SEQUENCE * 2
-"""Sent along with activations by each rank, as half-precision numbers (GPT2ModelPipe, deepspeed/runtime/pipe)."""
+"""Sent along with activations by each rank (GPT2ModelPipe: a stage's result is (hidden, mask)); assumed to be in half
+precision, as the activations are."""
 
 
 @dataclass(frozen=True, kw_only=True)
