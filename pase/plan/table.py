@@ -77,7 +77,8 @@ def headline(plan: PlanData) -> list[str]:
     batch = ", ".join(
         f"{path} {'×'.join(map(str, t.shape)) or 'scalar'}" for path, t in list(plan.inputs.items())[:3]
     )
-    lines = [f"{plan.model} · {scale} parameters · {batch} · {plan.devices} devices of {plan.machine}"]
+    devices = f"{plan.devices} device{'s' * (plan.devices > 1)}"
+    lines = [f"{plan.model} · {scale} parameters · {batch} · {devices} of {plan.machine}"]
     tried = sorted(plan.tried, key=lambda t: t.cost)
     others = [t for t in tried if t.mesh != plan.mesh.sizes and t.cost > plan.cost * (1 + 1e-9)][:2]
     runners = ", ".join(f"{'×'.join(map(str, t.mesh))} +{(t.cost / plan.cost - 1):.1%}" for t in others)

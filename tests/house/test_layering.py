@@ -173,6 +173,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.bridges",
     },
     "pase.cli": {"pase.commands"},
+    "pase.__main__": {"pase.cli"},
     "pase": {"pase.api", "pase.replay"},
 }
 
