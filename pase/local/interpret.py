@@ -4,8 +4,8 @@ Each op is computed from its maps, without any framework (``pase.local.nests``).
 graph says, starting at the first element of a stack; of a conditional, the branch runs that its index selects.
 Rematerialised regions recompute the same values, so they are computed only once here. What an op does may be given
 beside the graph where the graph does not say it (a sort, where a slice begins, attention): it is then applied to each
-device's parts, because no split cuts a dim that such an op works along. What is neither in the graph nor given (the end
-of a while loop, an op with several results) is refused.
+device's parts, because no split cuts a dim that such an op works along; one that does, as a ring of keys and values, is
+refused. So is what is neither in the graph nor given (the end of a while loop, an op with several results).
 """
 
 from __future__ import annotations
@@ -208,6 +208,9 @@ class _NumpyRun:
         if op.op.function.name == "unstack":
             return {at: x[turns[-1]] for at, x in read[0].items()}
         if (rule := self.rules.get(op.op.eqn)) is not None:
+            if op.sent:  # as a ring of keys and values: no part can be computed by itself
+                kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
+                raise PaseError(f"'{op.op.name}' at {op.op.source} sends within its nest ({kinds})")
             return {at: rule.made([x[at] for x in read]) for at in places(mesh)}
         nest, (r,) = self._nest(op, False), op.results
         read[0] = self._widened(nest, op.operands[0], read[0])

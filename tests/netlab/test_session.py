@@ -101,7 +101,7 @@ def test_every_part_gets_its_turn_before_the_larger_networks(tmp_path):
 
     steps = _steps(Args(), Session(folder=tmp_path), list(PARTS))
     parts = [p for p, _, _ in steps]
-    assert set(parts) == set(PARTS) and len(steps) == 8
+    assert set(parts) == set(PARTS) and len(steps) == 10
     assert (
         parts.index("replay")
         < max(i for i, p in enumerate(parts) if p == "strategies")
