@@ -161,29 +161,27 @@ def _bomb(where: object, compressed: int, total: int) -> PaseError:
 
 
 _PROBED_BYTES = 1 << 20
-"""Larger files than this are not unpacked only to see what they hold: what they say of themselves has to do."""
+"""Compressed bytes that are unpacked first only to see what they hold."""
 
 
 def _refuse_bomb(path: Path, raw: IO[bytes], limits: Limits) -> None:
-    """PaseError for a bomb, before any of it is parsed, which takes a hundred times as long as to unpack it."""
+    """PaseError for a bomb, before any of it is parsed, which takes a hundred times as long as to unpack it.
+
+    Of a larger file only the beginning is tried; its reader counts on. What the file says of its own size is no
+    evidence: of a cut one these are any four bytes.
+    """
     compressed = path.stat().st_size
-    most = limits.unpacked(compressed)
-    raw.seek(max(compressed - 4, 0))
-    claimed = int.from_bytes(raw.read(4), "little")  # of the last member, modulo 4 GiB
-    raw.seek(0)
-    if claimed > most:
-        raise _bomb(path, compressed, claimed)
-    if compressed <= _PROBED_BYTES:
-        total, stream = 0, _Gunzip(raw)
-        try:
-            while total <= most and (chunk := stream.read(1 << 20)):
-                total += len(chunk)
-        except (EOFError, zlib.error, OSError):
-            return  # the reader says what is wrong with it
-        finally:
-            raw.seek(0)
-        if total > most:
-            raise _bomb(path, compressed, total)
+    most = limits.unpacked(min(compressed, _PROBED_BYTES))
+    total, stream = 0, _Gunzip(raw)
+    try:
+        while total <= most and raw.tell() <= _PROBED_BYTES and (chunk := stream.read(1 << 20)):
+            total += len(chunk)
+    except (EOFError, zlib.error, OSError):
+        return  # the reader says what is wrong with it
+    finally:
+        raw.seek(0)
+    if total > most:
+        raise _bomb(path, compressed, total)
 
 
 class _Gunzip:
