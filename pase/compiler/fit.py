@@ -158,11 +158,8 @@ def fit_more(
         return wider
     best, proven = fit_limit(problem, wider, more, limit, time_limit, say, found.solution.cost)
     s = found.solution if best is None else best.solution
-    s = replace(
-        s,
-        bound=min(proven, found.solution.bound, s.cost),
-        optimal=s.optimal and proven >= s.cost * (1 - 1e-9),
-    )
+    low = min(proven, found.solution.bound)
+    s = replace(s, bound=min(low, s.cost), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
     return replace(found if best is None else best, solution=s, tried=(*found.tried, *wider.tried))
 
 

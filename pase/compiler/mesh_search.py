@@ -140,6 +140,7 @@ def _closed(
             break
         solution = problem.pricing.close(mesh, best.solution.cost)
         bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
-        if solution.cost < best.solution.cost:
+        proven = mesh.sizes == best.mesh.sizes and solution.cost <= best.solution.cost
+        if solution.cost < best.solution.cost or proven:
             best = replace(best, mesh=mesh, space=problem.pricing.space(mesh), solution=solution)
     return best

@@ -43,7 +43,7 @@ class Pipelines:
 
     left: those among them that were only bounded, because the work that ``time_limit`` allows was spent. loose: those
     that were searched and then not bounded again, for the same reason: their mean work is their bound. unseen:
-    candidates that were not reached at all. spent: all of the work.
+    candidates, and shares of micro-batches, that were not reached at all. spent: all of the work.
     """
 
     best: Staged | None = None
@@ -71,11 +71,6 @@ def search_pipelines(
     began = time.perf_counter()
     out = Pipelines()
     candidates = sorted(_candidates(problem, traced, options, say, out), key=lambda c: c.least)
-    if not candidates:
-        raise Infeasible(
-            f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
-            f"that divide, and a block for each rank"
-        )
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
     began = time.perf_counter()
@@ -92,8 +87,14 @@ def search_pipelines(
         if found is not None:
             out.best, out.menu, below = found, menu, found.step_s
     shares = search_shares(problem, traced, options, say, out.spent)
-    if shares:
-        x = min(shares, key=lambda x: x.step_s)
+    out.unseen += shares.left
+    if not candidates and not shares.found:
+        raise Infeasible(
+            f"no pipeline of {options.devices} devices (pipeline={options.pipeline}): it takes devices and a batch "
+            f"that divide, and a block for each rank"
+        )
+    if shares.found:
+        x = min(shares.found, key=lambda x: x.step_s)
         if x.step_s < below:
             slow = max(x.replicas, key=lambda r: r.staged.step_s)
             out.others |= {} if out.best is None else {"stages on the groups": below}
@@ -103,7 +104,7 @@ def search_pipelines(
     out.seconds["search"] = time.perf_counter() - began
     began = time.perf_counter()
     out.bound = min((c.least for c in candidates[len(searched) :]), default=math.inf)
-    out.bound = min(out.bound, below, *(x.bound for x in shares))
+    out.bound = min(out.bound, below, *(x.bound for x in shares.found), *shares.bounds)
     for c, menu in searched:
         if c.least >= out.bound:
             continue

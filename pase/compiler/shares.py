@@ -31,7 +31,15 @@ from pase.machine import GroupedMachine, Mesh, mesh_from
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["Replica", "Shares", "best_shares", "equal_shares", "gradient_sum_s", "search_shares"]
+__all__ = [
+    "Replica",
+    "Shares",
+    "SharesSearched",
+    "best_shares",
+    "equal_shares",
+    "gradient_sum_s",
+    "search_shares",
+]
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
 """The numbers of micro-batches to try that the groups share."""
@@ -61,6 +69,16 @@ class Shares:
     @property
     def step_s(self) -> float:
         return max(r.staged.step_s for r in self.replicas) + self.sum_s
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharesSearched:
+    """What was found for each number of micro-batches. bounds: seconds that no shares beat, of numbers for which none
+    were found. left: numbers that were not looked at, because the work that ``time_limit`` allows was spent."""
+
+    found: tuple[Shares, ...] = ()
+    bounds: tuple[float, ...] = ()
+    left: int = 0
 
 
 def best_shares(
@@ -119,21 +137,24 @@ def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> fl
 
 def search_shares(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, spent: Spent
-) -> list[Shares]:
+) -> SharesSearched:
     """For each number of micro-batches the best replicas, one on each of the machine's groups.
 
-    None if the machine has no groups, or if the ranks or their mesh are given.
+    Nothing if the machine has no groups, or if the ranks or their mesh are given.
     """
     machine = problem.machine
     if not isinstance(machine, GroupedMachine) or options.ranks is not None or options.mesh is not None:
-        return []
+        return SharesSearched()
     groups = groups_of(problem, options)
     frontend = block_ways(traced)
     made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True, spent=spent)
     limited = options.limit_bytes(machine) is not None
-    examples, out = frontend.batch_size(traced), list[Shares]()
+    examples, out, bounds, skipped = frontend.batch_size(traced), list[Shares](), list[float](), 0
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
         if examples % m or m < len(groups):
+            continue
+        if spent.seconds > options.time_limit:
+            skipped += 1
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
         ways = next(variants(traced, problem.graph, m, options.remat, limited, options.precision))
@@ -154,7 +175,9 @@ def search_shares(
             out.append(
                 Shares(replicas=tuple(replicas), sum_s=sum_s, bound=least + sum_s, equal_s=slowest + sum_s)
             )
-    return out
+        else:
+            bounds.append(least + sum_s)
+    return SharesSearched(found=tuple(out), bounds=tuple(bounds), left=skipped)
 
 
 class _OnOneGroup:

@@ -66,8 +66,11 @@ def send_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
 
 def ends_sum_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
     """Seconds to sum the gradients of tied parameters, a device's bytes of them, over the first and the last rank."""
-    mesh = mesh_from(f"ends=2,rest={ranks * inner // 2}", ranks * inner)
-    return float(model.collective("all_reduce", mesh, 1, nbytes)) if nbytes else 0.0
+    if not nbytes:
+        return 0.0
+    rest = max(ranks * inner // 2, 1)  # of an odd number of devices the one in the middle takes no part
+    mesh = mesh_from(f"ends=2,rest={rest}", 2 * rest)
+    return float(model.collective("all_reduce", mesh, 1, nbytes))
 
 
 def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:

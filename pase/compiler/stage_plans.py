@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from pase.compiler.shares import Shares
 from pase.compiler.stage_menu import StageSplit
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.ir import digest
+from pase.ir.blocks import turns_of
 from pase.machine import GroupedMachine, Mesh
 from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes, simulate
@@ -70,13 +72,21 @@ def plan_staged(
         remat=middle.variant.blocks,
     )
     memory = _memory(s)
+    # The plan lists all micro-batches. A replica runs its share, and sends so much less, but for what is sent once.
+    turns = turns_of(t.graph)
+    run = s.micro_batches / turns
+    counted = [(c, run if c.times >= turns else 1.0) for c in plan.collectives]
+    sent: dict[str, tuple[float, float]] = {}
+    for c, part in counted:
+        before, after = sent.get(c.node, (0.0, 0.0))
+        sent[c.node] = (before + c.cost, after + c.cost * part)
     return replace(
         plan,
         devices=problem.devices,
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
-        nodes=tuple(_shared(n, 1 / s.schedule.ranks) for n in plan.nodes),
-        collectives=tuple(replace(c, cost=c.cost / s.schedule.ranks) for c in plan.collectives),
+        nodes=tuple(_shared(n, 1 / s.schedule.ranks, run, sent) for n in plan.nodes),
+        collectives=tuple(replace(c, cost=c.cost * part / s.schedule.ranks) for c, part in counted),
         pipeline=replace(
             _pipeline(s, menu, mesh, _scope(found), _names(problem)),
             replicas=() if found.shares is None else _replicas(found.shares, found, _names(problem)),
@@ -133,12 +143,20 @@ def _replicas(shares: Shares, found: Pipelines, names: tuple[str, ...]) -> tuple
     return tuple(out)
 
 
-def _shared(n: NodePlan, part: float) -> NodePlan:
-    """A node's costs and work as the average per rank. Each stage lists its own memory."""
+def _shared(n: NodePlan, part: float, run: float, sent: Mapping[str, tuple[float, float]]) -> NodePlan:
+    """A node's costs and work as the average per rank. Each stage lists its own memory. run: the part of the
+    micro-batches that is run. sent: seconds of a node's collectives, of all micro-batches and of these."""
+    before, after = sent.get(n.name, (0.0, 0.0))
     cost = NodeCost(
-        compute=n.cost.compute * part, communication=n.cost.communication * part, update=n.cost.update * part
+        compute=n.cost.compute * part * run,
+        communication=n.cost.communication * part * (after / before if before else run),
+        update=n.cost.update * part,
     )
-    work = tuple(replace(w, times=w.times * part, cost=w.cost * part) for w in n.work)
+    of = {"update": part}
+    work = tuple(
+        replace(w, times=w.times * of.get(w.phase, part * run), cost=w.cost * of.get(w.phase, part * run))
+        for w in n.work
+    )
     return replace(n, cost=cost, work=work, keeps={}, kept_again=0)
 
 

@@ -106,7 +106,7 @@ def _grouped(tree: dict[str, object], where: str, folder: Path) -> GroupedMachin
     kinds = []
     for i, g in enumerate(form.groups):
         try:
-            text, named, _ = _read(folder / g.kind if g.kind.endswith(".toml") else g.kind)
+            text, named, _ = _read(folder / g.kind if g.kind.endswith(".toml") or "/" in g.kind else g.kind)
             kinds.append((parse(text, named), g.count))
         except PaseError as e:
             raise PaseError(f"{where}: at groups/{i}/kind: {e}") from e

@@ -72,8 +72,10 @@ class IlpJob:
 
     def wait(self, seconds: float) -> IlpAnswer | None:
         """(status, choice, bound), see ``solve_ilp``; None if it takes longer. A dead process is 'failed'."""
+        # With a timeout of 0 ``communicate`` gives up before its first look, even at a process that has ended.
+        timeout = max(0.01, seconds) if np.isfinite(seconds) else None
         try:
-            data, _ = self.process.communicate(timeout=max(0.0, seconds) if np.isfinite(seconds) else None)
+            data, _ = self.process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             return None
         if self.process.returncode != 0 or not data:

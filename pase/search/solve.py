@@ -114,7 +114,7 @@ def solve(
     if memory is not None and memory.nodes != len(tables.node_costs):
         raise ValueError(f"memory profile of {memory.nodes} nodes for {len(tables.node_costs)} nodes")
     free = known.free
-    if free is None or not np.isfinite(cost_of(tables, free.choice)):
+    if free is None or not free.optimal or not np.isfinite(cost_of(tables, free.choice)):
         free = _eliminate(tables, kernel, threads, seed, began)
     if free is not None and (memory is None or (known.excess is None and fits(memory, free.choice))):
         return free
@@ -150,7 +150,9 @@ def price_memory(
     free: the answer without the limit. byte_price: try this one alone; 0: look for the best.
     (-inf, 0) where no order fits. Raises Infeasible where it is proven that nothing fits.
     """
-    if fits(memory, free.choice):
+    if (
+        fits(memory, free.choice) or not free.optimal
+    ):  # prices start from the least cost, which only an optimum is
         return free.bound, 0.0
     within = _within(tables, memory, "numba", 2, 0, Deadline(np.inf))
     within.price = byte_price

@@ -108,7 +108,7 @@ def test_shares_equal_enumeration():
 def test_replicas_take_shares_by_speed():
     m = machine()
     problem, traced, options = setup(m, 4, pipeline="auto", accumulate=8)
-    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent())
+    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent()).found
     fast, slow = (r.micro_batches for r in shares.replicas)
     assert fast + slow == 8 and fast > slow
     assert shares.bound <= shares.step_s < shares.equal_s
@@ -131,7 +131,7 @@ def test_where_equal_shares_are_as_good_it_says_so():
     """Two equal halves behind a link of their own."""
     half = machine(speed=1.0, link=50e9)
     problem, traced, options = setup(half, 4, pipeline="auto", accumulate=4)
-    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent())
+    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent()).found
     assert [r.micro_batches for r in shares.replicas] == [2, 2] and shares.equal_s == shares.step_s
     plan = pase.compile(
         WIDE,
