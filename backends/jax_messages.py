@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_moves import after, from_wire, moved, on_wire, sent, there_and_back
-from pase.backends.jax_values import DeviceValue
+from pase.backends.jax_values import DeviceValue, NotByHand
+from pase.errors import PaseError
 from pase.local.types import Extents, LocalMessage, LocalMove, LocalPiece, LocalProgram, MoveWay, local_shape
 
 if TYPE_CHECKING:
@@ -64,9 +65,15 @@ class _Sending:
 
     def finished(self, transfer: int) -> Array:
         """The value where it is read, after all messages that carry any of it."""
-        while any(p.transfer == transfer for m in self.messages for p in m.pieces):
-            self._send(self.messages.pop(0))
-        self._moved(transfer, self.program.moves(transfer, self.way)[self.done.get(transfer, 0) :])
+        try:
+            while any(p.transfer == transfer for m in self.messages for p in m.pieces):
+                self._send(self.messages.pop(0))
+            self._moved(transfer, self.program.moves(transfer, self.way)[self.done.get(transfer, 0) :])
+        except NotByHand:
+            raise
+        except PaseError as e:
+            tensor = self.program.transfers[transfer].tensor
+            raise NotByHand(f"the messages that carry '{tensor}' cannot be sent by hand: {e}") from None
         return self.values[transfer]
 
     def _send(self, message: LocalMessage) -> None:
@@ -107,8 +114,10 @@ class _Sending:
         self.last[self._queue(message)] = arrived
         at = 0
         for p, span in zip(pieces, spans, strict=True):
-            self._arrived(p, arrived[:, at : at + span])
+            self.parts.setdefault((p.transfer, p.stage), {})[p.begin] = arrived[:, at : at + span]
             at += span
+        for p in {(p.transfer, p.stage): p for p in pieces}.values():
+            self._arrived(p)
 
     def _queue(self, message: LocalMessage) -> tuple[str, float]:
         """What sends messages one after another. Behind one that runs again in backward, another would, too."""
@@ -120,11 +129,11 @@ class _Sending:
             x = x if earlier is None else after(x, earlier)
         return x
 
-    def _arrived(self, p: LocalPiece, columns: Array) -> None:
+    def _arrived(self, p: LocalPiece) -> None:
+        """Put a piece's tensor together once all of its pieces have come."""
         import jax.numpy as jnp
 
-        held = self.parts.setdefault((p.transfer, p.stage), {})
-        held[p.begin] = columns
+        held = self.parts[p.transfer, p.stage]
         left = [q for m in self.messages for q in m.pieces if (q.transfer, q.stage) == (p.transfer, p.stage)]
         if not left:
             rows = jnp.concatenate([held[b] for b in sorted(held)], axis=1)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed
-from pase.backends.jax_manual import Lowering, Manual, lowered
+from pase.backends.jax_manual import Lowering, Manual, lowered, lowerings
 from pase.backends.jax_once import graded_once
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
@@ -237,6 +237,13 @@ class JaxPlan:
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
+        annotated = lowerings(lowering, mesh)[0] == "annotated"
+        if self.schedule is not None and (self.once != "none" or annotated):
+            warnings.warn(
+                "the plan's bucket plan is not in this step: messages are placed only where a step is lowered by hand, "
+                "and gathers and sums run in each micro-batch",
+                stacklevel=2,
+            )
         if self.once != "none":
             if lowering == "annotated":
                 raise PaseError(

@@ -53,14 +53,16 @@ def _check(graph: GraphModule, name: str) -> None:
 
 
 def added(parameter: DTensor, gradient: Tensor) -> None:
-    """Add this rank's part of a gradient to a parameter's ``grad``."""
+    """Add this rank's part of a gradient to a parameter's ``grad``, which is its own: a sum hands one tensor to both of
+    its operands, and what is broadcast has one number in many places."""
+    import torch
     from torch.distributed.tensor import DTensor
 
     if parameter.grad is not None:
         parameter.grad.to_local().add_(gradient)  # type: ignore[attr-defined]
         return
     parameter.grad = DTensor.from_local(
-        gradient,
+        gradient.clone(memory_format=torch.contiguous_format),
         parameter.device_mesh,
         parameter.placements,
         run_check=False,

@@ -172,7 +172,10 @@ def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ..
 
     rank = len(have)
     return tuple(
-        torch.from_numpy(h.searchsorted(w)).to(x.device).reshape([-1 if i == d else 1 for i in range(rank)])
+        # From a list, which a trace on fake tensors takes as a constant.
+        torch.tensor(h.searchsorted(w).tolist(), dtype=torch.int64, device=x.device).reshape(
+            [-1 if i == d else 1 for i in range(rank)]
+        )
         for d, (h, w) in enumerate(zip(have, wanted, strict=True))
     )
 

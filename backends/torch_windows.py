@@ -128,7 +128,7 @@ def _extended(
             rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)
         )
         # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
-        return came + edge if at == (0 if by > 0 else last) else came
+        return came + came.new_full((), edge) if at == (0 if by > 0 else last) else came
 
     parts = [x]
     if before:

@@ -92,9 +92,10 @@ def by_command(
 
 
 def worst(instance: str, known: int, runs: list[dict[str, object]]) -> dict[str, object]:
-    """Of several runs the highest cost, the lowest bound, the longest time and the most memory."""
+    """Of several runs the highest cost, the largest gap, the longest time and the most memory."""
     costs = [row["cost"] for row in runs]
     choices = [(row["seed"], row["choice"]) for row in runs if "choice" in row]
+    seeds = len({seed for seed, _ in choices})
     cost = None if None in costs else max(float(str(c)) for c in costs)
     return {
         "instance": instance,
@@ -105,7 +106,8 @@ def worst(instance: str, known: int, runs: list[dict[str, object]]) -> dict[str,
         "wall_s": max(float(str(row["wall_s"])) for row in runs),
         "cpu_s": max(float(str(row["cpu_s"])) for row in runs),
         "peak_mb": max((float(str(row["peak_mb"])) for row in runs if "peak_mb" in row), default=None),
-        "equal_seeds_equal_choices": len(set(choices)) == len({seed for seed, _ in choices}),
+        # None: no seed ran twice.
+        "equal_seeds_equal_choices": len(set(choices)) == seeds if len(choices) > seeds else None,
     }
 
 

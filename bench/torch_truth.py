@@ -1,6 +1,6 @@
 """What a plan of a PyTorch model computes and sends, beside the unsharded step and the plan's own list.
 
-    python -m bench.torch_truth                      # twelve models, seven strategies (10 minutes on one core)
+    python -m bench.torch_truth                      # twelve models, eight strategies (10 minutes on one core)
     python -m bench.torch_truth --only Llama         # these again; the others' rows are kept
     python -m bench.torch_truth --page               # docs/torch-truth.md from the result file
 

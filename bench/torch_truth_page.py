@@ -48,6 +48,8 @@ def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
         planned, real = (sum(cell[k].values()) for k in ("planned_bytes", "sent_bytes"))
         if cell["exact"]:
             return f"{planned / 1e3:,.0f} exact"
+        if cell["sent_bytes"] == cell["planned_bytes"]:
+            return f"{planned / 1e3:,.0f} in other messages"
         return f"{planned / 1e3:,.0f}, sent {real / 1e3:,.1f}"
 
     t, b, g = total["threads"], total["bytes"], total["gloo"]
@@ -55,7 +57,8 @@ def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
         f"PyTorch {versions['torch']}, transformers {versions['transformers']}. Of {t['pairs']} pairs of a model and "
         f"a strategy, {t['ran']} ran, and {t['equal']} of them are equal to the unsharded step (largest difference "
         f"{t['largest_difference']:.0e}). {g['ran']} pairs were run by four Gloo processes too: {g['equal']} are "
-        f"equal. Of {b['ran']} pairs on 32 devices, {b['exact']} send exactly what the plan lists. A note explains "
+        f"equal. Of {b['ran']} pairs on 32 devices, {b['exact']} send exactly what the plan lists, and "
+        f"{b['same_bytes_by_kind'] - b['exact']} as many bytes in other messages (rows of neighbours come in two). A note explains "
         "each cell that did not run.\n"
     )
     tables = [

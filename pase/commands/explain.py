@@ -74,11 +74,12 @@ def explain(
         strictly(e.plan.fits, strict)
         return
     c = console()
-    for line in stage_lines(e.plan):
-        c.print(line)
     if e.layer is None:
         _overview(e, c)
     else:
+        warn_misfit(e.plan)
+        for line in stage_lines(e.plan):
+            c.print(line)
         _layer(e, e.layer, c, None if every else 12)
     if e.remark:
         c.print(e.remark)

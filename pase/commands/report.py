@@ -74,7 +74,8 @@ def report(
         say("drawing")
         write_atomically(output, report_page(e, others))
     if json:
-        print_json({"report": str(output), "model": e.plan.model, "layers": len(e.plan.nodes)})
+        written = {"report": str(output), "timeline": None if timeline is None else str(timeline)}
+        print_json(written | {"model": e.plan.model, "layers": len(e.plan.nodes)})
     else:
         console(err=True).print(f"wrote {output}" + (f" and {timeline}" if timeline is not None else ""))
     strictly(plan.fits, strict)
