@@ -110,6 +110,8 @@ class RankRing:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values. The others are arguments and results of ``forward``."""
+        import torch
+
         wide = torch.promote_types(q.dtype, torch.float32)
         given = (q, sums, gradient, (gradient.to(wide) * out.to(wide)).sum(-1))
         dq, dk, dv = _pulled(*given, k, v, self.scale, causal=self.causal)

@@ -58,8 +58,8 @@ def page(found: dict[str, Any], strategies: Sequence[str], limit: float) -> str:
         f"a strategy, {t['ran']} ran, and {t['equal']} of them are equal to the unsharded step (largest difference "
         f"{t['largest_difference']:.0e}). {g['ran']} pairs were run by four Gloo processes too: {g['equal']} are "
         f"equal. Of {b['ran']} pairs on 32 devices, {b['exact']} send exactly what the plan lists, and "
-        f"{b['same_bytes_by_kind'] - b['exact']} as many bytes in other messages (rows of neighbours come in two). A note explains "
-        "each cell that did not run.\n"
+        f"{b['same_bytes_by_kind'] - b['exact']} as many bytes in other messages (rows of neighbours come in two). "
+        "A note explains each cell that did not run.\n"
     )
     tables = [
         _NUMBERS,
