@@ -42,7 +42,7 @@ SMALLEST = {
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
     "search_growth": '--repeats 1 --only "5 layers"',
-    "search_public": "--solvers pase --seconds 1",
+    "search_public": f"--files {ROOT / 'examples'} --solvers pase --seconds 1",
     "sensitivity": "--only alexnet",
     "startup": "--runs 1",
     "tables": '--repeats 1 --only "gpt2 32"',
