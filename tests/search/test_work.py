@@ -166,3 +166,18 @@ def test_forbidden_pairs_are_left_one_by_one(monkeypatch: pytest.MonkeyPatch) ->
     )
     found = bounded.bounded_search(tables, None, None, 0, time.perf_counter(), rounds=6)
     assert found.feasible and verify(tables, found) <= cost_of(tables, hidden)
+
+
+def test_with_a_time_limit_an_ended_integer_program_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits for it then: it is asked now and again, for no time."""
+    wait, answers = IlpJob.wait, []
+
+    def ended(job: IlpJob, seconds: float) -> Any:
+        job.process.wait(60)
+        answers.append(wait(job, seconds))
+        return answers[-1]
+
+    monkeypatch.setattr(IlpJob, "wait", ended)
+    tables, memory = limited(3)
+    assert solve(tables, memory, time_limit=8.0, seed=1).feasible
+    assert answers and None not in answers
