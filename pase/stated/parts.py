@@ -191,22 +191,24 @@ class _PartsInTheMaking:
 
     def add_around(self, n: Node) -> None:
         """What the program does around an attention's kernel."""
-        part, program = self.parts[self.places.of(n.name)], self.program
+        program, around = self.program, self.program.around
         queries = next(op for op in n.ops if op.kind == "attention").reads[0]
         once = self.pass_s(n, queries)
-        forward = program.around.forward * once + program.around.waits * program.executor.host_s[0]
-        part.forward_s += forward
-        part.again_s += forward * self.again(n, False)
-        part.backward_s += program.around.backward * once
+        waits_s = around.waits * program.executor.host_s[0]
+        self.add_light(n, around.forward * once + waits_s, around.backward * once)
 
     def add_around_experts(self, n: Node, sent: Access) -> None:
         """What the program does with the tokens that are sent to experts. n, sent: the first product with a weight for
         each expert, and what it reads of them."""
-        part, around = self.parts["block"], self.program.experts
-        once = self.pass_s(n, sent)
-        part.forward_s += around.forward * once
-        part.again_s += around.forward * once * self.again(n, False)
-        part.backward_s += around.backward * once
+        around, once = self.program.experts, self.pass_s(n, sent)
+        self.add_light(n, around.forward * once, around.backward * once)
+
+    def add_light(self, n: Node, forward_s: float, backward_s: float) -> None:
+        """Light work of the program's own beside a node, in seconds."""
+        part = self.parts[self.places.of(n.name)]
+        part.forward_s += forward_s
+        part.again_s += forward_s * self.again(n, False)
+        part.backward_s += backward_s
 
     def add_collectives(self) -> None:
         """Collectives between products. Sums of parameters' gradients are left to ``add_parameters``."""
