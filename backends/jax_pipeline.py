@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Never
 
 from pase.backends.jax_pipeline_run import RunningStages
-from pase.backends.jax_plans import traced_by_jax
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
 from pase.backends.jax_stage_homes import StageHomes
 from pase.backends.jax_stage_optimizer import StagedOptimizer
@@ -23,13 +22,13 @@ from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays, trained, untrained
 from pase.ir import named, simplify
-from pase.ir.blocks import accumulated, rematerialised
+from pase.ir.blocks import Block, accumulated, rematerialised
+from pase.machine import Mesh
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Schedule
 from pase.plan.accesses import access_states, equation_layouts
 from pase.plan.constraints import constraints
 from pase.plan.pipeline import PipelinePlan
-from pase.plan.types import PlanData
 from pase.pytree import Tree
 from pase.tables.itemize import config_of
 
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from pase.backends.jax_stage_arrays import StackCut
     from pase.frontends.from_jax import TracedJax
 
-__all__ = ["JaxPipeline", "StagedStep", "in_stages"]
+__all__ = ["JaxPipeline", "StagedStep", "pipeline_of"]
 
 
 _OF_ONE_PROGRAM = frozenset(
@@ -135,7 +134,7 @@ class JaxPipeline:
         ) -> Tree:  # the step donates its arguments: none may share memory with the caller's arrays
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
-        placed = self._on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
+        placed = self.on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
@@ -153,18 +152,18 @@ class JaxPipeline:
 
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
-        return StagedOptimizer(homes=self._on(mesh).homes, optimizer=optimizer).init(params)
+        return StagedOptimizer(homes=self.on(mesh).homes, optimizer=optimizer).init(params)
 
     def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
-        return self._on(mesh).loss
+        return self.on(mesh).loss
 
     def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads). The gradients are where the trained leaves are.
 
         It runs the stages, and cannot be jitted as a whole.
         """
-        return self._on(mesh).value_and_grad
+        return self.on(mesh).value_and_grad
 
     def train_step(
         self,
@@ -182,7 +181,7 @@ class JaxPipeline:
         """
         if lowering == "manual":
             raise PaseError(f"stages do not support lowering='{lowering}' yet")
-        running = self._on(mesh)
+        running = self.on(mesh)
         return StagedStep(
             running=running,
             optimizer=StagedOptimizer(homes=running.homes, optimizer=optimizer),
@@ -198,7 +197,7 @@ class JaxPipeline:
             )
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
-    def _on(self, mesh: JaxMesh | None) -> RunningStages:
+    def on(self, mesh: JaxMesh | None) -> RunningStages:
         """The stages on a mesh from ``mesh``, compiled once."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
@@ -223,38 +222,41 @@ class StagedStep:
     donate: bool
 
     def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
-        homes = self.running.homes
-        mine, *given = homes.placed(arrays((params, *batch)))
-        state = self.optimizer.placed(opt_state)
+        mine, *given = self.placed(params, *batch)
         value, grads = self.running.value_and_grad(mine, *given)
-        updated, state = self.optimizer.updated(grads, state, trained(mine), self.donate)
-        return merged(updated, untrained(mine), homes.plan.traced.kept[0]), state, value
+        return *self.updated(mine, opt_state, grads), value
+
+    def placed(self, params: Tree, *batch: Tree) -> list[Tree]:
+        """The arrays of both where the plan stores them."""
+        return self.running.homes.placed(arrays((params, *batch)))
+
+    def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """(parameters, state) after the update. params: as placed."""
+        state = self.optimizer.placed(opt_state)
+        updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
+        return merged(updated, untrained(params), self.running.homes.plan.traced.kept[0]), state
 
 
-def in_stages(plan: PlanData) -> JaxPipeline:
-    """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
-    pipeline, traced = plan.pipeline, traced_by_jax(plan)
-    assert pipeline is not None
-    if pipeline.replicas:
-        shares = " and ".join(f"{r.micro_batches} on {r.group}" for r in pipeline.replicas)
-        raise PaseError(
-            f"replicas with unequal shares of the micro-batches ({shares}) are priced, not run: compile with "
-            f"pipeline=N for stages on the groups, or with pipeline='none'"
-        )
+def pipeline_of(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+) -> JaxPipeline:
+    """A pipeline in JAX's terms. traced: the model on one micro-batch. logical_mesh: of one rank. remat: what is
+    computed again where the pipeline does not say it."""
 
     def split(i: int) -> JaxPlan:
-        strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, plan.remat)
-        graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), plan.accumulate)
-        configs = {n.name: config_of(n, strategy[n.name], plan.mesh) for n in graph.nodes}
-        states = access_states(graph, plan.mesh, configs)
+        strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, remat)
+        m = pipeline.micro_batches
+        graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
+        configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
+        states = access_states(graph, logical_mesh, configs)
         return JaxPlan(
             traced=traced,
-            accumulate=plan.accumulate,
+            accumulate=m,
             blocks=blocks,
             accesses=equation_layouts(graph, states),
             strategy=strategy,
-            logical_mesh=plan.mesh,
-            constraints=constraints(graph, plan.mesh, states),
+            logical_mesh=logical_mesh,
+            constraints=constraints(graph, logical_mesh, states),
         )
 
     splits = tuple(split(i) for i in range(len(pipeline.strategies)))

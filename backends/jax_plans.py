@@ -11,9 +11,9 @@ from pase.plan.types import PlanData
 __all__ = ["jax_plan", "traced_by_jax"]
 
 
-def traced_by_jax(plan: PlanData) -> TracedJax:
-    """The model on one micro-batch. Raises PaseError if the plan was loaded without it, or if it is not a JAX
-    program."""
+def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
+    """The model on one of the plan's micro-batches, or of so many. Raises PaseError if the plan was loaded without it,
+    or if it is not a JAX program."""
     from pase.frontends.jax_blocks import micro
 
     traced = plan.traced_as(
@@ -21,7 +21,7 @@ def traced_by_jax(plan: PlanData) -> TracedJax:
         "loss_fn, params, batch",
         "there is no JAX program to constrain: use 'pase emit' to write the plan for other frameworks",
     )
-    return micro(traced, plan.accumulate)
+    return micro(traced, micro_batches or plan.accumulate)
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_manual import lowerings
-from pase.backends.jax_pipeline import in_stages
 from pase.backends.jax_plans import jax_plan
+from pase.backends.jax_replicas import in_stages
 from pase.backends.jax_values import NotByHand
 from pase.backends.to_jax import JaxPlan, Lowering
 from pase.hlo.collectives import HloCollective, collectives
@@ -295,10 +295,11 @@ def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree
     kept, jp = _keeping_gradients(optimizer), in_stages(plan)
     placed, *placed_batch = jp.device_put(params, *batch)
     state = jp.init(kept, placed)
-    updated, (grads, _), value = jp.train_step(kept)(placed, state, *placed_batch)
+    updated, state, value = jp.train_step(kept)(placed, state, *placed_batch)
+    grads, _ = jp.gathered(state)
     return StepResult(
         loss=float(jax.tree.leaves(value)[0]),
-        gradients=jp.gathered(grads),
+        gradients=grads,
         parameters=jp.gathered(trained(updated)),
     )
 

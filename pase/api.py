@@ -17,6 +17,7 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.backends.jax_pipeline import JaxPipeline
+    from pase.backends.jax_replicas import JaxReplicas
     from pase.backends.to_jax import JaxPlan
     from pase.backends.torch_plan import TorchPlan
     from pase.compiler.problem import Progress
@@ -136,14 +137,14 @@ class Plan(PlanData):
         return with_buckets(self, policy=policy, options=options)
 
     @cached_property
-    def jax(self) -> JaxPlan | JaxPipeline:
+    def jax(self) -> JaxPlan | JaxPipeline | JaxReplicas:
         """The plan in JAX: shardings, the constrained loss and a train step. A pipelined plan has a step that runs its
         stages.
 
         A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
         """
-        from pase.backends.jax_pipeline import in_stages
         from pase.backends.jax_plans import jax_plan
+        from pase.backends.jax_replicas import in_stages
 
         if self.traced is None and self.model.startswith("zoo:"):
             return self.with_model(resolve(self.model)).jax

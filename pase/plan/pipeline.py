@@ -139,7 +139,9 @@ def lines(plan: PlanData) -> list[str]:
         out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
     out.append(f"scope  {p.scope}")
     if p.replicas:
-        runs_in = "replicas with unequal shares are priced only: no backend runs them yet"
+        runs_in = (
+            "plan.jax.train_step(optimizer) runs the replicas in JAX, each its share of the micro-batches"
+        )
     elif plan.provenance.get("frontend") == "torch":
         runs_in = "'pase emit --to torch-schedule' writes its list of actions, which torch.distributed.pipelining runs"
     else:

@@ -148,7 +148,7 @@ def test_where_equal_shares_are_as_good_it_says_so():
     assert plan.baselines["replicas on the groups"] >= plan.cost >= plan.bound
 
 
-def test_a_plan_of_replicas_is_priced_saved_and_not_run():
+def test_a_plan_of_replicas_is_priced_saved_and_given_to_jax():
     plan = pase.compile(
         WIDE,
         devices=4,
@@ -165,8 +165,8 @@ def test_a_plan_of_replicas_is_priced_saved_and_not_run():
     assert plan.bound <= plan.cost < plan.baselines["stages on the groups"] < plan.baselines["no stages"]
     assert any("share  h100x8#0: 3 micro-batches" in line for line in lines(plan))
     assert any("shares of the micro-batches would take" in line for line in lines(plan))
-    with pytest.raises(PaseError, match=r"3 on h100x8#0 and 1 on h100x8#1. are priced, not run"):
-        _ = plan.jax.train_step
+    assert plan.jax.shares == (3, 1) and "runs the replicas in JAX" in str(plan)
+    assert [r.splits[0].accumulate for r in plan.jax.replicas] == [3, 1]
     tree = to_tree(to_json(plan))
     assert from_json(json.loads(json.dumps(tree))).pipeline == p
     tree["pipeline"]["replicas"][0]["pipeline"]["groups"] = ["one"] * 9

@@ -16,7 +16,7 @@ from pase.backends.jax_stage_arrays import StackCut
 from pase.backends.truth import unsharded_step, worst_difference
 from pase.errors import PaseError
 from pase.pipeline.registry import schedule
-from pase.plan.pipeline import StagePlan
+from pase.plan.pipeline import ReplicaPlan, StagePlan
 from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
 
@@ -162,6 +162,57 @@ def test_step_equals_unsharded(name, chunks, cuts, scan, remat, seed):
     assert updated["wte"].sharding.num_devices == (4 if name == "zb-v" else 8)  # zb-v: both ends on one rank
 
 
+@cache
+def on_four(scan):
+    with jax.enable_x64(True):
+        asked = {"pipeline": 2, "mesh": "2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+        return pase.compile(gpt, *arguments(scan), devices=4, machine="h100x8", **asked)
+
+
+def replicas(plan, *of):
+    """A plan of replicas on groups of four devices: (micro-batches, schedule, cuts) of each."""
+
+    def replica(many, name, cuts):
+        p = staged(plan, name, 1, cuts).pipeline
+        mesh = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+        stages = replace(p, micro_batches=many)
+        return ReplicaPlan(group=f"group{many}", micro_batches=many, step_s=1.0, mesh=mesh, pipeline=stages)
+
+    made = tuple(replica(*r) for r in of)
+    return replace(plan, pipeline=replace(made[0].pipeline, replicas=made), accumulate=made[0].micro_batches)
+
+
+def test_replicas_with_unequal_shares_equal_the_unsharded_step(scan=True):
+    """Three micro-batches on one group, one on another whose stages are cut elsewhere."""
+    jp = replicas(on_four(scan), (3, "1f1b", (1, 3)), (1, "gpipe", (3, 1))).jax
+    params, batch = arguments(scan)
+    whole = reference(scan)
+    placed, there = jp.device_put(params, batch)
+    loss, grads = jp.value_and_grad()(params, batch)
+    assert abs(float(loss) - whole.loss) < 1e-12 and abs(float(jp.loss()(placed, there)) - whole.loss) < 1e-12
+    step, state = jp.train_step(OPTIMIZER), jp.init(OPTIMIZER, placed)
+    updated, state, loss = step(placed, state, there)
+    assert abs(float(loss) - whole.loss) < 1e-12
+    for r, mine, theirs in zip(jp.replicas, updated.parts, grads.parts, strict=True):
+        assert worst_difference(whole.gradients, r.gathered(theirs)) < 1e-12
+        assert worst_difference(whole.parameters, r.gathered(mine)) < 1e-12
+    devices = [{d for x in jax.tree.leaves(part) for d in x.devices()} for part in updated.parts]
+    assert [len(d) for d in devices] == [4, 4] and not devices[0] & devices[1]
+    *_, second = step(updated, state, batch)
+    assert float(second) < float(loss)
+    with pytest.raises(PaseError, match=r"the plan is for 8 devices \(4 \+ 4\), but JAX sees 7"):
+        jp.mesh(jax.devices()[:7])
+
+
+def test_what_a_loss_returns_besides_is_stacked_over_the_replicas():
+    plan, w, x, ((loss, aux), grads) = chained()
+    jp = replicas(plan, (3, "1f1b", (1, 3)), (1, "1f1b", (2, 2))).jax
+    (got, mine), found = jp.value_and_grad()(w, x)
+    assert abs(float(got - loss)) < 1e-14 and mine["x"].shape == (MICRO,)
+    assert float(jnp.sum(mine["x"]) - aux["x"]) == pytest.approx(0, abs=1e-12)
+    assert worst_difference(grads, jp.gathered(found)) < 1e-14
+
+
 def chain(params, x):
     return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params)[0] ** 2), {"x": x.sum()}
 
@@ -190,7 +241,7 @@ def test_every_schedule_runs_its_own_list(name, chunks):
     assert worst_difference(grads, jp.gathered(mine)) < 1e-14
     assert abs(float(jp.loss()(w, x)[0] - loss)) < 1e-14
     if name == "dualpipev":  # the second rank's two stages do the same with other layers
-        programs = jp._on(None).programs
+        programs = jp.on(None).programs
         assert programs[1] is programs[2] and len({id(p) for p in programs}) == 3
 
 
