@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from jax import Array
     from jax import Device as JaxDevice
     from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding
     from optax import GradientTransformation
 
 __all__ = ["JaxReplicas", "Replicated", "in_stages"]
@@ -233,8 +234,8 @@ class _ReplicatedStep:
             s.updated(m[0], state, g)
             for s, m, state, g in zip(self.steps, mine, states, means.parts, strict=True)
         ]
-        updated, states = (Replicated(x) for x in zip(*done, strict=True))
-        return updated, states, self.replicas._value([v for v, _ in found])
+        updated, changed = (Replicated(x) for x in zip(*done, strict=True))
+        return updated, changed, self.replicas._value([v for v, _ in found])
 
 
 def _copies(tree: Tree, many: int) -> tuple[Tree, ...]:
@@ -254,16 +255,14 @@ def _as_of(grads: Tree, homes: StageHomes) -> Tree:
     )
 
 
-def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: object) -> Array:
+def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: NamedSharding) -> Array:
     """The rows of a leaf of any cut, on some devices; None: all of them."""
     import jax
     import jax.numpy as jnp
 
-    parts = x.parts if is_cut(x) else (x,)
+    parts: tuple[Array, ...] = (x,) if not isinstance(x, StackCut) else x.parts
     if rows is None:
-        rows = (0, sum(p.shape[0] for p in parts)) if is_cut(x) else None
-    if rows is None:
-        return x
+        return jnp.concatenate([jax.device_put(p, to) for p in parts]) if len(parts) > 1 else parts[0]
     starts = [0, *itertools.accumulate(p.shape[0] for p in parts)]
     mine = [
         jax.device_put(p[max(rows[0] - a, 0) : rows[1] - a], to)
