@@ -16,12 +16,10 @@ import numpy as np
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import canonical_collectives, moves
+from pase.tables.reshard_path import moves
+from pase.tables.walks import walked
 
 __all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
-
-
-_KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 
 
 @dataclass(frozen=True)
@@ -167,26 +165,27 @@ class _KnownPlans:
             self.forget()
         packed, size = np.ascontiguousarray(cases).tobytes(), cases[0].nbytes if len(cases) else 1
         keys = [packed[i : i + size] for i in range(0, len(packed), size)]
-        rows = [self.number.get(key, -1) for key in keys]
-        for i, row in enumerate(rows):
-            if row < 0:
-                rows[i] = self._add(keys[i], cases[i])
-        found = self.parts[:, np.array(rows, np.intp)]
+        rows = np.array([self.number.get(key, -1) for key in keys], np.intp)
+        new = np.flatnonzero(rows < 0)
+        if len(new):
+            first = len(self.number)
+            rows[new] = np.arange(first, first + len(new))
+            self._keep(first, walked(cases[new]))
+            self.number.update((keys[i], int(rows[i])) for i in new)
+        found = self.parts[:, rows]
         most = int((found[0] >= 0).any(axis=0).sum())
         return np.ascontiguousarray(found[:, :, :most])
 
-    def _add(self, key: bytes, case: np.ndarray) -> int:
-        row = self.number[key] = len(self.number)
-        plan = canonical_collectives(tuple(zip(*case.tolist(), strict=True)))
+    def _keep(self, first: int, plans: np.ndarray) -> None:
+        """Plans [3, new, moves] from row ``first`` on."""
+        _, new, moves = plans.shape
         _, rows, most = self.parts.shape
-        if row >= rows or len(plan) > most:
-            grown = np.full((3, max(rows, 2 * row), max(most, len(plan))), -1, dtype=np.int32)
-            grown[:, :rows, :most] = self.parts
+        if first + new > rows or moves > most:
+            grown = np.full((3, max(rows, 2 * (first + new)), max(most, moves)), -1, dtype=np.int32)
+            grown[:, :first, :most] = self.parts[:, :first]
             self.parts = grown
-        self.parts[:, row] = -1
-        for i, (kind, axes, split) in enumerate(plan):
-            self.parts[:, row, i] = _KIND[kind], axes, split
-        return row
+        self.parts[:, first : first + new] = -1
+        self.parts[:, first : first + new, :moves] = plans
 
 
 _MOST_PLANS = 1 << 18

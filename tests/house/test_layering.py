@@ -214,7 +214,7 @@ MAY_USE_FRAMEWORKS = {
 }
 
 # Layers with loops that need numba: at the top of files named *kernel*, elsewhere inside of functions.
-COMPILED = {"pase.compiled", "pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
+COMPILED = {"pase.compiled", "pase.tables", "pase.search", "pase.replay", "pase.schedule", "pase.pipeline"}
 
 
 def modules() -> list[tuple[str, Path]]:

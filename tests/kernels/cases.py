@@ -97,9 +97,30 @@ def _schedule(seed: int) -> Iterator[Any]:
     yield kernels_chain.jackson(*times, np.argsort(line["ready"], kind="stable"))
 
 
+def _walks(seed: int) -> Iterator[Any]:
+    from pase.tables.kernels_walk import walk_cases
+    from pase.tables.layouts import _DIM, REPLICATED
+    from pase.tables.reshard import _canonical
+
+    rng = np.random.default_rng(seed)
+    sizes, rows = np.array([2, 3, 2, 4, 2]), np.full((2, 40, 5), REPLICATED)
+    for end in rows:
+        for row in end:
+            blocks = [1, 1, 1]
+            for a in rng.permutation(5):
+                t = rng.integers(-2, 3)
+                if t >= 0:
+                    blocks[t] *= sizes[a]
+                row[a] = t if t < 0 else t * _DIM + blocks[t]
+    cases, _ = _canonical(*rows, sizes)
+    done, count = np.empty((40, 16, 3), np.int32), np.empty(40, np.int64)
+    walk_cases(cases, 0, 40, done, count)
+    yield from (done, count)
+
+
 def results() -> dict[str, list[str]]:
     """Every number that the kernels return or write, as bits."""
-    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _schedule)
+    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _schedule, _walks)
     return {
         f"{run.__name__} {seed}": [np.asarray(x, float).tobytes().hex() for x in run(seed)]
         for run in runs

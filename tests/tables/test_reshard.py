@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase.machine import COLLECTIVES, Mesh
-from pase.tables.layouts import PARTIAL
-from pase.tables.reshard import compare, reshard
+from pase.tables import walks
+from pase.tables.layouts import _DIM, PARTIAL
+from pase.tables.reshard import _canonical, compare, reshard
 from pase.tables.reshard_path import moves
 from tests.tables.strategies import layouts, meshes
 
@@ -47,6 +51,36 @@ def test_steps_hold_every_move_in_order(case: tuple[Mesh, Rows, Rows]) -> None:
         for m in moves(src[0], dst[0], mesh.sizes)
         if m.kind != "slice"
     ]
+
+
+@given(cases())
+@settings(max_examples=300, deadline=None)
+def test_compiled_walks_are_those_of_the_definition(case: tuple[Mesh, Rows, Rows]) -> None:
+    mesh, src, dst = case
+    many = max(len(src), len(dst))
+    rows = (np.resize(np.array(x), (many, len(mesh.sizes))) for x in (src, dst))
+    found, _ = _canonical(*rows, np.array(mesh.sizes))
+    np.testing.assert_array_equal(walks.compiled(found), walks.one_by_one(found))
+
+
+def test_walks_of_many_moves_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A permutation of six dims, in which each axis is blocked by the next one."""
+    case = np.array([[[2] * 6, [k * _DIM + 2 for k in range(6)], [(k + 1) % 6 * _DIM + 2 for k in range(6)]]])
+    want = walks.one_by_one(case)
+    monkeypatch.setattr(walks, "_ROOM", 0)
+    np.testing.assert_array_equal(walks.compiled(case), want)
+    assert want.shape[2] > 0
+
+
+def test_python_walks_until_the_kernel_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = np.array([[[2, 2], [_DIM + 2, -1], [-1, _DIM + 2]]])
+    monkeypatch.delitem(sys.modules, "pase.tables.kernels_walk", raising=False)
+    monkeypatch.setattr(walks._Walked, "cases", 0)
+    monkeypatch.setattr(walks, "_IMPORT_CASES", 2)
+    first = walks.walked(case)
+    assert "pase.tables.kernels_walk" not in sys.modules
+    np.testing.assert_array_equal(walks.walked(case), first)
+    assert "pase.tables.kernels_walk" in sys.modules
 
 
 def test_equal_layouts_cost_nothing_either_way() -> None:

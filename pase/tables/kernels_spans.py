@@ -1,0 +1,195 @@
+"""Compiled: the state of a walk from one layout to another, and spans of digits. For ``kernels_walk``.
+
+A walk's state is two arrays of integers, with loops over them, because that compiles and loads ten times as fast as
+arrays made on the way.
+
+``w``, int64 [rows, axes]: ``NOW`` on its way to ``GOAL``; the ``SIZE`` of each axis; ``HELD``, which axes hold a
+part of what it wants (a bit set, as all sets of axes are). ``CHANGE``, ``TRIAL`` and ``LEFT`` are what axes change
+to, ``KEEP`` for those that keep theirs. ``ORDER`` and ``TAKEN`` are lists of axes.
+
+``s``, int64 [slots, places, 3]: lists of spans (tensor dim, low, high). The slot ``LENGTH`` has the length of each
+list and the number of moves, ``EXTENT`` the extent of each tensor dim.
+"""
+
+from __future__ import annotations
+
+from pase.compiled import jit
+from pase.tables.layouts import _DIM
+
+__all__ = [
+    "BITS",
+    "CHANGE",
+    "EXTENT",
+    "GOAL",
+    "HAS",
+    "HELD",
+    "KEEP",
+    "LEFT",
+    "LENGTH",
+    "MASK",
+    "MOVES",
+    "NOW",
+    "ROWS",
+    "SIZE",
+    "SLOTS",
+    "TAKEN",
+    "TANGLES",
+    "TOOK",
+    "TRIAL",
+    "WANTS",
+    "add_spans",
+    "changed",
+    "clear",
+    "in_order",
+    "joined",
+    "minus",
+    "nested",
+    "tile",
+]
+
+KEEP = -1 << 60
+BITS, MASK = _DIM.bit_length() - 1, _DIM - 1  # a digit is a tensor dim and a stride
+NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, ROWS = range(10)
+HAS, WANTS, CUT, EXTENT, TANGLES, LENGTH, SLOTS = range(7)
+MOVES, ORDERED, TOOK = 3, 4, 5  # places in LENGTH behind those of the lists of spans
+
+
+@jit()
+def clear(w, row):
+    for a in range(w.shape[1]):
+        w[row, a] = KEEP
+
+
+@jit()
+def changed(w, row):
+    bits = 0
+    for a in range(w.shape[1]):
+        if w[row, a] != KEEP:
+            bits |= 1 << a
+    return bits
+
+
+@jit()
+def put(s, slot, t, low, high):
+    k = s[LENGTH, slot, 0]
+    s[slot, k, 0], s[slot, k, 1], s[slot, k, 2] = t, low, high
+    s[LENGTH, slot, 0] = k + 1
+
+
+@jit()
+def add_spans(w, s, slot, row, axes):
+    """Add the spans of the axes' states in a row to a list; what a row keeps is ``NOW``'s."""
+    for a in range(w.shape[1]):
+        state = w[row, a] if w[row, a] != KEEP else w[NOW, a]
+        if axes >> a & 1 and state >= 0:
+            put(s, slot, state >> BITS, (state & MASK), (state & MASK) * w[SIZE, a])
+
+
+@jit()
+def sort(s, slot):
+    for i in range(1, s[LENGTH, slot, 0]):
+        t, low, high = s[slot, i, 0], s[slot, i, 1], s[slot, i, 2]
+        j = i
+        while j > 0:
+            u, edge = s[slot, j - 1, 0], s[slot, j - 1, 1]
+            if not (t < u or (t == u and (low < edge or (low == edge and high < s[slot, j - 1, 2])))):
+                break
+            for k in range(3):
+                s[slot, j, k] = s[slot, j - 1, k]
+            j -= 1
+        s[slot, j, 0], s[slot, j, 1], s[slot, j, 2] = t, low, high
+
+
+@jit()
+def join(s, slot):
+    sort(s, slot)
+    n, k = s[LENGTH, slot, 0], 0
+    for i in range(n):
+        if k > 0 and s[slot, k - 1, 0] == s[slot, i, 0] and s[slot, k - 1, 2] == s[slot, i, 1]:
+            s[slot, k - 1, 2] = s[slot, i, 2]
+        else:
+            for c in range(3):
+                s[slot, k, c] = s[slot, i, c]
+            k += 1
+    s[LENGTH, slot, 0] = k
+
+
+@jit()
+def joined(w, s, slot, row, axes):
+    s[LENGTH, slot, 0] = 0
+    add_spans(w, s, slot, row, axes)
+    join(s, slot)
+
+
+@jit()
+def minus(s, slot, other):
+    """Leave in one list what lies outside of another."""
+    for o in range(s[LENGTH, other, 0]):
+        t, low, high = s[other, o, 0], s[other, o, 1], s[other, o, 2]
+        s[LENGTH, CUT, 0] = 0
+        for i in range(s[LENGTH, slot, 0]):
+            u, begin, end = s[slot, i, 0], s[slot, i, 1], s[slot, i, 2]
+            if u != t or end <= low or high <= begin:
+                put(s, CUT, u, begin, end)
+                continue
+            if begin < low:
+                put(s, CUT, u, begin, low)
+            if high < end:
+                put(s, CUT, u, high, end)
+        s[LENGTH, slot, 0] = 0
+        for i in range(s[LENGTH, CUT, 0]):
+            put(s, slot, s[CUT, i, 0], s[CUT, i, 1], s[CUT, i, 2])
+    join(s, slot)
+
+
+@jit()
+def nested(s):
+    """Do all bounds of ``HAS`` and ``WANTS`` within a dim divide one another?"""
+    s[LENGTH, CUT, 0] = 0
+    for slot in (HAS, WANTS):
+        for i in range(s[LENGTH, slot, 0]):
+            for k in range(1, 3):
+                put(s, CUT, s[slot, i, 0], s[slot, i, k], 0)
+    sort(s, CUT)
+    for i in range(1, s[LENGTH, CUT, 0]):
+        if s[CUT, i, 0] == s[CUT, i - 1, 0] and s[CUT, i, 1] % s[CUT, i - 1, 1] != 0:
+            return False
+    return True
+
+
+@jit()
+def in_order(w, s, first, then):
+    """``ORDER``: the axes of one set, and then those of another."""
+    k = 0
+    for axes in (first, then):
+        for a in range(w.shape[1]):
+            if axes >> a & 1:
+                w[ORDER, k] = a
+                k += 1
+    s[LENGTH, ORDERED, 0] = k
+
+
+@jit()
+def tile(w, s, slot, begin, whole, row):
+    """Whether axes of ``ORDER`` can take exactly the list's spans from ``begin`` on. ``TAKEN``: those that do, and
+    their digits in a row. whole: if not, digits that begin at the spans' tops will do."""
+    clear(w, row)
+    s[LENGTH, TOOK, 0] = 0
+    for i in range(begin, s[LENGTH, slot, 0]):
+        t, low, high = s[slot, i, 0], s[slot, i, 1], s[slot, i, 2]
+        while low < high:
+            found = -1
+            for k in range(s[LENGTH, ORDERED, 0]):
+                a = w[ORDER, k]
+                if w[row, a] == KEEP and high % (low * w[SIZE, a]) == 0:
+                    found = a
+                    break
+            if found < 0:
+                if whole:
+                    return False
+                break
+            high //= w[SIZE, found]
+            w[row, found] = (t << BITS) + high
+            w[TAKEN, s[LENGTH, TOOK, 0]] = found
+            s[LENGTH, TOOK, 0] += 1
+    return True

@@ -1,0 +1,477 @@
+"""Compiled: the moves of many canonical cases at once. ``pase.tables.reshard_path`` defines them and says why.
+
+Their state is that of ``kernels_spans``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pase.compiled import jit
+from pase.machine import COLLECTIVES
+from pase.tables.kernels_spans import (
+    BITS,
+    CHANGE,
+    EXTENT,
+    GOAL,
+    HAS,
+    HELD,
+    KEEP,
+    LEFT,
+    LENGTH,
+    MASK,
+    MOVES,
+    NOW,
+    ROWS,
+    SIZE,
+    SLOTS,
+    TAKEN,
+    TANGLES,
+    TOOK,
+    TRIAL,
+    WANTS,
+    add_spans,
+    changed,
+    clear,
+    in_order,
+    joined,
+    minus,
+    nested,
+    tile,
+)
+from pase.tables.layouts import PARTIAL, REPLICATED
+
+__all__ = ["walk_cases"]
+
+_SLICE = -1
+_REDUCE_SCATTER = COLLECTIVES.index("reduce_scatter")
+_ALL_TO_ALL = COLLECTIVES.index("all_to_all")
+_PERMUTE = COLLECTIVES.index("permute")
+_ALL_REDUCE = COLLECTIVES.index("all_reduce")
+_ALL_GATHER = COLLECTIVES.index("all_gather")
+
+
+@jit()
+def walk_cases(cases, first, last, done, count):
+    """Walk cases[first:last]: int64 [cases, 3, axes] (ways, src, dst), digits in blocks.
+
+    done: int32 [cases, moves, 3], written: (kind as in COLLECTIVES, axes, split), -1 behind the last move; free moves
+    are left out. count: int64 [cases], the moves of each case, which may be more than there is room for.
+    """
+    n = cases.shape[2]
+    w, s = np.zeros((ROWS, n), np.int64), np.zeros((SLOTS, 8 * n + 8, 3), np.int64)
+    for c in range(first, last):
+        _begin(w, s, cases[c])
+        for i in range(done.shape[1]):
+            for k in range(3):
+                done[c, i, k] = -1
+        step = 0
+        while _unsettled(w) and step < 11:
+            step = 0 if _step(w, s, done[c], step) else step + 1
+        _end(w, s, done[c])
+        count[c] = s[LENGTH, MOVES, 0]
+
+
+@jit()
+def _step(w, s, done, step):
+    """Make the moves of a step of ``reshard_path._walked``, if there are any. Each kind is called in one place, because
+    calls are compiled inline."""
+    if step in (0, 1, 7, 8):
+        kind, state = (_SLICE, REPLICATED) if step in (0, 7) else (_REDUCE_SCATTER, PARTIAL)
+        return _enter(w, s, done, kind, state, step < 7)
+    if step in (3, 9):
+        return _all_to_all(w, s, done, step == 3)
+    if step == 5:
+        return _sink(w, s, done)
+    if step == 10:
+        return _unblock(w, s, done)
+    some = False
+    for i in range(_tangles(w, s)):
+        group = s[TANGLES, i, 0]
+        some |= _relabel(w, s, done, group) if step == 6 else _exchange(w, s, done, group, step == 4)
+    return some
+
+
+@jit()
+def _begin(w, s, case):
+    """Blocks become strides."""
+    n = w.shape[1]
+    s[LENGTH, MOVES, 0] = 0
+    for t in range(2 * n):
+        s[EXTENT, t, 0] = 1
+    for k in range(1, 3):
+        for a in range(n):
+            if case[k, a] >= 0:
+                t, blocks = case[k, a] >> BITS, case[k, a] & MASK
+                x, y = s[EXTENT, t, 0], blocks
+                while y:
+                    x, y = y, x % y
+                s[EXTENT, t, 0] = s[EXTENT, t, 0] // x * blocks
+    for a in range(n):
+        w[SIZE, a] = case[0, a]
+        for k in range(1, 3):
+            state = case[k, a]
+            if state >= 0:
+                state += s[EXTENT, state >> BITS, 0] // (state & MASK) - (state & MASK)
+            w[NOW if k == 1 else GOAL, a] = state
+    _hold(w)
+
+
+@jit()
+def _end(w, s, done):
+    summed, gathered = 0, 0
+    for a in range(w.shape[1]):
+        if w[NOW, a] == PARTIAL and w[GOAL, a] == REPLICATED:
+            summed |= 1 << a
+        if w[NOW, a] >= 0 and w[GOAL, a] < 0:
+            gathered |= 1 << a
+    _all_reduce(w, s, done, summed)
+    _gather(w, s, done, gathered)
+
+
+@jit()
+def _unsettled(w):
+    some = False
+    for a in range(w.shape[1]):
+        some |= w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a]
+    return some
+
+
+@jit()
+def _hold(w):
+    """What follows from ``NOW``."""
+    n = w.shape[1]
+    for a in range(n):
+        goal, held = w[GOAL, a], 0
+        if goal >= 0:
+            t, low = goal >> BITS, (goal & MASK)
+            high = low * w[SIZE, a]
+            for b in range(n):
+                state = w[NOW, b]
+                alike = b != a and state >= 0 and state >> BITS == t
+                if alike and low < (state & MASK) * w[SIZE, b] and (state & MASK) < high:
+                    held |= 1 << b
+        w[HELD, a] = held
+
+
+@jit()
+def _split(w):
+    bits = 0
+    for a in range(w.shape[1]):
+        if w[NOW, a] >= 0:
+            bits |= 1 << a
+    return bits
+
+
+@jit()
+def _move(w, s, done, kind, row):
+    axes, split = changed(w, row), _split(w)
+    if axes == 0:
+        return False
+    for a in range(w.shape[1]):
+        if w[row, a] != KEEP:
+            w[NOW, a] = w[row, a]
+    _hold(w)
+    if kind != _SLICE:
+        at = s[LENGTH, MOVES, 0]
+        if at < done.shape[0]:
+            done[at, 0] = kind
+            done[at, 1] = axes
+            done[at, 2] = _split(w) if kind == _ALL_GATHER else split
+        s[LENGTH, MOVES, 0] = at + 1
+    return True
+
+
+@jit()
+def _all_reduce(w, s, done, axes):
+    clear(w, TRIAL)
+    for a in range(w.shape[1]):
+        if axes >> a & 1:
+            w[TRIAL, a] = REPLICATED
+    _move(w, s, done, _ALL_REDUCE, TRIAL)
+
+
+@jit()
+def _gather(w, s, done, axes):
+    while axes:
+        last = -1
+        for a in range(w.shape[1]):
+            if axes >> a & 1 and w[NOW, a] >> BITS > last:
+                last = w[NOW, a] >> BITS
+        clear(w, TRIAL)
+        for a in range(w.shape[1]):
+            if axes >> a & 1 and w[NOW, a] >> BITS == last:
+                w[TRIAL, a] = REPLICATED
+                axes &= ~(1 << a)
+        _move(w, s, done, _ALL_GATHER, TRIAL)
+
+
+@jit()
+def _hanging(w, s, row):
+    """A bit set, as ``_LayoutWalk._hanging``; row ``NOW``: without a change."""
+    n, out = w.shape[1], 0
+    for a in range(n):
+        state = w[row, a] if w[row, a] != KEEP else w[NOW, a]
+        if state >= 0:
+            high = (state & MASK) * w[SIZE, a]
+            fits = high == s[EXTENT, state >> BITS, 0]
+            for b in range(n):
+                other = w[row, b] if w[row, b] != KEEP else w[NOW, b]
+                fits |= other == state - (state & MASK) + high
+            if not fits:
+                out |= 1 << a
+    return out
+
+
+@jit()
+def _solid(w, s, row):
+    hung = _hanging(w, s, NOW) & ~changed(w, row)
+    return _hanging(w, s, row) & ~hung == 0
+
+
+@jit()
+def _enter(w, s, done, kind, state, solid):
+    n, free = w.shape[1], 0
+    clear(w, CHANGE)
+    for a in range(n):
+        if w[NOW, a] == state and w[GOAL, a] >= 0 and w[HELD, a] == 0:
+            w[CHANGE, a] = w[GOAL, a]
+            free |= 1 << a
+    if free == 0:
+        return False
+    while solid:
+        hanging = _hanging(w, s, CHANGE) & changed(w, CHANGE)
+        if hanging == 0:
+            break
+        for a in range(n):
+            if hanging >> a & 1:
+                w[CHANGE, a] = KEEP
+    left = free & ~changed(w, CHANGE)
+    for a in range(n):
+        if left >> a & 1:
+            _place_on_top(w, s, a)
+    return _move(w, s, done, kind, CHANGE)
+
+
+@jit()
+def _place_on_top(w, s, a):
+    every = (1 << w.shape[1]) - 1
+    joined(w, s, HAS, CHANGE, every)
+    s[LENGTH, WANTS, 0] = 0
+    for b in range(w.shape[1]):
+        if w[GOAL, b] >= 0 and w[GOAL, b] >> BITS == w[GOAL, a] >> BITS:
+            add_spans(w, s, WANTS, GOAL, 1 << b)
+    minus(s, WANTS, HAS)
+    in_order(w, s, 1 << a, 0)
+    tile(w, s, WANTS, max(s[LENGTH, WANTS, 0] - 1, 0), False, LEFT)
+    if w[LEFT, a] != KEEP:
+        w[CHANGE, a] = w[LEFT, a]
+        if not _solid(w, s, CHANGE):
+            w[CHANGE, a] = KEEP
+
+
+@jit()
+def _departing(w, first):
+    """``CHANGE``: digits of the axes that are free to move as axis ``first`` is; whether it is the first of them."""
+    clear(w, CHANGE)
+    for a in range(w.shape[1]):
+        leaves = w[NOW, a] >= 0 and w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a] and w[HELD, a] == 0
+        if a == first and not leaves:
+            return False
+        alike = w[NOW, a] >> BITS == w[NOW, first] >> BITS
+        if leaves and alike and w[GOAL, a] >> BITS == w[GOAL, first] >> BITS:
+            if a < first:
+                return False
+            w[CHANGE, a] = w[GOAL, a]
+    return True
+
+
+@jit()
+def _all_to_all(w, s, done, solid):
+    for first in range(w.shape[1]):
+        if _departing(w, first):
+            apart = w[NOW, first] >> BITS != w[GOAL, first] >> BITS
+            if not solid or (apart and _solid(w, s, CHANGE)):
+                return _move(w, s, done, _ALL_TO_ALL, CHANGE)
+    return False
+
+
+@jit()
+def _sink(w, s, done):
+    n = w.shape[1]
+    for first in range(n):
+        if not _departing(w, first) or w[NOW, first] >> BITS == w[GOAL, first] >> BITS:
+            continue
+        inside, leaving = 0, changed(w, CHANGE)
+        for a in range(n):
+            if w[NOW, a] >= 0 and w[NOW, a] >> BITS == w[NOW, first] >> BITS:
+                inside |= 1 << a
+        joined(w, s, HAS, NOW, inside)
+        s[LENGTH, WANTS, 0] = 0
+        in_order(w, s, inside & ~leaving, inside & leaving)
+        if not tile(w, s, HAS, 0, True, LEFT) or not nested(s):
+            continue
+        for a in range(n):
+            w[TRIAL, a] = w[CHANGE, a] if w[CHANGE, a] != KEEP else w[LEFT, a]
+            if w[LEFT, a] == w[NOW, a]:
+                w[LEFT, a] = KEEP
+        if _solid(w, s, TRIAL):
+            return _move(w, s, done, _PERMUTE, LEFT)
+    return False
+
+
+@jit()
+def _tangles(w, s):
+    """As ``_LayoutWalk._tangles``: bit sets, in the slot ``TANGLES``; how many there are."""
+    n, k = w.shape[1], 0
+    for a in range(n):
+        s[TANGLES, a, 1] = 1 << a if w[NOW, a] != w[GOAL, a] else 0
+        s[TANGLES, a, 2] = w[HELD, a] if w[NOW, a] != w[GOAL, a] else 0
+    for a in range(n):
+        for b in range(n):
+            group, held = s[TANGLES, a, 1], s[TANGLES, a, 2]
+            if group and s[TANGLES, b, 1] and w[HELD, a] >> b & 1:
+                group, held = group | s[TANGLES, b, 1], held | s[TANGLES, b, 2]
+                for c in range(n):
+                    if group >> c & 1:
+                        s[TANGLES, c, 1], s[TANGLES, c, 2] = group, held
+    for a in range(n):
+        if s[TANGLES, a, 2] and s[TANGLES, a, 1] & ((1 << a) - 1) == 0:
+            s[TANGLES, k, 0] = s[TANGLES, a, 1]
+            k += 1
+    return k
+
+
+@jit()
+def _exchange(w, s, done, group, movers):
+    n, enter, more, rest = w.shape[1], 0, 0, 0
+    joined(w, s, HAS, NOW, group)
+    joined(w, s, WANTS, GOAL, group)
+    if not nested(s):
+        return False
+    for a in range(n):
+        if group >> a & 1:
+            if w[GOAL, a] >= 0 and w[NOW, a] < 0:
+                enter |= 1 << a
+            elif w[GOAL, a] >= 0 and movers and _unwanted(w, s, a):
+                more |= 1 << a
+            elif w[GOAL, a] < 0 and w[NOW, a] >= 0:
+                rest |= 1 << a
+    if movers and more == 0:
+        return False
+    minus(s, WANTS, HAS)
+    in_order(w, s, enter, more)
+    if not tile(w, s, WANTS, 0, True, CHANGE) or (movers and not _solid(w, s, CHANGE)):
+        return False
+    joined(w, s, WANTS, GOAL, group)
+    add_spans(w, s, WANTS, NOW, changed(w, CHANGE))
+    minus(s, HAS, WANTS)
+    took = s[LENGTH, TOOK, 0]
+    for i in range(took):  # what is left is tiled next
+        w[TRIAL, i] = w[TAKEN, i]
+    in_order(w, s, rest, 0)
+    if not tile(w, s, HAS, 0, True, LEFT):
+        return False
+    for i in range(took):
+        w[TAKEN, i] = w[TRIAL, i]
+    _take(w, s, done, took)
+    _permute(w, s, done, group, group)
+    return True
+
+
+@jit()
+def _take(w, s, done, took):
+    """Axes ``TAKEN`` take what ``CHANGE`` says: those that hold nothing together, the others one by one."""
+    for kind in (_SLICE, _REDUCE_SCATTER):
+        for a in range(w.shape[1]):
+            enters = w[NOW, a] == (REPLICATED if kind == _SLICE else PARTIAL)
+            w[TRIAL, a] = w[CHANGE, a] if enters else KEEP
+        _move(w, s, done, kind, TRIAL)
+    for i in range(took):
+        a = w[TAKEN, i]
+        if w[NOW, a] != w[CHANGE, a]:
+            clear(w, TRIAL)
+            w[TRIAL, a] = w[CHANGE, a]
+            _move(w, s, done, _ALL_TO_ALL, TRIAL)
+
+
+@jit()
+def _unwanted(w, s, a):
+    """Does the axis hold only what is not in ``WANTS``?"""
+    state = w[NOW, a]
+    for i in range(s[LENGTH, WANTS, 0]):
+        meets = s[WANTS, i, 1] < (state & MASK) * w[SIZE, a] and (state & MASK) < s[WANTS, i, 2]
+        if meets and s[WANTS, i, 0] == state >> BITS:
+            return False
+    return state >= 0
+
+
+@jit()
+def _relabel(w, s, done, group):
+    stuck, ends, goes_on = 0, 0, 0
+    for a in range(w.shape[1]):
+        if group >> a & 1:
+            if w[GOAL, a] >= 0 and w[HELD, a]:
+                stuck |= 1 << a
+            elif w[NOW, a] >= 0 and w[GOAL, a] < 0:
+                ends |= 1 << a
+            elif w[NOW, a] >= 0:
+                goes_on |= 1 << a
+    joined(w, s, HAS, NOW, group)
+    joined(w, s, WANTS, GOAL, stuck)
+    if not nested(s):
+        return False
+    minus(s, WANTS, HAS)
+    if s[LENGTH, WANTS, 0]:
+        return False
+    joined(w, s, WANTS, GOAL, stuck)
+    minus(s, HAS, WANTS)
+    in_order(w, s, ends, goes_on)
+    if not tile(w, s, HAS, 0, True, LEFT):
+        return False
+    _permute(w, s, done, group, stuck)
+    return True
+
+
+@jit()
+def _permute(w, s, done, group, settled):
+    """Of the group's axes, those settled take their goals and others what is ``LEFT``; the rest give theirs up."""
+    summed = 0
+    for a in range(w.shape[1]):
+        if group >> a & 1 and w[NOW, a] == PARTIAL:
+            summed |= 1 << a
+    _all_reduce(w, s, done, summed)
+    clear(w, CHANGE)
+    for a in range(w.shape[1]):
+        if group >> a & 1:
+            after = w[GOAL, a] if settled >> a & 1 and w[GOAL, a] >= 0 else REPLICATED
+            after = w[LEFT, a] if w[LEFT, a] != KEEP else after
+            if after != w[NOW, a]:
+                w[CHANGE, a] = after
+    _move(w, s, done, _PERMUTE, CHANGE)
+
+
+@jit()
+def _unblock(w, s, done):
+    n, holders, summed = w.shape[1], 0, 0
+    for a in range(n):
+        if w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a]:
+            holders |= w[HELD, a]
+        if w[NOW, a] == PARTIAL and w[GOAL, a] == REPLICATED:
+            summed |= 1 << a
+    if holders == 0:
+        return False
+    _all_reduce(w, s, done, summed)
+    least = -1
+    for b in range(n):
+        if holders >> b & 1 and (least < 0 or _rather(w, b, least)):
+            least = b
+    _gather(w, s, done, 1 << least)
+    return True
+
+
+@jit()
+def _rather(w, a, b):
+    if (w[GOAL, a] >= 0) != (w[GOAL, b] >= 0):
+        return w[GOAL, a] < 0
+    return w[SIZE, a] < w[SIZE, b]

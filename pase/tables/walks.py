@@ -1,0 +1,71 @@
+"""The moves of many canonical cases: one by one in Python until numba has paid for its import, compiled after that."""
+
+from __future__ import annotations
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from pase.machine import COLLECTIVES
+from pase.tables.reshard_path import canonical_collectives
+
+__all__ = ["walked"]
+
+_KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
+_IMPORT_CASES = 12_000
+"""Python walks so many cases in the time that numba takes to import and load its kernel (0.8 s, at 30 to 110 us)."""
+_CHUNK = 1 << 12
+"""Cases that a thread walks at a time."""
+
+_ROOM = 3
+"""Moves for each axis, to begin with."""
+
+
+class _Walked:
+    """Cases that Python has walked in this process. Either way gives the same moves."""
+
+    cases = 0
+
+
+def walked(cases: np.ndarray) -> np.ndarray:
+    """Kind (as in COLLECTIVES), axes and split of each move of cases [U, 3, axes] (ways, src, dst): int32
+    [3, U, most moves], -1 behind the last; free moves are left out."""
+    loaded = "pase.tables.kernels_walk" in sys.modules
+    if not loaded and _Walked.cases + len(cases) < _IMPORT_CASES:
+        _Walked.cases += len(cases)
+        return one_by_one(cases)
+    return compiled(cases)
+
+
+def one_by_one(cases: np.ndarray) -> np.ndarray:
+    """``walked`` by its definition."""
+    plans = [canonical_collectives(tuple(zip(*case, strict=True))) for case in cases.tolist()]
+    out = np.full((3, len(cases), max(map(len, plans), default=0)), -1, dtype=np.int32)
+    for u, plan in enumerate(plans):
+        for i, (kind, axes, split) in enumerate(plan):
+            out[:, u, i] = _KIND[kind], axes, split
+    return out
+
+
+def compiled(cases: np.ndarray) -> np.ndarray:
+    """``walked`` by the kernel, on all cores."""
+    cases = np.ascontiguousarray(cases, dtype=np.int64)
+    room = _ROOM * cases.shape[2]
+    while True:
+        done, most = _compiled(cases, room)
+        if most <= room:
+            return done[:, :most].transpose(2, 0, 1)
+        room = most
+
+
+def _compiled(cases: np.ndarray, room: int) -> tuple[np.ndarray, int]:
+    """The moves, int32 [U, room, 3], as far as there is room, and the most of one case."""
+    from pase.tables.kernels_walk import walk_cases
+
+    done, count = np.empty((len(cases), room, 3), np.int32), np.empty(len(cases), np.int64)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        starts = range(0, len(cases), _CHUNK)
+        list(pool.map(lambda i: walk_cases(cases, i, min(i + _CHUNK, len(cases)), done, count), starts))
+    return done, int(count.max(initial=0))
