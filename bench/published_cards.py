@@ -79,6 +79,7 @@ _CARDS: dict[str, Callable[[], Machine]] = {
     "A100-40GB": _a100_40,
     "V100-16GB": _v100_16,
     "V100-32GB": lambda: machine.load("v100x8"),
+    "TPU-v4": lambda: machine.load("tpu_v4"),
     "TPU-v5e": lambda: machine.load("tpu_v5e"),
     "TPU-v5p": lambda: machine.load("tpu_v5p"),
     "TPU-v6e": lambda: machine.load("tpu_v6e"),

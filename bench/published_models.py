@@ -15,7 +15,7 @@ from pase.ir import Graph, named, simplify
 from pase.zoo import layers as zoo_layers
 from pase.zoo import llama, transformers
 
-__all__ = ["graph_of", "padded"]
+__all__ = ["graph_of", "head_width", "is_gated", "padded"]
 
 _UNGATED = (
     "gpt ",
@@ -33,6 +33,8 @@ _UNGATED = (
     "megatron",
     "turing",
     "mt-nlg",
+    "maxtext 22b",
+    "maxtext 52b",
 )
 """Models whose feed-forward has two matrices, by the beginning of the name: their public configs."""
 _HEAD_DIM = {"qwen3": 128, "gpt-oss": 64, "maxtext 22b": 256, "maxtext 52b": 256, "maxtext": 128}
@@ -48,9 +50,17 @@ def padded(vocab: int, tensor: int) -> int:
     return -(-vocab // (128 * tensor)) * 128 * tensor
 
 
-def _told(row: PublishedRow, table: dict[str, int], default: int) -> int:
+def head_width(row: PublishedRow) -> int:
+    """Elements of a head: hidden / heads, or what the model's public configuration says."""
     name = (row.text("model") or "").lower()
-    return next((v for k, v in table.items() if name.startswith(k)), default)
+    default = (row.whole("hidden") or 0) // (row.whole("heads") or 1)
+    return next((v for k, v in _HEAD_DIM.items() if name.startswith(k)), default)
+
+
+def is_gated(row: PublishedRow) -> bool:
+    """Has its feed-forward three matrices?"""
+    name = (row.text("model") or "").lower()
+    return not name.startswith(_UNGATED)
 
 
 def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = False) -> Graph:
@@ -68,13 +78,13 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     kv = row.whole("kv_heads") or heads
     if d % heads or heads % kv:
         raise Infeasible(f"{heads} heads and {kv} key-value heads do not divide a width of {d}")
-    head_dim = _told(row, _HEAD_DIM, d // heads)
+    head_dim = head_width(row)
     vocab = padded(row.whole("vocab") or 51200, tensor)
     common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
     ffn = row.whole("ffn") or (0 if row.whole("experts") else 4 * d)
     if latent is not None or (row.whole("experts") or 0) > 1:
         return _mixture(row, common, d, heads, head_dim, latent)
-    gated = not name.startswith(_UNGATED) and not name.startswith(("maxtext 22b", "maxtext 52b"))
+    gated = is_gated(row)
     if not gated and written_out and ffn == 4 * d:
         return _megatron(**common, d=d, heads=heads)
     if not gated and ffn == 4 * d and head_dim * heads == d and kv == heads:

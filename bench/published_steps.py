@@ -28,12 +28,19 @@ if not __package__:  # started by its path
 from bench.cases import SHARED
 from bench.provenance import save
 from bench.published_cards import card
-from bench.published_models import graph_of
+from bench.published_models import graph_of, head_width, is_gated
 from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
 from pase.stated.price import Priced, price_strategy
-from pase.stated.program import PROGRAMS, AroundAttention, Bytes, Program, all_but_products
+from pase.stated.program import (
+    PROGRAMS,
+    AroundAttention,
+    Bytes,
+    Program,
+    all_but_products,
+    all_but_weight_products,
+)
 from pase.stated.strategy import Remat, Strategy
 
 __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
@@ -59,6 +66,15 @@ class PricedRun:
         if self.priced is None or self.step_s is None:
             return None
         return self.priced.step_s / self.step_s - 1
+
+    @property
+    def rate_error(self) -> float | None:
+        """Of TFLOP/s, for a run that states these and no time."""
+        counted = counted_flops(self.row) if self.step_s is None and self.priced is not None else None
+        if counted is None or self.priced is None:
+            return None
+        rate, gpus = self.row.number("tflops_per_gpu"), self.row.whole("gpus")
+        return counted / (self.priced.step_s * gpus) / (rate * 1e12) - 1 if rate and gpus else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -145,6 +161,8 @@ def program_of(row: PublishedRow) -> Program:
             program = replace(program, bytes=replace(program.bytes, gradient=2.0, summed=2.0))
     elif row.source == "mxt" or "maxtext" in notes:
         program = PROGRAMS["xla"]
+        if 'remat "minimal"' in notes:
+            program = replace(program, selective=all_but_weight_products)
     elif (
         row.source not in _EAGER
         and "eager" not in notes
@@ -205,6 +223,8 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
     ranks = gpus // rest
     if not batch:
         raise Infeasible("global_batch is not told")
+    if "offloaded" in row.notes:
+        raise Infeasible("its recomputation keeps results in the host's memory, which has no price here")
     if batch % ranks:
         raise Infeasible(f"a batch of {batch} does not divide by {ranks} data-parallel ranks")
     kind = (row.text("dp_type") or "").lower()
@@ -221,6 +241,10 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         max(own // pp, 1) if row.source == "ttn" else 1
     )  # torchtitan: as many micro-batches as ranks of stages
     micro = row.whole("micro_batch") or (staged if pp > 1 else own)
+    if row.source == "mxt" and row.whole(
+        "micro_batch"
+    ):  # MaxText's per_device_batch_size: of a chip, not of a data-parallel rank
+        micro *= tp * cp
     # Aleph Alpha's sheets with a column for sequence parallelism are in data/seqpara: earlier sweeps did not use it.
     told_otherwise = "no" if row.source == "aal" else "yes"
     precision = (row.text("precision") or "BF16").upper()
@@ -251,14 +275,40 @@ def counts_recomputation(row: PublishedRow) -> bool:
     """
     if not is_old(row) or row.text("tflops_kind") != "given" or row.text("step_kind") != "given":
         return False
-    known = [row.number(k) for k in ("tflops_per_gpu", "step_s", "gpus", "global_batch", "seq", "layers")]
-    h, vocab, ffn = (row.number(k) for k in ("hidden", "vocab", "ffn"))
-    if not all(known) or not h or not vocab or ffn != 4 * h:
+    rate, step, gpus = (row.number(k) for k in ("tflops_per_gpu", "step_s", "gpus"))
+    counted = _with_recomputation(row)
+    if not (rate and step and gpus and counted):
         return False
-    rate, step, gpus, batch, seq, layers = (float(x or 0) for x in known)
-    tokens = batch * seq
-    counted = 96 * tokens * layers * h * h * (1 + seq / (6 * h)) + 6 * tokens * h * vocab
     return abs(rate * 1e12 * step * gpus / counted - 1) < 0.01
+
+
+def _with_recomputation(row: PublishedRow) -> float | None:
+    """FLOPs of a step by Megatron's counter of 2021; None where the row's shape is not a GPT's."""
+    known = [row.number(k) for k in ("global_batch", "seq", "layers", "hidden", "vocab", "ffn")]
+    batch, seq, layers, h, vocab, ffn = (x or 0.0 for x in known)
+    if not all(known) or ffn != 4 * h:
+        return None
+    tokens = batch * seq
+    return 96 * tokens * layers * h * h * (1 + seq / (6 * h)) + 6 * tokens * h * vocab
+
+
+def counted_flops(row: PublishedRow) -> float | None:
+    """FLOPs of a step as the row's TFLOP/s count them; None where their convention is not known.
+
+    Alpa's count recomputation (its notes say so); MaxText's are six a token and weight of the products, and attention
+    whole, not its causal half.
+    """
+    if "counts recomputation" in row.notes:
+        return _with_recomputation(row)
+    if row.source != "mxt":
+        return None
+    known = [row.whole(k) for k in ("layers", "hidden", "heads", "ffn", "vocab", "seq", "global_batch")]
+    layers, h, heads, ffn, vocab, seq, batch = (x or 0 for x in known)
+    if not all(known):
+        return None
+    wide, kv = head_width(row), row.whole("kv_heads") or heads
+    weights = layers * (2 * h * wide * (heads + kv) + (3 if is_gated(row) else 2) * h * ffn) + vocab * h
+    return float(batch * seq * (6 * weights + 12 * layers * seq * wide * heads))
 
 
 def _replicas(row: PublishedRow, ranks: int) -> int:
@@ -363,6 +413,9 @@ def main() -> None:
         tau = "" if group["tau"] is None else f"  tau {group['tau']:.3f}"
         errors = f"median {group['median_error']:.1%}  mean {group['mean_error']:+.1%}"
         print(f"{name:18s} {group['rows']:4d} rows  {errors}{tau}")
+    for gpu, group in found["by_rate"].items():
+        errors = f"median {group['median_error']:.1%}  mean {group['mean_error']:+.1%}"
+        print(f"TFLOP/s, {gpu:9s} {group['rows']:4d} rows  {errors}")
     if found["memory_rows"]:
         print(f"memory: {found['memory_rows']} rows, median {found['memory_median_error']:.1%}")
     print(f"do not fit: {', '.join(found['do_not_fit']) or 'none'}")
@@ -377,9 +430,26 @@ def digest(answers: list[PricedRun]) -> dict[str, Any]:
         "runs": len(answers),
         "priced": len(priced),
         "groups": {name: found for name, found in groups.items() if found["rows"]},
+        "by_rate": _by_rate(answers),
         "memory_rows": len(memory),
         "memory_median_error": float(np.median(memory)) if memory else None,
         "do_not_fit": [row.id for row, p in priced if not p.fits],
+    }
+
+
+def _by_rate(answers: list[PricedRun]) -> dict[str, dict[str, float]]:
+    """Errors of predicted TFLOP/s by kind of device, of the runs that state these and no time."""
+    found: dict[str, list[float]] = {}
+    for a in answers:
+        if a.rate_error is not None:
+            found.setdefault(a.row.text("gpu") or "?", []).append(a.rate_error)
+    return {
+        gpu: {
+            "rows": len(errors),
+            "median_error": float(np.median(np.abs(errors))),
+            "mean_error": float(np.mean(errors)),
+        }
+        for gpu, errors in found.items()
     }
 
 
@@ -390,6 +460,8 @@ def _line(a: PricedRun) -> str:
         return f"{head} not priced: {a.why_not}"
     p = a.priced
     against = "" if a.error is None else f" measured {a.step_s:8.3f} s  {a.error:+7.1%}"
+    if a.rate_error is not None:
+        against = f" TFLOP/s told {a.row.text('tflops_per_gpu'):>6s}  {a.rate_error:+7.1%}"
     memory = f"  {p.memory.total / 2**30:6.1f} GiB" + ("" if p.fits else " (too much)")
     told = f" (told {a.row.memory_bytes / 2**30:.1f})" if a.row.memory_bytes else ""
     return f"{head} {p.step_s:8.3f} s{against}{memory}{told}  {p.program} {p.strategy}"

@@ -14,7 +14,7 @@ import numpy as np
 from pase.baselines import Baseline
 from pase.compiler.stage_places import Places, places_of
 from pase.errors import Infeasible
-from pase.ir import Access, Graph, Node
+from pase.ir import Access, Graph, Node, Op
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
 from pase.machine import CollectiveKind, CostModel, Mesh
@@ -158,6 +158,18 @@ class _PartsInTheMaking:
         ways = shards(config, dim_index(n, access.map.dims), self.placed.mesh)
         return float(number(t.elements, t.name) / ways[0])
 
+    def settled(self, n: Node, op: Op, write: Access) -> float:
+        """Elements of a result on one device, as it is kept: where the op leaves partial sums, their sums, laid out as
+        those who read it do."""
+        over = dim_index(n, [d for d in op.dims if d not in write.map.dims])
+        config = self.placed.strategy[n.name][None, :]
+        if shards(config, over, self.placed.mesh)[0] == 1:
+            return self.on_device(n, write)
+        readers = [
+            (m, a) for m in self.graph.nodes for o in m.ops for a in o.reads if a.tensor == write.tensor
+        ]
+        return max((self.on_device(m, a) for m, a in readers), default=self.on_device(n, write))
+
     def pass_s(self, n: Node, access: Access) -> float:
         """Seconds of one pass over a tensor on one device, laid out as the node accesses it."""
         device = self.model.machine.device
@@ -273,7 +285,7 @@ class _PartsInTheMaking:
                 continue  # counted as logits
             op, write = n.write_of(t)
             nbytes = (
-                self.on_device(n, write) * (narrow_bytes if t in narrow else tensor.itemsize) * self.share
+                self.settled(n, op, write) * (narrow_bytes if t in narrow else tensor.itemsize) * self.share
             )
             part = self.parts["block" if n.kind == "carry" else at]
             part.saved += nbytes

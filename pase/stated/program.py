@@ -25,6 +25,7 @@ __all__ = [
     "Program",
     "Selective",
     "all_but_products",
+    "all_but_weight_products",
     "every_other_product",
 ]
 
@@ -166,8 +167,14 @@ def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
 
 
 def all_but_products(graph: Graph, node: Node, heavy: bool) -> float:
-    """MaxText's ``minimal`` policies: products with weights and attention's result are kept."""
+    """MaxText's ``minimal_with_context``: products with weights and attention's result are kept."""
     return 0.0 if heavy else 1.0
+
+
+def all_but_weight_products(graph: Graph, node: Node, heavy: bool) -> float:
+    """MaxText's ``minimal`` (jax.checkpoint_policies.dots_with_no_batch_dims_saveable): what products with weights make
+    is kept; attention runs again."""
+    return 0.0 if heavy and node.kind != "attention" else 1.0
 
 
 PROGRAMS = Registry[Program]("executor")
