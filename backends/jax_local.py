@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends import jax_local_rules as rules
+from pase.backends.jax_ahead import PARAMETER
 from pase.backends.jax_equations import KEPT, boundary
 from pase.backends.jax_local_control import local_cond, local_scan, local_while
 from pase.backends.jax_local_derivatives import call_with_rule
@@ -372,7 +373,10 @@ class LocalWalk:
         shape = self.program.result(t.tensor).shape
 
         def there(x: Array) -> Array:
-            return self._moved(x, t.forward, shape, t.combine, f"{t.tensor} for {t.dst}")
+            what = f"{t.tensor} for {t.dst}"
+            if t.src in self.program.parameters:
+                what = PARAMETER + what
+            return self._moved(x, t.forward, shape, t.combine, what)
 
         def back(g: Array) -> Array:
             what = f"gradient of {t.tensor} from {t.dst}"

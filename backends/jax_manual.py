@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax_ahead import gathers_ahead
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
 from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand
@@ -140,7 +141,10 @@ class Manual:
                 outs = self.forward(leaves, carriers)
                 return outs[0], outs
 
-            (_, outs), grads = jax.value_and_grad(of, has_aux=True)(self.carriers(leaves))
+            differentiated = jax.value_and_grad(of, has_aux=True)
+            if self.plan.gathers_ahead:
+                differentiated = gathers_ahead(differentiated)
+            (_, outs), grads = differentiated(self.carriers(leaves))
             return outs, [grads[i] for i in self.trained]
 
         run = self.mapped(local, (self.returns(), self.gradient_specs()))

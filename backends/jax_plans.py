@@ -38,6 +38,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         accesses=plan.accesses,
         strategy=plan.strategy,
         schedule=ProgramSchedule.of(plan),
+        gathers_ahead=plan.beside is not None,
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},

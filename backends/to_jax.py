@@ -70,6 +70,8 @@ class JaxPlan:
     """Node -> iteration dim -> the mesh axes that split it."""
     schedule: ProgramSchedule | None = None
     """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
+    gathers_ahead: bool = False
+    """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
 
     @cached_property
     def program(self) -> LocalProgram:

@@ -72,6 +72,7 @@ class Jaxpr(Protocol):
     outvars: Sequence[Var]
     eqns: Sequence[Eqn]
     debug_info: Any
+    effects: frozenset[object]
 
 
 class ClosedJaxpr(Protocol):

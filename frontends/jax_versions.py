@@ -120,6 +120,16 @@ def source_line(eqn: Eqn) -> SourceLine:
         return NOWHERE
 
 
+def scope(eqn: Eqn) -> str:
+    """The named scopes that an equation was written in, and the transformations since, with slashes between them."""
+    return str(eqn.source_info.name_stack)
+
+
+def without_effects(of: Eqn | Jaxpr) -> bool:
+    """Does it do nothing besides computing its results? That it names an axis of the mesh is no such thing."""
+    return all(type(e).__name__ == "NamedAxisEffect" for e in of.effects)
+
+
 def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
     """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
 

@@ -76,10 +76,10 @@ def plan_found(
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
         once=problem.variant.once,
+        beside=problem.pricing.beside,
     )
     return replace(
         plan,
-        beside=problem.pricing.beside,
         memory_limit=fit.limit,
         misfit=fit.misfit,
         baseline_memory=fit.methods,
@@ -94,7 +94,7 @@ def plan_of(
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, moved)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
-    plan = assemble(
+    return assemble(
         problem.graph,
         mesh,
         configs,
@@ -115,8 +115,8 @@ def plan_of(
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
         once=problem.variant.once,
+        beside=problem.pricing.beside,
     )
-    return replace(plan, beside=problem.pricing.beside)
 
 
 def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:

@@ -6,7 +6,8 @@ times the loop turns that make it. For a rematerialised region only its inputs a
 tensors while it is recomputed. Weights that a product reads gathered or cast also count as activations until its
 backward, except in a rematerialised region, which gathers them again. What a step gathers once is kept, also in
 regions, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: the most that one op reads and
-makes, including gradients.
+makes, including gradients, and where collectives of parameters overlap with compute, what a loop's turn gathers for the
+next one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,17 @@ from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
 if TYPE_CHECKING:
     from pase.search import MemoryProfile
 
-__all__ = ["Held", "Memory", "MemoryKind", "held", "in_flight", "in_flight_at_least", "memory", "profile"]
+__all__ = [
+    "Held",
+    "Memory",
+    "MemoryKind",
+    "gathered_ahead",
+    "held",
+    "in_flight",
+    "in_flight_at_least",
+    "memory",
+    "profile",
+]
 
 MemoryKind = Literal["parameters", "gradients", "optimizer", "activations"]
 
@@ -230,10 +241,14 @@ class _Gathered:
 
     def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
         """How many of the tensor and its gradient have another layout than in storage; configs int8 [1, axes]."""
+        apart = (gradient_states(self.write.states(stored, mesh)) != self.read.states(cfg, mesh)).any()
+        again = self.again and (self.cast or self.moved(stored, cfg, mesh))
+        return int(again) + int(self.trained and bool(apart))
+
+    def moved(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
+        """Is it read in another layout than it is stored in?"""
         written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
-        moved = (forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any()
-        apart = (gradient_states(written) != read).any()
-        return int(self.again and (self.cast or bool(moved))) + int(self.trained and bool(apart))
+        return bool((forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -286,6 +301,39 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
     )
 
 
+@once
+def _read_ahead(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]]:
+    """Loop -> (reader, the node that stores it, the parameter as it is read, how it is gathered) of what a turn gathers
+    for the next one, because its reader waits for no product of its turn."""
+    out: dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]] = {}
+    late: set[tuple[tuple[Scope, ...], str]] = set()
+    for n in graph.nodes:
+        for op in n.ops:
+            turns = number(op.times, n.name) / turns_of(graph)
+            if not op.loops or turns <= 1:
+                continue
+            waits = any((op.loops, a.tensor) in late for a in op.reads)
+            if waits or op.kind in ("matmul", "conv"):
+                late |= {(op.loops, a.tensor) for a in op.writes}
+            for a in () if waits else op.reads:
+                source = graph.producer.get(a.tensor)
+                if source is not None and source.kind == "parameter" and n.kind != "parameter":
+                    term = _term(graph, n, "activations", a)
+                    out.setdefault(op.loops, []).append((n, source, term, _gathered(graph, n, op, a, source)))
+    return out
+
+
+def gathered_ahead(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+    """Bytes that a loop's turn holds for the next one (``pase.backends.jax_ahead``): the most of any loop. What is
+    kept for backward anyway does not count. configs: node name -> int8 [axes]."""
+
+    def nbytes(n: Node, source: Node, term: _Term, gathered: _Gathered) -> float:
+        cfg, stored = configs[n.name][None, :], configs[source.name][None, :]
+        return gathered.again * gathered.moved(stored, cfg, mesh) * float(term.held(cfg, mesh)[0])
+
+    return max((sum(nbytes(*one) for one in found) for found in _read_ahead(graph).values()), default=0.0)
+
+
 def in_flight(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, float]:
     """Per node, bytes of what it reads and makes while it runs. The parameters that it reads and their gradients count
     if their layout differs from storage. configs: node name -> int8 [axes]."""
@@ -323,8 +371,10 @@ def memory(
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
     optimizer: str = "adam",
+    ahead: bool = False,
 ) -> Memory:
-    """Predicted peak bytes on one device; configs: node name -> int8 [axes]."""
+    """Predicted peak bytes on one device; configs: node name -> int8 [axes]. ahead: loops gather parameters one turn
+    ahead."""
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
     made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers keep the same
@@ -341,6 +391,7 @@ def memory(
     buffers = largest_buffer(graph, mesh, configs)
     if is_trained(graph):
         buffers = max(buffers, *in_flight(graph, configs, mesh).values())
+        buffers += gathered_ahead(graph, configs, mesh) if ahead else 0.0
     else:
         buffers = max(buffers, live_bytes(graph, mesh, configs))
     return Memory(buffers=round(buffers), **{k: round(v) for k, v in sums.items()})

@@ -7,7 +7,7 @@ One (``pase.memory.account``) adds up what is kept and the most that is in fligh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -67,8 +67,13 @@ def _course(tile: tuple[int, ...]) -> Account:
     )
 
 
-def account_for(machine: Machine, graph: Graph) -> Account:
+def account_for(machine: Machine, graph: Graph, ahead: bool) -> Account:
     """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``). A graph that is not
-    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines."""
-    courses = machine.fuses_products and is_trained(graph)
-    return _course(machine.device.memory_tile) if courses else KEPT_AND_IN_FLIGHT
+    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines. ahead: loops
+    gather parameters one turn ahead, because collectives of parameters overlap with compute; where there is a course,
+    the step is annotated, and they do not."""
+    if machine.fuses_products and is_trained(graph):
+        return _course(machine.device.memory_tile)
+    if not ahead:
+        return KEPT_AND_IN_FLIGHT
+    return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, ahead=True))

@@ -89,6 +89,7 @@ def assemble(
     accumulate: int = 1,
     remat: Sequence[Block] = (),
     once: Once = "none",
+    beside: float | None = None,
 ) -> PlanData:
     """Everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
     moved = collectives(graph, mesh, configs, model)
@@ -114,7 +115,7 @@ def assemble(
         copies=c.copies,
         accesses=equation_layouts(graph, states),
         collectives=moved,
-        memory=account_for(machine, graph).memory(graph, mesh, configs, optimizer),
+        memory=account_for(machine, graph, beside is not None).memory(graph, mesh, configs, optimizer),
         cost=cost,
         optimal=optimal,
         bound=bound,
@@ -125,6 +126,7 @@ def assemble(
         accumulate=accumulate,
         remat=tuple(remat),
         once=once,
+        beside=beside,
         graph_digest=graph_digest,
         provenance=dict(provenance),
         traced=traced,
