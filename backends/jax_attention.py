@@ -116,14 +116,14 @@ def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: Sour
 
 
 def _platform(mesh: JaxMesh) -> str:
-    """What the devices are. The mesh inside of a region that is manual over some axes has no devices of its own."""
+    """What the devices are. The mesh inside of a region that is manual over some axes has no devices, but may say what
+    they are; if it does not, they are those that JAX compiles for."""
     import jax
 
-    return (
-        jax.default_backend()
-        if isinstance(mesh, jax.sharding.AbstractMesh)
-        else mesh.devices.flat[0].platform
-    )
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh.devices.flat[0].platform
+    said = mesh.abstract_device
+    return jax.default_backend() if said is None or said.platform is None else said.platform
 
 
 def _said(call: AttentionCall, why: str, source: SourceLine) -> None:

@@ -152,9 +152,12 @@ def _gathered(x: Array, v: WireView, axes: Sequence[str]) -> Array:
 def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
     import jax
 
-    if v.along is not None and None not in v.along:
+    if v.along is not None and None not in v.along and 1 not in (x.shape[v.along[1]], v.shape[v.along[0]]):  # type: ignore[index]
         return jax.lax.all_to_all(x, tuple(axes), v.along[0], v.along[1], tiled=True)  # type: ignore[arg-type]
-    return _from_front(jax.lax.all_to_all(_to_front(x, v), tuple(axes), 0, 0, tiled=True), v)
+    # Also where a dim of one element is in it: XLA for CPU gives such slices different layouts, and refuses them.
+    front = _to_front(x, v)
+    rows = jax.lax.all_to_all(front.reshape(front.shape[0], -1), tuple(axes), 0, 0, tiled=True)
+    return _from_front(rows.reshape(front.shape), v)
 
 
 def on_wire(x: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:

@@ -203,8 +203,12 @@ def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
 
 
 def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
-    """All elements of a list."""
-    xs = [p.held(op, i.tensor) for i in op.inputs]
+    """All elements of a list. Some may be known, as what a loop's first turn returns of its first carry."""
+    like = next(p.held(op, i.tensor) for i in op.inputs if i.value is None)
+    xs = [
+        p.held(op, i.tensor) if i.value is None else p.constant(i.value, like.dims, like.dtype)
+        for i in op.inputs
+    ]
     return concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
 
 

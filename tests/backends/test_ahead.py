@@ -1,4 +1,4 @@
-"""What a loop's turn reads first is gathered one turn ahead: read in what XLA compiled, with equal numbers and bytes."""
+"""What a loop's turn reads first is gathered one turn ahead: read in what XLA compiled; numbers and bytes are equal."""
 
 import re
 from dataclasses import replace

@@ -20,6 +20,7 @@ from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes, flash_at
 
 from bench.cases.plans import Case, case_of
 from pase.api import Plan
+from pase.backends.jax_attention import _platform
 from pase.backends.jax_attention_kernels import Attended, AttentionFunctions, CuDNN, Flash, Reference
 from pase.backends.truth import compare, sharded_step
 from pase.compiler.plans import plan_of
@@ -255,3 +256,10 @@ def test_cudnns_kernels_are_what_xla_for_cuda_gets(monkeypatch: pytest.MonkeyPat
 
     text = jax.jit(both).trace(q, k, v, g).lower(lowering_platforms=("cuda",)).as_text()
     assert "__cudnn$fmhaSoftmax" in text and "__cudnn$fmhaSoftmaxBackward" in text and "CAUSAL" in text
+
+
+def test_a_mesh_without_devices_says_what_they_are() -> None:
+    mesh = jax.make_mesh((2,), ("a",)).abstract_mesh
+    assert _platform(mesh) == mesh.abstract_device.platform == "cpu"
+    other = mesh.abstract_device.__class__(device_kind="H100", num_cores=None, platform="gpu")
+    assert _platform(mesh.update(abstract_device=other)) == "gpu"

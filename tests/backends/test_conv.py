@@ -185,3 +185,8 @@ def test_no_random_convolutions_under_random_splits_end_the_process():
     """A few of the cases of bench/xla_fuzz.py, in a process of their own."""
     found = list(xla_fuzz.rows([0, 3, 5, 62], ["conv"]))
     assert [r["end"] for r in found] == ["compiled"] * 4, found
+
+
+def test_an_exchange_of_dims_of_one_element_is_taken_by_the_compiler() -> None:
+    """By hand, and of random products: XLA's verifier refused slices of such dims in different layouts."""
+    xla_fuzz.compile_case(493, list(xla_fuzz.KINDS), lowering="manual")
