@@ -81,7 +81,7 @@ def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Se
             nc, nk = scan_groups(eqn)
             numbers = {v for e in around.eqns if not _reads(e) for v in e.outvars}
             zeros = [is_literal(v) or v in numbers for v in eqn.invars[nc : nc + nk]]
-            return _Loop(eqn=eqn, zeros=zeros).run(ins, info)
+            return _TurnedScan(eqn=eqn, zeros=zeros).run(ins, info)
         if name in ("jit", "pjit") or (name in REMATERIALISED and inside):
             return _run(_closed(eqn.params["jaxpr"]), ins, inside)
         if name in REMATERIALISED:
@@ -130,7 +130,7 @@ def _reads(eqn: Eqn) -> list[Var]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Turn:
+class _TurnParts:
     """A loop's body in two parts. ahead: (constants, slices) -> what the turn's first readers get gathered. rest:
     (constants, carry, slices, that) -> what the body makes."""
 
@@ -139,7 +139,7 @@ class _Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loop:
+class _TurnedScan:
     """A scan whose body brings parameters to their readers. zeros: which values of the first carry are numbers."""
 
     eqn: Eqn
@@ -162,7 +162,7 @@ class _Loop:
             return evaluate(self.eqn, ins, info)
         return evaluate(self.eqn.replace(params=p | {"jaxpr": body}), ins, info)
 
-    def _turn(self, body: ClosedJaxpr) -> _Turn | None:
+    def _turn(self, body: ClosedJaxpr) -> _TurnParts | None:
         """The two parts of a turn; None if nothing is gathered ahead of it."""
         jaxpr, (nc, nk) = body.jaxpr, scan_groups(self.eqn)
         slices = jaxpr.invars[nc + nk :]
@@ -180,12 +180,12 @@ class _Loop:
             if needed & set(e.outvars):
                 before.insert(0, e)
                 needed.update(_reads(e))
-        return _Turn(
+        return _TurnParts(
             ahead=function_of(body, before, [*jaxpr.invars[:nc], *slices], held),
             rest=function_of(body, rest, [*jaxpr.invars, *held], jaxpr.outvars),
         )
 
-    def _turned(self, turn: _Turn, ins: Sequence[Array]) -> Sequence[Array]:
+    def _turned(self, turn: _TurnParts, ins: Sequence[Array]) -> Sequence[Array]:
         """The loop, turned by what is gathered ahead."""
         import jax
         import jax.numpy as jnp
