@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.torch_folded import folding, unfolded
 from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
 from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
@@ -72,7 +73,11 @@ def program_of(
     """
     first = _first_paths(module)
     try:
-        exported = _exported(module, batch, loss, reads)
+        paths = {path: known for path, (known, _) in first.items()}
+        exported = _exported(module, batch, loss, reads, paths, True)
+        if exported is None:
+            exported = _exported(module, batch, loss, reads, paths, False)
+        assert exported is not None
     except PaseError:
         raise
     except Exception as e:
@@ -82,8 +87,14 @@ def program_of(
 
 
 def _exported(
-    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
-) -> ExportedProgram:
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    paths: Mapping[str, str],
+    folded: bool,
+) -> ExportedProgram | None:
+    """folded: equal layers are traced once; None where they turn out not to be apart from the rest of the graph."""
     import torch
 
     with faked(module) as fake:
@@ -91,13 +102,14 @@ def _exported(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with _marked(module):
+        with _marked(module), folding(module, paths, folded) as fold:
             exported = torch.export.export(step_of(module, loss), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
-                return exported
-            _by_node(exported.graph_module)
-            return exported.run_decompositions({})
+            else:
+                _by_node(exported.graph_module)
+                exported = exported.run_decompositions({})
+            return exported if unfolded(exported, fold, _INSIDE) else None
 
 
 def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
