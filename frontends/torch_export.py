@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.torch_folded import folding, unfolded
+from pase.frontends.torch_folded import Folding, folding, unfolded
 from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
 from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
@@ -74,10 +74,7 @@ def program_of(
     first = _first_paths(module)
     try:
         paths = {path: known for path, (known, _) in first.items()}
-        exported = _exported(module, batch, loss, reads, paths, True)
-        if exported is None:
-            exported = _exported(module, batch, loss, reads, paths, False)
-        assert exported is not None
+        exported = _exported(module, batch, loss, reads, paths)
     except PaseError:
         raise
     except Exception as e:
@@ -92,9 +89,25 @@ def _exported(
     loss: Callable[..., Tree] | None,
     reads: Callable[[str], bool],
     paths: Mapping[str, str],
-    folded: bool,
-) -> ExportedProgram | None:
-    """folded: equal layers are traced once; None where they turn out not to be apart from the rest of the graph."""
+) -> ExportedProgram:
+    """Equal layers are traced once. If something else wants what they leave by the side, they are traced one by one:
+    that shows in the graph, or in that PyTorch then cannot trace the rest."""
+    fold: Folding | None = None
+    try:
+        with folding(module, paths, True) as fold:
+            exported = _traced(module, batch, loss, reads)
+            if unfolded(exported, fold, _INSIDE):
+                return exported
+    except Exception:
+        if fold is None or not fold.copies:
+            raise
+    with folding(module, paths, False):
+        return _traced(module, batch, loss, reads)
+
+
+def _traced(
+    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
+) -> ExportedProgram:
     import torch
 
     with faked(module) as fake:
@@ -102,14 +115,16 @@ def _exported(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with _marked(module), folding(module, paths, folded) as fold:
+        with _marked(module):
             exported = torch.export.export(step_of(module, loss), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
-            else:
-                _by_node(exported.graph_module)
-                exported = exported.run_decompositions({})
-            return exported if unfolded(exported, fold, _INSIDE) else None
+                return exported
+            _by_node(exported.graph_module)
+            for n in exported.graph.nodes:  # PyTorch refuses marks that tracing again would write otherwise
+                if n.op == "placeholder":
+                    n.meta.pop("custom", None)
+            return exported.run_decompositions({})
 
 
 def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:

@@ -137,7 +137,8 @@ def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[s
 
     config = module.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    most = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or _SEQUENCE
+    names = ("max_position_embeddings", "n_positions", "max_target_positions")
+    most = next((m for n in names if (m := getattr(text, n, None))), _SEQUENCE)
     length = sequence or min(_SEQUENCE, most)
     ids = torch.zeros(batch, length, dtype=torch.int64)
     main = module.main_input_name

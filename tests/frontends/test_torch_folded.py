@@ -1,0 +1,94 @@
+"""Equal layers of a PyTorch model are traced once. The oracle is PyTorch's own trace of each of them."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from pase.frontends import torch_export
+from pase.frontends.torch_folded import folding
+from pase.frontends.torch_lower import reads_op
+
+pytestmark = pytest.mark.torch
+
+
+def programs(model, monkeypatch):
+    """(the program, its calls that stood for a layer, the program traced layer by layer)."""
+    import torch
+
+    seen = []
+
+    @contextlib.contextmanager
+    def noted(module, paths, wanted):
+        with folding(module, paths, wanted) as fold:
+            seen.append(fold)
+            yield fold
+
+    x = torch.empty(4, 8)
+    monkeypatch.setattr(torch_export, "folding", noted)
+    ours = torch_export.program_of(model, (x,), None, reads_op)
+    monkeypatch.setattr(torch_export, "folding", lambda module, paths, _: folding(module, paths, False))
+    return ours, seen, torch_export.program_of(model, (x,), None, reads_op)
+
+
+CALLS = {
+    "plain": 4,
+    "tuple": 4,
+    "no_grad": 4,
+    "constant": 4,
+    "checkpoint": 4,
+    "autocast": 4,
+    "own writes": 4,
+    "tied outside": 3,
+    "frozen": 3,
+    "eval": 3,
+    "width": 3,
+    "turns": 3,
+    "shapes": 3,
+    "mask": 3,
+    "outer no_grad": 1,
+    "tied inside": 0,
+    "same": 0,
+    "place": 0,
+    "compares": 0,
+    "format": 0,
+    "writes": 0,
+    "buffer": 0,
+}
+"""What the layers do -> how many of five are not traced."""
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_folded_is_what_pytorch_traces(kind, monkeypatch):
+    from tests.frontends.torch_layers import Stack, written
+
+    ours, (fold,), theirs = programs(Stack(kind), monkeypatch)
+    assert len(fold.copies) == CALLS[kind]
+    assert written(ours) == written(theirs)
+    assert (ours.parameters, ours.frozen, ours.order) == (theirs.parameters, theirs.frozen, theirs.order)
+    assert (set(ours.mutated.values()), set(ours.counters.values())) == (
+        set(theirs.mutated.values()),
+        set(theirs.counters.values()),
+    )
+
+
+@pytest.mark.parametrize(("kind", "tries"), [("leaks", 1), ("leaks to the model", 2), ("gathers", 2)])
+def test_what_leaves_a_layer_by_the_side_is_traced(kind, tries, monkeypatch):
+    """As an attribute of the layer; in a list that the model held before, whose length is asked or not."""
+    from tests.frontends.torch_layers import Stack, written
+
+    ours, seen, theirs = programs(Stack(kind), monkeypatch)
+    assert [len(f.copies) for f in seen] == [4, 0][-tries:] and written(ours) == written(theirs)
+
+
+def test_the_model_is_left_as_it_was():
+    import torch
+
+    from tests.frontends.torch_layers import Block, Stack
+
+    model = Stack("plain")
+    before = [dict(vars(m)) for m in model.modules()]
+    torch_export.program_of(model, (torch.empty(4, 8),), None, reads_op)
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert Block.forward.__name__ == "forward" and "forward" not in vars(model.layers[1])
