@@ -33,7 +33,7 @@ _LIBRARY = "pase_fold"
 
 
 @dataclass(frozen=True)
-class _Once:
+class _TracedLayer:
     """What the first of equal layers became. made: its results, tensors by what they are; tree: how they are held."""
 
     path: str
@@ -48,7 +48,7 @@ class Folding:
 
     layers: Mapping[int, EqualLayer]
     paths: Mapping[str, str]
-    regions: dict[int, _Once] = field(default_factory=dict)
+    regions: dict[int, _TracedLayer] = field(default_factory=dict)
     copies: list[tuple[int, str]] = field(default_factory=list)
     known: dict[Hashable, int | None] = field(default_factory=dict)
     inside: bool = False
@@ -102,7 +102,7 @@ class Folding:
         left = iter(_ops().end(tensors, number))
         self.known[key] = number
         others = tuple(_TENSOR if isinstance(x, torch.Tensor) else x for x in results)
-        self.regions[number] = _Once(layer.path, tuple(kind_of(t) for t in tensors), others, held)
+        self.regions[number] = _TracedLayer(layer.path, tuple(kind_of(t) for t in tensors), others, held)
         return tree_unflatten([next(left) if x is _TENSOR else x for x in others], held)
 
 
