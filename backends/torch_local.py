@@ -191,6 +191,11 @@ class RankWalk:
             for j in range(len(inner.nodes)):
                 self._node(inner, j, f"{path}.", body)
             return
+        if isinstance(n.target, torch._ops.HigherOrderOperator):
+            raise NotOnParts(
+                f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: pase prices it, and "
+                f"does not run it. Write it out, a loop for example in Python"
+            )
         pairs = self._pairs.get(path)
         if not pairs:
             return  # a view that its readers make, or a value that does not depend on data

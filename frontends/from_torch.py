@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
+from pase.frontends.torch_control import CONTROL
 from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch_lower import TorchLowering, TorchScope, live, reads_op
 from pase.frontends.torch_rules import RULES
@@ -55,7 +56,7 @@ def reads(model: object) -> bool:
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
-    return by_nest(RULES)
+    return by_nest(RULES, CONTROL)
 
 
 def trace(

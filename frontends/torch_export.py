@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
     from torch.nn import Module
 
-__all__ = ["AGAIN", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
+__all__ = ["AGAIN", "STEP_FILE", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
 
 AGAIN = "pase_again"
 """Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
+STEP_FILE = __file__
+"""In which the step is defined that calls the user's module: no line of the user's."""
 _INSIDE = "module."
 """What the paths of the user's module begin with: it stands inside of the module that is exported."""
 
@@ -233,7 +235,7 @@ def _marked(module: Module) -> Iterator[None]:
 
     torch.no_grad.__enter__, torch.no_grad.__exit__ = entered, left  # type: ignore[method-assign]
     try:
-        with traceback.preserve_node_meta(), _checkpoints_marked(module):
+        with traceback.preserve_node_meta(), _checkpoints_marked(module), _flex_traced():
             yield
     finally:
         torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
@@ -270,6 +272,19 @@ def _checkpoints_marked(module: Module) -> Iterator[None]:
         torch.utils.checkpoint.checkpoint = usual
         for held, key, before in holders:
             held[key] = before
+
+
+@contextlib.contextmanager
+def _flex_traced() -> Iterator[None]:
+    """PyTorch refuses to run flex_attention's backward on a CPU, where the fake tensors are: here none runs."""
+    from torch.nn.attention import flex_attention as flex
+
+    usual = flex._validate_device
+    flex._validate_device = lambda query, key, value: None
+    try:
+        yield
+    finally:
+        flex._validate_device = usual
 
 
 def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.registry import Unknown, UnknownOp
+from pase.frontends.torch_control import CONTROL
+from pase.frontends.torch_export import STEP_FILE
 from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_reasons import of_pytorch
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
-from pase.frontends.torch_values import TorchCall, arguments, dtype_of, specs_of
+from pase.frontends.torch_values import TorchCall, TorchOperand, arguments, dtype_of, specs_of
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
@@ -50,8 +52,8 @@ def live(graph: Graph, wanted: Sequence[str]) -> list[FxNode]:
 
 def source_of(node: FxNode) -> SourceLine:
     """The user's line, and the layer that it belongs to."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [f for f in frames if not of_pytorch(f[0])] or frames
+    frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if f[0] != STEP_FILE]
+    own = [f for f in frames if not of_pytorch(f[0])] or [f for f in frames if not f[0].startswith("<")]
     if not own:
         return NOWHERE
     return SourceLine(f"{own[-1][0]}:{own[-1][1]}", layer_of(node) or own[-1][2])
@@ -131,6 +133,8 @@ class TorchLowering:
     def values(self, n: FxNode, path: str) -> Value | list[Value | None]:
         """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
         schema = getattr(n.target, "_schema", None)
+        if schema is None and str(n.target) in CONTROL:
+            return CONTROL[str(n.target)].lower(self, n, path)
         if schema is None:
             return self.without_rule(n, path)
         name = schema.name.removeprefix("aten::")
@@ -179,18 +183,28 @@ class TorchLowering:
             f"Add one to frontends/torch_rules*.py, or pass unknown='replicate' (the op is then not split)."
         )
 
+    def within(self) -> TorchLowering:
+        """For the nodes of a decomposed op, or of a body."""
+        return TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
+
+    def constants(self, inner: GraphModule) -> None:
+        """What a graph holds itself: numbers that are part of the ops that read them."""
+        for m in inner.graph.nodes:
+            t: TorchOperand = getattr(inner, m.target) if m.op == "get_attr" else None
+            if hasattr(t, "dtype"):  # else it is a body
+                self.env[m] = Value(
+                    shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",)
+                )
+
     def inlined(self, n: FxNode, inner: GraphModule, path: str) -> Value | list[Value | None]:
-        low = TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
+        low = self.within()
         leaves = [m for m in inner.graph.nodes if m.op == "placeholder"]
         for leaf, outer in zip(leaves, n.all_input_nodes, strict=True):
             low.env[leaf] = self.env[outer]
         (out,) = next(m for m in inner.graph.nodes if m.op == "output").args
         several = isinstance(out, (tuple, list))
         results = list(out) if several else [out]
-        constants = [m for m in inner.graph.nodes if m.op == "get_attr"]
-        for m in constants:
-            t = getattr(inner, m.target)
-            low.env[m] = Value(shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",))
+        low.constants(inner)
         nodes = live(inner.graph, [r.name for r in results if r is not None])
         self.inner[path] = TorchScope(
             nodes=nodes,
