@@ -8,6 +8,7 @@ import pytest
 
 import pase
 from pase.errors import PaseError
+from tests.frontends.torch_bodies import models
 
 pytestmark = pytest.mark.torch
 
@@ -19,8 +20,6 @@ def priced(*model, **options):
 def both(kind):
     """(the plan of the model in PyTorch, of that in JAX)."""
     import torch
-
-    from tests.frontends import torch_bodies
 
     w, x = jax.ShapeDtypeStruct((64, 64), "float32"), jax.ShapeDtypeStruct((8, 32, 64), "float32")
 
@@ -42,7 +41,7 @@ def both(kind):
         return jax.lax.cond(x.sum() > 0, lambda x: jnp.tanh(times(x, w)), jnp.tanh, x).sum()
 
     theirs = {"Scans": scans, "Maps": maps, "Branches": branches}[kind]
-    return priced(getattr(torch_bodies, kind)(), torch.empty(8, 32, 64)), priced(theirs, w, x)
+    return priced(getattr(models(), kind)(), torch.empty(8, 32, 64)), priced(theirs, w, x)
 
 
 @pytest.mark.parametrize("kind", ["Scans", "Maps", "Branches"])
@@ -57,9 +56,7 @@ def test_bodies_cost_what_they_cost_in_jax(kind):
 def attends(kind):
     import torch
 
-    from tests.frontends.torch_bodies import Attends
-
-    return priced(Attends(kind), torch.empty(4, 128, 64), torch.zeros(128, dtype=torch.int64))
+    return priced(models().Attends(kind), torch.empty(4, 128, 64), torch.zeros(128, dtype=torch.int64))
 
 
 def test_flex_attention_is_attention():
@@ -71,12 +68,10 @@ def test_flex_attention_is_attention():
 def test_what_bodies_cannot_do_is_said():
     import torch
 
-    from tests.frontends.torch_bodies import Turns
-
     with pytest.raises(
         PaseError, match=r"while_loop.*how often it turns depends on the data.*scan over a number"
     ):
-        priced(Turns(), torch.empty(32, 64))
+        priced(models().Turns(), torch.empty(32, 64))
     for kind in ("documents", "trained"):
         with pytest.raises(PaseError, match=r"flex_attention.*depends on the batch or on a parameter"):
             attends(kind)
@@ -91,9 +86,7 @@ def test_bodies_are_not_run_on_parts():
     def on_rank(rank):
         import torch
 
-        from tests.frontends.torch_bodies import Maps
-
-        return plan.torch.parallelize(Maps())(torch.zeros(8, 32, 64))
+        return plan.torch.parallelize(models().Maps())(torch.zeros(8, 32, 64))
 
     with pytest.raises(
         PaseError, match=r"map_impl.*cannot be run on parts: pase prices it, and does not run it"

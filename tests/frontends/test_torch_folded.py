@@ -9,6 +9,7 @@ import pytest
 from pase.frontends import torch_export
 from pase.frontends.torch_folded import folding
 from pase.frontends.torch_lower import reads_op
+from tests.frontends.torch_layers import models, written
 
 pytestmark = pytest.mark.torch
 
@@ -61,9 +62,8 @@ CALLS = {
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_folded_is_what_pytorch_traces(kind, monkeypatch):
-    from tests.frontends.torch_layers import Stack, written
 
-    ours, (fold,), theirs = programs(Stack(kind), monkeypatch)
+    ours, (fold,), theirs = programs(models().Stack(kind), monkeypatch)
     assert len(fold.copies) == CALLS[kind]
     assert written(ours) == written(theirs)
     assert (ours.parameters, ours.frozen, ours.order) == (theirs.parameters, theirs.frozen, theirs.order)
@@ -76,19 +76,16 @@ def test_folded_is_what_pytorch_traces(kind, monkeypatch):
 @pytest.mark.parametrize(("kind", "tries"), [("leaks", 1), ("leaks to the model", 2), ("gathers", 2)])
 def test_what_leaves_a_layer_by_the_side_is_traced(kind, tries, monkeypatch):
     """As an attribute of the layer; in a list that the model held before, whose length is asked or not."""
-    from tests.frontends.torch_layers import Stack, written
 
-    ours, seen, theirs = programs(Stack(kind), monkeypatch)
+    ours, seen, theirs = programs(models().Stack(kind), monkeypatch)
     assert [len(f.copies) for f in seen] == [4, 0][-tries:] and written(ours) == written(theirs)
 
 
 def test_the_model_is_left_as_it_was():
     import torch
 
-    from tests.frontends.torch_layers import Block, Stack
-
-    model = Stack("plain")
+    model = models().Stack("plain")
     before = [dict(vars(m)) for m in model.modules()]
     torch_export.program_of(model, (torch.empty(4, 8),), None, reads_op)
     assert [dict(vars(m)) for m in model.modules()] == before
-    assert Block.forward.__name__ == "forward" and "forward" not in vars(model.layers[1])
+    assert models().Block.forward.__name__ == "forward" and "forward" not in vars(model.layers[1])

@@ -3,114 +3,121 @@
 from __future__ import annotations
 
 import contextlib
-
-import torch
-from torch.nn import functional as F
-
-__all__ = ["Block", "Stack", "written"]
-
+from functools import cache
+from types import SimpleNamespace
 
 KEPT = []
 """What layers leave by the side."""
 
 
-class Block(torch.nn.Module):
-    """A layer of a transformer in small. kind: what else it does."""
+@cache
+def models():
+    """Its classes; PyTorch is imported only here."""
+    import torch
+    from torch.nn import functional as F
 
-    def __init__(self, place, kind):
-        super().__init__()
-        self.place, self.kind = place, kind
-        self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False)
-        self.norm = torch.nn.LayerNorm(8)
-        self.drop = torch.nn.Dropout(0.1)
-        self.register_buffer("scale", torch.full((8,), 2.0))
-        self.kept = None
+    class Block(torch.nn.Module):
+        """A layer of a transformer in small. kind: what else it does."""
 
-    def forward(self, x, mask=None, *, turns=1):
-        y = self.norm(x)
-        if self.kind == "place":
-            y = y * (self.place + 1)
-        elif self.kind == "compares":
-            y = y * 2 if self.place > 1 else y
-        elif self.kind == "format":
-            y = y * len(f"{self.place}")
-        elif self.kind == "no_grad":
-            with torch.no_grad():
-                y = y + self.scale.mean()
-        elif self.kind == "writes":
-            x += y
-        elif self.kind == "buffer":
-            self.scale.mul_(0.5)
-        elif self.kind == "constant":
-            y = y + torch.tensor([1.0, 2.0]).sum()
-        for _ in range(turns):
-            y = self.drop(self.down(F.gelu(self.up(y))) * self.scale)
-        if self.kind == "own writes":
-            y = y.clone().masked_fill_(y > 1, 0.0) + torch.zeros(4, 8).add_(1.0)
-        elif self.kind == "leaks":
-            self.kept = y.square().mean()
-        elif self.kind in ("leaks to the model", "gathers"):
-            KEPT.append(y.square().mean())
-        if mask is not None:
-            y = y * mask
-        return (x + y, None, mask, 1.5) if self.kind == "tuple" else x + y
+        def __init__(self, place, kind):
+            super().__init__()
+            self.place, self.kind = place, kind
+            self.up, self.down = torch.nn.Linear(8, 16), torch.nn.Linear(16, 8, bias=False)
+            self.norm = torch.nn.LayerNorm(8)
+            self.drop = torch.nn.Dropout(0.1)
+            self.register_buffer("scale", torch.full((8,), 2.0))
+            self.kept = None
 
+        def forward(self, x, mask=None, *, turns=1):
+            y = self.norm(x)
+            if self.kind == "place":
+                y = y * (self.place + 1)
+            elif self.kind == "compares":
+                y = y * 2 if self.place > 1 else y
+            elif self.kind == "format":
+                y = y * len(f"{self.place}")
+            elif self.kind == "no_grad":
+                with torch.no_grad():
+                    y = y + self.scale.mean()
+            elif self.kind == "writes":
+                x += y
+            elif self.kind == "buffer":
+                self.scale.mul_(0.5)
+            elif self.kind == "constant":
+                y = y + torch.tensor([1.0, 2.0]).sum()
+            for _ in range(turns):
+                y = self.drop(self.down(F.gelu(self.up(y))) * self.scale)
+            if self.kind == "own writes":
+                y = y.clone().masked_fill_(y > 1, 0.0) + torch.zeros(4, 8).add_(1.0)
+            elif self.kind == "leaks":
+                self.kept = y.square().mean()
+            elif self.kind in ("leaks to the model", "gathers"):
+                KEPT.append(y.square().mean())
+            if mask is not None:
+                y = y * mask
+            return (x + y, None, mask, 1.5) if self.kind == "tuple" else x + y
 
-class Stack(torch.nn.Module):
-    """Layers one after the other. kind: how they are called, or what they do."""
+    class Stack(torch.nn.Module):
+        """Layers one after the other. kind: how they are called, or what they do."""
 
-    def __init__(self, kind, layers=5):
-        super().__init__()
-        self.kind = kind
-        self.first = torch.nn.Linear(8, 8)
-        self.layers = torch.nn.ModuleList(Block(i, kind) for i in range(layers))
-        if kind == "tied inside":
-            for layer in self.layers:
-                layer.down.weight = self.layers[0].down.weight
-        elif kind == "tied outside":
-            self.last = torch.nn.Linear(16, 8)
-            self.last.weight = self.layers[2].down.weight
-        elif kind == "frozen":
-            self.layers[1].up.requires_grad_(False)
-        elif kind == "eval":
-            self.layers[3].drop.eval()
-        elif kind == "width":
-            self.layers[2].up, self.layers[2].down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
-        elif kind == "same":
-            self.layers = torch.nn.ModuleList([self.layers[0]] * layers)
+        def __init__(self, kind, layers=5):
+            super().__init__()
+            self.kind = kind
+            self.first = torch.nn.Linear(8, 8)
+            self.layers = torch.nn.ModuleList(Block(i, kind) for i in range(layers))
+            if kind == "tied inside":
+                for layer in self.layers:
+                    layer.down.weight = self.layers[0].down.weight
+            elif kind == "tied outside":
+                self.last = torch.nn.Linear(16, 8)
+                self.last.weight = self.layers[2].down.weight
+            elif kind == "frozen":
+                self.layers[1].up.requires_grad_(False)
+            elif kind == "eval":
+                self.layers[3].drop.eval()
+            elif kind == "width":
+                self.layers[2].up, self.layers[2].down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+            elif kind == "same":
+                self.layers = torch.nn.ModuleList([self.layers[0]] * layers)
 
-    def forward(self, x):
-        x = self.first(x)
-        KEPT.clear()
-        half = torch.autocast("cpu", torch.bfloat16) if self.kind == "autocast" else contextlib.nullcontext()
-        with half:
-            for i, layer in enumerate(self.layers):
-                if self.kind == "checkpoint":
-                    x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-                elif self.kind == "turns":
-                    x = layer(x, turns=2 if i == 2 else 1)
-                elif self.kind == "shapes":
-                    x = layer(x[:2] if i == 3 else x)
-                elif self.kind == "outer no_grad":
-                    with torch.no_grad() if i < 2 else contextlib.nullcontext():
+        def forward(self, x):
+            x = self.first(x)
+            KEPT.clear()
+            half = (
+                torch.autocast("cpu", torch.bfloat16) if self.kind == "autocast" else contextlib.nullcontext()
+            )
+            with half:
+                for i, layer in enumerate(self.layers):
+                    if self.kind == "checkpoint":
+                        x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+                    elif self.kind == "turns":
+                        x = layer(x, turns=2 if i == 2 else 1)
+                    elif self.kind == "shapes":
+                        x = layer(x[:2] if i == 3 else x)
+                    elif self.kind == "outer no_grad":
+                        with torch.no_grad() if i < 2 else contextlib.nullcontext():
+                            x = layer(x)
+                    elif self.kind == "mask":
+                        x = layer(x, mask=(x > 0).float() if i > 1 else None)
+                    elif self.kind == "tuple":
+                        x, _, mask, number = layer(x, x.abs())
+                        x = x + mask * number
+                    else:
                         x = layer(x)
-                elif self.kind == "mask":
-                    x = layer(x, mask=(x > 0).float() if i > 1 else None)
-                elif self.kind == "tuple":
-                    x, _, mask, number = layer(x, x.abs())
-                    x = x + mask * number
-                else:
-                    x = layer(x)
-        loss = x.float().square().mean()
-        if self.kind == "leaks to the model":
-            return loss + sum(KEPT)
-        if self.kind == "gathers":
-            return loss + KEPT[4]
-        return loss + sum(layer.kept for layer in self.layers) if self.kind == "leaks" else loss
+            loss = x.float().square().mean()
+            if self.kind == "leaks to the model":
+                return loss + sum(KEPT)
+            if self.kind == "gathers":
+                return loss + KEPT[4]
+            return loss + sum(layer.kept for layer in self.layers) if self.kind == "leaks" else loss
+
+    return SimpleNamespace(Block=Block, Stack=Stack)
 
 
 def written(program):
     """The program as text: operands by number, leaves by the user's name; shapes, layers, lines and marks too."""
+    import torch
+
     number, out, marks = {}, [], {}
     for n in program.graph.graph.nodes:
         if n.op == "placeholder":
