@@ -7,40 +7,11 @@ from types import SimpleNamespace
 
 
 @cache
-def models():
-    """Its classes; PyTorch is imported only here."""
+def attends():
+    """A class with attention; PyTorch is imported only here."""
     import torch
-    from torch._higher_order_ops import scan, while_loop
-    from torch._higher_order_ops.map import map as map_over
     from torch.nn import functional as F
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    class Linear(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Linear(64, 64, bias=False)
-
-    class Scans(Linear):
-        def forward(self, x):
-            def body(c, x):
-                h = torch.tanh(self.w(x) + c)
-                return h, h * 2
-
-            c, ys = scan(body, torch.zeros(32, 64), x, dim=0)
-            return ys.sum() + c.sum()
-
-    class Maps(Linear):
-        def forward(self, x):
-            return map_over(lambda x: torch.tanh(self.w(x)), x).sum()
-
-    class Branches(Linear):
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: torch.tanh(self.w(x)), torch.tanh, (x,)).sum()
-
-    class Turns(Linear):
-        def forward(self, x):
-            zero = torch.zeros((), dtype=torch.int64)
-            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, self.w(x)), (zero, x))[1].sum()
 
     class Attends(torch.nn.Module):
         """kind: fused as is, or by flex_attention: causal, causal with a bias by position, of documents."""
@@ -69,4 +40,41 @@ def models():
             slope = self.slopes[h] if self.kind == "trained" else 0.5
             return score + slope * (k - q)
 
-    return SimpleNamespace(Attends=Attends, Branches=Branches, Maps=Maps, Scans=Scans, Turns=Turns)
+    return Attends
+
+
+@cache
+def models():
+    """Its classes; PyTorch is imported only here."""
+    import torch
+    from torch._higher_order_ops import scan, while_loop
+    from torch._higher_order_ops.map import map as map_over
+
+    class Linear(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Linear(64, 64, bias=False)
+
+    class Scans(Linear):
+        def forward(self, x):
+            def body(c, x):
+                h = torch.tanh(self.w(x) + c)
+                return h, h * 2
+
+            c, ys = scan(body, torch.zeros(32, 64), x, dim=0)
+            return ys.sum() + c.sum()
+
+    class Maps(Linear):
+        def forward(self, x):
+            return map_over(lambda x: torch.tanh(self.w(x)), x).sum()
+
+    class Branches(Linear):
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, lambda x: torch.tanh(self.w(x)), torch.tanh, (x,)).sum()
+
+    class Turns(Linear):
+        def forward(self, x):
+            zero = torch.zeros((), dtype=torch.int64)
+            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, self.w(x)), (zero, x))[1].sum()
+
+    return SimpleNamespace(Branches=Branches, Maps=Maps, Scans=Scans, Turns=Turns, Attends=attends())

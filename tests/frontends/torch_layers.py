@@ -11,8 +11,8 @@ KEPT = []
 
 
 @cache
-def models():
-    """Its classes; PyTorch is imported only here."""
+def block():
+    """The class of a layer; PyTorch is imported only here."""
     import torch
     from torch.nn import functional as F
 
@@ -56,6 +56,16 @@ def models():
             if mask is not None:
                 y = y * mask
             return (x + y, None, mask, 1.5) if self.kind == "tuple" else x + y
+
+    return Block
+
+
+@cache
+def models():
+    """The classes of a layer and of a stack of layers."""
+    import torch
+
+    Block = block()
 
     class Stack(torch.nn.Module):
         """Layers one after the other. kind: how they are called, or what they do."""
