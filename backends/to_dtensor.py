@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pase.plan.constraints import Placement
     from pase.plan.types import PlanData
 
-__all__ = ["emit", "layouts", "to_json"]
+__all__ = ["emit", "layouts", "read_layouts", "to_json"]
 
 NAME = "pase.dtensor/1"
 UNSHARDED = "unsharded"
@@ -30,7 +30,8 @@ UNSHARDED = "unsharded"
 
 def to_json(plan: PlanData) -> JsonObject:
     """{"schema", "model", "mesh": {dim: size}, "variables": {path: [mesh dim or "unsharded"]}, "state": {…},
-    "inputs": {…}}. state: of the variables whose gradient and optimizer state are split further than they are.
+    "reads": {…}, "inputs": {…}}. state: of the variables whose gradient and optimizer state are split further than
+    they are. reads: of the variables that are read in another layout than they are stored in.
 
     Raises PaseError if DTensor has no layout for a tensor; the message names the tensor and says what to do.
     """
@@ -47,12 +48,21 @@ def to_json(plan: PlanData) -> JsonObject:
     def layout(placement: Placement) -> list[str]:
         return [joined[axes[0]] if axes else UNSHARDED for axes in placement]
 
+    def read(path: str, used: Sequence[Placement]) -> list[str]:
+        """Where ops read it in one layout of the mesh, that; else whole, which is right for all."""
+        rank = len(stored[path])
+        (one, *more) = used
+        if more or len(one) != rank:
+            return [UNSHARDED] * rank
+        return [name if (name := "_".join(axes)) in mesh else UNSHARDED for axes in one]
+
     return {
         "schema": NAME,
         "model": plan.model,
         "mesh": mesh,
         "variables": {path: layout(p) for path, p in stored.items()},
         "state": {path: layout(p) for path, p in state.items()},
+        "reads": {path: read(path, t.used_as) for path, t in plan.parameters.items() if t.used_as},
         "inputs": {path: layout(p) for path, p in arrives.items()},
     }
 
@@ -121,6 +131,18 @@ def layouts(data: JsonObject, devices: list[str] | None = None) -> tuple[Tree, d
         for path, specs in data[kind].items()
     }
     return mesh, out
+
+
+def read_layouts(data: JsonObject, mesh: Tree) -> dict[str, Tree]:
+    """{path: Layout} of the variables that a step has to bring into another layout before it reads them:
+    ``dtensor.relayout(variable, layout)``, whose derivative brings the gradient back. DTensor refuses a product whose
+    operands have the summed dim split along different mesh dims, which stored layouts may be.
+
+    data: the result of ``to_json``. mesh: that of ``layouts``.
+    """
+    from tensorflow.experimental import dtensor
+
+    return {path: dtensor.Layout(specs, mesh) for path, specs in data.get("reads", {}).items()}
 
 
 BACKENDS.add("dtensor", Backend(writes="TensorFlow DTensor layouts, by variable name", emit=emit))

@@ -64,7 +64,16 @@ for name, data in json.load(open(sys.argv[1])).items():
         whole = dtensor.copy_to_mesh(tf.constant(a), dtensor.Layout.replicated(mesh, rank=a.ndim))
         return dtensor.relayout(whole, layout)
 
-    value, got = step({k: placed(a, layouts[k]) for k, a in arrays.items()}, placed(x, layouts["x"]))
+    reads = to_dtensor.read_layouts(data, mesh)
+
+    @tf.function
+    def sharded(p, x):
+        with tf.GradientTape() as tape:
+            tape.watch(list(p.values()))
+            value = loss({k: dtensor.relayout(w, reads[k]) if k in reads else w for k, w in p.items()}, x)
+        return value, tape.gradient(value, p)
+
+    value, got = sharded({k: placed(a, layouts[k]) for k, a in arrays.items()}, placed(x, layouts["x"]))
     got = {k: dtensor.relayout(g, layouts[k]) for k, g in got.items()}
     whole = {k: dtensor.relayout(g, dtensor.Layout.replicated(mesh, rank=g.shape.rank)) for k, g in got.items()}
     error = max(float(np.abs(dtensor.unpack(whole[k])[0].numpy() - gradients[k].numpy()).max()) for k in arrays)
@@ -81,6 +90,10 @@ def test_layouts_run(tmp_path: Path) -> None:
         registry.emit(plan, "dtensor", tmp_path / "one.json")
         made[name] = json.loads((tmp_path / "one.json").read_text())
     assert made["megatron"]["variables"]["up/kernel"] == ["unsharded", "model"]
+    assert made["pase"]["reads"]["down/kernel"] == [
+        "unsharded",
+        "unsharded",
+    ]  # stored split, gathered beside compute
     (tmp_path / "all.json").write_text(json.dumps(made))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(tmp_path / "all.json")],

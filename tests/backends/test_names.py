@@ -44,7 +44,10 @@ def stored(plan: Plan, layouts: dict[str, Any]) -> Plan:
     """The plan with these storage layouts; parameters and inputs that are not named are whole on every device."""
 
     def placed(tensors: Mapping[str, TensorPlan]) -> dict[str, TensorPlan]:
-        return {k: replace(t, storage=layouts.get(k, ((),) * len(t.shape))) for k, t in tensors.items()}
+        return {
+            k: replace(t, storage=layouts.get(k, ((),) * len(t.shape)), used_as=())
+            for k, t in tensors.items()
+        }
 
     return replace(plan, parameters=placed(plan.parameters), inputs=placed(plan.inputs))
 
@@ -52,7 +55,7 @@ def stored(plan: Plan, layouts: dict[str, Any]) -> Plan:
 @cache
 def plans() -> dict[str, Plan]:
     """The search's plan, FSDP's, and one with both axes in use, as Megatron stores its layers."""
-    options = {"devices": 4, "mesh": "data=2,model=2", "dims": {"batch": 8}, "overlap": "none"}
+    options = {"devices": 4, "mesh": "data=2,model=2", "dims": {"batch": 8}}
     found = dict(pase.compare(keras_mlp(), **options))
     rows, columns, each = (("model",), ()), ((), ("model",)), (("model",),)
     megatron = {
