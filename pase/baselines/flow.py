@@ -1,8 +1,9 @@
 """The role of each dim for the usual parallelization methods, read off the graph: batch, model dim, heads, experts.
 
 Names are not used. The batch is the first dim of the inputs, if it holds more than one example. The model dim
-(residual stream) is the dim that most weights share. A *column* weight maps the model dim to another dim, a *row*
-weight maps back to it. Tensor parallelism splits the dims between the two (heads, hidden units, vocabulary).
+(residual stream) is the dim that most weights share; an encoder and a decoder, or two towers, have one each. A *column*
+weight maps the model dim to another dim, a *row* weight maps back to it. Tensor parallelism splits the dims between the
+two (heads, hidden units, vocabulary).
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pase.once import once
 __all__ = ["Roles", "Weight", "roles"]
 
 _SHARE = 2 / 3
-"""The model dim is in at least this part of the weights; else there is none."""
+"""The model dims are in at least this part of the weights; else there are none."""
+_FEWEST = 3
+"""Two weights that share a dim are one layer after another, more are a stream that runs through layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +41,7 @@ class Weight:
 class Roles:
     """Classes of dims by role.
 
-    model: None if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
+    model: empty if no dim runs through the weights. tensor: the dims that tensor parallelism splits. ends: the subset
     of ``tensor`` that is not inside a layer (vocabulary, classes). experts: dims that weights, activations and results
     share. sequence: the other dims of the residual stream.
     """
@@ -46,7 +49,7 @@ class Roles:
     classes: dict[DimKey, int]
     weights: tuple[Weight, ...]
     batch: frozenset[int]
-    model: int | None
+    model: frozenset[int]
     tensor: frozenset[int]
     ends: frozenset[int]
     experts: frozenset[int]
@@ -79,10 +82,10 @@ def roles(graph: Graph) -> Roles:
         for first in n.ops[0].writes[0].map.walks[:1]
         for d in first.dims[:1]
     )
-    model = _model_dim(weights)
+    model = _model_dims(weights)
     experts = frozenset(c for w in weights for c in w.shared) - batch
     inner, ends = (
-        frozenset(found) - experts - batch - {model} for found in _tensor_dims(graph, classes, weights, model)
+        frozenset(found) - experts - batch - model for found in _tensor_dims(graph, classes, weights, model)
     )
     tensor = inner | ends
     sequence = frozenset(
@@ -90,8 +93,8 @@ def roles(graph: Graph) -> Roles:
         for n in graph.nodes
         if n.kind in ("elementwise", "reduce", "carry")
         for here in [{classes[n.name, d.name] for d in n.space if d.kind == "parallel"}]
-        if model in here and here & batch
-        for c in here - batch - tensor - experts - {model}
+        if model & here and here & batch
+        for c in here - batch - tensor - experts - model
     )
     told = (batch, tensor, ends - inner, experts, sequence)
     numbers: dict[object, int] = {}
@@ -149,29 +152,37 @@ def _weights(graph: Graph, classes: dict[DimKey, int]) -> Iterator[Weight]:
                 )
 
 
-def _model_dim(weights: tuple[Weight, ...]) -> int | None:
-    counts = Counter(c for w in weights for c in {*w.contracted, *w.out})
-    if not counts:
-        return None
-    best, count = counts.most_common(1)[0]
-    return best if count >= _SHARE * len(weights) and len(weights) > 2 else None
+def _model_dims(weights: tuple[Weight, ...]) -> frozenset[int]:
+    """The dim that most weights share, if those are enough. Else that dim and the one that most of the others share: an
+    encoder's and a decoder's, if together they are enough, and no weight maps one to the other, as within a layer."""
+    of = [{*w.contracted, *w.out} for w in weights]
+    found: set[int] = set()
+    for _ in range(2):
+        counts = Counter(c for dims in of if not dims & found for c in dims)
+        best, count = counts.most_common(1)[0] if counts else (-1, 0)
+        if (found and count < _FEWEST) or len(of) < _FEWEST:
+            break
+        found.add(best)
+        if len(found) > 1 and any(found <= dims for dims in of):
+            break
+        if sum(bool(dims & found) for dims in of) >= _SHARE * len(of):
+            return frozenset(found)
+    return frozenset()
 
 
 def _tensor_dims(
-    graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: int | None
+    graph: Graph, classes: dict[DimKey, int], weights: tuple[Weight, ...], model: frozenset[int]
 ) -> tuple[set[int], set[int]]:
     """(dims between a column weight and its row weight, dims that look-ups start from or columns end in)."""
     inner: set[int] = set()
     ends: set[int] = set()
-    if model is None:
-        return inner, ends
     products = [w for w in weights if w.op.kind != "conv"]
     readers = {w.node for w in products}
-    rows = {w.node for w in products if model in w.out and w.contracted}
+    rows = {w.node for w in products if model & {*w.out} and w.contracted}
     before, after = _neighbours(graph)
     for w in products:
-        summed = [c for c in w.contracted if c != model]
-        if w.op.kind == "gather" and model in w.out:
+        summed = [c for c in w.contracted if c not in model]
+        if w.op.kind == "gather" and model & {*w.out}:
             ends.update(summed[:1])
         elif w.node in rows and summed:
             # The input of this weight comes from attention: only dims that all its products share (heads) qualify.
@@ -181,8 +192,8 @@ def _tensor_dims(
                 if m not in readers and graph.node[m].kind in ("matmul", "attention")
             ]
             inner.update([c for c in summed if all(c in here for here in between)] if between else summed[:1])
-        elif model in w.contracted and not rows & _reach(after, w.node, readers):
-            ends.update([c for c in w.out if c != model][:1])
+        elif model & {*w.contracted} and not rows & _reach(after, w.node, readers):
+            ends.update([c for c in w.out if c not in model][:1])
     return inner, ends
 
 

@@ -32,7 +32,7 @@ def megatron(graph: Graph, devices: int, machine: Machine) -> Iterator[Intent | 
     devices are split as far as they go, on a mesh with two model axes, and repeated beyond.
     """
     r = roles(graph)
-    if r.model is None or not r.tensor:
+    if not r.model or not r.tensor:
         yield Skipped(name="megatron", reason="no dim runs through most weights, as a model dim would")
         return
     for degree in (t for t in range(2, devices + 1) if devices % t == 0):

@@ -4,14 +4,19 @@ import re
 from collections import Counter
 from functools import cache
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from pase import costmodels, machine
 from pase.baselines import Intent, Skipped, baselines, roles
 from pase.baselines.masks import PERSISTENT_ELEMENTS
 from pase.baselines.rules import RULES
+from pase.frontends.from_jax import trace
+from pase.ir import named, simplify
 from tests.baselines.helpers import collectives, graph_of
 
+S = jax.ShapeDtypeStruct
 H100 = machine.load("h100x8")
 MODEL = costmodels.get("analytic", H100)
 LAYERS, BATCH, SEQ, WIDTH, VOCAB = 3, 128, 1024, 768, 50304
@@ -216,3 +221,41 @@ def test_small_batches_leave_tensor_parallelism():
     found = offered("gpt2?batch=8", 32)
     assert isinstance(found["data_parallel"], Skipped)
     assert isinstance(found["megatron_8x4"], Intent)
+
+
+def two_streams(joined):
+    """An encoder of width 64 and a decoder of width 96, which reads what the encoder ends in. joined: by a weight that
+    maps one width to the other, as one layer after another."""
+    wide, heads = (64, 96), 128
+
+    def loss(p, x, y):
+        for up, down in p["encoder"]:
+            x = x + jnp.tanh(x @ up) @ down
+        for up, down in p["decoder"]:
+            y = y + jnp.tanh(y @ up) @ down
+        met = x @ p["join"] if joined else jnp.tanh((x @ p["key"]) * (y @ p["query"])) @ p["out"]
+        return (y + met).sum()
+
+    def layers(width):
+        return [(S((width, 4 * width), "float32"), S((4 * width, width), "float32"))] * 3
+
+    across = {"key": S((wide[0], heads), "float32"), "query": S((wide[1], heads), "float32")}
+    across |= {"out": S((heads, wide[1]), "float32")}
+    p = {"encoder": layers(wide[0]), "decoder": layers(wide[1])}
+    p |= {"join": S(wide, "float32")} if joined else across
+    batch = [S((32, 16, w), "float32") for w in wide]
+    return named(simplify(trace(loss, p, *batch).graph))
+
+
+def test_an_encoder_and_a_decoder_have_a_stream_each():
+    graph = two_streams(joined=False)
+    r = roles(graph)
+    assert len(r.model) == 2 and r.sizes(graph, r.model) == [64, 96]
+    assert r.sizes(graph, r.tensor) == [128, 256, 384] and not r.ends
+    (b,) = baselines(graph, 8, H100, MODEL, only=("megatron_2x4",))
+    for name in weights(graph):
+        (dim,) = split(graph, b, name).values()
+        assert r.classes[name, dim] in r.tensor
+    # What each of 3 + 3 + 1 pairs of weights makes is summed once in the forward pass.
+    assert Counter(c.phase for c in collectives(graph, b) if "model" in c.axes)["forward"] == 7
+    assert not roles(two_streams(joined=True)).model
