@@ -119,7 +119,7 @@ def compile_model(
 def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     """The problem of the model as written. Raises PaseError if the machine cannot do what the options ask for."""
     problem = SplitProblem.of(
-        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.beside_compute, o.target
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target
     )
     _check_precision(problem, o)
     return problem
@@ -155,7 +155,12 @@ def _compile_staged(
     start = time.perf_counter()
     traced, name = traced_model(model, params, batch, options)
     problem = SplitProblem.of(
-        traced.graph, options.devices, options.machine, options.cost_model, options.optimizer
+        traced.graph,
+        options.devices,
+        options.machine,
+        options.cost_model,
+        options.optimizer,
+        options.overlap,
     )
     _check_precision(problem, options)
     seconds = {"trace": time.perf_counter() - start}

@@ -166,8 +166,8 @@ class CompileOptions:
     overlap: Literal["none", "parameters", "machine"] = _option(
         "machine",
         "What runs beside compute. 'parameters': gathers of parameters and sums of gradients; only what compute cannot "
-        "hide, by position, is priced. 'machine': the same, in training without stages, if the machine file says that "
-        "collectives overlap with compute. 'none': nothing; compute and communication are added up.",
+        "hide, by position, is priced. 'machine': the same, in training, if the machine file says that collectives "
+        "overlap with compute. 'none': nothing; compute and communication are added up.",
         "--overlap",
     )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field
@@ -214,11 +214,6 @@ class CompileOptions:
             )
         if self.target != "any" and self.pipeline != "none":
             raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
-        if self.pipeline != "none" and self.overlap == "parameters":
-            raise PaseError(
-                "overlap='parameters' is for steps without stages: with stages, collectives of parameters are priced "
-                "with nothing beside compute; leave out overlap or pipeline"
-            )
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
@@ -227,12 +222,6 @@ class CompileOptions:
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)
                 raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
-
-    @property
-    def beside_compute(self) -> str:
-        """What may run beside compute, as in ``overlap``. With stages nothing does, so that plans with and without
-        stages are compared at one price."""
-        return "none" if self.pipeline != "none" else self.overlap
 
     @property
     def ranks(self) -> int | None:

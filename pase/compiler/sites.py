@@ -13,13 +13,15 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.machine import CostModel, GroupedMachine, Machine, Mesh, mesh_from, meshes
+from pase.tables.beside import slowed
 
 __all__ = ["Arrangement", "RankSite", "arrangements", "groups_of", "rank_meshes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankSite:
-    """Equal devices. number: of the machine's group. limit: bytes on a device, infinite if there is none."""
+    """Equal devices. number: of the machine's group. limit: bytes on a device, infinite if there is none. slow: the
+    part of a device that collectives occupy beside compute, 1 if nothing overlaps."""
 
     number: int
     name: str
@@ -27,6 +29,7 @@ class RankSite:
     machine: Machine
     model: CostModel
     limit: float
+    slow: float
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +66,7 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankSite]:
                 machine=machine,
                 model=problem.model,
                 limit=np.inf if limit is None else limit,
+                slow=_slow(problem, machine),
             )
         ]
     if problem.devices != machine.devices:
@@ -80,9 +84,14 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankSite]:
             machine=g.machine,
             model=costmodels.get(problem.model.name, g.machine),
             limit=np.inf if limit is None else limit,
+            slow=_slow(problem, g.machine),
         )
         for i, (g, limit) in enumerate(zip(machine.groups, limits, strict=True))
     ]
+
+
+def _slow(problem: SplitProblem, machine: Machine) -> float:
+    return slowed(machine) if problem.overlap == "parameters" else 1.0
 
 
 def arrangements(problem: SplitProblem, groups: list[RankSite], ranks: int) -> Iterator[Arrangement]:

@@ -20,6 +20,7 @@ import numpy as np
 from pase.compiler.stage_features import Feature, direction
 from pase.compiler.stage_menu import StageRole, StageTables
 from pase.errors import Infeasible, PaseError
+from pase.pipeline.beside import starts
 from pase.pipeline.cuts import CutProblem, longest_paths, most_held
 from pase.pipeline.simulate import Path, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -38,6 +39,7 @@ _FIRST = (
     direction(input=1),
     direction(weight=1),
     direction(before=1),
+    direction(sums=1),
     direction(after=1),
     direction(input=1, weight=1),
 )
@@ -162,22 +164,46 @@ class StageBounds:
                 }
 
     def _times(self, s: Schedule, stages: np.ndarray) -> StageTimes:
-        rank = np.array(s.rank_of)
+        exposed = np.zeros((2, s.ranks))
+        for back, r, weights in self._exposed(s):
+            exposed[back, r] = max(exposed[back, r], float((weights * stages).sum()))
         return StageTimes.of(
             *stages[:, : Feature.BEFORE].T,
             ranks=s.ranks,
             send=self.send_s,
-            before=np.bincount(rank, stages[:, Feature.BEFORE], s.ranks),
-            after=np.bincount(rank, stages[:, Feature.AFTER], s.ranks),
+            before=exposed[0],
+            after=exposed[1] + np.bincount(np.array(s.rank_of), stages[:, Feature.AFTER], s.ranks),
         )
+
+    def _exposed(self, s: Schedule) -> Iterator[tuple[int, int, np.ndarray]]:
+        """What a rank's gathers (0) or sums (1) add to a path that begins (ends) there is at least each of: (which, the
+        rank, weights of each stage's features [stages, features]).
+
+        The first and the last of ``pase.pipeline.beside``'s lines, without the one block that has nothing beside it.
+        """
+        for back, moved in enumerate((Feature.BEFORE, Feature.SUMS)):
+            for r in range(s.ranks):
+                every = starts(s, r, back=bool(back))
+                slow = self._at(self.sites[r])[0].slow
+                out = np.zeros((s.stages, len(Feature)))
+                out[[x.stage for x in every], moved] = slow
+                yield back, r, out
+                for x in every if slow < 1 else ():
+                    out = out.copy()  # what was sent before stays sent
+                    out[x.stage, moved] = 1.0
+                    hidden = x.ahead.copy()
+                    hidden[x.kind, x.stage] += 1
+                    yield back, r, out - _worked(hidden)
 
     def _search(self, role: StageRole, weights: np.ndarray) -> _HalfSpace:
         """The half-space of a direction, which is then known."""
         weights = weights / np.abs(weights * self.unit).max()
         free = not weights[Feature.STATIC :].any()
         rises = weights[Feature.FORWARD] < weights[Feature.BEFORE]
-        rises |= weights[Feature.WEIGHT] < weights[Feature.AFTER]
-        # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time.
+        rises |= weights[Feature.WEIGHT] < weights[Feature.SUMS]
+        rises |= bool((weights < 0).any())
+        # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time,
+        # or more compute hides more.
         tables = self._at(role.site)[: 1 if free and not rises else None]
 
         def least(blocks: float) -> float:
@@ -204,15 +230,28 @@ class StageBounds:
         from scipy.sparse import csr_array, vstack
 
         many, features, scale = s.stages, len(Feature), self._scale()
-        of = np.tile(scale, many)  # columns: blocks of each stage, its features, the step
+        # Columns: blocks of each stage, its features, what of each rank's gathers and sums is exposed, the step.
+        of, ends = np.tile(scale, many), 2 * s.ranks
         chains = [_along(s, p) for p in known]
         moments = list(self._moments(s))
+        exposed = list(self._exposed(s))
         along = np.array([c.ravel() for c, _ in chains]) * of / scale[0]
-        paths = [np.hstack([np.zeros((len(chains), many)), along, -np.ones((len(chains), 1))])]
+        at_ends = np.zeros((len(chains), ends + 1))
+        at_ends[:, -1] = -1.0
+        for row, p in zip(at_ends, known, strict=True):
+            row[[p.first, s.ranks + p.last]] += 1.0
+        paths = [np.hstack([np.zeros((len(chains), many)), along, at_ends])]
         tops = [np.array([-crossed * self.send_s / scale[0] for _, crossed in chains])]
+        sent = np.array([w.ravel() for _, _, w in exposed]) * of / scale[0]
+        which = np.zeros((len(exposed), ends + 1))
+        which[np.arange(len(exposed)), [back * s.ranks + r for back, r, _ in exposed]] = -1.0
+        paths.append(np.hstack([np.zeros((len(exposed), many)), sent, which]))
+        tops.append(np.zeros(len(exposed)))
         if moments:
             held = np.array([m.ravel() for m in moments]) * of
-            paths.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), 1))]))
+            paths.append(
+                np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), ends + 1))])
+            )
             tops.append(np.ones(len(moments)))
         sparse, owners = [], list[tuple[StageRole, int]]()
         for role, hs in ((role, hs) for role, hs in active.items() if hs):
@@ -225,10 +264,10 @@ class StageBounds:
             data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
             where = np.broadcast_to(columns[:, None], (len(at), len(hs), 1 + features)).ravel()
             start = np.arange(count + 1) * (1 + features)
-            sparse.append(csr_array((data, where, start), shape=(count, many * (1 + features) + 1)))
+            sparse.append(csr_array((data, where, start), shape=(count, many * (1 + features) + ends + 1)))
             tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
             owners.append((role, count))
-        width = many * (1 + features) + 1
+        width = many * (1 + features) + ends + 1
         rows = vstack([csr_array(np.vstack(paths)), *sparse], format="csr")
         self.tables[0].spent.cells += rows.nnz
         found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
@@ -245,8 +284,9 @@ class StageBounds:
         if found.status != 0 or found.x is None or found.fun is None:
             raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
         prices = -found.ineqlin.marginals
-        paid, kept, rest = np.split(prices, [len(chains), len(chains) + len(moments)])
+        paid, hid, kept, rest = np.split(prices, np.cumsum([len(chains), len(exposed), len(moments)]))
         directions = np.tensordot(paid, np.array([c for c, _ in chains]), 1)
+        directions = directions + np.tensordot(hid, np.array([w for _, _, w in exposed]), 1)
         if moments:  # in seconds per byte
             directions = directions + np.tensordot(kept, np.array(moments), 1) * scale[0]
         used = set[int]()
@@ -256,7 +296,7 @@ class StageBounds:
             used |= {id(active[role][int(i)]) for i in on}
         return _Relaxation(
             step_s=float(found.fun) * scale[0],
-            stages=found.x[many:-1].reshape(many, features) * scale,
+            stages=found.x[many : many * (1 + features)].reshape(many, features) * scale,
             directions=directions,
             used=frozenset(used),
         )
@@ -282,13 +322,18 @@ class StageBounds:
 
 
 def _along(s: Schedule, p: Path) -> tuple[np.ndarray, float]:
-    """A path as the weights of each stage's features, float64 [stages, features], and its transfers."""
-    rank = np.array(s.rank_of)
-    out = np.zeros((s.stages, len(Feature)))
-    whole = p.runs[Kind.BACKWARD]
-    out[:, Feature.FORWARD] = p.runs[Kind.FORWARD]
-    out[:, Feature.INPUT] = p.runs[Kind.INPUT] + whole
-    out[:, Feature.WEIGHT] = p.runs[Kind.WEIGHT] + whole
-    out[:, Feature.BEFORE] = rank == p.first
-    out[:, Feature.AFTER] = rank == p.last
+    """A path as the weights of each stage's features, float64 [stages, features], and its transfers. What its ends wait
+    for gathers and sums is ``_exposed``."""
+    out = _worked(p.runs)
+    out[:, Feature.AFTER] = np.array(s.rank_of) == p.last
     return out, float(p.crossed.sum())
+
+
+def _worked(runs: np.ndarray) -> np.ndarray:
+    """How often actions run, float64 [kinds, stages], as weights of features, float64 [stages, features]."""
+    out = np.zeros((runs.shape[1], len(Feature)))
+    whole = runs[Kind.BACKWARD]
+    out[:, Feature.FORWARD] = runs[Kind.FORWARD]
+    out[:, Feature.INPUT] = runs[Kind.INPUT] + whole
+    out[:, Feature.WEIGHT] = runs[Kind.WEIGHT] + whole
+    return out

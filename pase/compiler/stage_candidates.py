@@ -73,7 +73,16 @@ class TablesMade:
             return self._tables[key]
         graph, places = self._graphs[variant]
         made = StageTables(
-            graph, places, variant, mesh, site.model, self.optimizer, "once", site.number, self.spent
+            graph,
+            places,
+            variant,
+            mesh,
+            site.model,
+            self.optimizer,
+            "once",
+            site.number,
+            self.spent,
+            site.slow,
         )
         if self.keep:
             self._tables[key] = made

@@ -41,10 +41,11 @@ gradients kept through the step; or at each micro-batch."""
 
 @dataclass(kw_only=True)
 class PartCost:
-    """The costs of one part; for "block", of one block. Seconds are per micro-batch; before, after: per step, once.
-    Bytes are per device.
+    """The costs of one part; for "block", of one block. Seconds are per micro-batch; before, sums, after: once per
+    step. Bytes are per device.
 
-    input, weight: the two parts of backward. again: recomputation. static: bytes kept through the step. kept: bytes of
+    input, weight: the two parts of backward. again: recomputation. before: gathers of parameters; sums: of their
+    gradients. static: bytes kept through the step. kept: bytes of
     one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
     with its gradients.
     """
@@ -54,6 +55,7 @@ class PartCost:
     weight: float = 0.0
     again: float = 0.0
     before: float = 0.0
+    sums: float = 0.0
     after: float = 0.0
     static: float = 0.0
     kept: float = 0.0
@@ -96,7 +98,7 @@ def part_costs(
         part = out[places.of(name)]
         part.buffers = max(part.buffers, nbytes)
     block, many = out["block"], places.blocks
-    for name in ("forward", "input", "weight", "again", "before", "after", "static", "kept"):
+    for name in ("forward", "input", "weight", "again", "before", "sums", "after", "static", "kept"):
         setattr(block, name, getattr(block, name) / many)
     block.memory = {k: v / many for k, v in block.memory.items()}
     return out
@@ -159,7 +161,7 @@ def collective_shares(
     if phase == "update":
         return {"after": 1.0}
     if of_parameter and phase == "backward":
-        return {"after" if once else "weight": 1 / m}
+        return {"sums" if once else "weight": 1 / m}
     if phase == "backward":
         return {"input": 1 / m}
     runs = max(float(number(op.times, reader.name)) for op in reader.ops)

@@ -42,18 +42,20 @@ __all__ = ["Feature", "FeatureTables", "direction", "feature_tables"]
 
 
 class Feature(IntEnum):
-    """Seconds per micro-batch: forward, backward's two parts (input with recomputation). Seconds per step: before,
-    after. Bytes on a device: kept throughout; of one micro-batch until its backward, and until its weights' gradients.
+    """Seconds per micro-batch: forward, backward's two parts (input with recomputation). Seconds per step: before
+    (gathers), sums of gradients, after. Bytes on a device: kept throughout; of one micro-batch until its backward, and
+    until its weights' gradients.
     """
 
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
     BEFORE = 3
-    AFTER = 4
-    STATIC = 5
-    KEPT = 6
-    WAITING = 7
+    SUMS = 4
+    AFTER = 5
+    STATIC = 6
+    KEPT = 7
+    WAITING = 8
 
 
 _ByFeature = dict[Feature, np.ndarray]

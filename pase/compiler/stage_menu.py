@@ -16,13 +16,14 @@ from functools import cached_property
 import numpy as np
 
 from pase.compiler.spent import Spent
-from pase.compiler.stage_costs import GatheredWeights, PartCost, part_costs
+from pase.compiler.stage_costs import PARTS, GatheredWeights, PartCost, part_costs
 from pase.compiler.stage_features import FeatureTables, direction, feature_tables
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
 from pase.ir import Graph
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
+from pase.pipeline.beside import exposed_s
 from pase.search import Solution, solve
 from pase.tables import CostTables
 
@@ -60,7 +61,7 @@ FIRST, MIDDLE, LAST, ONLY = (
 class StageSplit:
     """A way to split a stage, node -> int8 [axes], with its costs.
 
-    cost: seconds of a step in ``role`` with the number of blocks that it was searched for.
+    slow: the part of a device that gathers and sums once a step occupy beside compute, 1 if nothing overlaps.
     """
 
     role: StageRole
@@ -68,6 +69,7 @@ class StageSplit:
     weights: GatheredWeights
     configs: Mapping[str, np.ndarray]
     parts: Mapping[StagePart, PartCost]
+    slow: float = 1.0
 
     @property
     def block(self) -> PartCost:
@@ -85,16 +87,26 @@ class StageSplit:
         """The seconds or bytes of one more block."""
         return float(getattr(self.block, what))
 
+    def by_unit(self, *what: str) -> np.ndarray:
+        """Seconds of what comes before the stage's blocks, of one block, and of what comes after them, summed over
+        fields of ``PartCost``; float64 [3]."""
+        has = {"first": self.role.first, "block": True, "last": self.role.last}
+        return np.array([sum(getattr(self.parts[p], w) for w in what) if has[p] else 0.0 for p in PARTS])
+
     def buffers(self) -> float:
         """Short-lived bytes, which do not depend on the number of blocks."""
         every = [*self.ends, self.block]
         return max(e.buffers for e in every) + max(e.inner for e in every)
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
-        """Seconds per step that a rank with only this stage is busy."""
-        return sum(
-            k * (micro_batches * (e.forward + e.input + e.weight + e.again) + e.before + e.after)
-            for k, e in [(blocks, self.block), *((1.0, e) for e in self.ends)]
+        """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
+        at = np.array([1.0, blocks, 1.0])
+        forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
+        busy = micro_batches * (forward + backward) + self.by_unit("after")
+        return float(
+            busy @ at
+            + exposed_s(self.by_unit("before"), forward, blocks, self.slow)
+            + exposed_s(self.by_unit("sums"), backward, blocks, self.slow)
         )
 
     def nbytes(self, blocks: float, flying: float) -> float:
@@ -106,7 +118,7 @@ class StageSplit:
 class StageTables:
     """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices.
 
-    spent: counts the work on them."""
+    slow: as of ``StageSplit``. spent: counts the work on them."""
 
     def __init__(
         self,
@@ -119,8 +131,9 @@ class StageTables:
         weights: GatheredWeights,
         site: int = 0,
         spent: Spent | None = None,
+        slow: float = 1.0,
     ) -> None:
-        self.spent = Spent() if spent is None else spent
+        self.spent, self.slow = Spent() if spent is None else spent, slow
         self.site, self.micro_batches = site, turns_of(graph)
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
@@ -138,6 +151,7 @@ class StageTables:
             "each",
             self.site,
             self.spent,
+            self.slow,
         )
         out.micro_batches = self.micro_batches
         return out
@@ -158,15 +172,29 @@ class StageTables:
 
     @cached_property
     def step(self) -> np.ndarray:
-        """The direction of a stage's seconds per step."""
+        """The direction of a stage's seconds per step, if compute hides what it can of gathers and sums: a bound."""
         m = self.micro_batches
-        return direction(forward=m, input=m, weight=m, before=1, after=1)
+        return direction(forward=m, input=m, weight=m, before=self.slow, sums=self.slow, after=1)
+
+    @property
+    def steps(self) -> list[np.ndarray]:
+        """Directions in which splits are searched: that of ``step``, and that in which gathers and sums hide the
+        compute of one micro-batch."""
+        m = self.micro_batches - 1
+        waits = direction(forward=m, input=m, weight=m, before=1, sums=1, after=1)
+        return [self.step, waits] if self.slow < 1 else [self.step]
 
     def cheapest(
-        self, role: StageRole, blocks: float, byte_price: float = 0.0, flying: float = 1.0
+        self,
+        role: StageRole,
+        blocks: float,
+        byte_price: float = 0.0,
+        flying: float = 1.0,
+        step: np.ndarray | None = None,
     ) -> StageSplit:
-        """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held."""
-        weights = self.step + byte_price * direction(static=1, kept=flying)
+        """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held. step: the direction
+        of its seconds, ``step`` if not given."""
+        weights = (self.step if step is None else step) + byte_price * direction(static=1, kept=flying)
         space = self.features.space
         found = self._solved(role, blocks, weights)
         configs = {
@@ -178,7 +206,12 @@ class StageTables:
                 self.graph, self.places, self.mesh, configs, self.model, self.optimizer, self.weights
             )
             self._splits[key] = StageSplit(
-                role=role, variant=self.variant, weights=self.weights, configs=configs, parts=parts
+                role=role,
+                variant=self.variant,
+                weights=self.weights,
+                configs=configs,
+                parts=parts,
+                slow=self.slow,
             )
         return self._splits[key]
 

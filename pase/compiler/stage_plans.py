@@ -83,6 +83,7 @@ def plan_staged(
     return replace(
         plan,
         devices=problem.devices,
+        beside=problem.pricing.beside,
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
         nodes=tuple(_shared(n, 1 / s.schedule.ranks, run, sent) for n in plan.nodes),
@@ -213,6 +214,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
         again=tuple(split.variant.blocks for split in strategies),
         before_s=tuple(map(float, times.before)),
         after_s=tuple(map(float, times.after)),
+        hidden_s=float(np.mean(s.problem.hidden(np.array(counts)))),
         stages_of=next(t for t in menu.tables if t.variant == _middle(s).variant).places.stages_of(counts),
     )
 

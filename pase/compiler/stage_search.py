@@ -18,10 +18,11 @@ from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
+from pase.pipeline.beside import SentOnce
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import in_flight
-from pase.pipeline.types import Schedule, StageTimes
+from pase.pipeline.types import Kind, Schedule, StageTimes
 from pase.tables.build import charge_price
 from pase.tables.charges import Charge
 from pase.tables.layouts import forward_states, local_bytes, write_states
@@ -124,12 +125,17 @@ class StageMenu:
             rank = self.sites.index(role.site)
             blocks, found = self.places.blocks * float(self.shares[rank]), list[StageSplit]()
             for t in self._at(role.site):
-                free = t.cheapest(role, blocks)
-                each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
-                found += [
-                    free,
-                    *(t.cheapest(role, blocks, part * each, self.ranks) for part in _PRICES if each),
-                ]
+                for step in t.steps:
+                    free = t.cheapest(role, blocks, step=step)
+                    each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
+                    found += [
+                        free,
+                        *(
+                            t.cheapest(role, blocks, part * each, self.ranks, step)
+                            for part in _PRICES
+                            if each
+                        ),
+                    ]
             self._splits[role] = found
         return self._splits[role]
 
@@ -240,11 +246,11 @@ class StageMenu:
             for f in (StageSplit.fixed, StageSplit.of_block)
         )
         rank = np.array(s.rank_of)
-        once = {name: np.bincount(rank, fixed[name], s.ranks) for name in ("before", "after")}
+        after = np.bincount(rank, fixed["after"], s.ranks)
         if rank[0] != rank[-1]:
             tied = self._tied_s(splits[0])
-            once["after"][rank[0]] += tied
-            once["after"][rank[-1]] += tied
+            after[rank[0]] += tied
+            after[rank[-1]] += tied
         chunks = s.stages // s.ranks
         buffers = np.array([w.buffers() for w in splits]) / chunks
         waiting = np.array([w.block.inner or w.block.kept for w in splits])
@@ -258,9 +264,18 @@ class StageMenu:
                 weight=fixed["weight"],
                 again=fixed["again"],
                 send=np.array([self._send_s(a, b) for a, b in pairwise(splits)]),
-                **once,
+                before=np.zeros(s.ranks),
+                after=after,
             ),
-            each=StageTimes(send=np.zeros(s.stages - 1), **{k: each[k] for k in _FIELDS[:6]}),
+            each=StageTimes(
+                send=np.zeros(s.stages - 1), before=np.zeros(s.stages), **{k: each[k] for k in _TIMES}
+            ),
+            once=SentOnce(
+                gathers=_by_unit(splits, "before"),
+                sums=_by_unit(splits, "sums"),
+                compute=np.stack([_by_unit(splits, *_OF_KIND[k]) for k in Kind]),
+                slow=np.array([splits[s.rank_of.index(r)].slow for r in range(s.ranks)]),
+            ),
             bytes_fixed=StageBytes(
                 held=fixed["static"] + buffers, kept=fixed["kept"], for_weights=fixed["kept"]
             ),
@@ -324,7 +339,19 @@ class StageMenu:
         )
 
 
-_FIELDS = ("forward", "input", "weight", "again", "before", "after", "static", "kept")
+_TIMES = ("forward", "input", "weight", "again", "after")
+_FIELDS = (*_TIMES, "static", "kept")
+_OF_KIND = {
+    Kind.FORWARD: ("forward",),
+    Kind.BACKWARD: ("again", "input", "weight"),
+    Kind.INPUT: ("again", "input"),
+    Kind.WEIGHT: ("weight",),
+}
+
+
+def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:
+    """``StageSplit.by_unit`` of each stage, float64 [3, stages]."""
+    return np.stack([w.by_unit(*what) for w in splits], axis=1)
 
 
 def disciplines() -> list[Discipline]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pase.errors import Infeasible
+from pase.pipeline.beside import Lines, SentOnce
 from pase.pipeline.bounds import paths
 from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
 from pase.pipeline.types import Schedule, StageTimes
@@ -47,8 +48,8 @@ class CutProblem:
     """How to divide equal blocks among the stages, at least ``least`` each.
 
     fixed: times of stages without blocks. each: times added by one block, per stage for that stage's own split; its
-    before and after are per stage, float64 [stages]. bytes_fixed, bytes_each: the same for bytes. limit: bytes on
-    every rank, or on each one, float64 [ranks].
+    before and after are per stage, float64 [stages]. once: what is sent beside compute, besides. bytes_fixed,
+    bytes_each: the same for bytes. limit: bytes on every rank, or on each one, float64 [ranks].
     """
 
     schedule: Schedule
@@ -59,6 +60,7 @@ class CutProblem:
     bytes_each: StageBytes | None = None
     limit: float | np.ndarray = np.inf
     least: int = 1
+    once: SentOnce | None = None
 
     @cached_property
     def limits(self) -> np.ndarray:
@@ -74,9 +76,28 @@ class CutProblem:
             weight=f.weight + counts * e.weight,
             again=f.again + counts * e.again,
             send=f.send,
-            before=f.before + self.on_rank @ (counts * e.before),
-            after=f.after + self.on_rank @ (counts * e.after),
+            before=f.before + self.on_rank @ (counts * e.before) + _values(self.exposed[0], counts),
+            after=f.after + self.on_rank @ (counts * e.after) + _values(self.exposed[1], counts),
         )
+
+    @cached_property
+    def exposed(self) -> tuple[tuple[Lines, ...], tuple[Lines, ...]]:
+        """What compute does not hide of each rank's gathers, and of its sums; empty if nothing is sent once."""
+        s, once = self.schedule, self.once
+        if once is None:
+            return (), ()
+        gathers, sums = ([once.exposed(s, r, back=b) for r in range(s.ranks)] for b in (False, True))
+        return tuple(gathers), tuple(sums)
+
+    def hidden(self, counts: np.ndarray) -> np.ndarray:
+        """Seconds of each rank's gathers and sums that its compute hides, less what they slow it; float64 [ranks]."""
+        if self.once is None:
+            return np.zeros(self.schedule.ranks)
+        whole = np.zeros(self.schedule.ranks)
+        for moved in (self.once.gathers, self.once.sums):
+            whole += self.on_rank @ (moved[0] + counts * moved[1] + moved[2])
+        hidden = whole - _values(self.exposed[0], counts) - _values(self.exposed[1], counts)
+        return np.maximum(hidden, 0.0)  # not the last digit below
 
     @cached_property
     def on_rank(self) -> np.ndarray:
@@ -85,13 +106,25 @@ class CutProblem:
         out: np.ndarray = (np.arange(self.schedule.ranks)[:, None] == rank).astype(float)
         return out
 
-    def along(self, path: Path) -> tuple[float, np.ndarray]:
-        """A path's seconds as (seconds without blocks, seconds per additional block of each stage [stages])."""
-        slope = (path.runs * self.each.by_kind).sum(axis=0)
+    def along(self, path: Path, counts: np.ndarray | None = None) -> tuple[float, np.ndarray]:
+        """A path's seconds as (seconds without blocks, seconds per additional block of each stage [stages]).
+
+        counts: the numbers of blocks at which they are exact (equal ones if not given); elsewhere they are a bound.
+        """
+        base, slope = path.seconds(self.fixed), (path.runs * self.each.by_kind).sum(axis=0)
         slope = (
             slope + self.on_rank[path.first] * self.each.before + self.on_rank[path.last] * self.each.after
         )
-        return path.seconds(self.fixed), slope
+        if self.once is not None:
+            at = (
+                np.full(self.schedule.stages, self.blocks / self.schedule.stages)
+                if counts is None
+                else counts
+            )
+            for lines in (self.exposed[0][path.first], self.exposed[1][path.last]):
+                k = lines.at(at)[1]
+                base, slope = base + float(lines.base[k]), slope + lines.slope[k]
+        return base, slope
 
     @cached_property
     def memory_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -108,6 +141,10 @@ class CutProblem:
                 used = float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights)
                 room.append(float(self.limits[r]) - used)
         return np.array(rows), np.array(room)
+
+
+def _values(lines: tuple[Lines, ...], counts: np.ndarray) -> np.ndarray:
+    return np.array([x.at(counts)[0] for x in lines]) if lines else np.zeros(1)
 
 
 @lru_cache(maxsize=1024)
@@ -175,7 +212,7 @@ def best_cuts(
         tried += 1
         if best is None or done.step_s < best[1].step_s:
             best = counts, done
-        known.append(problem.along(done.path))
+        known.append(problem.along(done.path, counts))
         value, slope = known[-1]
         if s.lockstep or value + slope @ counts < done.step_s * (1 - TOLERANCE):
             break  # idle slots take time that no path includes: such cuts are simulated, not proven
@@ -211,7 +248,7 @@ def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> l
         if done.step_s < least:
             least, inner = done.step_s, tried
         every.append(done.path)
-        known.append(problem.along(done.path))
+        known.append(problem.along(done.path, tried))
     return every
 
 

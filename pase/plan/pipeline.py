@@ -92,6 +92,9 @@ class PipelinePlan:
     after_s: tuple[NotNegative, ...] = ()
     """Seconds of each rank once a step: before its first action (weights gathered) and after its last one (gradients
     summed, the update). Empty in layouts written before these existed."""
+    hidden_s: NotNegative = 0.0
+    """Seconds a step of gathers and sums that the compute of a rank hides, on average: ``before_s`` and ``after_s``
+    have the rest."""
     stages_of: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
     """Node -> the stages that have it, for nodes that not all stages have. Empty in layouts written before this
     existed: every model has such nodes."""

@@ -217,7 +217,8 @@ class PlanData:
     def objective(self) -> str:
         """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
         if self.pipeline is not None:
-            return "the schedule's simulated step, collectives of parameters not hidden behind compute"
+            hides = "not " if self.beside is None else ""
+            return f"the schedule's simulated step, collectives of parameters {hides}hidden behind compute"
         if self.beside is not None or self.hidden:
             return "collectives of parameters hidden behind compute"
         return "nothing hidden behind compute"
@@ -235,6 +236,8 @@ class PlanData:
         """The part of ``communication`` that overlaps with compute, less what that slows compute, if the plan was made
         with that overlap.
         """
+        if self.pipeline is not None:
+            return self.pipeline.hidden_s
         beside = self.compute + self.communication - self.cost
         return beside if beside > _ROUNDING * self.cost else 0.0
 

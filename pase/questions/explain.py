@@ -175,6 +175,9 @@ def causes(plan: PlanData) -> tuple[Cause, ...]:
         add("communication", why(c, op_of), c.cost, c.nbytes * c.times)
     if plan.hidden:
         add("communication", "less what runs beside compute", -plan.hidden, 0, count=0)
+    if plan.pipeline is not None:
+        waits = plan.cost - sum(cost for cost, _, _ in found.values())
+        add("stages", "ranks wait for one another and for what they send each other", waits, 0, count=0)
     return tuple(
         Cause(group=group, what=what, cost=cost, nbytes=round(nbytes), count=round(count))
         for (group, what), (cost, nbytes, count) in sorted(found.items(), key=lambda kv: -kv[1][0])

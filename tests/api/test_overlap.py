@@ -17,6 +17,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.machine import load, mesh_from
 from pase.machine.scale import scaled
+from pase.questions.explain import causes
 from pase.tables.layouts import configs
 from pase.tables.work import node_work
 
@@ -211,20 +212,25 @@ def test_the_machine_says_whether_anything_runs_beside_compute():
 def test_what_cannot_be_asked_for():
     with pytest.raises(PaseError, match="overlap is 'none', 'parameters' or 'machine', not 'all'"):
         pase.compile("zoo:mlp", devices=2, overlap="all")
-    for stages in (2, "auto"):
-        with pytest.raises(PaseError, match="leave out overlap or pipeline"):
-            pase.compile("zoo:gpt2?layers=2", devices=2, overlap="parameters", pipeline=stages)
 
 
-def test_with_stages_nothing_runs_beside_compute():
-    """By default, too: the step without stages is then priced like those with stages that it is compared with."""
-    options = {"devices": 2, "pipeline": "auto", "baselines": False}
-    plan = pase.compile("zoo:gpt2?layers=2", **options)
-    assert plan.beside is None
-    assert plan.cost == pytest.approx(
-        pase.compile("zoo:gpt2?layers=2", overlap="none", **options).cost, rel=1e-9
-    )
-    assert pase.compile("zoo:gpt2?layers=2", devices=2, baselines=False).beside is not None
+def test_stages_hide_their_gathers_and_sums_too():
+    """At one price with the step without stages that they are compared with; the rest waits for other ranks."""
+    options = {"devices": 4, "mesh": "2", "pipeline": 2, "accumulate": 4, "remat": "none"}
+    name = "zoo:gpt2?layers=4&batch=32&remat=0"
+    none, beside = (pase.compile(name, overlap=how, **options) for how in ("none", "machine"))
+    p = beside.pipeline
+    assert none.beside is None and none.hidden < 1e-12 and beside.beside == 20 / 132
+    assert p is not None and beside.hidden == p.hidden_s > 0
+    assert beside.bound <= beside.cost < none.cost
+    assert "parameters hidden behind compute" in beside.objective and "not hidden" in none.objective
+    for plan in (none, beside):
+        assert sum(c.cost for c in causes(plan)) == pytest.approx(plan.cost, rel=1e-9)
+        (mark,) = {(m.start_ns, m.end_ns) for m in plan.timeline.marks}
+        assert (mark[1] - mark[0]) / 1e9 == pytest.approx(plan.cost, rel=1e-6)
+    either = pase.compile(name, **options | {"pipeline": "auto", "mesh": None, "baselines": False})
+    flat = pase.compile(name, devices=4, baselines=False, remat="none", accumulate=4)
+    assert either.beside == flat.beside and either.cost <= flat.cost * (1 + 1e-9)
 
 
 def test_a_memory_limit_holds_with_overlap_too():

@@ -46,7 +46,7 @@ def machine(speed: float = 0.4, link: float = 12.5e9, counts: tuple[int, int] = 
 def setup(m: Machine, devices: int, **options):  # type: ignore[no-untyped-def]
     asked = CompileOptions(devices=devices, machine=m, memory_limit="none", remat="none", **options)
     traced, _ = traced_model(MODEL, None, (), asked)
-    problem = SplitProblem.of(traced.graph, devices, m, "analytic", "adam")
+    problem = SplitProblem.of(traced.graph, devices, m, "analytic", "adam", asked.overlap)
     return problem, traced, asked
 
 

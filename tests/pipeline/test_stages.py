@@ -40,14 +40,17 @@ WRITTEN_OUT = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0&scan=0"
 
 
 @cache
-def tables_of(model: str, m: int, weights="each", again: bool = False) -> StageTables:  # type: ignore[no-untyped-def]
+def tables_of(  # type: ignore[no-untyped-def]
+    model: str, m: int, weights="each", again: bool = False, slow: float = 1.0
+) -> StageTables:
     traced, _ = traced_model(model, None, (), CompileOptions(devices=8))
     blocks = blocks_of(traced)  # type: ignore[arg-type]
     variant = Variant(accumulate=m, blocks=blocks if again else ())
     problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam")
     graph = graph_of(traced, variant)
     mesh = Mesh(names=("x", "y"), sizes=(2, 2))
-    return StageTables(graph, places_of(graph, blocks), variant, mesh, problem.model, "adam", weights)
+    places = places_of(graph, blocks)
+    return StageTables(graph, places, variant, mesh, problem.model, "adam", weights, slow=slow)
 
 
 @pytest.mark.parametrize("model", [SCANNED, WRITTEN_OUT])
@@ -86,7 +89,7 @@ def test_once_a_step_holds_whole_sums_of_gradients():
         part_costs(t.graph, t.places, t.mesh, configs, t.model, "adam", t.weights)["block"]
         for t in (each, once)
     )
-    assert b.after >= a.after and b.weight <= a.weight and b.forward <= a.forward
+    assert b.sums > a.sums == 0 and b.after >= a.after and b.weight <= a.weight and b.forward <= a.forward
     assert b.memory["gradients"] > 0 and a.kept == b.kept
 
 
@@ -274,11 +277,11 @@ def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(mo
                     assert found <= (told.inner or told.kept) * (1 + 1e-9) + 1e-6
 
 
-@pytest.mark.parametrize("limited", [False, True])
-def test_no_splits_and_no_cuts_beat_the_bound(limited):
+@pytest.mark.parametrize(("limited", "slow"), [(False, 1.0), (True, 1.0), (False, 0.15), (True, 0.15)])
+def test_no_splits_and_no_cuts_beat_the_bound(limited, slow):
     """Random splits of every stage and random cuts under a schedule, as they are priced for a plan."""
     tried = (("once", False), ("each", False), ("each", True))
-    ways = [tables_of(SCANNED, 4, weights, again) for weights, again in tried]
+    ways = [tables_of(SCANNED, 4, weights, again, slow) for weights, again in tried]
     rng, closest = np.random.default_rng(0), 0.0
     most = 0.9 * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
     menu = StageMenu(ways, 2, 4, most if limited else np.inf)
@@ -287,7 +290,10 @@ def test_no_splits_and_no_cuts_beat_the_bound(limited):
         s = schedule(name, 2, 4, chunks)
         roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in range(s.stages)]
         prices = [p * ways[0].least_s(MIDDLE, 4) / most for p in (0.0, 0.1, 3.0)]
-        splits = [[t.cheapest(r, 8 / s.stages, p, 2) for t in ways for p in prices] for r in roles]
+        splits = [
+            [t.cheapest(r, 8 / s.stages, p, 2, step) for t in ways for p in prices for step in t.steps]
+            for r in roles
+        ]
         least, seen = bounds.least_s(menu.problem(s, tuple(w[0] for w in splits))), 0
         for _ in range(40):
             problem = menu.problem(s, tuple(w[rng.integers(len(w))] for w in splits))

@@ -1,0 +1,125 @@
+"""What of a rank's collectives once a step is not hidden: gathers beside its first forwards, sums beside its last
+backwards.
+
+A stage gathers the weights of its units (what comes before its blocks, each block, what comes after them) one after
+another, and each unit's forward waits for its own. This is a flow shop of two machines (Johnson 1954): the work then
+ends later, than without gathers, by
+
+    max over units u:  gathers up to u  -  compute before u  +  slow * gathers after u
+
+since gathers slow the compute that they run beside by the part of the device that they occupy. Sums of gradients are
+the same backwards in time, from the end of the step. With ``slow`` 1 nothing overlaps: the result is all gathers.
+
+Blocks are equal, so only the first and the last of them can be that unit: each line is linear in their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from pase.pipeline.types import Kind, Schedule
+
+__all__ = ["Lines", "SentOnce", "Start", "exposed_s", "starts"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lines:
+    """The largest of some lines in the stages' numbers of blocks. base: float64 [lines]; slope: [lines, stages]."""
+
+    base: np.ndarray
+    slope: np.ndarray
+
+    def at(self, counts: np.ndarray) -> tuple[float, int]:
+        """(the value with these numbers of blocks, which line has it)."""
+        values = self.base + self.slope @ counts
+        k = int(values.argmax())
+        return float(values[k]), k
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Start:
+    """The first action of a stage that waits for its gathers; or, back in time, the last that its sums wait for.
+
+    ahead: how often each kind of action of each stage precedes it on its rank, float64 [kinds, stages].
+    """
+
+    stage: int
+    kind: Kind
+    ahead: np.ndarray
+
+
+@lru_cache(maxsize=4096)
+def starts(schedule: Schedule, rank: int, *, back: bool) -> tuple[Start, ...]:
+    """Those of a rank's stages, in order. back: of the sums, in reversed time."""
+    order = schedule.orders[rank][::-1] if back else schedule.orders[rank]
+    kinds = (Kind.BACKWARD, Kind.WEIGHT) if back else (Kind.FORWARD,)
+    found = dict[int, Start]()
+    ahead = np.zeros((len(Kind), schedule.stages))
+    for a in order:
+        if a.kind in kinds and a.stage not in found:
+            found[a.stage] = Start(stage=a.stage, kind=a.kind, ahead=ahead.copy())
+        ahead[a.kind, a.stage] += 1
+    return tuple(found.values())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SentOnce:
+    """What each stage sends once a step, and the compute beside it, by unit: what comes before the stage's blocks, one
+    block, what comes after them.
+
+    gathers, sums: seconds, float64 [3, stages]. compute: seconds of one micro-batch, float64 [kinds, 3, stages]. slow:
+    the part of a device that collectives occupy, 1 if nothing overlaps, float64 [ranks].
+    """
+
+    gathers: np.ndarray
+    sums: np.ndarray
+    compute: np.ndarray
+    slow: np.ndarray
+
+    def exposed(self, schedule: Schedule, rank: int, *, back: bool) -> Lines:
+        """By how many seconds the rank begins later because of its gathers; or, back, ends later because of its
+        sums."""
+        moved, slow = self.sums if back else self.gathers, float(self.slow[rank])
+        every = starts(schedule, rank, back=back)
+        whole = np.zeros((2, schedule.stages))  # of each stage: seconds without blocks, seconds of each block
+        for s in every:
+            whole[:, s.stage] = moved[0, s.stage] + moved[2, s.stage], moved[1, s.stage]
+        fixed, each = self.compute[:, 0] + self.compute[:, 2], self.compute[:, 1]
+        sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
+        for s in every:
+            for g, c in units(moved[:, s.stage], self.compute[s.kind, :, s.stage]):
+                up_to = sent.copy()
+                up_to[:, s.stage] += g
+                line = up_to + slow * (whole - up_to)
+                line[:, s.stage] -= c
+                base.append(float(line[0].sum() - (s.ahead * fixed).sum()))
+                slope.append(line[1] - (s.ahead * each).sum(axis=0))
+            sent[:, s.stage] = whole[:, s.stage]
+        return Lines(base=np.array(base), slope=np.array(slope))
+
+
+def units(moved: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """For each unit that may decide: what is sent up to it, and what is computed before it, as seconds (without blocks,
+    of each block), float64 [2]. moved, compute: float64 [3]."""
+    (g0, g1, g2), (c0, c1, _) = moved, compute
+    yield np.array([g0, 0.0]), np.zeros(2)
+    yield np.array([g0 + g1, 0.0]), np.array([c0, 0.0])
+    yield np.array([g0, g1]), np.array([c0 - c1, c1])
+    yield np.array([g0 + g2, g1]), np.array([c0, c1])
+
+
+def exposed_s(moved: np.ndarray, compute: np.ndarray, blocks: float, slow: float) -> float:
+    """Of one stage on its own. moved, compute: float64 [3].
+
+    >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 0.0)
+    1.0
+    >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 1.0)
+    4.0
+    """
+    at = np.array([1.0, blocks])
+    total = moved[0] + moved[2] + blocks * moved[1]
+    return max(float(g @ at - c @ at + slow * (total - g @ at)) for g, c in units(moved, compute))
