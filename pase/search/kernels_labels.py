@@ -10,12 +10,13 @@ __all__ = ["undominated"]
 
 
 @jit()
-def undominated(begins, used, most, keep):
+def undominated(begins, cost, used, paid, most, keep):
     """Mark the labels that no cheaper label of their state dominates.
 
-    begins: bool [labels], where another state begins; the labels of a state are in order of cost. used: float64
-    [labels, sums]. most: a label is compared with at most so many of those kept, last those that dominated others
-    least recently. keep: bool [labels], the result.
+    begins: bool [labels], where another state begins; the labels of a state are in order of cost. cost: float64
+    [labels]. used: float64 [labels, sums]; a sum may be larger by what the cost is smaller if it is paid, bool [sums].
+    most: a label is compared with at most so many of those kept, last those that dominated others least recently.
+    keep: bool [labels], the result.
     """
     labels, sums = used.shape
     front = np.empty(most, np.int64)
@@ -27,10 +28,14 @@ def undominated(begins, used, most, keep):
         for j in range(size):
             other = front[j]
             below = True
+            spare = cost[i] - cost[other]
             for s in range(sums):
-                if used[other, s] > used[i, s]:
-                    below = False
-                    break
+                more = used[other, s] - used[i, s]
+                if more > 0.0:
+                    spare -= more
+                    if spare < 0.0 or not paid[s]:
+                        below = False
+                        break
             if below:
                 dominated = True
                 while j > 0:  # what dominates one label often dominates the next

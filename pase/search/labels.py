@@ -8,6 +8,10 @@ labels agree in everything that later nodes see, and one neither costs nor holds
 the other is dropped. At the end all choices within the cap remain, except dominated ones. This is a
 resource-constrained shortest path with perfect completion bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland,
 Networks 2003).
+
+A sum of unlimited room is an *excess* (``pase.search.excess``): a choice pays max(sum, 0) for it. So a label with a
+larger sum still dominates if it costs as much less. And whatever follows, a sum ends between its least and its most:
+what a choice pays for it, or for room that it leaves unused, above what the prices charge, is slack too.
 """
 
 from __future__ import annotations
@@ -83,18 +87,18 @@ def label_choices(
     work: int,
     along: Sequence[HeldAlong] = (),
 ) -> Labels:
-    """All choices whose cost at the prices is at most ``cap`` above the least.
+    """All choices that cost at most ``cap`` above the bound of the prices: the least, less the price of the room.
 
     pool, least: from ``priced.at(prices)``. room: float64 [sums]. work: the most labels to make; beyond that, only a
-    few with the least slack are continued. along: what pairs of nodes hold in addition, in sums of unlimited room.
+    few with the least slack are continued. along: what pairs of nodes hold in addition, in sums of unlimited room. Sums
+    of unlimited room are an excess, at prices in [0, 1].
     """
     order = _depth_first(priced.plan.steps)
     seen = _seen_later(order, pool, along)
     closing = _closed_at(order, along)
     held = priced.held
-    rest = np.zeros((len(order) + 1, room.size))
-    for i in range(len(order) - 1, -1, -1):
-        rest[i] = rest[i + 1] + held[order[i].v].min(axis=0)
+    rest = _Rest.of(order, held, closing)
+    paid = np.isinf(room)
     limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; callers check the choice that they use
     grain = _PRECISION * max(abs(least), cap, 1e-200)
     beam = min(_BEAM, max(_NARROWEST, _BEAM_LABELS // len(order)))
@@ -106,12 +110,16 @@ def label_choices(
         slack, used = more, used[parent] + held[step.v][config]
         for other, e in closing[i]:
             used = used + e.between(step.v, config, open_[other][parent])
-        fits = np.flatnonzero((used + rest[i + 1] <= limit).all(axis=1))
+        low, high = used + rest.least[i + 1], used + rest.most[i + 1]
+        within = slack + _unseen(low, high, prices, room, paid) <= cap + 10 * grain
+        fits = np.flatnonzero(within & (low <= limit).all(axis=1))
         now = {u: (config if u == step.v else open_[u][parent])[fits] for u in seen[i]}
-        cost = np.rint((slack - used @ prices)[fits] / grain)
-        coarse = _PRECISION * np.maximum(np.abs(used).max(axis=0, initial=0.0), 1e-300)
-        sums = np.rint(used[fits] / coarse)
-        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums)]
+        base, matters = _compared(slack - used @ prices, used, rest, i + 1, room, paid)
+        cost = np.rint(base[fits] / grain)
+        coarse = _PRECISION * np.maximum(np.abs(matters).max(axis=0, initial=0.0), 1e-200)
+        coarse = np.where(paid, grain, coarse)  # an excess is compared with the cost
+        sums = np.rint(matters[fits] / coarse)
+        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums, paid)]
         work -= slack.size
         if keep.size > (_WIDEST if work > 0 and whole else beam):
             whole = False
@@ -124,6 +132,53 @@ def label_choices(
     cost = least + slack - used @ prices
     by_cost = np.argsort(cost, kind="stable")
     return Labels(cost=cost[by_cost], used=used[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rest:
+    """The least and the most that what follows each step adds to the sums, float64 [steps + 1, sums]."""
+
+    least: np.ndarray
+    most: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        order: list[Elimination],
+        held: Sequence[np.ndarray],
+        closing: list[list[tuple[int, HeldAlong]]],
+    ) -> _Rest:
+        sums = held[0].shape[1] if held else 0
+        least, most = np.zeros((2, len(order) + 1, sums))
+        for i in range(len(order) - 1, -1, -1):
+            every = [held[order[i].v], *(e.held.reshape(-1, sums) for _, e in closing[i])]
+            least[i] = least[i + 1] + sum(h.min(axis=0) for h in every)
+            most[i] = most[i + 1] + sum(h.max(axis=0) for h in every)
+        return cls(least=least, most=most)
+
+
+def _compared(
+    cost: np.ndarray, used: np.ndarray, rest: _Rest, step: int, room: np.ndarray, paid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Costs and sums of labels with the same future as these, as far as sums still matter: not where there is room for
+    all that follows, nor where an excess surely stays below zero; one that surely stays above it is a cost."""
+    least, most = rest.least[step], rest.most[step]
+    with np.errstate(invalid="ignore"):
+        limited = np.maximum(used, room - most)
+    surely = np.where(paid, np.maximum(used + least, 0.0), 0.0).sum(axis=1)
+    return cost + surely, np.where(paid, np.clip(used, -most, -least), limited)
+
+
+def _unseen(
+    low: np.ndarray, high: np.ndarray, prices: np.ndarray, room: np.ndarray, paid: np.ndarray
+) -> np.ndarray:
+    """What a choice costs at least above its slack, float64 [labels], if its sums end between low and high: the price
+    of the room that it leaves unused, and what an excess costs above its price."""
+    with np.errstate(invalid="ignore"):
+        unused = np.where(paid, 0.0, prices * np.maximum(room - high, 0.0))
+    excess = np.maximum((1 - prices) * low, 0.0) + np.maximum(-prices * high, 0.0)
+    out: np.ndarray = np.where(paid, excess, unused).sum(axis=1)
+    return out
 
 
 def _depth_first(steps: list[Elimination]) -> list[Elimination]:
@@ -226,15 +281,15 @@ def _chunks(order: np.ndarray, configs: int) -> Iterator[np.ndarray]:
         yield order[i : i + rows]
 
 
-def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.ndarray:
-    """Labels that no other label of the same state dominates in cost and bytes; one of equal labels. int64 indices."""
+def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray, paid: np.ndarray) -> np.ndarray:
+    """Labels that no other label of the same state dominates in cost and sums; one of equal labels. int64 indices."""
     order = np.lexsort((*used.T[::-1], cost, state))
     if not order.size:
         return order
-    state, used = state[order], used[order]
+    state, cost, used = state[order], cost[order], used[order]
     begins = np.concatenate([[True], state[1:] != state[:-1]])
     segment = np.cumsum(begins) - 1
-    if used.shape[1] == 1:
+    if used.shape[1] == 1 and not paid.any():
         rank = np.unique(used[:, 0], return_inverse=True)[1].reshape(-1)
         # Later segments are shifted lower, so that one running minimum works for all.
         below = rank - segment * np.int64(rank.max() + 1)
@@ -244,5 +299,5 @@ def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray) -> np.nd
     from pase.search.kernels_labels import undominated
 
     keep = np.empty(order.size, bool)
-    undominated(begins, np.ascontiguousarray(used), _COMPARED, keep)
+    undominated(begins, cost, np.ascontiguousarray(used), paid, _COMPARED, keep)
     return np.asarray(order[keep])

@@ -18,7 +18,9 @@ def warm() -> float:
     from pase.search import kernels_labels, kernels_memory, kernels_numba
     from pase.tables import walks
 
-    kernels_labels.undominated(np.ones(2, bool), np.eye(2), 1, np.zeros(2, bool))
+    kernels_labels.undominated(
+        np.ones(2, bool), np.zeros(2), np.eye(2), np.zeros(2, bool), 1, np.zeros(2, bool)
+    )
     kernels_numba.row_classes(np.eye(2))
     flat = flatten([np.zeros(2), np.zeros(2)], [(0, 1)], [np.eye(2)])
     none = np.zeros(0)
