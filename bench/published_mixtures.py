@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from pase.zoo.layers import (
-    Built,
-    Weights,
-    cross_entropy,
-    integers,
-    lookup,
-    normal,
-    ones,
-    repeat,
-    run_layers,
-    silu,
-    weight,
-)
-from pase.zoo.llama import (
-    attention_leaves,
-    fused_grouped,
-    gated_forward,
-    grouped_attention,
-    rms_norm,
-    rotary,
-    rotate,
-)
+from pase.zoo.layers import Built, Weights, ones, silu, weight
+from pase.zoo.llama import gated_forward, language_model, rms_norm, rotate
 
 __all__ = ["LATENT", "Latent", "mixture"]
 
@@ -83,53 +63,44 @@ def mixture(
 ) -> Built:
     """A decoder whose layers are all alike: attention, and experts with SwiGLU. Dense first layers of such models are
     as wide as the experts that a token takes, so they compute as much."""
-    heads = kv_heads * group
-    cos, sin = rotary(seq, head_dim if latent is None else latent.plain + latent.rotated, 1e4)
 
-    def block(x: jax.Array, p: Weights) -> jax.Array:
-        h = rms_norm(x, p["norm1"])
-        if latent is None:
-            x = x + grouped_attention(h, p["attention"], cos, sin, fused_grouped)
-        else:
-            x = x + latent_attention(h, p["attention"], cos, sin, latent)
-        h = rms_norm(x, p["norm2"])
-        out = even_experts(h, p["experts"], chosen=chosen)
-        return x + (out + gated_forward(h, p["shared"]) if "shared" in p else out)
+    def forward(x: jax.Array, p: Weights) -> jax.Array:
+        out = even_experts(x, p, chosen=chosen)
+        return out + gated_forward(x, p["shared"]) if "shared" in p else out
 
-    def loss_fn(params: Weights, batch: Weights) -> jax.Array:
-        x = lookup(params["embedding"], batch["tokens"], "bfloat16")
-        x = rms_norm(run_layers(block, x, params["blocks"], scan=1, remat=0), params["norm"])
-        output = params["output"].astype(x.dtype)
-        logits = jnp.einsum("bsd,dv->bsv", x, output, preferred_element_type=jnp.float32)
-        return cross_entropy(logits, batch["labels"])
-
-    leaves: dict[str, Any] = {
-        "attention": attention_leaves(d, kv_heads, group, head_dim)
-        if latent is None
-        else _latent_leaves(d, heads, latent),
-        "experts": {
-            "router": weight(d, experts, fan_in=d),
-            "in": weight(2, experts, d, ff, fan_in=d),
-            "down": weight(experts, ff, d, fan_in=ff),
-        },
-        "norm1": ones(d),
-        "norm2": ones(d),
+    leaves: Weights = {
+        "router": weight(d, experts, fan_in=d),
+        "in": weight(2, experts, d, ff, fan_in=d),
+        "down": weight(experts, ff, d, fan_in=ff),
     }
-    if latent is not None and latent.shared:
-        wide = latent.shared * ff
-        leaves["shared"] = {
-            "gate": weight(d, wide, fan_in=d),
-            "up": weight(d, wide, fan_in=d),
-            "down": weight(wide, d, fan_in=wide),
-        }
-    params = {
-        "embedding": normal(vocab, d),
-        "blocks": repeat(leaves, layers, scan=1),
-        "norm": ones(d),
-        "output": normal(d, vocab),
-    }
-    inputs = {"tokens": integers(batch, seq, below=vocab), "labels": integers(batch, seq, below=vocab)}
-    return Built(loss_fn=loss_fn, params=params, batch=inputs)
+    own = None
+    if latent is not None:
+        own = partial(latent_attention, sizes=latent), _latent_leaves(d, kv_heads * group, latent)
+        if latent.shared:
+            wide = latent.shared * ff
+            leaves["shared"] = {
+                "gate": weight(d, wide, fan_in=d),
+                "up": weight(d, wide, fan_in=d),
+                "down": weight(wide, d, fan_in=wide),
+            }
+    return language_model(
+        forward,
+        leaves,
+        batch=batch,
+        seq=seq,
+        layers=layers,
+        vocab=vocab,
+        dtype="bfloat16",
+        attention="fused",
+        scan=1,
+        remat=0,
+        d=d,
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim if latent is None else latent.plain + latent.rotated,
+        theta=1e4,
+        own=own,
+    )
 
 
 def even_experts(x: jax.Array, p: Weights, *, chosen: int) -> jax.Array:

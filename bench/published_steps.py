@@ -32,6 +32,7 @@ from bench.published_models import graph_of, head_width, is_gated
 from bench.published_rows import PublishedRow, read
 from pase import costmodels
 from pase.errors import Infeasible, PaseError
+from pase.ir.precision import FP8
 from pase.stated.price import Priced, price_strategy
 from pase.stated.program import (
     PROGRAMS,
@@ -41,7 +42,7 @@ from pase.stated.program import (
     all_but_products,
     all_but_weight_products,
 )
-from pase.stated.strategy import Remat, Strategy
+from pase.stated.strategy import Precision, Remat, Strategy
 
 __all__ = ["PricedRun", "configured", "main", "price_row", "program_of", "summary"]
 
@@ -247,9 +248,12 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         micro *= tp * cp
     # Aleph Alpha's sheets with a column for sequence parallelism are in data/seqpara: earlier sweeps did not use it.
     told_otherwise = "no" if row.source == "aal" else "yes"
+    if row.text("precision") is None and FP8 in card(row.text("gpu") or "?").device.peak_flops:
+        raise Infeasible("the precision is not told, and the device has products in eight bits, too")
     precision = (row.text("precision") or "BF16").upper()
     remat = (row.text("act_ckpt") or ("full" if counts_recomputation(row) else "none")).lower()
     expert = row.whole("ep") or 1
+    precision_name: Precision = "nvfp4" if "FP4" in precision else "fp8" if "FP8" in precision else "bf16"
     s = Strategy(
         data=data,
         shard=ranks // data,
@@ -262,10 +266,27 @@ def configured(row: PublishedRow, program: Program) -> tuple[Strategy, int]:
         chunks=chunks,
         micro=micro if own % micro == 0 else 1,
         remat=remat if remat in ("none", "selective", "full") else "none",  # type: ignore[arg-type]
-        precision="nvfp4" if "FP4" in precision else "fp8" if "FP8" in precision else "bf16",
-        asynchronous="async" in row.notes and "vanilla" not in row.notes,
+        precision=precision_name,
+        asynchronous=tp > 1 and overlaps_tensor(row, precision_name),
     )
     return s, batch
+
+
+def overlaps_tensor(row: PublishedRow, precision: Precision) -> bool:
+    """Do collectives of tensor parallelism overlap with the products that they feed?
+
+    If the notes say so (torchtitan's async TP, Megatron-LM's README), and by recipe: Megatron-Bridge's for Llama 3
+    (scripts/performance/configs/llama: llama31_llm_pretrain.py has userbuffers for 405B, but not with NVFP4;
+    llama3_llm_finetune.py: tp_comm_overlap if TP is above 1; qwen3_llm_pretrain.py switches it off where Qwen3 has TP
+    on H100), and NeMo's for GPT-3 175B (NeMo-Framework-Launcher, 175b_fp8_performance.yaml: ub_tp_comm_overlap; it is
+    off in llama2_70b.yaml).
+    """
+    notes, model = row.notes, (row.text("model") or "").lower()
+    if ("async" in notes and "vanilla" not in notes) or "tp and pp communication overlapped" in notes:
+        return True
+    if row.source in ("mbr", "bwl"):
+        return model.startswith("llama-3") and precision != "nvfp4"
+    return row.source == "nem" and model.startswith("gpt-3 175b")
 
 
 def counts_recomputation(row: PublishedRow) -> bool:

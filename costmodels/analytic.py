@@ -62,8 +62,7 @@ class Analytic:
             # The curve was measured with its launch: a memory-bound op pays no second one.
             moving = np.maximum(moving - launch, 0.0)
         else:
-            rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
-            moving = nbytes / rate
+            moving = nbytes / device.moved_bytes_per_s
         if kind == "memory":
             working = flops / (device.vector_flops or min(device.peak_flops.values()))
         else:

@@ -174,6 +174,11 @@ class Device:
         """The part of the peak that large work of a kind reaches in a dtype."""
         return self.efficiency.get(f"{kind}.{dtype}", self.efficiency.get(kind, 1.0))
 
+    @property
+    def moved_bytes_per_s(self) -> float:
+        """Bytes per second that large copies in the device's memory reach."""
+        return self.memory_bandwidth_bytes_per_s * self.efficiency.get("memory", 1.0)
+
     def peak(self, dtype: str) -> float:
         """FLOP/s for a dtype. One that is not listed runs at the slowest listed rate: never free."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())

@@ -172,9 +172,8 @@ class _PartsInTheMaking:
 
     def pass_s(self, n: Node, access: Access) -> float:
         """Seconds of one pass over a tensor on one device, laid out as the node accesses it."""
-        device = self.model.machine.device
-        rate = device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
-        return self.on_device(n, access) * self.graph.tensors[access.tensor].itemsize * self.share / rate
+        nbytes = self.on_device(n, access) * self.graph.tensors[access.tensor].itemsize
+        return nbytes * self.share / self.model.machine.device.moved_bytes_per_s
 
     def add_work(self, n: Node) -> None:
         """The node's work, forward and backward, and its kernels' launches."""

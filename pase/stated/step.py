@@ -57,23 +57,21 @@ class StatedStep:
                 total += self.collective_s(kind, axes, elements * nbytes)
         return total * calls
 
-    @property
-    def memory_rate(self) -> float:
-        """The device memory bandwidth that copies reach, in bytes per second."""
-        device = self.model.machine.device
-        return device.memory_bandwidth_bytes_per_s * device.efficiency.get("memory", 1.0)
+    def copying_s(self, nbytes: float) -> float:
+        """Seconds of copies in device memory, by the bytes that they read and write."""
+        return nbytes / self.model.machine.device.moved_bytes_per_s
 
     def copied_s(self, part: Part, backward: bool) -> float:
         """Seconds to move the program's own buffers in device memory, for sharded weights: gathered and summed."""
         out, back = self.program.copied
         shared = sum(e for axes, e in part.elements.items() if axes)
         moved = shared * ((back if backward else 0.0) + out)
-        return moved / self.memory_rate if self.s.zero == 3 else 0.0
+        return self.copying_s(moved) if self.s.zero == 3 else 0.0
 
     def metrics_s(self, part: Part) -> float:
         """Seconds for what the program computes from the logits for its log."""
         logits = self.parts.logits if part is self.parts.last else 0.0
-        return logits * self.program.metrics_bytes / self.memory_rate
+        return self.copying_s(logits * self.program.metrics_bytes)
 
     def rearranged_s(self, part: Part, backward: bool) -> float:
         """Seconds of copies of what tensor parallelism gathers and scatters whole; 0 if it is sent piece by piece."""
@@ -84,7 +82,7 @@ class StatedStep:
             if "model" in c.axes and c.kind in ("all_gather", "reduce_scatter"):
                 times = float(c.backward == backward) + (c.runs_again if backward and not c.backward else 0.0)
                 moved += 2 * c.nbytes * c.times * times
-        return moved / self.memory_rate
+        return self.copying_s(moved)
 
     def gather_s(self, part: Part) -> float:
         """Seconds to gather a part's weights once, if ZeRO-3 shards them."""
@@ -198,7 +196,7 @@ class StatedStep:
         seconds = sum(part.update_s * k for part, k in parts) / ways
         if p.executor.update_bytes:
             moved = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
-            seconds += moved / self.memory_rate
+            seconds += self.copying_s(moved)
         gathered = 0.0
         if s.zero in (1, 2):
             gathered = sum(self.over_data(part, "all_gather", p.bytes.used, "inner") * k for part, k in parts)

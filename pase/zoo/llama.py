@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pase.errors import PaseError
 from pase.zoo.attention import Attend, causal_mask, fused_attend
 from pase.zoo.layers import (
     Built,
@@ -30,6 +31,7 @@ from pase.zoo.moe import expert_leaves, experts_forward
 from pase.zoo.serving import Decoder, served
 
 __all__ = [
+    "OwnAttention",
     "attention_leaves",
     "grouped_attention",
     "language_model",
@@ -114,6 +116,11 @@ def attention_leaves(d: int, kv_heads: int, group: int, head_dim: int) -> Weight
     }
 
 
+OwnAttention = tuple[Callable[[jax.Array, Weights, jax.Array, jax.Array], jax.Array], Weights]
+"""An attention in place of `grouped_attention`: its function of x [b, s, d], its weights, and cosines and sines of
+``head_dim``; and the shapes of its weights."""
+
+
 def language_model(
     forward: Callable[[jax.Array, Weights], jax.Array],
     forward_leaves: Weights,
@@ -134,16 +141,23 @@ def language_model(
     task: str = "train",
     context: int = 0,
     tokens: int = 1,
+    own: OwnAttention | None = None,
 ) -> Built:
     """The decoder around a feed-forward layer; embedding and output are two tables. task, context, tokens: see
-    `pase.zoo.serving`."""
+    `pase.zoo.serving`. own: an attention of one's own, which is trained only."""
+    if own is not None and task != "train":
+        raise PaseError(f"task={task!r} needs keys and values by head: leave out own, or train")
     attend = {"plain": attend_grouped, "fused": fused_grouped}[attention]
 
     def block_at(seq: int, start: jax.Array | None = None) -> Callable[..., jax.Array]:
         cos, sin = rotary(seq, head_dim, theta, start)
 
         def block(x: jax.Array, p: Weights, attend: Attend = attend) -> jax.Array:
-            x = x + grouped_attention(rms_norm(x, p["norm1"]), p["attention"], cos, sin, attend)
+            h = rms_norm(x, p["norm1"])
+            if own is None:
+                x = x + grouped_attention(h, p["attention"], cos, sin, attend)
+            else:
+                x = x + own[0](h, p["attention"], cos, sin)
             return x + forward(rms_norm(x, p["norm2"]), p["ff"])
 
         return block
@@ -161,7 +175,7 @@ def language_model(
         return cross_entropy(logits_of(params, x), batch["labels"])
 
     block_leaves = {
-        "attention": attention_leaves(d, kv_heads, group, head_dim),
+        "attention": attention_leaves(d, kv_heads, group, head_dim) if own is None else own[1],
         "ff": forward_leaves,
         "norm1": ones(d),
         "norm2": ones(d),

@@ -50,6 +50,36 @@ def row(**changed: str) -> PublishedRow:
     return PublishedRow(id=columns["id"], columns=columns)
 
 
+def test_tensor_parallelism_overlaps_where_the_notes_or_the_recipe_say_so():
+    shape = {"gpus": "16", "tp": "2", "sp": "yes", "notes": ""}
+    llama = {"id": "mbr001", "model": "Llama-3.1 405B", "dp_type": "unknown"} | shape
+    for changed, told in (
+        (llama, True),
+        (llama | {"tp": "1", "dp": "16"}, False),
+        (llama | {"model": "Qwen3 235B-A22B"}, False),
+        (llama | {"id": "bwl001", "precision": "NVFP4"}, False),
+        ({"id": "nem003", "model": "GPT-3 175B"} | shape, True),
+        ({"id": "nem007", "model": "Llama-2 70B"} | shape, False),
+        (
+            {"id": "mlm003", "model": "GPT 16B"}
+            | shape
+            | {"notes": "DP, TP and PP communication overlapped"},
+            True,
+        ),
+        (shape | {"notes": "vanilla TP, compile"}, False),
+        (shape | {"notes": "AsyncTP, compile"}, True),
+    ):
+        r = row(**changed)
+        assert configured(r, program_of(r))[0].asynchronous is told, changed
+
+
+def test_a_precision_that_is_not_told_is_not_guessed_where_there_are_two():
+    a = price_row(row(precision="unknown"))
+    assert a.priced is None and "the precision is not told" in (a.why_not or "")
+    old = row(precision="unknown", gpu="A100-80GB")
+    assert configured(old, program_of(old))[0].precision == "bf16"
+
+
 def test_a_row_is_priced_as_its_own_configuration():
     a = price_row(row())
     assert a.why_not is None and a.priced is not None

@@ -1,0 +1,116 @@
+"""A stated strategy made cheaper under its own price: one change at a time, as long as one helps.
+
+A change doubles or halves one degree (its factor goes to or comes from another degree, so that the devices stay the
+same), the micro-batch or the stages per rank, or takes another kind of ZeRO, recomputation or sequence parallelism.
+The answer is never above the strategy that it began with; that nothing is cheaper is not proven.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import get_args
+
+from pase.errors import PaseError
+from pase.stated.price import Priced
+from pase.stated.strategy import Remat, Strategy
+
+__all__ = ["Better", "better", "changes", "neighbours"]
+
+_DEGREES = ("ranks", "tensor", "context", "pipeline")
+_WORDS = {
+    "ranks": ("more data parallelism", "less data parallelism"),
+    "tensor": ("more tensor parallelism", "less tensor parallelism"),
+    "context": ("more context parallelism", "less context parallelism"),
+    "expert": ("more expert parallelism", "less expert parallelism"),
+    "pipeline": ("more stages", "fewer stages"),
+    "chunks": ("more stages on a rank", "fewer stages on a rank"),
+    "micro": ("larger micro-batches", "smaller micro-batches"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better:
+    """The cheapest strategy that was met and fits. tried: strategies that were priced."""
+
+    priced: Priced
+    tried: int
+
+
+def neighbours(s: Strategy) -> Iterator[Strategy]:
+    """Strategies one change away, on the same devices. Not all of them can be placed on every model."""
+    for a, b in permutations(_DEGREES, 2):
+        if getattr(s, a) % 2 == 0:
+            yield _with(s, **{a: getattr(s, a) // 2, b: getattr(s, b) * 2})
+    for name in ("micro", "chunks", "expert"):
+        value = getattr(s, name) or 1
+        halves = [value // 2] * (value % 2 == 0)
+        if name != "chunks" or s.pipeline > 1:
+            yield from (replace(s, **{name: k}) for k in [value * 2, *halves])
+    yield from (replace(s, remat=r) for r in get_args(Remat) if r != (s.remat or "none"))
+    yield from (_with(s, zero=z) for z in (0, 1, 2, 3) if z != s.zero and s.ranks * s.context > 1)
+    if s.tensor > 1:
+        yield replace(s, sequence=not s.sequence)
+
+
+def _with(s: Strategy, **degrees: int) -> Strategy:
+    """The strategy with other degrees. Ranks shard all that ZeRO shards; without ZeRO they are replicas."""
+    now = {"ranks": s.ranks, "zero": s.zero} | degrees
+    ranks, zero = now.pop("ranks"), now.pop("zero")
+    if ranks * now.get("context", s.context) == 1:
+        zero = 0
+    groups = s.data if zero and ranks % s.data == 0 and s.zero else 1
+    data, shard = (ranks, 1) if zero == 0 else (groups, ranks // groups)
+    tensor = now.get("tensor", s.tensor)
+    chunks = s.chunks if now.get("pipeline", s.pipeline) > 1 else 1
+    return replace(
+        s,
+        **now,
+        data=data,
+        shard=shard,
+        zero=zero,  # type: ignore[arg-type]
+        chunks=chunks,
+        sequence=s.sequence and tensor > 1,
+        asynchronous=s.asynchronous and tensor > 1,
+    )
+
+
+def better(start: Priced, price: Callable[[Strategy], Priced]) -> Better:
+    """Follow the change that helps most until none does. price: raises PaseError where a strategy cannot be priced."""
+    best, seen = start, {start.strategy}
+    while True:
+        found = best
+        for s in neighbours(best.strategy):
+            if s in seen or s.ranks % s.expert:
+                continue
+            seen.add(s)
+            try:
+                p = price(s)
+            except PaseError:
+                continue
+            if p.fits and p.step_s < found.step_s:
+                found = p
+        if found is best:
+            return Better(priced=best, tried=len(seen))
+        best = found
+
+
+def changes(a: Strategy, b: Strategy) -> list[str]:
+    """What the second strategy does otherwise, in words.
+
+    >>> changes(Strategy(tensor=8, remat="full"), Strategy(tensor=4, data=2, remat="none"))
+    ['more data parallelism', 'less tensor parallelism', 'no recomputation']
+    """
+    out = []
+    for name, (more, less) in _WORDS.items():
+        x, y = (getattr(s, name) or 1 for s in (a, b))
+        if x != y:
+            out.append(more if y > x else less)
+    if a.zero != b.zero:
+        out.append(f"ZeRO {b.zero}" if b.zero else "no ZeRO")
+    if (a.remat or "none") != (b.remat or "none"):
+        out.append("no recomputation" if b.remat in (None, "none") else f"{b.remat} recomputation")
+    if a.sequence != b.sequence:
+        out.append(f"{'with' if b.sequence else 'without'} sequence parallelism")
+    return out
