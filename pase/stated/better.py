@@ -7,10 +7,10 @@ The answer is never above the strategy that it began with; that nothing is cheap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import permutations
-from typing import get_args
+from typing import Any, get_args
 
 from pase.errors import PaseError
 from pase.stated.price import Priced
@@ -47,7 +47,7 @@ def neighbours(s: Strategy) -> Iterator[Strategy]:
         value = getattr(s, name) or 1
         halves = [value // 2] * (value % 2 == 0)
         if name != "chunks" or s.pipeline > 1:
-            yield from (replace(s, **{name: k}) for k in [value * 2, *halves])
+            yield from (_changed(s, {name: k}) for k in [value * 2, *halves])
     yield from (replace(s, remat=r) for r in get_args(Remat) if r != (s.remat or "none"))
     yield from (_with(s, zero=z) for z in (0, 1, 2, 3) if z != s.zero and s.ranks * s.context > 1)
     if s.tensor > 1:
@@ -64,16 +64,13 @@ def _with(s: Strategy, **degrees: int) -> Strategy:
     data, shard = (ranks, 1) if zero == 0 else (groups, ranks // groups)
     tensor = now.get("tensor", s.tensor)
     chunks = s.chunks if now.get("pipeline", s.pipeline) > 1 else 1
-    return replace(
-        s,
-        **now,
-        data=data,
-        shard=shard,
-        zero=zero,  # type: ignore[arg-type]
-        chunks=chunks,
-        sequence=s.sequence and tensor > 1,
-        asynchronous=s.asynchronous and tensor > 1,
-    )
+    shared = {"data": data, "shard": shard, "zero": zero, "chunks": chunks}
+    split = {"sequence": s.sequence and tensor > 1, "asynchronous": s.asynchronous and tensor > 1}
+    return _changed(s, {**now, **shared, **split})
+
+
+def _changed(s: Strategy, fields: Mapping[str, Any]) -> Strategy:
+    return replace(s, **fields)
 
 
 def better(start: Priced, price: Callable[[Strategy], Priced]) -> Better:
