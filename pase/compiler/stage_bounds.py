@@ -235,24 +235,8 @@ class StageBounds:
         chains = [_along(s, p) for p in known]
         moments = list(self._moments(s))
         exposed = list(self._exposed(s))
-        along = np.array([c.ravel() for c, _ in chains]) * of / scale[0]
-        at_ends = np.zeros((len(chains), ends + 1))
-        at_ends[:, -1] = -1.0
-        for row, p in zip(at_ends, known, strict=True):
-            row[[p.first, s.ranks + p.last]] += 1.0
-        paths = [np.hstack([np.zeros((len(chains), many)), along, at_ends])]
-        tops = [np.array([-crossed * self.send_s / scale[0] for _, crossed in chains])]
-        sent = np.array([w.ravel() for _, _, w in exposed]) * of / scale[0]
-        which = np.zeros((len(exposed), ends + 1))
-        which[np.arange(len(exposed)), [back * s.ranks + r for back, r, _ in exposed]] = -1.0
-        paths.append(np.hstack([np.zeros((len(exposed), many)), sent, which]))
-        tops.append(np.zeros(len(exposed)))
-        if moments:
-            held = np.array([m.ravel() for m in moments]) * of
-            paths.append(
-                np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), ends + 1))])
-            )
-            tops.append(np.ones(len(moments)))
+        paths, tops = _schedule_rows(s, known, chains, exposed, moments, of, scale[0])
+        tops[0] *= self.send_s / scale[0]
         sparse, owners = [], list[tuple[StageRole, int]]()
         for role, hs in ((role, hs) for role, hs in active.items() if hs):
             at = np.array([k for k, r in enumerate(roles) if r == role])
@@ -319,6 +303,40 @@ class StageBounds:
                 out[:, Feature.STATIC] = rank == r
                 out[:, Feature.KEPT], out[:, Feature.WAITING] = held
                 yield out / self.limits[r]
+
+
+def _schedule_rows(
+    s: Schedule,
+    known: Sequence[Path],
+    chains: Sequence[tuple[np.ndarray, float]],
+    exposed: Sequence[tuple[int, int, np.ndarray]],
+    moments: Sequence[np.ndarray],
+    of: np.ndarray,
+    unit: float,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Rows of the program and their limits: paths (limits: in transfers), what of gathers and sums is exposed, moments.
+
+    of: the scale of each stage's features; unit: of seconds.
+    """
+    many, ends = s.stages, 2 * s.ranks
+    along = np.array([c.ravel() for c, _ in chains]) * of / unit
+    at_ends = np.zeros((len(chains), ends + 1))
+    at_ends[:, -1] = -1.0
+    for row, p in zip(at_ends, known, strict=True):
+        row[[p.first, s.ranks + p.last]] += 1.0
+    sent = np.array([w.ravel() for _, _, w in exposed]) * of / unit
+    which = np.zeros((len(exposed), ends + 1))
+    which[np.arange(len(exposed)), [back * s.ranks + r for back, r, _ in exposed]] = -1.0
+    rows = [
+        np.hstack([np.zeros((len(chains), many)), along, at_ends]),
+        np.hstack([np.zeros((len(exposed), many)), sent, which]),
+    ]
+    limits = [np.array([-crossed for _, crossed in chains]), np.zeros(len(exposed))]
+    if moments:
+        held = np.array([m.ravel() for m in moments]) * of
+        rows.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), ends + 1))]))
+        limits.append(np.ones(len(moments)))
+    return rows, limits
 
 
 def _along(s: Schedule, p: Path) -> tuple[np.ndarray, float]:
