@@ -89,8 +89,8 @@ def chance(late_us: float, ranks: int) -> Row:
     more = {"collective_us": 20.0 * (ranks - 1) / 3, "bandwidth_bytes_per_us": 60_000.0 / grown}
     true = timelines.simulate(timelines.ImaginedRun(ranks=ranks, seed=1, **shape | more | {"iterations": 80}))
     want = 1e3 * statistics.mean(max(x) for x in list(zip(*true.iteration_us, strict=True))[1:])
-    graph = apply(run.graph, [("data", "", float(ranks))])
-    got = mean_iteration_ns(graph, spreads(run.measured, run.graph, run.measured.whole()), ranks)
+    graph = apply(run.medians, [("data", "", float(ranks))])
+    got = mean_iteration_ns(graph, spreads(run.measured, run.medians, run.measured.whole()), ranks)
     assert got is not None
     return compared(run, got, want, error_of_medians=max(evaluate(graph).values()) / want - 1)
 

@@ -217,7 +217,7 @@ def verdict(folder: Path) -> str:
     absurd |= not math.isfinite(run.replayed_ns)
     for knob in HELPS if not run.doubts else ():
         try:
-            ns = run.must_be_explained(knob[0], apply(run.graph, [knob]), force=False)
+            ns = run.must_be_explained(knob[0], apply(run.graph, [knob]))
         except Infeasible:
             continue
         if not ns <= run.replayed_ns * (1 + SETTLED):

@@ -213,8 +213,8 @@ def _change(
         "predicted_s": made["what_if_s"],
         "measured_s": measured_s,
         "error": made["what_if_s"] / measured_s - 1,
-        "believable": made["believable"],
-        "why_not": made["headline"] if not made["believable"] else "",
+        "believable": made["doubt"] is None,
+        "why_not": made["doubt"] or "",
     }
 
 
@@ -241,7 +241,10 @@ def _replayed(
         "replayed_s": max(r["replayed_s"] for r in ranks),
         "communication_s": max(r["communication_s"] for r in ranks),
     }
-    return out | ({"what_if_s": report["what_if"][-1]["iteration_s"]} if what_if else {})
+    if not what_if:
+        return out
+    asked_of = report["what_if"][-1]
+    return out | {"what_if_s": asked_of["iteration_s"], "doubt": asked_of["doubt"]}
 
 
 def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

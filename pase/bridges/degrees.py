@@ -26,6 +26,7 @@ from pase.replay.insert import Inserted, insert_after
 from pase.replay.report import Rewrite
 from pase.replay.restage import StageAction, StageTransfer, staged
 from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
+from pase.replay.simulate import subgraph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline
 from pase.replay.whatif import WireLine, collective_line
 from pase.stated.ops import StatedOps, stated_ops
@@ -49,12 +50,13 @@ _HALVES = ("bf16", "f16", "half", "fp16")
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
     """A product of a micro-batch as it ran, and as it would run. node: in the plan's graph; together: how many products
-    ran as one."""
+    ran as one; heads: of an attention that ran as its products, how many there were in all examples as it ran."""
 
     node: str
     now: LocalWork
     then: LocalWork
     together: int = 1
+    heads: int = 0
 
     def key(self, work: LocalWork) -> ProductKey:
         """The product's key, as in ``product_of``."""
@@ -65,7 +67,8 @@ class _Pair:
         """Elements of its operands and its result."""
         assert work.mnk is not None
         m, n, k = (round(x) for x in work.mnk)
-        return m * k, self.together * k * n, self.together * m * n
+        many = round(self.heads * work.flops / self.now.flops) if self.heads else 1
+        return many * m * k, many * self.together * k * n, many * self.together * m * n
 
     @property
     def roofline(self) -> float:
@@ -114,9 +117,10 @@ def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> 
     """What a layer sends to the next, and its time from the run's own collectives or the link's bandwidth."""
     second = [i for i in s.order.tolist() if i in s.product and s.phase[i] == StepPhase.FORWARD]
     second = [i for i in second if s.layer[i] == min(1, s.layers - 1)]
-    operands = s.shapes[second[0]].operands
-    x = operands[0] if s.shapes[second[0]].name == "aten::mm" or len(operands) < 3 else operands[1]
-    width = 2 if any(w in g.task_name(second[0]) for w in _HALVES) else 4
+    shape = s.shapes[second[0]]
+    operands = shape.product or shape.operands
+    x = operands[0] if shape.product or shape.name == "aten::mm" or len(operands) < 3 else operands[1]
+    width = shape.itemsize or (2 if any(w in g.task_name(second[0]) for w in _HALVES) else 4)
     nbytes = width * math.prod(x)
     if wire_bytes_per_s:
         return StageTransfer(nbytes=nbytes, duration_ns=nbytes / wire_bytes_per_s * 1e9)
@@ -170,6 +174,8 @@ def by_tensor(
     then = stated_ops(model, ",".join([f"tp={ways}", *others]), machine)
 
     def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+        # All ranks would run alike: the first one's tasks stand for each.
+        g = subgraph(g, g.rank == g.ranks[0])
         s = sections(t, g)
         return _Retensored(g, s, now, then, ways, measured or {}).changed()
 
@@ -218,7 +224,7 @@ class _Retensored:
             + (" are measured at their new shape" if not share else "")
             + f"; {light} other kernels scaled with what they read, update ×{update:.3g}; {moved}"
         )
-        return out, {"method": "shapes", "note": note, "scaled_by_roofline": share}
+        return out, {"method": "shapes", "note": note, "scaled_by_roofline": float(share)}
 
     def _matched(self) -> dict[int, _Pair]:
         """Measured product → the plan's. Infeasible if the two lists differ."""
@@ -234,6 +240,9 @@ class _Retensored:
                 ]
                 seen: Counter[ProductKey] = Counter()
                 for i in mine:
+                    if (attends := self._attends(phase, s.product[i])) is not None:
+                        out[i] = attends
+                        continue
                     listed = turns.get(s.product[i]) or self._as_one(turns, s.product[i])
                     if seen[s.product[i]] >= len(listed):
                         self._refuse(i, phase, Counter(s.product[j] for j in mine), turns)
@@ -268,6 +277,20 @@ class _Retensored:
             # Both gradients of a product have its three arrays, so they have its shape here.
             return [p for p in self._as_one(self._turns(StepPhase.FORWARD), key) for _ in range(2)]
         return []
+
+    def _attends(self, phase: StepPhase, key: ProductKey) -> _Pair | None:
+        """The plan's attention that runs as its products, where this is one of them: scores of each head, or what they
+        are multiplied with. How many of them there are is the program's own."""
+        for name, work in self.now.work.items():
+            for a, b in zip(work, self.then.work[name], strict=True):
+                if a.kind != "attention" or _PHASE.get(a.phase) != phase or a.mnk is None:
+                    continue
+                q, k, width = (round(x) for x in a.mnk)
+                heads, rest = divmod(max(key), max(q * width, k * width, q * k))
+                p = _Pair(node=name, now=a, then=b, heads=heads)
+                if heads and not rest and p.key(a) == key:
+                    return p
+        return None
 
     def _refuse(
         self, i: int, phase: StepPhase, counts: Counter[ProductKey], turns: dict[ProductKey, list[_Pair]]

@@ -76,6 +76,26 @@ def _convolution(task: Task) -> OpProgram:
     return [(y_shape, task.dtype), (other, task.dtype)], gradient, 1
 
 
+def _window(task: Task) -> OpProgram:
+    """A pool's maximum and its gradient."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    images, side, channels, window = task.extents
+    out = (side - window) // 2 + 1
+
+    def pool(x: Array) -> Array:
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, 2, 2, 1), "VALID")
+
+    def both(x: Array, y: Array) -> Tree:
+        made, back = jax.vjp(pool, x)
+        return [made, back(y)[0]]
+
+    shapes = ((images, side, side, channels), (images, out, out, channels))
+    return [(shape, task.dtype) for shape in shapes], both, 1
+
+
 def local_program(task: Task) -> OpProgram:
     """What a task runs on one device."""
     import jax.numpy as jnp
@@ -84,6 +104,8 @@ def local_program(task: Task) -> OpProgram:
         return _matmul(task)
     if task.op.startswith("conv"):
         return _convolution(task)
+    if task.op == "window":
+        return _window(task)
     elements = max(task.nbytes // 4, 1)
     if task.op == "elementwise":  # half of the bytes are read, half are written
         return [((max(elements // 2, 1),), "float32")], lambda x: x * 0.5 + 1.0, 1

@@ -223,6 +223,12 @@ def _light_efficiency(work: _Fitting, bytes_per_s: float) -> float | None:
     return min(1.0, max(3.0 * LIGHT_BYTES / bytes_per_s / light[0], _LEAST_LIGHT))
 
 
+def _window_efficiency(work: _Fitting, vector_flops: float) -> float | None:
+    """What windows that slide over an array reach of the vector rate, forward and backward. Never above 1."""
+    rates = [t.work / s.seconds / vector_flops for t, s in work.of("window")]
+    return min(1.0, float(np.exp(np.mean(np.log(rates))))) if rates else None
+
+
 def _host(work: _Fitting) -> Host | None:
     """What a launch takes of the host's time, where both kinds were measured."""
     program, op = ([s for _, s in work.of(f"host.{kind}")] for kind in ("program", "op"))
@@ -350,7 +356,7 @@ def fit(
         raise Refused(work.problems, work.doubtful)
     assert memory is not None
     rate = memory.nbytes[-1] / memory.seconds[-1]
-    efficiency = _efficiency(work, tables[0], rate, on_cpu)
+    efficiency = _efficiency(work, tables[0], rate, vector[0] if vector else None, on_cpu)
     if not links:
         # One device: nothing joins it to another, but a machine file has a level. Its memory stands in.
         links = [LinkLevel(name="memory", ways=0, latency_s=launch[0], bandwidth_bytes_per_s=rate)]
@@ -416,14 +422,17 @@ def _check_physics(
             )
 
 
-def _efficiency(work: _Fitting, table: MatmulTable, rate: float, on_cpu: bool) -> dict[str, float]:
+def _efficiency(
+    work: _Fitting, table: MatmulTable, rate: float, vector_flops: float | None, on_cpu: bool
+) -> dict[str, float]:
     """The parts of the peak that other work reaches. rate: bytes/s of the memory."""
     conv = _conv_efficiency(work, table, on_cpu)
     if conv is None:
         work.notes.append("convolutions were not measured: they are priced as matmuls of the same extents")
     # Other compilers run light ops inside of kernels; on a CPU each passes through memory by itself.
     light = _light_efficiency(work, rate) if on_cpu else None
-    found = {"conv": conv, "memory": light}
+    window = _window_efficiency(work, vector_flops) if vector_flops else None
+    found = {"conv": conv, "memory": light, "window": window}
     return {name: part for name, part in found.items() if part is not None}
 
 

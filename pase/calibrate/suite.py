@@ -15,6 +15,7 @@ __all__ = ["Target", "budgeted", "ladder", "suite", "ways_of"]
 SMALLEST_EXTENT = 8
 SMALLEST_MESSAGE, LARGEST_MESSAGE = 1 << 10, 1 << 28
 SMALLEST_TRAFFIC = 1 << 12
+_WINDOWS = ((8, 31, 16, 3), (8, 15, 64, 3), (8, 16, 64, 2))
 _CONVS = ((8, 32, 32, 64, 3), (8, 16, 128, 128, 3), (8, 16, 64, 256, 1), (8, 24, 16, 64, 5))
 
 
@@ -131,6 +132,7 @@ def suite(target: Target) -> list[Task]:
         *_memory(target),
         *_matmuls(target),
         *_collectives(target),
+        *(Task(op="window", extents=w, rank=1) for w in _WINDOWS),
         *(Task(op="conv.forward", extents=c, rank=1) for c in _CONVS),
         *(Task(op=op, extents=c, rank=2) for c in _CONVS for op in ("conv.input", "conv.filter")),
     ]

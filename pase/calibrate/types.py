@@ -30,6 +30,7 @@ MeasuredOp = Literal[
     "reduction",
     "vector",
     "light",
+    "window",
     "launch",
     "dispatch",
     "host.program",
@@ -72,7 +73,8 @@ class Level:
 class Task:
     """One thing to time.
 
-    extents: matmul: (batch, m, n, k); conv: (images, side, channels in, channels out, window).
+    extents: matmul: (batch, m, n, k); conv: (images, side, channels in, channels out, window); window: (images, side,
+    channels, window), which moves by two.
     nbytes: memory ops: bytes moved; collectives: the larger local buffer, as in ``CostModel.collective``.
     ways: collectives: devices joined at each level, innermost first; all such groups talk at once.
     rank: 0: needed for any machine file; then in the order in which a budget is spent.
@@ -110,10 +112,14 @@ class Task:
 
     @property
     def work(self) -> float:
-        """FLOPs of a product (a multiply-add is two), else bytes; 1 for what has no size."""
+        """FLOPs of a product (a multiply-add is two) or a window (one for each element that it meets, and two in
+        backward), else bytes; 1 for what has no size."""
         if self.op.startswith("conv"):
             images, side, c_in, c_out, window = self.extents
             return 2.0 * images * side * side * c_in * c_out * window * window
+        if self.op == "window":
+            images, side, channels, window = self.extents
+            return 3.0 * images * ((side - window) // 2 + 1) ** 2 * channels * window * window
         if self.op.startswith("matmul"):
             return 2.0 * math.prod(self.extents)
         return float(self.nbytes or 1)

@@ -228,6 +228,8 @@ def _summary(report: JsonObject) -> None:
         out.print(
             f"what if {w['knob']}: {w['iteration_s'] * 1e3:.2f} ms (now {w['base_s'] * 1e3:.2f}, ×{w['speedup']:.3f})",
         )
+        if w["doubt"]:
+            out.print(f"  not to be relied on: {w['doubt']}")
         if w["within_spread"] and w["speedup"] != 1:
             out.print(f"  less than iterations differ from each other (±{report['spread']:.1%})")
         if "control_s" in w:

@@ -26,7 +26,7 @@ MachineVersion = Literal["pase.machine/1"]
 SCHEMA: MachineVersion = "pase.machine/1"
 DEFAULT = "h100x8"
 # A share of the peak. A CPU's convolutions can be faster than the thin matmuls that its peak was measured with.
-_MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0}
+_MOST_EFFICIENT = {"matmul": 1.0, "conv": 8.0, "memory": 1.0, "window": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)

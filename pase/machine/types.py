@@ -139,6 +139,7 @@ class Device:
 
     efficiency: the part of the peak that large work reaches, by kind: "matmul", "conv" (of
     peak_flops) and "memory" (of the memory bandwidth); 1 where absent. "matmul.float8_e4m3fn": of one dtype's.
+    "window": of vector_flops, what windows reach that slide over an array (pools); absent: they are as other light ops.
     vector_flops: FLOP/s outside of the matrix units; None: as slow as the slowest matmul dtype.
     compute_units, tiles: matmul kernels fill the units tile by tile (tile and wave quantization);
     0 and empty: no such effect.

@@ -236,5 +236,6 @@ def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Tim
         problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
         hosts={r: h for t in parts for r, h in t.hosts.items()},
         dataflow={k: v for t in parts for k, v in t.dataflow.items()},
+        compiled={k: v for t in parts for k, v in t.compiled.items()},
         shapes=tuple(shapes),
     )

@@ -14,37 +14,32 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.graph import Carried, DataflowGraph, TaskQueue
-from pase.replay.model import Measured
+from pase.replay.model import Measured, estimated
 from pase.replay.simulate import replay_graph
-from pase.replay.steady import unroll
-from pase.replay.times import rank_times
+from pase.replay.steady import MAX_TASKS, unroll
 from pase.replay.types import COLLECTIVE
 
-__all__ = ["MAX_TASKS", "mean_iteration_ns", "spreads", "with_ranks"]
+__all__ = ["mean_iteration_ns", "spreads", "with_ranks"]
 
 _SETTLE, _STEPS = 4, 40
 """Steps until the first that counts, and steps that count."""
-MAX_TASKS = 4_000_000
-"""Above so many tasks in all, fewer steps are replayed; where not even two would be, chance is left out."""
 
 
 def spreads(m: Measured, g: DataflowGraph, chosen: Sequence[int]) -> np.ndarray:
-    """Each task's time in each iteration over its median, float64 [iterations, tasks]; 1 where it was not measured.
+    """Each task's time in each of these iterations over its median, float64 [iterations, tasks]; 1 where it was not
+    measured.
 
-    g: the graph of these iterations, whose tasks are each rank's in the order of its ranks. A collective's cost counts
-    as its median: ranks share it, and what they wait for each other is what is asked for.
+    g: a graph that is estimated from some of the run's iterations. A collective's cost counts as its median: ranks
+    share it, and what they wait for each other is what is asked for.
     """
-    found = []
-    for rank in g.ranks:
-        p = rank_times(m.programs, m.wait_ns, m.measured_ns, rank, chosen)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratio = p.own / p.duration
-        ratio = np.where(np.isfinite(ratio), np.maximum(ratio, 0.0), 1.0)
-        rows = np.resize(np.arange(len(ratio)), len(chosen))
-        found.append(ratio[rows])
-    out = np.concatenate(found, axis=1)
-    out[:, g.kind == COLLECTIVE] = 1.0
-    return out
+    made = estimated(m, chosen)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = made.own_ns / made.graph.duration_ns
+    ratio[:, made.graph.kind == COLLECTIVE] = 1.0
+    place = {key: i for i, key in enumerate(made.graph.key)}
+    at = np.array([place.get(key, -1) for key in g.key], dtype=np.int64)
+    ratio = np.concatenate([ratio, np.ones((len(ratio), 1))], axis=1)[:, at]
+    return np.where(np.isfinite(ratio), ratio, 1.0)
 
 
 def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: int = 0) -> float | None:

@@ -381,8 +381,9 @@ DEVICE_LINES = ("Stream", "XLA Ops", "XLA Async Ops")
 
 
 def hlo_collective(op: str) -> int:
-    """Index in OPERATIONS of an HLO op by its name; a done op moves nothing."""
-    base = op.partition(".")[0]
+    """Index in OPERATIONS of an HLO op by its name ("all-gather.3", or as JAX calls it "all_gather.3"); a done op moves
+    nothing."""
+    base = op.partition(".")[0].replace("_", "-")
     prefixes = (
         "all-reduce",
         "all-gather",

@@ -18,7 +18,7 @@ from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
 from pase.replay.types import COLLECTIVE, Timeline
 
-__all__ = ["Measured", "estimate", "measure"]
+__all__ = ["Estimated", "Measured", "estimate", "estimated", "measure"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,12 +110,31 @@ def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int
     return wait, gang
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Estimated:
+    """The graph of one iteration, and what its tasks took in each of the iterations that it was made from.
+
+    own_ns: float64 [iterations, tasks], in the order in which they were given; the median where an iteration lacks the
+    task. own_lag_ns: float64 [iterations, edges], likewise; plain_lag_ns: without delays of an unseen cause.
+    """
+
+    graph: DataflowGraph
+    own_ns: np.ndarray
+    own_lag_ns: np.ndarray
+    plain_lag_ns: np.ndarray
+
+
 def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> DataflowGraph:
     """The graph of one iteration, with times from the given iterations (medians by task) and no others.
 
     The structure is that of the given iteration with the most common set of tasks. PaseError where an
     iteration is missing on a rank.
     """
+    return estimated(m, iterations, ranks).graph
+
+
+def estimated(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> Estimated:
+    """As ``estimate``, with each iteration's own times."""
     chosen = list(iterations)
     if not chosen:
         have: dict[int, list[int]] = {}
@@ -128,7 +147,24 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
         )
     ranks = sorted({r for r, _ in m.programs}) if ranks is None else sorted(ranks)
     parts = [rank_times(m.programs, m.wait_ns, m.measured_ns, r, chosen) for r in ranks]
-    return _join(m, parts, chosen, ranks)
+    own = [_own(p.numbers, np.maximum(p.own, 0.0), p.duration, chosen) for p in parts]
+    lags, plain = (
+        [_own(p.numbers, x, p.lag, chosen)[:, ~p.edges.carried] for p, x in zip(parts, each, strict=True)]
+        for each in ([p.own_lag for p in parts], [p.plain_lag for p in parts])
+    )
+    return Estimated(
+        graph=_join(m, parts, chosen, ranks),
+        own_ns=np.concatenate(own, axis=1),
+        own_lag_ns=np.concatenate(lags, axis=1),
+        plain_lag_ns=np.concatenate(plain, axis=1),
+    )
+
+
+def _own(numbers: tuple[int, ...], own: np.ndarray, usual: np.ndarray, chosen: list[int]) -> np.ndarray:
+    """A rank's own values in each of the chosen iterations. own: [numbers, values], NaN where unknown."""
+    row = {i: k for k, i in enumerate(numbers)}
+    known = np.array([own[row[i]] if i in row else usual for i in chosen])
+    return np.where(np.isfinite(known), known, usual)
 
 
 def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[int]) -> DataflowGraph:

@@ -53,15 +53,15 @@ def _launched(t: Timeline, ops: np.ndarray) -> dict[int, list[int]]:
 
 
 def _device_tasks(t: Timeline, p: RankProgram, ops: np.ndarray, zero: int) -> list[int]:
-    seen: dict[tuple[int, int], int] = defaultdict(int)
+    seen: dict[tuple[str, int], int] = defaultdict(int)
     lanes, names = t["lane"][ops].tolist(), t["name"][ops].tolist()
     starts, ends = (t["start_ns"][ops] - zero).tolist(), (t.end_ns[ops] - zero).tolist()
     kinds = t["kind"][ops].tolist()
     out = []
     for e, lane, name, s, f, k in zip(ops.tolist(), lanes, names, starts, ends, kinds, strict=True):
-        label, text = t.lanes[lane].name, t.names[name]
-        n = seen[(lane, name)] = seen[(lane, name)] + 1
-        out.append(p.task(("op", p.rank, label, text, n), (label, "stream"), text, k, s, f, e))
+        stream, text = t.lanes[lane].stream, t.names[name]
+        n = seen[(stream, name)] = seen[(stream, name)] + 1
+        out.append(p.task(("op", p.rank, stream, text, n), (t.lanes[lane].name, "stream"), text, k, s, f, e))
     return out
 
 

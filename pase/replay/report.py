@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pase.errors import PaseError
+from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
 from pase.replay.analyse import to_timeline
 from pase.replay.breakdown import Breakdown, breakdowns
@@ -22,7 +22,7 @@ from pase.replay.ingest import load
 from pase.replay.model import measure
 from pase.replay.reader import read_small_json
 from pase.replay.simulate import replay_graph
-from pase.replay.steady import evaluate
+from pase.replay.steady import evaluate, stretched
 from pase.replay.timeline_io import from_json, save_timeline
 from pase.replay.trust import Run, unexplained_ns
 from pase.replay.types import GPU_KINDS, KINDS, Timeline
@@ -98,11 +98,13 @@ def replay_report(
     asked = [(k, rewrites.get(k) or _knob(run, knobs[k], wire_bytes_per_s)) for k in texts]
     if timeline is None:
         run.must_be_possible(f"{source}", force)
-        if texts:
-            run.must_be_believed(f"{source}: what-if {', '.join(texts)}", force)
     heads = [k.partition("=")[0] for k in texts if k in rewrites]
-    # Of a plan nothing is measured, and what it waits for is what it says.
-    changes = _what_ifs(run, asked, len(set(heads)) == len(heads), force or timeline is not None)
+    changes = _what_ifs(run, asked, len(set(heads)) == len(heads))
+    if timeline is not None:
+        # Of a plan nothing is measured, and what it waits for is what it says.
+        changes = [row | {"doubt": None} for row in changes]
+    elif not force:
+        _must_be_believed(source, changes)
     if output is not None:
         tasks = [s.task % len(run.graph) for s in run.replay.path()]
         save_timeline(t, output, critical=[int(e) for e in run.graph.event[tasks] if e >= 0])
@@ -216,9 +218,11 @@ def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
         "more that all share their collectives, two iterations or more, the tasks that were measured and no others, "
         "and few enough of them in all to replay so often"
     }
-    g = run.graph
+    g = run.medians
     if len(made) != len(g):
         return unknown
+    # Chance is drawn: what waiting adds on average is not to be in the times as well.
+    made = stretched(made, 1 / run.stretch)
     spread = spreads(run.measured, g, run.measured.whole())
     now, then = mean_iteration_ns(g, spread, len(g.ranks)), mean_iteration_ns(made, spread, ranks)
     if now is None or then is None:
@@ -230,19 +234,28 @@ def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
     return {"mean_s": then / 1e9, "control_mean_s": now / 1e9, "note": note}
 
 
-def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool, force: bool) -> list[JsonObject]:
+def _must_be_believed(source: Path, changes: list[JsonObject]) -> None:
+    """Infeasible with the first what-if's reasons, if any is not to be believed."""
+    for row in changes:
+        if row["doubt"]:
+            raise Infeasible(
+                f"{source}: what-if {row['knob']}: not predicted, since {row['doubt']}. --force predicts anyway"
+            )
+
+
+def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[JsonObject]:
     """Each change alone, then (joint) all together, one after the other."""
     t = run.measured.timeline
     out = []
     changed, together = run.graph, _Changed()
     for text, change in asked:
         made, more = change(t, run.graph)
-        out.append(_row(run, text, made, _Changed().then(more), force))
+        out.append(_row(run, text, made, _Changed().then(more)))
         if joint and len(asked) > 1:
             changed, more = change(t, changed)
             together = together.then(more)
     if joint and len(asked) > 1:
-        out.append(_row(run, " and ".join(text for text, _ in asked), changed, together, force))
+        out.append(_row(run, " and ".join(text for text, _ in asked), changed, together))
     return out
 
 
@@ -273,19 +286,20 @@ def _told(before: JsonObject, now: JsonObject) -> JsonObject:
     return before | now | ({"note": "; ".join(notes)} if notes else {})
 
 
-def _row(run: Run, text: str, made: DataflowGraph, c: _Changed, force: bool) -> JsonObject:
+def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
     """One line of the what-ifs, alone or together: of means where it is about other numbers of ranks and chance is
     known, else of medians."""
     base = run.replayed_ns
     before = base if c.control is None else max(evaluate(c.control).values())
-    ns = run.must_be_explained(f"what-if {text}", made, force) + c.added_s * 1e9
+    ns, doubt = run.judged(made)
+    ns += c.added_s * 1e9
     more = c.more | ({} if c.control is None else {"control_s": before / 1e9})
     if c.of_ranks:
         more = _told(more, _by_chance(run, made, c.of_ranks))
     if "mean_s" in more:
         before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9 + c.added_s * 1e9
     row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
-    return row | {"within_spread": run.within_spread(before / ns)} | more
+    return row | {"within_spread": run.within_spread(before / ns), "doubt": doubt or None} | more
 
 
 def _by_kind(run: Run) -> dict[str, float]:

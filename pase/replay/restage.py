@@ -97,8 +97,9 @@ class _Pipelined:
                 self.edges.append((new[kernels[-1]], send, 0.0, _E["wait"]))
                 self.sends[phase, stage, micro] = send
         self._copy(rank, s.order[(s.phase == StepPhase.UPDATE)[s.order]], share)
-        self.root[stage] = rank.first_host
-        self.tail[stage] = rank.latest.get(self.g.tail[s.rank], rank.last_host)
+        if rank.first_host >= 0:  # a compiled program's trace has no threads that launch
+            self.root[stage] = rank.first_host
+            self.tail[stage] = rank.latest.get(self.g.tail[s.rank], rank.last_host)
 
     def _computes(self, i: int) -> bool:
         g = self.g
@@ -128,17 +129,18 @@ class _Pipelined:
             k = new[i] = self._task(i, here, scale)
             first = here not in entered
             entered.add(here)
-            lag_in_order = 0.0
+            lag_in_order, ordered = 0.0, False
             for e in self.into[i]:
                 a, kind, lag = int(g.src[e]), int(g.edge_kind[e]), float(g.lag_ns[e])
                 if a in new:
                     self.edges.append((new[a], k, lag, kind))
+                    ordered |= kind in _IN_ORDER
                 elif kind in _IN_ORDER:
                     lag_in_order = lag
                 elif a in rank.latest:
                     self.edges.append((rank.latest[a], k, lag, kind))
             # Order on a thread or stream, whatever was measured between the two.
-            if first and here in rank.last:
+            if not ordered and here in rank.last:
                 kind = _E["program" if self.on_host[i] else "stream"]
                 self.edges.append((rank.last[here], k, lag_in_order, kind))
             if first and self.on_host[i] and host_before >= 0 and rank.last.get(here) != host_before:

@@ -1,7 +1,8 @@
 """What each task of a measured iteration belongs to: forward, backward or update, which micro-batch, which layer.
 
 Nothing is told by names of models. PyTorch launches forward and update from the thread that runs the program, and
-backward from autograd's: their turns are micro-batches. Layers are what repeats: products (matrix multiplications) of
+backward from autograd's: their turns are micro-batches. A program of XLA is one micro-batch, and says itself which of
+its ops JAX made by transposing others: that is backward. Layers are what repeats: products (matrix multiplications) of
 one shape that occur as often as there are layers, or a multiple of that.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.replay.graph import DataflowGraph, launching_calls
 from pase.replay.simulate import replay_graph
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Shapes, Timeline
+from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, CompiledOp, Shapes, Timeline
 
 __all__ = ["OpShape", "ProductKey", "Sections", "StepPhase", "op_shapes", "product_of", "sections"]
 
@@ -38,10 +39,16 @@ class StepPhase(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OpShape:
-    """The framework's op that launched a device op, and the extents of its operands."""
+    """The op that launched a device op, or that it is, and the extents of its operands.
+
+    product: of a compiled op that is or holds one product, the extents of its factors and of its result. itemsize:
+    bytes of an element, 0 where only the kernel's name says.
+    """
 
     name: str
     operands: Shapes
+    product: Shapes = ()
+    itemsize: int = 0
 
     @property
     def elements(self) -> int:
@@ -55,6 +62,9 @@ def product_of(s: OpShape | None) -> ProductKey | None:
     >>> product_of(OpShape(name="aten::mm", operands=((2, 3), (3, 5))))
     (6, 10, 15)
     """
+    if s is not None and s.product:
+        a, b, c = sorted(map(math.prod, s.product))
+        return a, b, c
     at = _PRODUCTS.get(s.name, -1) if s is not None else -1
     if s is None or at < 0 or len(s.operands) < at + 2:
         return None
@@ -66,7 +76,13 @@ def product_of(s: OpShape | None) -> ProductKey | None:
 
 
 def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
-    """Device task → the innermost op with operands around the call that launched it, where the trace says so."""
+    """Device task → the innermost op with operands around the call that launched it, where the trace says so; of
+    compiled programs the op that it is."""
+    if t.compiled:
+        known = {
+            i: t.compiled.get(g.task_name(i)) for i in np.flatnonzero(np.isin(g.kind, GPU_KINDS)).tolist()
+        }
+        return {i: _shape_of(g.task_name(i), x) for i, x in known.items() if x is not None}
     call_of = launching_calls(g)
     shaped = np.flatnonzero((t["kind"] == _HOST) & (t["shape"] >= 0))
     by_lane: dict[int, np.ndarray] = {}
@@ -87,6 +103,12 @@ def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
                 out[op] = OpShape(name=t.names[int(t["name"][e])], operands=t.shapes[int(t["shape"][e])])
                 break
     return out
+
+
+def _shape_of(name: str, op: CompiledOp) -> OpShape:
+    return OpShape(
+        name=name.partition(".")[0], operands=op.operands, product=op.product, itemsize=op.itemsize
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +137,8 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
     mine = g.rank == rank
     order = replay_graph(g).order
     order = order[mine[order]]
+    if t.compiled:
+        return _of_program(t, g, rank, order)
     call_of = {op: c for op, c in launching_calls(g).items() if mine[op]}
     ops_of: dict[int, list[int]] = defaultdict(list)
     for op, c in call_of.items():
@@ -124,7 +148,7 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
     if main < 0 or all(int(g.device[c]) == main for c in launching):
         raise Infeasible(
             "the trace does not show forward and backward apart: that needs PyTorch's, which launches backward from a "
-            "thread of its own (XLA's programs have no such thread)"
+            "thread of its own, or an .xplane.pb of jax.profiler, which holds the compiled program"
         )
     shapes = op_shapes(t, g)
     product = {i: k for i, s in shapes.items() if mine[i] and (k := product_of(s)) is not None}
@@ -139,10 +163,10 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
         for i in (c, *ops_of[c]):
             phase[i], micro[i] = kind, turn
     micro_batches = 1 + max(turn for _, turn in turns.values())
-    layers = _layers(phase, micro, layer, launching, ops_of, product, micro_batches)
+    layers = _layers(phase, micro, layer, [i for c in launching for i in ops_of[c]], product, micro_batches)
+    for c in launching:
+        layer[c] = layer[ops_of[c][0]]
     _label_rest(g, order, phase, micro, layer)
-    kernels = order[np.isin(g.kind[order], GPU_KINDS) & (g.kind[order] != COLLECTIVE)]
-    busy = np.bincount(g.device[kernels], weights=g.duration_ns[kernels])
     return Sections(
         rank=rank,
         phase=phase,
@@ -151,9 +175,49 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
         micro_batches=micro_batches,
         layers=layers,
         order=order,
-        compute=int(busy.argmax()),
+        compute=_computes(g, order),
         product=product,
         shapes={i: s for i, s in shapes.items() if mine[i]},
+    )
+
+
+def _computes(g: DataflowGraph, order: np.ndarray) -> int:
+    """The stream with most work of these tasks."""
+    kernels = order[np.isin(g.kind[order], GPU_KINDS) & (g.kind[order] != COLLECTIVE)]
+    return int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax())
+
+
+def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> Sections:
+    """Of a compiled program, which says what each op is."""
+    mine = set(order.tolist())
+    shapes = {i: s for i, s in op_shapes(t, g).items() if i in mine}
+    product = {i: k for i, s in shapes.items() if (k := product_of(s)) is not None}
+    if not product:
+        raise Infeasible(
+            "the compiled program in the trace has no matrix product, so nothing tells its layers apart"
+        )
+    phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
+    ops = [i for i in order.tolist() if i in shapes]
+    for i in ops:
+        phase[i], micro[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()], 0
+    if not any(phase[i] == StepPhase.BACKWARD for i in product):
+        raise Infeasible(
+            "no product of the compiled program comes from backward by the names that JAX gives its ops, so it is no "
+            "training step whose parts could be told apart"
+        )
+    layers = _layers(phase, micro, layer, ops, product, 1)
+    _label_rest(g, order, phase, micro, layer)
+    return Sections(
+        rank=rank,
+        phase=phase,
+        micro=micro,
+        layer=layer,
+        micro_batches=1,
+        layers=layers,
+        order=order,
+        compute=_computes(g, order),
+        product=product,
+        shapes=shapes,
     )
 
 
@@ -176,16 +240,14 @@ def _layers(
     phase: np.ndarray,
     micro: np.ndarray,
     layer: np.ndarray,
-    launching: list[int],
-    ops_of: dict[int, list[int]],
+    ops: list[int],
     product: dict[int, ProductKey],
     micro_batches: int,
 ) -> int:
-    """Fill in the layers of what is launched, and return how many there are."""
+    """Fill in the layers of the device's ops, given in order, and return how many there are."""
     sequence: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for c in launching:
-        for i in ops_of[c]:
-            sequence[int(phase[i]), int(micro[i])].append(i)
+    for i in ops:
+        sequence[int(phase[i]), int(micro[i])].append(i)
     counts = [Counter(product[i] for i in v if i in product) for (p, _), v in sequence.items() if not p]
     if len(counts) != micro_batches or any(c != counts[0] for c in counts):
         raise Infeasible(
@@ -202,8 +264,6 @@ def _layers(
             if turn is not None and p != StepPhase.UPDATE:
                 at = layers - 1 - turn if back else turn
             layer[i] = at
-    for c in launching:
-        layer[c] = layer[ops_of[c][0]]
     return layers
 
 

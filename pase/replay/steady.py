@@ -16,10 +16,15 @@ from pase.replay.graph import DataflowGraph, csr
 from pase.replay.simulate import Replay, replay_graph
 from pase.replay.types import GPU_KINDS
 
-__all__ = ["Steady", "evaluate", "steady", "unroll"]
+__all__ = ["MAX_TASKS", "Steady", "evaluate", "lengths_in_a_row", "steady", "stretched", "unroll"]
 
 _ROW = 4
 """Iterations in a row. A CPU ahead of its device, or a device behind it, has settled by then."""
+
+_SETTLE = 3
+"""Iterations in front of the first that counts, where each has times of its own."""
+MAX_TASKS = 4_000_000
+"""Fewer iterations are replayed in a row where there would be more tasks than that in all."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,6 +88,40 @@ def steady(g: DataflowGraph, times: int = _ROW) -> Steady:
 def evaluate(g: DataflowGraph) -> dict[int, float]:
     """Length (ns) of each rank's steady iteration."""
     return steady(g).length_ns
+
+
+def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> np.ndarray | None:
+    """Length (ns) of each iteration on each rank, float64 [iterations, ranks], replayed one after the other, each with
+    times of its own.
+
+    own_ns: float64 [iterations, tasks]; own_lag_ns: float64 [iterations, edges]. Of a graph so large that not all would
+    fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
+    """
+    fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _SETTLE)
+    if fit < 2 or not (g.root or len(g.carried.src)):
+        return None
+    rows = [0] * _SETTLE + list(range(fit))
+    long = unroll(g, len(rows))
+    inside = len(rows) * len(g.src)  # behind them come the edges from one iteration to the next
+    lag = np.concatenate([own_lag_ns[rows].ravel(), long.lag_ns[inside:]])
+    r = replay_graph(replace(long, duration_ns=own_ns[rows].ravel(), lag_ns=lag))
+    finish = r.finish_ns.reshape(len(rows), len(g))
+    ranks = [g.rank == k for k in g.ranks]
+    done = np.stack([finish[:, mine].max(axis=1) for mine in ranks if mine.any()], axis=1)
+    return np.diff(done, axis=0)[_SETTLE - 1 :]
+
+
+def stretched(g: DataflowGraph, by: float) -> DataflowGraph:
+    """The graph with all times so many times as long: so is its replay."""
+    c = g.carried
+    return replace(
+        g,
+        duration_ns=g.duration_ns * by,
+        lag_ns=g.lag_ns * by,
+        release_ns=g.release_ns * by,
+        device_free_ns=g.device_free_ns * by,
+        carried=replace(c, lag_ns=c.lag_ns * by),
+    )
 
 
 def unroll(g: DataflowGraph, times: int) -> DataflowGraph:

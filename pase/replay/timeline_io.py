@@ -19,7 +19,19 @@ from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, to_builtins, to_tree
 from pase.files.json_values import Json, JsonObject
 from pase.replay.perfetto import MEMORY, counters, flows
-from pase.replay.types import COLUMNS, KINDS, OPERATIONS, Clock, Group, Lane, Mark, Problem, Shapes, Timeline
+from pase.replay.types import (
+    COLUMNS,
+    KINDS,
+    OPERATIONS,
+    Clock,
+    CompiledOp,
+    Group,
+    Lane,
+    Mark,
+    Problem,
+    Shapes,
+    Timeline,
+)
 
 __all__ = [
     "SCHEMA",
@@ -99,6 +111,7 @@ class TimelineForm(Struct, kw_only=True):
     hosts: dict[int, str] = {}
     dataflow: dict[str, tuple[str, ...]] = {}
     shapes: tuple[Shapes, ...] | UnsetType = UNSET
+    compiled: dict[str, CompiledOp] = {}
     columns: ColumnsForm
 
 
@@ -130,6 +143,7 @@ def _form_of(t: Timeline) -> TimelineForm:
         hosts=t.hosts,
         dataflow=t.dataflow,
         shapes=t.shapes or UNSET,
+        compiled=t.compiled,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
             shape=t["shape"].tolist() if t.shapes else UNSET,
@@ -182,6 +196,7 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
         hosts=form.hosts,
         dataflow=form.dataflow,
         shapes=shapes,
+        compiled=form.compiled,
     )
 
 

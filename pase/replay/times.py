@@ -45,8 +45,15 @@ class RankTimes:
     duration: np.ndarray
     own: np.ndarray
     """What each task took in each of the iterations, float64 [iterations, tasks], NaN where one lacks it."""
+    numbers: tuple[int, ...]
+    """Which iterations these are: of the chosen ones those that run this program."""
     edges: Edges
     lag: np.ndarray
+    own_lag: np.ndarray
+    """The delay over each edge in each of the iterations where it is what bound the task, else ``lag``; float64
+    [iterations, edges]."""
+    plain_lag: np.ndarray
+    """The same without delays that some other iteration shows not to be needed: those had a cause that is not seen."""
     release: np.ndarray
     free: dict[str, float]
 
@@ -89,6 +96,7 @@ def rank_times(
     keep = ~_contradicted(edges, delay, late)
     edges, delay, apart = edges.only(keep), delay[:, keep], apart[:, keep]
     delay = np.where(apart, np.nan, delay)
+    lag, happened, sample = _lags(template, start, delay, edges)
     duration = _match_sums(template, np.maximum(_median(own), 0.0), own)
     has_pred = np.zeros(n, dtype=bool)
     has_pred[edges.dst[~edges.carried]] = True
@@ -98,8 +106,11 @@ def rank_times(
         template=template,
         duration=duration,
         own=own,
+        numbers=tuple(p.iteration for p in programs),
         edges=edges,
-        lag=_lags(template, start, delay, edges),
+        lag=lag,
+        own_lag=np.where(np.isfinite(happened), happened, lag),
+        plain_lag=np.where(np.isfinite(sample), sample, lag),
         release=release,
         free={d: float(np.median([p.busy_until.get(d, 0) for p in programs])) for d in streams},
     )
@@ -209,8 +220,11 @@ def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarr
     return inferred & np.nan_to_num(seen < -1000.0, nan=False).any(axis=0)
 
 
-def _lags(p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges) -> np.ndarray:
-    """Lag of each edge. delay: [iterations, edges] in ns, NaN where an iteration lacks the edge.
+def _lags(
+    p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lag of each edge; the delays that bound a task, [iterations, edges], NaN where another edge did; and of these the
+    samples. delay: [iterations, edges] in ns, NaN where an iteration lacks the edge.
 
     An op's start is explained by the one edge that bound it; only that one is a sample.
 
@@ -225,8 +239,9 @@ def _lags(p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges) ->
     other = ~into & (kind == _E["handoff"])
     if other.any():
         lag[other] = np.maximum(np.nan_to_num(_median(delay[:, other])), 0.0)
+    handed = np.where(other, np.maximum(delay, 0.0), np.nan)
     if not into.any():
-        return lag
+        return lag, handed, handed
     stream = _numbered(p.device)[dst]
     typical = np.zeros(len(dst))
     for k in _INTO_OP:
@@ -248,6 +263,7 @@ def _lags(p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges) ->
         np.logical_or.at(lacking[k], dst, into & ~np.isfinite(delay[k]))
     binding = into & ~lacking[:, dst] & (predicted >= bound[:, dst]) & np.isfinite(predicted)
     # Latencies: where some iteration shows that so long a delay is not needed, the long ones had an unseen cause.
+    happened = np.where(binding, np.maximum(delay, 0.0), np.nan)
     plain = binding & (delay <= np.maximum(3 * typical, _PLAIN_NS))
     binding &= plain | ~plain.any(axis=0)
     sample = np.where(binding, np.maximum(delay, 0.0), np.nan)
@@ -256,7 +272,7 @@ def _lags(p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges) ->
     lag = np.where(into, np.minimum(typical, at_most), lag)
     if seen.any():
         lag[seen] = _median(sample[:, seen])
-    return lag
+    return lag, np.where(other, handed, happened), np.where(other, handed, sample)
 
 
 def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.ndarray) -> float | None:

@@ -9,9 +9,9 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.replay.graph import EDGES, DataflowGraph
-from pase.replay.model import Measured, estimate
+from pase.replay.model import Estimated, Measured, estimated
 from pase.replay.predict import HeldOut, held_out, held_out_ranks
-from pase.replay.steady import Steady, steady
+from pase.replay.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
 from pase.replay.types import GPU_KINDS
 
 __all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
@@ -43,12 +43,34 @@ class Run:
         """The steady iterations. PaseError if no iteration is complete on every rank."""
         found = self.measured.steady()
         if not found:
-            estimate(self.measured, found)  # says which iterations the ranks have
+            estimated(self.measured, found)  # says which iterations the ranks have
         return found
 
     @cached_property
+    def _estimated(self) -> Estimated:
+        return estimated(self.measured, self.iterations)
+
+    @property
+    def medians(self) -> DataflowGraph:
+        """One iteration whose tasks take their medians: shorter than the mean one where ranks take turns at being late
+        or noise is skewed."""
+        return self._estimated.graph
+
+    @cached_property
+    def stretch(self) -> float:
+        """How much longer than the replay of medians the iterations are on average, each replayed with its own
+        times; 1 where fewer than two can be."""
+        usual = max(evaluate(self.medians).values(), default=0.0)
+        return self._mean_ns(self._estimated.own_lag_ns, usual) / usual if usual > 0 else 1.0
+
+    def _mean_ns(self, lag_ns: np.ndarray, default: float) -> float:
+        lengths = lengths_in_a_row(self.medians, self._estimated.own_ns, lag_ns)
+        return default if lengths is None else float(lengths.max(axis=1).mean())
+
+    @cached_property
     def graph(self) -> DataflowGraph:
-        return estimate(self.measured, self.iterations)
+        """The mean iteration: medians by task, all stretched alike to what the iterations take on average."""
+        return stretched(self.medians, self.stretch)
 
     @cached_property
     def replay(self) -> Steady:
@@ -105,8 +127,11 @@ class Run:
 
     @cached_property
     def unexplained(self) -> float:
-        """Share of the replayed critical path that is delay without a known cause."""
-        return unexplained_share(self.graph, self.replay)
+        """Share of the replayed iteration that is delay without a known cause: on the critical path, and what is in the
+        mean because of delays that only some of the iterations have."""
+        whole = self._mean_ns(self._estimated.own_lag_ns, 0.0)
+        now_and_then = 1 - self._mean_ns(self._estimated.plain_lag_ns, 0.0) / whole if whole > 0 else 0.0
+        return unexplained_share(self.graph, self.replay) + max(now_and_then, 0.0)
 
     def _outside(self, allowed: float) -> str:
         """How the replay of the unchanged run contradicts its iterations, with the cause; empty if it does not."""
@@ -121,13 +146,25 @@ class Run:
     @cached_property
     def doubts(self) -> list[str]:
         """Why a prediction of a changed run cannot be trusted, in words; empty if it can."""
+        lost = (
+            f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
+            "(see pase diagnose)"
+        )
+        return [
+            *self._outside_doubts,
+            *([lost] if self.unexplained > UNEXPLAINED else []),
+            *self._other_doubts,
+        ]
+
+    @property
+    def _outside_doubts(self) -> list[str]:
         outside = self._outside(_ALLOWED)
-        out = [outside] if outside else []
-        if self.unexplained > UNEXPLAINED:
-            out.append(
-                f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
-                "(see pase diagnose)"
-            )
+        return [outside] if outside else []
+
+    @cached_property
+    def _other_doubts(self) -> list[str]:
+        """Of the iterations, and of how well they are predicted."""
+        out = []
         cut = [x for x in self.measured.iteration_of.values() if x.number in self.iterations and x.partial]
         if cut:
             out.append(
@@ -180,26 +217,37 @@ class Run:
                 f"{what}: {outside}. pase diagnose says where the measured time went; --force shows the replay"
             )
 
-    def must_be_explained(self, what: str, changed: DataflowGraph, force: bool) -> float:
-        """The iteration (ns) after a change; Infeasible if its critical path is delay that nothing explains."""
+    def judged(self, changed: DataflowGraph) -> tuple[float, str]:
+        """The iteration (ns) after a change, and why that is not to be believed; an empty text if it is.
+
+        Delay that nothing explains counts where it is on the changed run's critical path: a change that takes it away
+        (a rank that is no longer late) is no guess.
+        """
         s = steady(changed)
-        share = unexplained_share(changed, s)
-        if share > max(UNEXPLAINED, self.unexplained) and not force:
-            raise Infeasible(
-                f"{what}: not predicted, since {share:.0%} of the critical path would be delay that nothing in the "
-                "trace explains, and that a change might move. --force predicts anyway"
+        share = unexplained_share(changed, s) + self.unexplained - unexplained_share(self.graph, self.replay)
+        doubts = [*self._outside_doubts, *self._other_doubts]
+        if share > UNEXPLAINED:
+            doubts.append(
+                f"{share:.0%} of the critical path would be delay that nothing in the trace explains, and that a "
+                "change might move"
             )
-        longer = s.iteration_ns > self.replayed_ns * (1 + _SETTLED)
-        if longer and _only_shorter(self.graph, changed) and not force:
-            raise Infeasible(
-                f"{what}: not predicted, since nothing in it takes longer and the replay does "
+        if s.iteration_ns > self.replayed_ns * (1 + _SETTLED) and _only_shorter(self.graph, changed):
+            doubts.append(
+                "nothing in it takes longer and the replay does "
                 f"({self.replayed_ns / 1e6:.2f} to {s.iteration_ns / 1e6:.2f} ms): its ops would run in another order, "
-                "and the trace does not show what fixes it. --force predicts anyway"
+                "and the trace does not show what fixes it"
             )
-        return s.iteration_ns
+        return s.iteration_ns, "; and ".join(doubts)
+
+    def must_be_explained(self, what: str, changed: DataflowGraph) -> float:
+        """The iteration (ns) after a change; Infeasible, with the reasons, if that is not to be believed."""
+        ns, doubt = self.judged(changed)
+        if doubt:
+            raise Infeasible(f"{what}: not predicted, since {doubt}. --force predicts anyway")
+        return ns
 
     def must_be_believed(self, what: str, force: bool) -> None:
-        """Infeasible, with the reasons, if the requested prediction cannot be trusted."""
+        """Infeasible, with the reasons, if changes of the run as it is cannot be predicted."""
         if self.doubts and not force:
             raise Infeasible(
                 f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"

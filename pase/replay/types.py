@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
@@ -19,6 +20,7 @@ __all__ = [
     "KINDS",
     "OPERATIONS",
     "Clock",
+    "CompiledOp",
     "Event",
     "Group",
     "Lane",
@@ -63,8 +65,26 @@ COLUMNS: dict[str, type[np.generic]] = {
     "shape": np.int32,
 }
 
+BESIDE = " beside "
+"""Between a stream's name and a number: ops that overlap on one stream have lanes of their own."""
+
 Shapes = tuple[tuple[int, ...], ...]
 """Extents of an op's operands, one tuple an operand; empty for one that is no tensor."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledOp:
+    """What a compiled program says of one of its ops.
+
+    part: which part of a training step it belongs to, from the framework's name for where it comes from.
+    operands: extents of what it reads. product: of the one matrix product that it is or holds, the extents of the two
+    factors and of the result; empty where it holds none, or several. itemsize: bytes of an element of its result.
+    """
+
+    part: Literal["forward", "backward", "update"]
+    operands: Shapes
+    product: Shapes = ()
+    itemsize: int = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +95,12 @@ class Lane:
     name: str
     device: bool
     """True for a device stream, False for a CPU thread."""
+
+    @property
+    def stream(self) -> str:
+        """The name without what tells ops apart that overlap on one stream: which of them runs beside which differs
+        from iteration to iteration, and from rank to rank."""
+        return self.name.partition(BESIDE)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +193,8 @@ class Timeline:
     """Op name → names of the ops whose results it reads, where the source states them (XLA's HLO does)."""
     shapes: tuple[Shapes, ...] = ()
     """What the column shape points into; −1 there where the source does not say."""
+    compiled: dict[str, CompiledOp] = field(default_factory=dict)
+    """Op name → what the compiled program says of it, where the trace holds that program (XLA's HLO)."""
 
     def __post_init__(self) -> None:
         if set(self.columns) != set(COLUMNS):

@@ -243,14 +243,16 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
             usual = np.sort(g.duration_ns[members])[(len(members) - 1) // 2]
             duration[members] = np.minimum(duration[members], usual)
         release[members] = np.minimum(release[members], g.release_ns[members].min())
-    for src, dst, out in ((g.src, g.dst, lag), (g.carried.src, g.carried.dst, carried)):
-        alike: dict[tuple[int, int], list[int]] = {}
-        for e, pair in enumerate(zip(of[src].tolist(), of[dst].tolist(), strict=True)):
-            alike.setdefault(pair, []).append(e)
-        for pair, edges in alike.items():
-            if min(pair) < 0:
-                continue
-            out[edges] = np.minimum(out[edges], np.sort(out[edges])[(len(edges) - 1) // 2])
+    for dst, kind, out in ((g.dst, g.edge_kind, lag), (g.carried.dst, g.carried.kind, carried)):
+        # By what waits, not by what for: a rank that is late may wait for another of the ops that ended before.
+        into: dict[tuple[int, int], dict[int, list[int]]] = {}
+        for e, (task, why) in enumerate(zip(dst.tolist(), kind.tolist(), strict=True)):
+            if of[task] >= 0:
+                into.setdefault((int(of[task]), why), {}).setdefault(int(g.rank[task]), []).append(e)
+        for by in into.values():
+            longest = sorted(float(out[edges].max()) for edges in by.values())
+            for edges in by.values():
+                out[edges] = np.minimum(out[edges], longest[(len(longest) - 1) // 2])
     by_name: dict[str, list[int]] = {}
     for i, d in enumerate(g.devices):
         by_name.setdefault(d.name, []).append(i)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.replay.hlo import HloFacts
-from pase.replay.types import COLLECTIVE, GPU_KINDS, Group, Lane, Mark, Timeline
+from pase.replay.types import BESIDE, COLLECTIVE, GPU_KINDS, OPERATIONS, Group, Lane, Mark, Timeline
 
 __all__ = ["Executions", "describe", "untangle"]
 
@@ -54,9 +54,18 @@ class Executions:
 def describe(t: Timeline, facts: HloFacts) -> Timeline:
     """The timeline with bytes, groups and data flow from the HLO of its main module."""
     nbytes, group = t["nbytes"].copy(), t["group"].copy()
+    kind, operation = t["kind"].copy(), t["operation"].copy()
+    sends = {k: OPERATIONS.index(facts.kinds[n]) for k, n in enumerate(t.names) if n in facts.kinds}
+    sent = np.isin(t["name"], list(sends)) & np.isin(kind, GPU_KINDS)
+    kind[sent] = COLLECTIVE
+    operation[sent] = [sends[k] for k in t["name"][sent].tolist()]
     groups = list(t.groups)
+    if (group[sent] < 0).any():
+        whole = Group(name="")
+        groups += [] if whole in groups else [whole]
+        group[sent & (group < 0)] = groups.index(whole)
     known = {g.ranks: i for i, g in enumerate(groups)}
-    for i in np.flatnonzero(t["kind"] == COLLECTIVE).tolist():
+    for i in np.flatnonzero(kind == COLLECTIVE).tolist():
         name = t.names[int(t["name"][i])]
         if name not in facts.nbytes:
             continue
@@ -67,8 +76,10 @@ def describe(t: Timeline, facts: HloFacts) -> Timeline:
                 known[ranks] = len(groups)
                 groups.append(Group(name=f"replicas {ranks}", ranks=ranks))
             group[i] = known[ranks]
-    columns = {**t.columns, "nbytes": nbytes, "group": group}
-    return replace(t, columns=columns, groups=tuple(groups), dataflow=dict(facts.reads))
+    columns = {**t.columns, "nbytes": nbytes, "group": group, "kind": kind, "operation": operation}
+    return replace(
+        t, columns=columns, groups=tuple(groups), dataflow=dict(facts.reads), compiled=dict(facts.ops)
+    )
 
 
 def untangle(t: Timeline) -> Timeline:
@@ -94,7 +105,7 @@ def untangle(t: Timeline) -> Timeline:
             if slot == len(free) and slot < _MOST_LANES:
                 free.append(f)
                 extra[slot] = len(lanes)
-                lanes.append(Lane(rank=info.rank, name=f"{info.name} {slot + 1}", device=True))
+                lanes.append(Lane(rank=info.rank, name=f"{info.name}{BESIDE}{slot + 1}", device=True))
             slot = min(slot, len(free) - 1)
             free[slot] = max(free[slot], f)
             lane[e] = extra[slot]

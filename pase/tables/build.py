@@ -96,6 +96,7 @@ def work_price(work: Work, model: CostModel) -> np.ndarray:
     price = model.compute(work.kind, work.dtype, work.flops * work.padding, work.nbytes, mnk=mnk)
     if work.kind == "memory" and work.phase != "update":
         price = np.maximum(price, work.nbytes / _light_bytes_per_s(model))
+        price = price + work.windowed / _windowed_flops_per_s(model)
     return price
 
 
@@ -110,6 +111,15 @@ def _light_bytes_per_s(model: CostModel) -> float:
     if model.unit != "s" or device.memory_curve is None or part is None:
         return np.inf
     return part * device.memory_bandwidth_bytes_per_s
+
+
+def _windowed_flops_per_s(model: CostModel) -> float:
+    """FLOP/s of windows that slide over an array, where they were measured; else they are as any light op."""
+    device = model.machine.device
+    part = device.efficiency.get("window")
+    if model.unit != "s" or part is None or device.vector_flops is None:
+        return np.inf
+    return part * device.vector_flops
 
 
 def array_tile(model: CostModel) -> tuple[int, int] | None:

@@ -50,6 +50,7 @@ class Work:
 
     nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
+    windowed: of the FLOPs of light ops, those of windows that slide over an operand (pools).
     casts: it turns operands of a product into the type that the product runs in.
     again: recomputation repeats it, so that ``times`` counts it twice.
     """
@@ -62,6 +63,7 @@ class Work:
     phase: Phase
     times: float
     padding: np.ndarray | float = 1.0
+    windowed: np.ndarray | float = 0.0
     casts: bool = False
     again: bool = False
 
@@ -128,6 +130,7 @@ def node_work(
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
     bytes_of: dict[Phase, np.ndarray] = dict(flops_of)
+    windowed: dict[Phase, np.ndarray] = dict(flops_of)
     seen: set[str] = set()
     for op in node.ops:
         over = op.dims if op.over is None else op.over
@@ -161,6 +164,9 @@ def node_work(
         elif op.kind not in WORKLESS:
             flops_of[phase_of(op)] = flops_of[phase_of(op)] + flops
             bytes_of[phase_of(op)] = bytes_of[phase_of(op)] + nbytes
+            if op.kind == "window":
+                windowed[phase_of(op)] = windowed[phase_of(op)] + flops
+                windowed["backward"] = windowed["backward"] + (2 * flops if grads else zero)
             if op.kind == "gather":
                 for a in grads:  # a scatter-add into zeros of the table's local size
                     table = local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh)
@@ -175,7 +181,8 @@ def node_work(
     for phase, runs in executions.items():
         flops, nbytes = flops_of[phase], bytes_of[phase]
         if flops.any() or nbytes.any():
-            yield _traffic(dtype, flops, nbytes, phase, runs, main.remat and phase == "forward")
+            again = main.remat and phase == "forward"
+            yield replace(_traffic(dtype, flops, nbytes, phase, runs, again), windowed=windowed[phase])
 
 
 def _traffic(

@@ -27,6 +27,8 @@ class Fake:
     light: float = 0.25
     launch: float = 2e-6
     host: tuple[float, float] = (2e-5, 5e-5)
+    window: float = 0.02
+    """Of the vector rate, what pools reach."""
     latency: tuple[float, ...] = (5e-6, 5e-5)
     bandwidth: tuple[float, ...] = (1e10, 1e9)
     broken: dict[str, float] = field(default_factory=dict)
@@ -49,6 +51,8 @@ class Fake:
             return t.work / (self.peak / 10)
         if t.op == "light":
             return 3 * LIGHT_BYTES / self.memory / self.light
+        if t.op == "window":
+            return t.work / (self.window * self.peak / 10)
         if t.op in ("launch", "dispatch"):
             return self.launch
         if t.op.startswith("host."):

@@ -61,6 +61,7 @@ def test_the_truth_comes_back(levels):
     for nbytes in (1 << 12, 1 << 20, 3 << 20):
         want = bench.launch + nbytes / bench.memory
         assert float(model.compute("memory", "float32", 0.0, nbytes)) == pytest.approx(want, rel=0.03)
+    assert machine.device.efficiency["window"] == pytest.approx(bench.window, rel=0.15)
     # Conv takes twice what a matmul of the same extents does, but for the launch.
     assert machine.device.efficiency["conv"] == pytest.approx(0.5, rel=0.12)
     names = [level.name for level in reversed(levels)]
@@ -110,6 +111,9 @@ def test_a_cpu_has_the_habits_of_its_compiler():
         for w in (traffic, dataclasses.replace(traffic, phase="update"))
     )
     assert update == pytest.approx((1 << 24) / bench.memory, rel=0.05)
+    pool = dataclasses.replace(traffic, windowed=np.array([1e6]))
+    walk = 1e6 / (cpu.device.efficiency["window"] * cpu.device.vector_flops)
+    assert float(work_price(pool, costmodels.get("analytic", cpu))[0]) == pytest.approx(light + walk)
     rate = cpu.device.efficiency["memory"] * cpu.device.memory_bandwidth_bytes_per_s
     assert light == pytest.approx((1 << 24) / rate)
 

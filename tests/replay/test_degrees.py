@@ -145,14 +145,14 @@ def test_more_ranks_wait_for_a_later_one(tmp_path: Path) -> None:
     }
     four = simulate_data_parallel(ImaginedRun(ranks=4, iterations=40, **late))
     run = Run(measured=measure(align(load(write_data_parallel(four, tmp_path)))))
-    spread = spreads(run.measured, run.graph, run.measured.whole())
+    spread = spreads(run.measured, run.medians, run.measured.whole())
     slower: dict[str, Any] = {
         "collective_us": 20.0 * 15 / 3,
         "bandwidth_bytes_per_us": 60_000.0 * (3 / 4) / (15 / 16),
     }
     many = simulate_data_parallel(ImaginedRun(ranks=16, iterations=40, seed=3, **late | slower))
     want = 1e3 * statistics.mean(max(x) for x in list(zip(*many.iteration_us, strict=True))[1:])
-    graph = apply(run.graph, [("ranks", "", 16.0)])
+    graph = apply(run.medians, [("ranks", "", 16.0)])
     got = mean_iteration_ns(graph, spread, 16)
     assert got == pytest.approx(want, rel=0.04)
     assert max(evaluate(graph).values()) < 0.9 * want

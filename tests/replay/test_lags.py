@@ -25,6 +25,6 @@ def test_an_iteration_without_a_predecessor_says_nothing_of_the_others():
     end = np.array([[2, 200, 201], [2, np.nan, 202], [2, np.nan, 204]]) * MS
     start = np.array([[1, 3, 200.001], [1, np.nan, 201], [1, np.nan, 203]]) * MS
     edges = Edges(src=src, dst=dst, kind=kind, carried=np.zeros(2, dtype=bool))
-    lag = _lags(p, start, start[:, dst] - end[:, src], edges)
+    lag, _, _ = _lags(p, start, start[:, dst] - end[:, src], edges)
     assert lag[1] == 1000
     assert lag[0] < MS

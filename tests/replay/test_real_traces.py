@@ -103,12 +103,12 @@ def test_fsdp_ranks_are_predicted_from_other_ranks_within_one_percent() -> None:
 
 
 @pytest.mark.parametrize("name", [DDP, UNFUSED, DLRM])
-def test_host_bound_runs_are_predicted_within_one_percent_of_their_median(name: str) -> None:
-    """Single iterations of these runs differ by 2–5%; the median of predictions meets the median of iterations."""
+def test_host_bound_runs_are_predicted_within_one_percent_of_their_mean(name: str) -> None:
+    """Single iterations of these runs differ by 2–5%; the mean of predictions meets the mean of iterations."""
     m = _measured(name)
     predictions = held_out(m)
-    replayed = np.median([p.replayed_ns for p in predictions])
-    measured = np.median([p.measured_ns for p in predictions])
+    replayed = np.mean([p.replayed_ns for p in predictions])
+    measured = np.mean([p.measured_ns for p in predictions])
     assert abs(replayed / measured - 1) < 0.01
     # No prediction is worse than its iteration is unusual, within 1%.
     for p in predictions:

@@ -135,6 +135,18 @@ def test_a_rank_late_by_hand_is_named_and_balance_helps(tmp_path: Path, rank: in
     assert balanced == pytest.approx(np.median(even.iteration_us[0][1:]) * 1e3, rel=0.02)
 
 
+def test_a_replay_is_as_long_as_the_iterations_are_on_average(tmp_path: Path) -> None:
+    """Ranks take turns at being late: a replay of medians is too short, and had done worse than the mean of others."""
+    late = simulate(
+        ImaginedRun(ranks=4, iterations=16, noise=0.02, chance_us=1000.0, kernel_us=200.0, between_us=4.0)
+    )
+    run = Run(measured=_measured(tmp_path, late))
+    assert max(evaluate(run.medians).values()) < 0.95 * run.measured_ns and run.stretch > 1.05
+    assert run.replayed_ns == pytest.approx(run.measured_ns, rel=0.01)
+    assert run.error() <= 1.1 * run.error(naive=True) and not run.doubts
+    assert sum(s.added_ns for s in run.replay.path()) == pytest.approx(run.replayed_ns, rel=1e-9)
+
+
 def test_iterations_that_are_left_out() -> None:
     """Warm-up at the beginning, a checkpoint in the middle; one that is 7% longer is what the run is like."""
     lengths = [1120, 1070, 1000, 1010, 1070, 1500, 990, 1000]
