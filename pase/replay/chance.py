@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.graph import Carried, DataflowGraph, TaskQueue
-from pase.replay.model import Measured, estimated
+from pase.replay.model import Measured, own_times
 from pase.replay.simulate import replay_graph
 from pase.replay.steady import MAX_TASKS, unroll
 from pase.replay.types import COLLECTIVE
@@ -32,7 +32,7 @@ def spreads(m: Measured, g: DataflowGraph, chosen: Sequence[int]) -> np.ndarray:
     g: a graph that is estimated from some of the run's iterations. A collective's cost counts as its median: ranks
     share it, and what they wait for each other is what is asked for.
     """
-    made = estimated(m, chosen)
+    made = own_times(m, chosen)
     with np.errstate(divide="ignore", invalid="ignore"):
         ratio = made.own_ns / made.graph.duration_ns
     ratio[:, made.graph.kind == COLLECTIVE] = 1.0

@@ -18,7 +18,7 @@ from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
 from pase.replay.types import COLLECTIVE, Timeline
 
-__all__ = ["Estimated", "Measured", "estimate", "estimated", "measure"]
+__all__ = ["Measured", "OwnTimes", "estimate", "measure", "own_times"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +111,7 @@ def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Estimated:
+class OwnTimes:
     """The graph of one iteration, and what its tasks took in each of the iterations that it was made from.
 
     own_ns: float64 [iterations, tasks], in the order in which they were given; the median where an iteration lacks the
@@ -130,10 +130,10 @@ def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None
     The structure is that of the given iteration with the most common set of tasks. PaseError where an
     iteration is missing on a rank.
     """
-    return estimated(m, iterations, ranks).graph
+    return own_times(m, iterations, ranks).graph
 
 
-def estimated(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> Estimated:
+def own_times(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> OwnTimes:
     """As ``estimate``, with each iteration's own times."""
     chosen = list(iterations)
     if not chosen:
@@ -152,7 +152,7 @@ def estimated(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | Non
         [_own(p.numbers, x, p.lag, chosen)[:, ~p.edges.carried] for p, x in zip(parts, each, strict=True)]
         for each in ([p.own_lag for p in parts], [p.plain_lag for p in parts])
     )
-    return Estimated(
+    return OwnTimes(
         graph=_join(m, parts, chosen, ranks),
         own_ns=np.concatenate(own, axis=1),
         own_lag_ns=np.concatenate(lags, axis=1),

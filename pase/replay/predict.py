@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pase.replay.graph import DataflowGraph, twins
-from pase.replay.model import Estimated, Measured, estimated
+from pase.replay.model import Measured, OwnTimes, own_times
 from pase.replay.steady import evaluate, lengths_in_a_row
 
 __all__ = ["HeldOut", "held_out", "held_out_ranks"]
@@ -46,7 +46,7 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
     for fold in range(min(folds, len(steady))):
         left_out = steady[fold::folds]
         rest = [i for i in steady if i not in left_out]
-        replayed = mean_lengths(estimated(m, rest))
+        replayed = mean_lengths(own_times(m, rest))
         for rank, ns in replayed.items():
             others = [m.measured_ns[(rank, i)] for i in rest if (rank, i) in m.measured_ns]
             for k in left_out:
@@ -63,7 +63,7 @@ def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) 
     return sorted(out, key=lambda p: (steady.index(p.iteration), p.rank))
 
 
-def mean_lengths(e: Estimated) -> dict[int, float]:
+def mean_lengths(e: OwnTimes) -> dict[int, float]:
     """Rank → mean length (ns) of the iterations replayed one after the other, each with its own times."""
     lengths = lengths_in_a_row(e.graph, e.own_ns, e.own_lag_ns)
     if lengths is None:

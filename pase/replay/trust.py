@@ -9,7 +9,7 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.replay.graph import EDGES, DataflowGraph
-from pase.replay.model import Estimated, Measured, estimated
+from pase.replay.model import Measured, OwnTimes, own_times
 from pase.replay.predict import HeldOut, held_out, held_out_ranks
 from pase.replay.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
 from pase.replay.types import GPU_KINDS
@@ -43,28 +43,28 @@ class Run:
         """The steady iterations. PaseError if no iteration is complete on every rank."""
         found = self.measured.steady()
         if not found:
-            estimated(self.measured, found)  # says which iterations the ranks have
+            own_times(self.measured, found)  # says which iterations the ranks have
         return found
 
     @cached_property
-    def _estimated(self) -> Estimated:
-        return estimated(self.measured, self.iterations)
+    def _own(self) -> OwnTimes:
+        return own_times(self.measured, self.iterations)
 
     @property
     def medians(self) -> DataflowGraph:
         """One iteration whose tasks take their medians: shorter than the mean one where ranks take turns at being late
         or noise is skewed."""
-        return self._estimated.graph
+        return self._own.graph
 
     @cached_property
     def stretch(self) -> float:
         """How much longer than the replay of medians the iterations are on average, each replayed with its own
         times; 1 where fewer than two can be."""
         usual = max(evaluate(self.medians).values(), default=0.0)
-        return self._mean_ns(self._estimated.own_lag_ns, usual) / usual if usual > 0 else 1.0
+        return self._mean_ns(self._own.own_lag_ns, usual) / usual if usual > 0 else 1.0
 
     def _mean_ns(self, lag_ns: np.ndarray, default: float) -> float:
-        lengths = lengths_in_a_row(self.medians, self._estimated.own_ns, lag_ns)
+        lengths = lengths_in_a_row(self.medians, self._own.own_ns, lag_ns)
         return default if lengths is None else float(lengths.max(axis=1).mean())
 
     @cached_property
@@ -129,8 +129,8 @@ class Run:
     def unexplained(self) -> float:
         """Share of the replayed iteration that is delay without a known cause: on the critical path, and what is in the
         mean because of delays that only some of the iterations have."""
-        whole = self._mean_ns(self._estimated.own_lag_ns, 0.0)
-        now_and_then = 1 - self._mean_ns(self._estimated.plain_lag_ns, 0.0) / whole if whole > 0 else 0.0
+        whole = self._mean_ns(self._own.own_lag_ns, 0.0)
+        now_and_then = 1 - self._mean_ns(self._own.plain_lag_ns, 0.0) / whole if whole > 0 else 0.0
         return unexplained_share(self.graph, self.replay) + max(now_and_then, 0.0)
 
     def _outside(self, allowed: float) -> str:

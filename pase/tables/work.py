@@ -129,8 +129,7 @@ def node_work(
     internal = node.internal
     zero = np.zeros(len(cfg))
     flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
-    bytes_of: dict[Phase, np.ndarray] = dict(flops_of)
-    windowed: dict[Phase, np.ndarray] = dict(flops_of)
+    bytes_of, windowed = dict(flops_of), dict(flops_of)
     seen: set[str] = set()
     for op in node.ops:
         over = op.dims if op.over is None else op.over
