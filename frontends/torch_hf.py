@@ -21,6 +21,8 @@ __all__ = ["PREFIX", "build"]
 
 PREFIX = "hf:"
 _BATCH, _SEQUENCE = 8, 512
+_HEADS = ("LM", "Classification", "Generation", "Answering", "LMHeadModel", "CTC", "MultipleChoice")
+"""How the names of classes end that return a loss."""
 
 
 def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
@@ -41,8 +43,9 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     settings = _settings(name, query)
     batch, sequence = (_size(name, settings, k) for k in ("batch", "sequence"))
     dtype = settings.pop("dtype", "float32")
-    if not isinstance(getattr(torch, str(dtype), None), torch.dtype):
-        raise PaseError(f"{name}: dtype={dtype} is not a dtype of PyTorch; use float32, bfloat16 or float16")
+    known = getattr(torch, str(dtype), None)
+    if not isinstance(known, torch.dtype) or not known.is_floating_point:
+        raise PaseError(f"{name}: dtype={dtype} is no dtype of parameters; use float32, bfloat16 or float16")
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, str(dtype)))
     try:
@@ -63,7 +66,7 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
 def _class(transformers: ModuleType, name: str) -> Any:
     found = getattr(transformers, name, None) if name.isidentifier() else None
     if getattr(found, "config_class", None) is None:
-        near = difflib.get_close_matches(name, dir(transformers), n=1)
+        near = difflib.get_close_matches(name, (n for n in dir(transformers) if n.endswith(_HEADS)), n=1)
         raise PaseError(
             f"transformers has no model class '{name}'"
             + (f" (did you mean '{near[0]}'?)" if near else "")

@@ -280,6 +280,7 @@ def test_errors_say_what_and_where() -> None:
         (lambda: registry.trace("hf:LlamaForCasualLM"), "did you mean 'LlamaForCausalLM'"),
         (lambda: registry.trace("hf:LlamaForCausalLM?layers=2"), "its configuration has no 'layers'"),
         (lambda: registry.trace("hf:LlamaModel?num_hidden_layers=1"), "name a class with a head"),
+        (lambda: registry.trace("hf:LlamaForCausalLM?dtype=int64"), "dtype=int64 is no dtype of parameters"),
         (
             lambda: registry.trace("hf:LlamaForCausalLM?num_hidden_layers=none"),
             "transformers cannot build it",
@@ -397,3 +398,8 @@ def test_every_place_that_depends_on_the_data_is_listed() -> None:
     )
     with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* use torch.where"):
         registry.trace(Asks(), torch.ones(4, 4))
+
+
+def test_an_example_is_as_long_as_the_positions_allow() -> None:
+    _, (batch,) = build("hf:WhisperForConditionalGeneration?encoder_layers=1&decoder_layers=1&batch=2")
+    assert batch["labels"].shape == (2, 448)
