@@ -6,6 +6,7 @@ A rule takes the program and an op, and makes the values of the op's outputs. A 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -231,10 +232,21 @@ def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
             raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
         p.keep(write.tensor, made)
     if made is None:  # nothing moves and nothing is computed
-        made = p.arg(op, 0)
-        if made.shape != op.shapes[0]:
-            raise refuse(op, "the plan's graph does not contain its result")
+        made = _seen_with_ones(p, op)
     return made
+
+
+def _seen_with_ones(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """The operand of an op that the plan's graph does not contain: its result, or that but for dims of one element."""
+    x = p.arg(op, 0)
+    (wanted, *_), moves = op.shapes, op.name.lower() == "transpose"
+    if x.shape == wanted and not moves:
+        return x
+    kept = [g for g in x.dims if g]
+    if moves or [math.prod(d.size for d in g) for g in kept] != [n for n in wanted if n > 1]:
+        raise refuse(op, "the plan's graph does not contain its result")
+    left = iter(kept)
+    return replace(x, dims=tuple(() if n == 1 else next(left) for n in wanted))
 
 
 def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:

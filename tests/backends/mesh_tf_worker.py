@@ -324,9 +324,12 @@ def scans() -> list[dict[str, Any]]:
             def turn(carry: Any, layer: Any) -> Any:
                 h, g, seen = carry
                 w, b = layer
-                new = jnp.tanh(h @ w + b)
+                new = jnp.tanh(h @ w + b) * jnp.expand_dims(
+                    angles, 0
+                )  # known outside, seen with one dim more
                 return (g, new, seen + new), ((new**2).mean(-1), seen)  # seen of the first turn is known
 
+            angles = jnp.cos(jnp.arange(8.0))
             layers, start = (params["w"], params["b"]), (x, x * 0.5, jnp.zeros_like(x))
             (h, g, _), (ys, seen) = jax.lax.scan(turn, start, layers, reverse=reverse)
             weights = jnp.arange(3.0)[:, None]
