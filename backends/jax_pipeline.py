@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Never
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
 from pase.backends.jax_stage_homes import StageHomes
+from pase.backends.jax_stage_lanes import Lanes, lanes_of
 from pase.backends.jax_stage_optimizer import StagedOptimizer
 from pase.backends.jax_stages import Stage, stages_of
 from pase.backends.jax_step import as_linked
@@ -108,6 +109,11 @@ class JaxPipeline:
     def stages(self) -> tuple[Stage, ...]:
         again = [b for s in self.splits for b in s.blocks]
         return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again)
+
+    @cached_property
+    def lanes(self) -> Lanes | None:
+        """Where gradients are summed over the batch's devices once a step, and not at each micro-batch."""
+        return lanes_of(self)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""

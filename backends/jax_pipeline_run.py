@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax_stage_arrays import is_cut, joined, on_rank
 from pase.backends.jax_stage_homes import StageHomes
 from pase.backends.jax_stage_programs import StageProgram, StagePrograms, stage_programs
-from pase.backends.jax_stages import StageWeight
+from pase.backends.jax_stages import Stage, StageWeight
 from pase.backends.jax_walk import JaxprWalk
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays, combine
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from pase.backends.jax_pipeline import JaxPipeline
+    from pase.backends.jax_stage_lanes import Lanes
+    from pase.backends.to_jax import JaxPlan
 
 __all__ = ["RunningStages"]
 
@@ -44,12 +46,29 @@ class RunningStages:
     def plan(self) -> JaxPipeline:
         return self.homes.plan
 
+    @property
+    def lanes(self) -> Lanes | None:
+        return self.plan.lanes
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """As they run: of one lane, if there are lanes."""
+        return self.plan.stages if self.lanes is None else self.lanes.stages
+
+    def split(self, k: int) -> JaxPlan:
+        """What a stage runs by."""
+        return (
+            self.homes.split(k)
+            if self.lanes is None
+            else self.lanes.splits[self.plan.pipeline.stages[k].strategy]
+        )
+
     @cached_property
     def programs(self) -> tuple[StagePrograms, ...]:
         """The programs of each stage. Stages of a rank that do the same work share them."""
         made: dict[Hashable, StagePrograms] = {}
         out = []
-        for k, (stage, plan) in enumerate(zip(self.plan.stages, self.plan.pipeline.stages, strict=True)):
+        for k, (stage, plan) in enumerate(zip(self.stages, self.plan.pipeline.stages, strict=True)):
             leaves = tuple(w.leaf for w in stage.weights)
             key = (self.plan.schedule.rank_of[k], plan.strategy, plan.weights, stage.alike, leaves)
             if key not in made:
@@ -60,10 +79,10 @@ class RunningStages:
     def _programs_of(self, k: int) -> StagePrograms:
         import jax
 
-        plan, stage, split = self.plan, self.plan.stages[k], self.homes.split(k)
+        plan, stage, lanes = self.plan, self.stages[k], self.lanes
         rank = plan.schedule.rank_of[k]
         mesh = self.homes.everywhere.mesh_of(rank)
-        walk = JaxprWalk(plan=split, mesh=mesh)
+        walk = JaxprWalk(plan=self.split(k), mesh=mesh)
         m, n = plan.pipeline.micro_batches, len(plan.traced.param_paths)
         divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
 
@@ -79,19 +98,29 @@ class RunningStages:
             x = jax.lax.with_sharding_constraint(x, home.on(rank))
             return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
 
-        def fn(
-            weights: Sequence[Array], batch: Sequence[Array], micro: Array, entered: Sequence[Array]
-        ) -> list[Array]:
-            mine = [part(i, x, micro) for i, x in zip(stage.batch, batch, strict=True)]
+        def in_lanes(i: int, x: Array) -> Array:
+            """With a part for each lane: its own examples, or all of what has none."""
+            if lanes is None:
+                return x
+            if not divided[i]:
+                return jax.numpy.broadcast_to(x, (lanes.many, *x.shape))
+            x = x.reshape(lanes.many, x.shape[0] // lanes.many, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(x, lanes.stacked(self.homes.everywhere.on(rank)))
+
+        def parts(batch: Sequence[Array], micro: Array) -> list[Array]:
+            return [in_lanes(i, part(i, x, micro)) for i, x in zip(stage.batch, batch, strict=True)]
+
+        def fn(weights: Sequence[Array], mine: Sequence[Array], entered: Sequence[Array]) -> list[Array]:
             return stage.run(walk, weights, mine, entered)
 
         def shape(w: StageWeight) -> ShapeDtypeStruct:
             s = self.homes.shape(w)
             return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.homes.stored[w].on(rank))
 
-        full, avals = split.input_shapes(True), plan.traced.jaxpr.in_avals[n:]
+        full, avals = self.homes.split(k).input_shapes(True), plan.traced.jaxpr.in_avals[n:]
         return stage_programs(
             fn,
+            parts,
             [shape(w) for w in stage.weights],
             [jax.ShapeDtypeStruct(full[i], avals[i].dtype) for i in stage.batch],
             [jax.ShapeDtypeStruct(stage.avals[key].shape, stage.avals[key].dtype) for key in stage.enters],
@@ -101,6 +130,7 @@ class RunningStages:
             ],
             splits_backward=plan.schedule.splits_backward,
             once=plan.pipeline.stages[k].weights == "once",
+            lanes=lanes,
         )
 
     @cached_property
@@ -113,9 +143,11 @@ class RunningStages:
             rank = self.plan.schedule.rank_of[k]
             ws = [w for w in self.plan.stages[k].weights if w in self.homes.trained_parts]
             shapes = [self.homes.shape(w) for w in ws]
+            where = [self.homes.updated_as[w].on(rank) for w in ws]
+            many = () if self.lanes is None else (self.lanes.many,)
             return jax.jit(
-                lambda: [jnp.zeros(s.shape, s.dtype) for s in shapes],
-                out_shardings=[self.homes.updated_as[w].on(rank) for w in ws],
+                lambda: [jnp.zeros((*many, *s.shape), s.dtype) for s in shapes],
+                out_shardings=where if self.lanes is None else list(map(self.lanes.stacked, where)),
             )
 
         return [of(k) for k in range(len(self.plan.stages))]
@@ -126,11 +158,12 @@ class RunningStages:
         """
         from jax.sharding import NamedSharding, PartitionSpec
 
-        stage, split = self.plan.stages[k], self.homes.split(k)
+        stage, split = self.stages[k], self.split(k)
         mesh = self.homes.everywhere.on(self.plan.schedule.rank_of[k]).mesh
         route = split.constraints.define.get(stage.names.get(stage.enters[j], ""))
         if route is not None and route.layouts:
-            return NamedSharding(mesh, split.spec(route.layouts[-1]))
+            read = NamedSharding(mesh, split.spec(route.layouts[-1]))
+            return read if self.lanes is None else self.lanes.stacked(read)
         made = x.sharding
         return NamedSharding(mesh, made.spec if isinstance(made, NamedSharding) else PartitionSpec())
 
@@ -180,7 +213,7 @@ class _Step:
         }
         self._stage: list[dict[Var, Array]] = []
         rank_of = run.plan.schedule.rank_of
-        for k, (stage, p) in enumerate(zip(run.plan.stages, run.programs, strict=True)):
+        for k, (stage, p) in enumerate(zip(run.stages, run.programs, strict=True)):
             weights = [on_rank(self._weights[w], run.homes.stored[w], rank_of[k]) for w in stage.weights]
             mine = dict(zip(p.weights, weights, strict=True))
             mine |= {
@@ -255,7 +288,11 @@ class _Step:
         """One for the loss, and none for the function's other results."""
         import numpy as np
 
-        return [np.full(v.aval.shape, 1 if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)]
+        lanes = self.running.lanes
+        share = 1 if lanes is None else 1 / lanes.many  # the loss is the mean of the lanes'
+        return [
+            np.full(v.aval.shape, share if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)
+        ]
 
     def value(self) -> Tree:
         """The loss, or (loss, aux): the mean of the loss, and the rest stacked, as without stages."""
@@ -279,7 +316,8 @@ class _Step:
         found: dict[StageWeight, list[Array]] = {}
         for k, sums in enumerate(self._sums):
             mine = [w for w in run.plan.stages[k].weights if w in run.homes.trained_parts]
-            means = _mean_of(m, tuple(g.sharding for g in sums))(sums)
+            where = tuple(run.homes.updated_as[w].on(run.plan.schedule.rank_of[k]) for w in mine)
+            means = _mean_of(m, where, run.lanes is not None)(sums)
             for w, g in zip(mine, means, strict=True):
                 found.setdefault(w, []).append(g)
 
@@ -310,12 +348,13 @@ def _run_summing(
 
 @cache
 def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
-    """What the last stage returned for the micro-batches: the mean of the first value, the others stacked."""
+    """What the last stage returned for the micro-batches: the mean of the first value (of all lanes), the others
+    stacked."""
     import jax
     import jax.numpy as jnp
 
     def fn(outs: list[list[Array]]) -> list[Array]:
-        loss = sum((o[0] for o in outs[1:]), outs[0][0]) / len(outs)
+        loss = sum((jnp.mean(o[0]) for o in outs[1:]), jnp.mean(outs[0][0])) / len(outs)
         rest = zip(*(o[1:] for o in outs), strict=True)
         return [loss, *(jnp.stack(x) if len(outs) > 1 else x[0] for x in rest)]
 
@@ -323,11 +362,14 @@ def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
 
 
 @cache
-def _mean_of(m: int, shardings: tuple[Sharding, ...]) -> Callable[[list[Array]], list[Array]]:
-    """Sums divided by m micro-batches, where they are stored."""
+def _mean_of(m: int, shardings: tuple[Sharding, ...], lanes: bool) -> Callable[[list[Array]], list[Array]]:
+    """Sums divided by m micro-batches, where they are stored. lanes: each is first summed over its lanes."""
     import jax
 
-    return jax.jit(lambda gs: [g / m for g in gs], out_shardings=list(shardings), donate_argnums=0)
+    def fn(gs: list[Array]) -> list[Array]:
+        return [(g.sum(0) if lanes else g) / m for g in gs]
+
+    return jax.jit(fn, out_shardings=list(shardings), donate_argnums=() if lanes else 0)
 
 
 @cache

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.sharding import NamedSharding
 
+    from pase.backends.jax_stage_lanes import Lanes
+
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
 Item = TypeVar("Item")
@@ -68,6 +70,7 @@ class StagePrograms:
 
 def stage_programs(
     fn: Callable[..., list[Array]],
+    part: Callable[[Sequence[Array], Array], list[Array]],
     weights: Sequence[ShapeDtypeStruct],
     batch: Sequence[ShapeDtypeStruct],
     entered: Sequence[ShapeDtypeStruct],
@@ -75,19 +78,27 @@ def stage_programs(
     gradient_shardings: Sequence[NamedSharding | None],
     splits_backward: bool,
     once: bool,
+    lanes: Lanes | None = None,
 ) -> StagePrograms:
-    """Make the programs of fn(weights, batch, micro, entered) -> what leaves.
+    """Make the programs of fn(weights, part(batch, micro), entered) -> what leaves.
 
     weights, batch, entered: their shapes; the weights also have shardings. gradient_shardings: for each weight, None if
-    it is not trained. once: casts and gathers of weights run once per step.
+    it is not trained. once: casts and gathers of weights run once per step. lanes: fn and the shapes of entered are of
+    one of them; all that part returns, enters and leaves has a part for each.
     """
     import jax
     import jax.numpy as jnp
 
     trained = [s is not None for s in gradient_shardings]
     smooth = [_inexact(x) for x in entered]
-    out = jax.eval_shape(fn, list(weights), list(batch), 0, list(entered))
+    kept = [s for s in gradient_shardings if s is not None]
+    many = () if lanes is None else (lanes.many,)
+    given = jax.eval_shape(part, list(batch), 0)
+    taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
+    out = jax.eval_shape(fn, list(weights), taken, list(entered))
     returned = [_inexact(x) for x in out]
+    inside = kept if lanes is None else [lanes.of_lane(s) for s in kept]
+    gradients = _gradients(fn, trained, smooth, returned, inside)
 
     def joint(
         weights: Sequence[Array],
@@ -96,38 +107,32 @@ def stage_programs(
         entered: Sequence[Array],
         cotangents: Sequence[Array],
     ) -> Tree:
-        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            mine = _merged(trained, some, weights)
-            outs = fn(mine, batch, micro, _merged(smooth, x, entered))
-            return [y for y, on in zip(outs, returned, strict=True) if on], [
-                y for y, on in zip(outs, returned, strict=True) if not on
-            ]
+        run = gradients
+        if lanes is not None:
+            run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=lanes.axes)
+        return run(weights, part(batch, micro), entered, cotangents)
 
-        outs, pull, fixed = jax.vjp(of, _only(trained, weights), _only(smooth, entered), has_aux=True)
-        into_weights, into_entered = pull(cotangents)
-        kept = [s for s in gradient_shardings if s is not None]
-        into_weights = [
-            jax.lax.with_sharding_constraint(g, s) for g, s in zip(into_weights, kept, strict=True)
-        ]
-        return _merged(returned, outs, _spread(returned, fixed)), into_entered, into_weights
+    def every(x: ShapeDtypeStruct) -> ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*many, *x.shape), x.dtype)
 
-    cotangents = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x, on in zip(out, returned, strict=True) if on]
-    args = (list(weights), list(batch), jax.ShapeDtypeStruct((), jnp.int32), list(entered), cotangents)
+    cotangents = [every(x) for x, on in zip(out, returned, strict=True) if on]
+    micro = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (list(weights), list(batch), micro, [every(x) for x in entered], cotangents)
     closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
     if splits_backward:
         closed = flat(closed)
     groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
-    w, b, (micro,), x, ct = _grouped(opened(closed)[0].invars, groups)
+    w, b, (number,), x, ct = _grouped(opened(closed)[0].invars, groups)
     y, dx, dw = _grouped(opened(closed)[0].outvars, [len(out), sum(smooth), sum(trained)])
     cut = Cutting(
         closed=closed,
         weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
-        batch={*b, micro},
+        batch={*b, number},
         activations={*x, *ct},
         once=once,
     )
     prepare, forward, backward = cut.programs(
-        y, dx, dw, [s for s in gradient_shardings if s is not None], 2 if splits_backward else 1
+        y, dx, dw, kept if lanes is None else [lanes.stacked(s) for s in kept], 2 if splits_backward else 1
     )
     return StagePrograms(
         prepare=prepare,
@@ -135,12 +140,48 @@ def stage_programs(
         backward=backward,
         weights=tuple(w),
         batch=tuple(b),
-        micro=micro,
+        micro=number,
         entered=tuple(x),
         cotangents=tuple(ct),
         leaves=tuple(y),
         entered_gradients=tuple(_spread([not on for on in smooth], dx)),
     )
+
+
+def _gradients(
+    fn: Callable[..., list[Array]],
+    trained: Sequence[bool],
+    smooth: Sequence[bool],
+    returned: Sequence[bool],
+    shardings: Sequence[NamedSharding],
+) -> Callable[..., Tree]:
+    """f(weights, batch, entered, cotangents) -> (what leaves, gradients of what entered, those of trained weights).
+
+    fn: of (weights, batch, entered). smooth, returned: which of what enters and leaves has gradients. shardings: of the
+    gradients of weights.
+    """
+    import jax
+
+    def gradients(
+        weights: Sequence[Array],
+        mine: Sequence[Array],
+        entered: Sequence[Array],
+        cotangents: Sequence[Array],
+    ) -> Tree:
+        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            outs = fn(_merged(trained, some, weights), mine, _merged(smooth, x, entered))
+            return [y for y, on in zip(outs, returned, strict=True) if on], [
+                y for y, on in zip(outs, returned, strict=True) if not on
+            ]
+
+        outs, pull, fixed = jax.vjp(of, _only(trained, weights), _only(smooth, entered), has_aux=True)
+        into_weights, into_entered = pull(cotangents)
+        into_weights = [
+            jax.lax.with_sharding_constraint(g, s) for g, s in zip(into_weights, shardings, strict=True)
+        ]
+        return _merged(returned, outs, _spread(returned, fixed)), into_entered, into_weights
+
+    return gradients
 
 
 @dataclass(kw_only=True)

@@ -68,6 +68,8 @@ class JaxPlan:
     """Path of an equation -> the layouts in which it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """Node -> iteration dim -> the mesh axes that split it."""
+    lanes: frozenset[str] = frozenset()
+    """Axes that no layout names: the program runs for the examples of one of their devices (``jax_stage_lanes``)."""
     schedule: ProgramSchedule | None = None
     """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
     gathers_ahead: bool = False
@@ -112,7 +114,8 @@ class JaxPlan:
         """The PartitionSpec of a placement."""
         from jax.sharding import PartitionSpec
 
-        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in placement])
+        left = [tuple(a for a in axes if a not in self.lanes) for axes in placement]
+        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in left])
 
     def leaf_names(self) -> list[str]:
         """Tensor names of the function's inputs, in the order of its leaves."""

@@ -12,9 +12,11 @@ import optax
 import pytest
 
 import pase
+from pase.backends import jax_pipeline_run
 from pase.backends.jax_stage_arrays import StackCut
 from pase.backends.truth import unsharded_step, worst_difference
 from pase.errors import PaseError
+from pase.hlo.collectives import collectives
 from pase.pipeline.registry import schedule
 from pase.plan.pipeline import ReplicaPlan, StagePlan
 from pase.tables.itemize import split_of
@@ -160,6 +162,79 @@ def test_step_equals_unsharded(name, chunks, cuts, scan, remat, seed):
         else placed["blocks"][0]["up"].sharding.num_devices == 4
     )
     assert updated["wte"].sharding.num_devices == (4 if name == "zb-v" else 8)  # zb-v: both ends on one rank
+
+
+def over_data(plan, seed=None):
+    """The plan with the first axis of its mesh over the batch alone and weights once a step; seed: with the other axis
+    as it falls."""
+    rng, p, (data, *_) = np.random.default_rng(seed), plan.pipeline, plan.mesh.names
+
+    def split(n):
+        every = [split_of(n, cfg, plan.mesh) for cfg in configs(n, plan.mesh)]
+        fits = [
+            s
+            for s in every
+            if all((data in axes) == (dim == "b") for dim, axes in s.items() if data in axes or dim == "b")
+            and (seed is not None or all(set(axes) <= {data} for axes in s.values()))
+            and (data in s.get("b", ()) or "b" not in {d.name for d in n.space})
+        ]
+        return fits[rng.integers(len(fits))]
+
+    strategies = tuple({n.name: split(n) for n in plan.graph.nodes} for _ in p.strategies)
+    stages = tuple(replace(s, weights="once") for s in p.stages)
+    return replace(plan, pipeline=replace(p, strategies=strategies, stages=stages))
+
+
+@pytest.mark.parametrize(
+    ("name", "cuts", "scan"),
+    [("1f1b", (1, 3), True), pytest.param("zb-h1", (2, 2), False, marks=pytest.mark.minutes)],
+)
+def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan):
+    """Tensor parallelism on the other axis of each rank."""
+    plan = over_data(staged(planned(scan), name, 1, cuts), seed=5)
+    jp, whole = plan.jax, reference(scan)
+    params, batch = arguments(scan)
+    placed, there = jp.device_put(params, batch)
+    loss, grads = jp.value_and_grad()(placed, there)
+    assert jp.lanes is not None and jp.lanes.many == 2
+    assert abs(float(loss) - whole.loss) < 1e-12 and abs(float(jp.loss()(placed, there)) - whole.loss) < 1e-12
+    assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
+    updated, *_ = jp.train_step(OPTIMIZER)(placed, jp.init(OPTIMIZER, placed), there)
+    assert worst_difference(whole.parameters, jp.gathered(updated)) < 1e-12
+
+
+def test_backward_sends_no_gradients_where_they_are_summed_once(monkeypatch):
+    """Read in the compiled programs: none in backward, one sum of each stage's gradients after it."""
+    sent, late = [], []
+    run, mean = jax_pipeline_run._run_summing, jax_pipeline_run._mean_of
+
+    def told(program, sums, values):
+        text = program.run.lower(sums, [values[v] for v in program.reads]).compile().as_text()
+        sent.extend(collectives(text))
+        return run(program, sums, values)
+
+    def means(*of):
+        def at_last(sums):
+            late.append(collectives(mean(*of).lower(sums).compile().as_text()))
+            return mean(*of)(sums)
+
+        return at_last
+
+    monkeypatch.setattr(jax_pipeline_run, "_run_summing", told)
+    monkeypatch.setattr(jax_pipeline_run, "_mean_of", means)
+    w, x = jnp.full((4, 4, 4), 0.1), jnp.arange(64.0).reshape(16, 4) / 64
+
+    def alone(params, x):
+        return chain(params, x)[0]
+
+    plan = pase.compile(alone, w, x, devices=4, machine="h100x8", pipeline=2, mesh="2", accumulate=MICRO)
+    plan = over_data(staged(plan, "1f1b", 1, (1, 3)))
+    loss, grads = plan.jax.value_and_grad()(w, x)
+    want = jax.value_and_grad(alone)(w, x)
+    assert abs(float(loss - want[0])) < 1e-14
+    assert worst_difference(want[1], plan.jax.gathered(grads)) < 1e-14
+    assert not sent
+    assert [sum(c.bytes for c in of) for of in late] == [1 * 4 * 4 * 8, 3 * 4 * 4 * 8]
 
 
 @cache
