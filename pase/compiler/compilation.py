@@ -19,6 +19,7 @@ from pase.compiler.pipelines import search_pipelines
 from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.resolve import traced_model
+from pase.compiler.spent import Spent
 from pase.compiler.stage_plans import plan_staged
 from pase.compiler.ties import least_stored
 from pase.compiler.variants import Variant, variants
@@ -79,11 +80,12 @@ def compile_model(
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start
+    spent = Spent.within(options.work, options.time_limit)
     over, first, misfit = problem.meshes(options.mesh, options.max_axes), problem, None
     problem, found = cheapest_free(problem, tries[0], traced, over, say, limit)
     if limit is not None:
         try:
-            problem, found = fit_variants(problem, found, tries, traced, over, limit, options.time_limit, say)
+            problem, found = fit_variants(problem, found, tries, traced, over, limit, spent, say)
         except Infeasible as e:
             if options.memory_limit != "machine":  # a size that the user states is not given up
                 raise
@@ -103,7 +105,7 @@ def compile_model(
     # A method's mesh may be one that was not among ours: it is searched too.
     more = [b.mesh for b in allowed if b.mesh.sizes not in known and b.cost < found.solution.cost]
     if more and options.mesh is None:
-        found = fit_more(problem, found, more, within, options.time_limit, say)
+        found = fit_more(problem, found, more, within, spent, say)
     found = never_worse(problem, found, allowed)
     found = found if is_trained(problem.graph) else least_stored(problem, found)
     found, proven = _over_every_mesh(first, problem, found, known, within, options, say)

@@ -66,12 +66,15 @@ def close_meshes(
 ) -> tuple[Found, EveryMesh]:
     """The answer, or a cheaper one on another mesh, proven over all meshes as far as that is affordable.
 
-    problem: the step as written, than which no variant of it takes less. searched: the meshes that the answer's bound
+    problem: the step as written. No variant of it takes less, by how variants are made; if a search showed otherwise
+    (``found.least``), nothing is proven of further meshes. searched: the meshes that the answer's bound
     covers, by the sizes of their axes. allowed: whether a strategy is an answer, under a memory limit for instance.
     """
     best, bounds = found, {}
     every = problem.meshes(None, problem.devices)
     more = [m for m in every if m.sizes not in searched]
+    if not found.least:
+        bounds, more = dict.fromkeys(more, 0.0), []
     for i, mesh in enumerate(more):
         say(PieceOfWork(f"proving mesh {'×'.join(map(str, mesh.sizes))}", i, len(more)))
         s = sift_mesh(problem, mesh, best.solution.cost, _MOST_PAIRS)
@@ -82,7 +85,7 @@ def close_meshes(
     cost = best.solution.cost
     left = [(m, b) for m, b in bounds.items() if b < cost - _EXACT * abs(cost)]
     low = min([cost, found.solution.bound, *(b for _, b in left)])
-    solution = replace(best.solution, bound=low, optimal=low >= cost - _EXACT * abs(cost))
+    solution = replace(best.solution, bound=low, optimal=found.least and low >= cost - _EXACT * abs(cost))
     return replace(best, solution=solution), EveryMesh(
         meshes=len(every), left=tuple(sorted(left, key=lambda pair: pair[1]))
     )

@@ -18,6 +18,7 @@ import numpy as np
 from pase.compiler.mesh_search import Found, add_seconds, closed, search_meshes
 from pase.compiler.methods import memory_of
 from pase.compiler.problem import Progress, SplitProblem
+from pase.compiler.spent import Spent
 from pase.compiler.variants import Variant
 from pase.errors import Infeasible
 from pase.files.progress import PieceOfWork
@@ -76,7 +77,7 @@ def fit_variants(
     traced: Traced,
     over: Sequence[Mesh],
     limit: float,
-    time_limit: float,
+    spent: Spent,
     say: Progress,
 ) -> tuple[SplitProblem, Found]:
     """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
@@ -84,14 +85,15 @@ def fit_variants(
     free: the unconstrained answer to ``problem``, both of ``cheapest_free``. If it fits, it is the answer.
 
     The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
-    fits. The bound covers the variants that were tried. The strategy's ``seconds`` are the sum over all searches.
+    fits. The bound covers the variants that were tried, and all of them if the
+    work was spent before. The strategy's ``seconds`` are the sum over all searches.
     """
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
     least: list[_Footprint] = []
-    bound, least_first = float("inf"), True
-    spent = dict(free.seconds)
+    bound, least_first, whole = float("inf"), True, True
+    seconds = dict(free.seconds)
     for group in tries:
         promising = False
         try:
@@ -100,6 +102,9 @@ def fit_variants(
             say(str(e))
             break
         for variant, p in ways:
+            if best is not None and spent.over():
+                whole = False
+                break
             first = variant == problem.variant
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: least_memory(p, m) for m in over}
@@ -114,25 +119,28 @@ def fit_variants(
                 say(f"trying {variant}")
             unlimited = free if first else search_meshes(p, meshes, say, close=False)
             if not first:
-                spent = add_seconds(spent, unlimited.seconds)
+                seconds = add_seconds(seconds, unlimited.seconds)
+                spent.graphs += 1
             least_first &= not _takes_less(unlimited, free)
             if unlimited.solution.bound >= below:
                 continue
             promising = True
             start = time.perf_counter()
-            found, proven = fit_limit(p, unlimited, meshes, limit, time_limit, say, below)
-            spent = add_seconds(spent, {"search": time.perf_counter() - start})
+            found, proven = fit_limit(p, unlimited, meshes, limit, spent, say, below)
+            seconds = add_seconds(seconds, {"search": time.perf_counter() - start})
             bound = min(bound, proven)
             if found is not None:
                 best = (p, found)
-        if best is not None and not promising:
+        if best is not None and (not whole or not promising):
             break
     if best is None:
         more = list(_needs_on_more(problem, traced, least, limit))
         raise _infeasible(least, limit, problem.devices, more)
+    if not whole:  # a variant that was not tried takes no less than the first one without the limit
+        bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
     s = replace(s, optimal=least_first and s.bound >= s.cost * (1 - 1e-9))
-    return best[0], replace(best[1], solution=s, seconds=spent)
+    return best[0], replace(best[1], solution=s, seconds=seconds, least=least_first)
 
 
 def _takes_less(variant: Found, free: Found) -> bool:
@@ -147,7 +155,7 @@ def fit_more(
     found: Found,
     more: Sequence[Mesh],
     limit: float | None,
-    time_limit: float,
+    spent: Spent,
     say: Progress,
 ) -> Found:
     """The answer, or a cheaper one that also fits, found on further meshes. limit: None means that every strategy
@@ -156,7 +164,7 @@ def fit_more(
     wider = search_meshes(problem, more, say, found if limit is None else None)
     if limit is None:
         return wider
-    best, proven = fit_limit(problem, wider, more, limit, time_limit, say, found.solution.cost)
+    best, proven = fit_limit(problem, wider, more, limit, spent, say, found.solution.cost)
     s = found.solution if best is None else best.solution
     low = min(proven, found.solution.bound)
     s = replace(s, bound=min(low, s.cost), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
@@ -176,7 +184,7 @@ def fit_limit(
     free: Found,
     over: Sequence[Mesh],
     limit: float,
-    time_limit: float,
+    spent: Spent,
     say: Progress,
     below: float = np.inf,
 ) -> tuple[Found | None, float]:
@@ -187,24 +195,23 @@ def fit_limit(
 
     Two lower bounds hold for a mesh: its unconstrained optimum, and one elimination at a price per byte, which the
     search of the first mesh finds. Meshes are searched in order of their bound, lowest first, until the bound is no
-    better than the best answer. After ``time_limit`` seconds the search returns the best answer so far.
+    better than the best answer. When the work is spent, the search returns the best answer so far.
     """
-    end = time.perf_counter() + time_limit
     best: Found | None = None
     proven = {m: free.bounds[m.sizes] for m in over}
     searches = {
-        m: _LimitedSearch(problem=problem, mesh=m, limit=limit, end=end, free=free.answers.get(m.sizes))
+        m: _LimitedSearch(problem=problem, mesh=m, limit=limit, spent=spent, free=free.answers.get(m.sizes))
         for m in over
     }
     price = 0.0
     for mesh in sorted(over, key=lambda m: proven[m]):
-        if proven[mesh] < below and time.perf_counter() < end:
+        if proven[mesh] < below and not spent.over():
             say(f"what a byte is worth on mesh {'×'.join(map(str, mesh.sizes))}")
             least, worth = searches[mesh].priced(price)
             proven[mesh] = max(proven[mesh], least)
             price = price or worth
     for i, mesh in enumerate(order := sorted(over, key=lambda m: proven[m])):
-        if proven[mesh] >= below:
+        if proven[mesh] >= below or (spent.over() and np.isfinite(below)):
             break
         say(
             PieceOfWork(
@@ -272,7 +279,7 @@ _ENOUGH = 1e-4
 class _LimitedSearch:
     """The search of one mesh under a memory limit.
 
-    end: when to stop, as a ``perf_counter`` time. free: the mesh's answer without the limit, if it is known.
+    spent: counts the work. free: the mesh's answer without the limit, if it is known.
 
     The bytes in flight are a maximum over nodes, not a sum. The search's limit therefore leaves them out, and bytes are
     set aside for them instead. Setting aside the least that any strategy has in flight gives a bound. If the answer has
@@ -283,7 +290,7 @@ class _LimitedSearch:
     problem: SplitProblem
     mesh: Mesh
     limit: float
-    end: float
+    spent: Spent
     free: Solution | None
 
     def priced(self, price: float) -> tuple[float, float]:
@@ -306,7 +313,8 @@ class _LimitedSearch:
         left = np.inf  # a lower bound on what has been left without proof
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
         for _ in range(_MOST_ATTEMPTS):
-            if not queue or (best is not None and queue[0].guess):
+            done = best is not None or np.isfinite(below)
+            if not queue or (best is not None and queue[0].guess) or (done and self.spent.over()):
                 break
             region = heapq.heappop(queue)
             if region.bound >= below:
@@ -356,12 +364,15 @@ class _LimitedSearch:
     def _attempt(self, region: _Region, below: float, price: float) -> _Attempt | None:
         """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
-        seconds = max(self.end - time.perf_counter(), 0.1) / 2  # the rest is for other attempts
 
         def solve_within(tables: CostTables, known: Known, part: float) -> Solution:
             allowed = _forbid(tables, self._in_flight, region.high)
             known = replace(known, below=below, byte_price=price)
-            return solve(allowed, wanted, seconds * part, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
+            left = self.spent.left_s()
+            seconds = None if left is None else left / 2 * part  # the rest is for other attempts
+            found = solve(allowed, wanted, seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
+            self.spent.operations += found.work
+            return found
 
         try:
             wanted = self._profile(region.low)

@@ -28,6 +28,8 @@ class Found:
 
     bounds: the proven lower bound of each mesh, by the sizes of its axes. answers: the cheapest strategy of each mesh,
     by the same key. seconds: the time spent on "tables" and on "search". open: whether gaps may be closed further.
+    least: whether no variant of the step that was searched undercuts, without a memory limit, what is proven of the
+    first one.
     """
 
     mesh: Mesh
@@ -38,6 +40,7 @@ class Found:
     answers: Mapping[tuple[int, ...], Solution] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     open: bool = False
+    least: bool = True
 
     @property
     def configs(self) -> dict[str, np.ndarray]:

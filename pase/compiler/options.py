@@ -184,10 +184,17 @@ class CompileOptions:
         "--pipeline",
         metavar="none|auto|N",
     )
-    time_limit: float = _option(
+    work: float = _option(
         60.0,
-        "Seconds for the searches under a memory limit. A search that is stopped may be inexact; the plan says so. The "
-        "search over pipelines counts work instead, as much as a quiet core does in this time.",
+        "Work for the searches under a memory limit and over pipelines: about what a quiet core does in so many "
+        "seconds, counted and not timed, so that the answer does not depend on what else runs. A search that has spent "
+        "it may be inexact; the plan says so.",
+        "--work",
+    )
+    time_limit: float | None = _option(
+        None,
+        "Seconds after which these searches stop wherever they are. Default: no clock is asked.",
+        "--time-limit",
     )
 
     def __post_init__(self) -> None:
@@ -197,6 +204,11 @@ class CompileOptions:
             raise PaseError(f"devices must be a positive whole number, got {self.devices!r}")
         if self.optimizer not in OPTIMIZERS:
             raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
+        if not self.work > 0 or (self.time_limit is not None and not self.time_limit >= 0):
+            raise PaseError(
+                f"work is a positive number of seconds and time_limit one of zero or more, got {self.work!r} and "
+                f"{self.time_limit!r}"
+            )
         if self.accumulate is not None and not _whole(self.accumulate):
             raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
         if self.meshes == "all" and (self.mesh is not None or self.ranks):

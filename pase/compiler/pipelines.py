@@ -41,7 +41,7 @@ class Pipelines:
     """The result of the search. menu: of ``best``, which is the slowest replica if there are several. tried: candidates
     that were searched.
 
-    left: those among them that were only bounded, because the work that ``time_limit`` allows was spent. loose: those
+    left: those among them that were only bounded, because the work that ``work`` allows was spent. loose: those
     that were searched and then not bounded again, for the same reason: their mean work is their bound. unseen:
     candidates, and shares of micro-batches, that were not reached at all. spent: all of the work.
     """
@@ -69,7 +69,7 @@ def search_pipelines(
     Raises Infeasible if the model cannot be cut, or if nothing fits.
     """
     began = time.perf_counter()
-    out = Pipelines()
+    out = Pipelines(spent=Spent.within(options.work, options.time_limit))
     candidates = sorted(_candidates(problem, traced, options, say, out), key=lambda c: c.least)
     out.tried = len(candidates)
     out.seconds["tables"] = time.perf_counter() - began
@@ -78,7 +78,7 @@ def search_pipelines(
     for i, c in enumerate(candidates):
         if c.least >= below * (1 - 1e-9):
             break
-        if out.spent.seconds > options.time_limit:
+        if out.spent.over():
             out.left = len(candidates) - i
             break
         say(str(c))
@@ -108,7 +108,7 @@ def search_pipelines(
     for c, menu in searched:
         if c.least >= out.bound:
             continue
-        if out.spent.seconds > options.time_limit:
+        if out.spent.over():
             out.loose, out.bound = out.loose + 1, c.least
             continue
         say(f"a bound for {c}")
@@ -146,7 +146,7 @@ def _candidates(
         key=lambda t: t[:3],
     )
     for i, (_, ranks, m, mesh, place) in enumerate(tried):
-        if out.spent.seconds > options.time_limit / 2:
+        if out.spent.over(1 / 2):
             out.unseen = len(tried) - i
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")

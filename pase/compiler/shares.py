@@ -74,7 +74,7 @@ class Shares:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SharesSearched:
     """What was found for each number of micro-batches. bounds: seconds that no shares beat, of numbers for which none
-    were found. left: numbers that were not looked at, because the work that ``time_limit`` allows was spent."""
+    were found. left: numbers that were not looked at, because the work that ``work`` allows was spent."""
 
     found: tuple[Shares, ...] = ()
     bounds: tuple[float, ...] = ()
@@ -153,7 +153,7 @@ def search_shares(
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
         if examples % m or m < len(groups):
             continue
-        if spent.seconds > options.time_limit:
+        if spent.over():
             skipped += 1
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")

@@ -225,7 +225,7 @@ def _scope(found: Pipelines) -> str:
         (found.loose, "of them are bounded by the mean work of their ranks alone"),
         (found.unseen, "more were not looked at"),
     )
-    left = "".join(f"; {n} {what}, within the work of time_limit" for n, what in counted if n)
+    left = "".join(f"; {n} {what}, within the given work" for n, what in counted if n)
     return (
         f"the bound is over {found.tried} choices of ranks, micro-batches ({', '.join(map(str, MICRO_BATCHES))} times "
         f"the ranks, or as given) and meshes of at most two axes{left}; it holds for every cut, and every split of "

@@ -14,6 +14,7 @@ from pase.compiler.fit import fit_limit
 from pase.compiler.mesh_search import Found, search_meshes
 from pase.compiler.methods import memory_of
 from pase.compiler.options import CompileOptions, takes_options
+from pase.compiler.spent import Spent
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
@@ -126,7 +127,7 @@ def vary_machine(
     fitting = [b for b in done.given if b.name not in done.plan.too_large]
     strategies = {"pase": (done.plan.mesh, ours)} | {b.name: (b.mesh, b.strategy) for b in fitting}
     limit = done.plan.memory_limit if done.plan.misfit is None else None
-    within = None if limit is None else _MemoryLimit(limit, options.time_limit)
+    within = None if limit is None else _MemoryLimit(limit, options)
     return _points(done.problem, strategies, ranges, options.mesh, options.max_axes, within, progress)
 
 
@@ -168,10 +169,10 @@ def _on(problem: SplitProblem, factors: Mapping[str, float]) -> SplitProblem:
 
 
 class _MemoryLimit(NamedTuple):
-    """Memory limit of a device in bytes, and the time limit in seconds for a search within it."""
+    """Memory limit of a device in bytes, and the options that say how much to work for it."""
 
     nbytes: float
-    seconds: float
+    options: CompileOptions
 
 
 def _given(problem: SplitProblem, found: Found, strategy: tuple[Mesh, Mapping[str, np.ndarray]]) -> Found:
@@ -204,7 +205,12 @@ def _points(
         found = search_meshes(here, over)
         if within is not None and memory_of(here, found.configs, found.mesh).total > within.nbytes:
             fitting, _ = fit_limit(
-                here, found, over, within.nbytes, within.seconds, progress or (lambda _: None)
+                here,
+                found,
+                over,
+                within.nbytes,
+                Spent.within(within.options.work, within.options.time_limit),
+                progress or (lambda _: None),
             )
             found = fitting or _given(here, found, strategies["pase"])
         prices = {}

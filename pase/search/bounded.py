@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,7 @@ _WORTH_DROPPING = 0.04  # of the configs: less is not worth making the arrays ag
 _TREE = 100  # nodes in a tree of a neighbourhood, about
 _CUTS = 12  # cutting-plane steps a turn
 _ROUNDS = 60  # turns, where neither time nor turns are limited
+_TURN_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
 _PAIRS_A_TURN = 6_000  # an integer program with that many pairs more is waited for one turn later
 
 
@@ -60,6 +61,7 @@ def bounded_search(
         rounds = _ROUNDS
     state = Incumbent(tables, memory, began)
     state.enough = gap
+    turns: _Rounds | None = None
     if known is not None:
         state.offer(known[0])
         state.prove(min(known[1], state.cost), "elimination at the best price per byte")
@@ -68,10 +70,11 @@ def bounded_search(
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
         now = clock.run("residual", Residual, left, memory)
         rng = np.random.default_rng(seed)
-        method = _Rounds(state, now, rng, clock, progress, rounds).run()
+        turns = _Rounds(state, now, rng, clock, progress, rounds)
+        method = turns.run()
     except KeyboardInterrupt:
         method = "interrupted"
-    return _solution(state, method)
+    return replace(_solution(state, method), work=_TURN_WORK * (0 if turns is None else turns.turn + 1))
 
 
 def _solution(state: Incumbent, method: str) -> Solution:

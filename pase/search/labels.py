@@ -51,6 +51,11 @@ class Labels:
     _trail: tuple[tuple[int, np.ndarray, np.ndarray], ...]
     _last: np.ndarray
 
+    @property
+    def made(self) -> int:
+        """Labels that were kept, of all nodes."""
+        return sum(config.size for _, _, config in self._trail)
+
     def choice(self, i: int) -> np.ndarray:
         """The ith choice, int64 [nodes]."""
         out = np.zeros(len(self._trail), np.int64)

@@ -137,6 +137,8 @@ def solve(
     from pase.search.bounded import bounded_search
 
     found = bounded_search(tables, memory, time_limit, seed, began, progress, begin, gap, rounds)
+    if begin is not None:
+        found = replace(found, work=found.work + within.work)
     if free is not None and free.bound > found.bound:
         found = replace(found, bound=min(free.bound, found.cost), certificate="elimination without the limit")
     return found
@@ -176,7 +178,7 @@ def _settled(within: Within, free: Solution, began: float) -> Solution:
         order=free.order,
         method="elimination at prices per byte",
         certificate="elimination at the best price per byte, and labels",
-        work=free.work,
+        work=free.work + within.work,
         peak_entries=free.peak_entries,
         byte_price=within.price,
     )
@@ -185,9 +187,9 @@ def _settled(within: Within, free: Solution, began: float) -> Solution:
 def _within(
     tables: CostTables, memory: MemoryProfile, kernel: KernelName, threads: int, seed: int, clock: Deadline
 ) -> Within:
-    def folded(priced: CostTables) -> tuple[np.ndarray, float]:
+    def folded(priced: CostTables) -> tuple[np.ndarray, float, int]:
         at = solve(priced, kernel=kernel, threads=threads, seed=seed)
-        return at.choice, at.bound
+        return at.choice, at.bound, at.work
 
     return Within(
         tables=tables,

@@ -28,11 +28,12 @@ from pase.tables.types import CostTables
 
 __all__ = ["Eliminate", "Within", "fits"]
 
-Eliminate = Callable[[CostTables], tuple[np.ndarray, float]]
-"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost)."""
+Eliminate = Callable[[CostTables], tuple[np.ndarray, float, int]]
+"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost, operations)."""
 
 _MOST_SUMS = 6
 _LABELS = 1_000_000  # to make at most in each look for choices
+_LABEL_WORK = 100  # operations that take as long as one label
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
 _EXACT = 1e-9  # relative: an answer this close to its bound is the best
 _MOST_PLANNED = (
@@ -54,6 +55,7 @@ class Within:
     below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
     where the bound is best. stop: asked between steps.
     choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
+    work: min-plus operations so far; a label counts as some.
     """
 
     tables: CostTables
@@ -69,6 +71,7 @@ class Within:
     choice: np.ndarray | None = None
     cost: float = np.inf
     bound: float = -np.inf
+    work: int = 0
 
     @property
     def optimal(self) -> bool:
@@ -184,6 +187,7 @@ class Within:
             known = bool(np.isfinite(gap))
             cap = share * (max(gap, 0.0) if known else abs(base) or self._ceiling - base or 1.0)
             labels, costs = look.within(cap)
+            self.work += look.priced.plan.work + _LABEL_WORK * labels.made
             broken = None
             for i in np.argsort(costs, kind="stable")[:_MOST_TESTED].tolist():
                 if costs[i] >= self.cost or self.offer(choice := labels.choice(i)):
@@ -259,9 +263,11 @@ class _Oracle:
         s = self.search
         if self.priced is not None:
             choice, least, _ = self.priced.at(prices)
+            s.work += self.priced.plan.work
         else:
             assert s.eliminate is not None
-            choice, least = s.eliminate(self.tables_at(prices))
+            choice, least, work = s.eliminate(self.tables_at(prices))
+            s.work += work
         return choice, cost_of(s.tables, choice), least
 
     def tables_at(self, prices: np.ndarray) -> CostTables:

@@ -14,6 +14,7 @@ from pase.compiler.mesh_search import search_meshes
 from pase.compiler.methods import price_methods
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
+from pase.compiler.spent import Spent
 from pase.frontends.from_jax import trace
 from pase.machine import CostModel, Machine, load
 from pase.plan.step import step_time
@@ -61,7 +62,7 @@ def test_a_second_model_serves_every_question(traced, overlap):
     given, _ = price_methods(problem)
     assert all(found.solution.cost <= b.cost * (1 + 1e-9) for b in given)
     assert step_time(problem.graph, found.mesh, found.configs, problem.model).total_s > 0
-    tight, bound = fit_limit(problem, found, over, plan.memory.total * 1.0, 5.0, lambda _: None)
+    tight, bound = fit_limit(problem, found, over, plan.memory.total * 1.0, Spent(), lambda _: None)
     assert tight is not None and bound <= tight.solution.cost
 
 

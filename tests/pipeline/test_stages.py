@@ -217,8 +217,8 @@ def test_a_busy_machine_gives_the_same_answer(monkeypatch):
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     busy = pase.compile(small, **asked)
     assert (busy.cost, busy.bound, busy.pipeline) == (quiet.cost, quiet.bound, quiet.pipeline)
-    little = pase.compile(small, **asked, time_limit=0.6)
-    assert "more were not looked at, within the work of time_limit" in little.pipeline.scope
+    little = pase.compile(small, **asked, work=0.6)
+    assert "more were not looked at, within the given work" in little.pipeline.scope
     assert little.cost >= quiet.cost * (1 - 1e-3) and not little.optimal
 
 
