@@ -13,7 +13,15 @@ import pase
 from bench.arguments import parser, wanted
 from bench.provenance import save
 
-ROWS = (("mlp", 32), ("gpt2", 24), ("gpt2", 32), ("llama3_8b", 32))
+ROWS = (
+    ("mlp", 32),
+    ("gpt2", 24),
+    ("gpt2", 32),
+    ("llama3_8b", 32),
+    ("mlp", 64),
+    ("gpt2", 64),
+    ("llama3_8b", 64),
+)
 
 
 def measured(model: str, devices: int) -> dict[str, object]:
@@ -45,7 +53,7 @@ def main() -> None:
     for row in wanted(((f"{m}, {n}", (m, n)) for m, n in ROWS), args.only):
         rows.append(measured(*row))
         print(rows[-1], flush=True)
-    save({"rows": rows}, args.o)
+        save({"rows": rows}, args.o)  # each row, so that a run that is ended keeps those before
 
 
 if __name__ == "__main__":
