@@ -142,12 +142,11 @@ def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[...
 
 
 def _as_flag(f: Field[object]) -> inspect.Parameter:
-    """The typer parameter of an option. Whole numbers are parsed here; everything else is text that the options
-    parse.
-    """
+    """The typer parameter of an option. Numbers are parsed here; everything else is text that the options parse."""
     flag = f.metadata["flag"]
-    whole = int in (f.type, *get_args(f.type)) and str not in get_args(f.type)
-    plain: Any = list[str] if flag.pairs else int if whole else str
+    types = (f.type, *get_args(f.type))
+    number = next((t for t in (int, float) if t in types and str not in types), str)
+    plain: Any = list[str] if flag.pairs else number
     if f.default is None:
         plain = plain | None
     info = typer.Option(

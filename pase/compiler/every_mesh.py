@@ -27,7 +27,7 @@ __all__ = ["EveryMesh", "Sifted", "close_meshes", "sift_mesh"]
 
 _FIRST_PAIRS, _GROWTH = 1 << 12, 4
 """Pairs of layouts of the edges that are priced first, and by how much more are priced at a time after them."""
-_MOST_PAIRS = 1 << 24
+_MOST_PAIRS = 1 << 22
 """Pairs of layouts to price of one mesh."""
 _PASSES, _LAST_PASSES = 3, 12
 _EXACT = 1e-9

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -85,8 +85,8 @@ def fit_variants(
     free: the unconstrained answer to ``problem``, both of ``cheapest_free``. If it fits, it is the answer.
 
     The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
-    fits. The bound covers the variants that were tried, and all of them if the
-    work was spent before. The strategy's ``seconds`` are the sum over all searches.
+    fits. The bound covers the variants that were tried, and all of them if the work was spent before. The strategy's
+    ``seconds`` are the sum over all searches.
     """
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
@@ -117,20 +117,14 @@ def fit_variants(
                 continue
             if not first:
                 say(f"trying {variant}")
-            unlimited = free if first else search_meshes(p, meshes, say, close=False)
-            if not first:
-                seconds = add_seconds(seconds, unlimited.seconds)
                 spent.graphs += 1
-            least_first &= not _takes_less(unlimited, free)
-            if unlimited.solution.bound >= below:
-                continue
-            promising = True
-            start = time.perf_counter()
-            found, proven = fit_limit(p, unlimited, meshes, limit, spent, say, below)
-            seconds = add_seconds(seconds, {"search": time.perf_counter() - start})
-            bound = min(bound, proven)
-            if found is not None:
-                best = (p, found)
+            done = _fit_variant(p, free if first else None, free, meshes, limit, spent, say, below)
+            seconds = add_seconds(seconds, done.seconds)
+            least_first &= done.least
+            promising |= done.promising
+            bound = min(bound, done.bound)
+            if done.found is not None:
+                best = (p, done.found)
         if best is not None and (not whole or not promising):
             break
     if best is None:
@@ -141,6 +135,63 @@ def fit_variants(
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
     s = replace(s, optimal=least_first and s.bound >= s.cost * (1 - 1e-9))
     return best[0], replace(best[1], solution=s, seconds=seconds, least=least_first)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Fitted:
+    """What was found of a variant. bound: no strategy of it that fits and costs less than asked for costs less.
+    promising: whether it could have one. least: whether it nowhere undercut the first variant."""
+
+    found: Found | None = None
+    bound: float = np.inf
+    promising: bool = False
+    least: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _fit_variant(
+    p: SplitProblem,
+    unlimited: Found | None,
+    free: Found,
+    meshes: Sequence[Mesh],
+    limit: float,
+    spent: Spent,
+    say: Progress,
+    below: float,
+) -> _Fitted:
+    """The cheapest strategy of a variant that fits and costs less than ``below``. unlimited: its answers without the
+    limit, where they are known. free: those of the first variant, which bound it on each mesh.
+
+    The most promising meshes are searched first, and of the others only those whose bound is below what fits there.
+    """
+    out, tried = _Fitted(), list[tuple[Mesh, float]]()
+    ordered = sorted(meshes, key=lambda m: free.bounds[m.sizes])
+    for part in (meshes,) if unlimited is not None else (ordered[:_FIRST_MESHES], ordered[_FIRST_MESHES:]):
+        some = [m for m in part if free.bounds[m.sizes] < below]
+        if not some:
+            continue
+        answers = unlimited
+        if answers is None:
+            answers = search_meshes(p, some, say, close=False)
+            out.seconds = add_seconds(out.seconds, answers.seconds)
+        tried += answers.tried
+        out.least &= not _takes_less(answers, free)
+        if answers.solution.bound >= below:
+            continue
+        out.promising = True
+        start = time.perf_counter()
+        found, proven = fit_limit(p, answers, some, limit, spent, say, below)
+        out.seconds = add_seconds(out.seconds, {"search": time.perf_counter() - start})
+        out.bound = min(out.bound, proven)
+        if found is not None:
+            out.found, below = found, found.solution.cost
+    if out.found is not None:
+        out.found = replace(out.found, tried=tuple(tried))
+    return out
+
+
+_FIRST_MESHES = 4
+"""Meshes of a variant that are searched before it is known which of the others can have a cheaper strategy."""
 
 
 def _takes_less(variant: Found, free: Found) -> bool:

@@ -13,6 +13,7 @@ from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.compiler.spent import Spent
 from pase.errors import PaseError
+from tests.command import printed
 
 MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
 MLP = "zoo:mlp?batch=48"
@@ -92,3 +93,7 @@ def test_nothing_is_proven_of_further_meshes_if_a_variant_took_less() -> None:
     assert not doubtful.solution.optimal and doubtful.solution.bound == 0.0
     assert {m.sizes for m, _ in every.left} == {m.sizes for m in problem.meshes(None, 8)} - known
     assert np.isfinite(doubtful.solution.cost)
+
+
+def test_the_command_takes_both() -> None:
+    assert "step" in printed("compile", MLP, "--devices", "2", "--work", "5", "--time-limit", "3.5")
