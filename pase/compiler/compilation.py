@@ -65,14 +65,13 @@ def compile_model(
     traced, name = traced_model(model, params, batch, options)
     problem = _problem(traced, options)
     written, limit = problem, options.limit_bytes(problem.machine)
-    limited = limit is not None
     tries = list(
         variants(
             traced,
             problem.graph,
             options.accumulate,
             options.remat,
-            limited,
+            limit is not None,
             options.precision,
             options.once,
         )
