@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.footprints import Footprint, least_memory, misfit, needs_on_more
 from pase.compiler.mesh_search import Found, add_seconds, closed, search_meshes
 from pase.compiler.methods import memory_of
 from pase.compiler.problem import Progress, SplitProblem
@@ -27,13 +28,11 @@ from pase.machine import Mesh
 from pase.memory.account import Memory
 from pase.search import Known, MemoryProfile, Solution, price_memory, solve
 from pase.tables import CostTables
-from pase.tables.facts import facts
-from pase.tables.layouts import configs
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants", "least_memory"]
+__all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants"]
 
 
 def cheapest_free(
@@ -91,7 +90,7 @@ def fit_variants(
     if memory_of(problem, free.configs, free.mesh).total <= limit:
         return problem, free
     best: tuple[SplitProblem, Found] | None = None
-    least: list[_Footprint] = []
+    least: list[Footprint] = []
     bound, least_first, whole = float("inf"), True, True
     seconds = dict(free.seconds)
     for group in tries:
@@ -109,7 +108,7 @@ def fit_variants(
             below = float("inf") if best is None else best[1].solution.cost
             needs = {m: least_memory(p, m) for m in over}
             where = min(over, key=needs.__getitem__)
-            least.append(_Footprint(needs[where], where, variant))
+            least.append(Footprint(needs[where], where, variant))
             promising |= needs[where] > limit
             # A variant works at least as much as the step as written: what that needs on a mesh bounds it there.
             meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
@@ -128,8 +127,8 @@ def fit_variants(
         if best is not None and (not whole or not promising):
             break
     if best is None:
-        more = list(_needs_on_more(problem, traced, least, limit))
-        raise _infeasible(least, limit, problem.devices, more)
+        more = list(needs_on_more(problem, traced, least, limit))
+        raise misfit(least, limit, problem.devices, more)
     if not whole:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
@@ -220,14 +219,6 @@ def fit_more(
     low = min(proven, found.solution.bound)
     s = replace(s, bound=min(low, s.cost), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
     return replace(found if best is None else best, solution=s, tried=(*found.tried, *wider.tried))
-
-
-class _Footprint(NamedTuple):
-    """The least that a variant needs: bytes on a device, on the mesh where it needs the least."""
-
-    nbytes: float
-    mesh: Mesh
-    variant: Variant
 
 
 def fit_limit(
@@ -451,52 +442,3 @@ def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> Co
         key = (id(cost), over.tobytes())
         costs.append(same.setdefault(key, np.where(over, np.inf, cost) if over.any() else cost))
     return replace(tables, node_costs=tuple(costs))
-
-
-def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
-    """A lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
-    numbers = facts(problem.graph).space  # equal nodes of repeated layers have the same configs
-    of_number = {
-        number: configs(n, mesh) for number, n in dict(zip(numbers, problem.graph.nodes, strict=True)).items()
-    }
-    spaces = [of_number[number] for number in numbers]
-    p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
-    lowest = {id(b): b.min() for b in p.bytes}
-    least = np.array([lowest[id(b)] for b in p.bytes])
-    least[p.stop <= p.start] = 0.0
-    change = np.zeros(int(p.stop.max()) + 1)
-    np.add.at(change, p.start, least)
-    np.add.at(change, p.stop, -least)
-    return float(np.cumsum(change)[:-1].max())
-
-
-def _needs_on_more(
-    problem: SplitProblem, traced: Traced, least: Sequence[_Footprint], limit: float
-) -> Iterator[tuple[int, float]]:
-    """(devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
-    p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
-    for factor in (2, 4, 8, 16, 32, 64):
-        more = replace(p, devices=factor * p.devices)
-        needs = min((least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
-        yield more.devices, needs
-        if needs <= limit:
-            return
-
-
-def _infeasible(
-    least: Sequence[_Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
-) -> Infeasible:
-    """The error that says what would fit. more: (devices, least bytes) of the smallest variant on more devices."""
-    nbytes, mesh, variant = min(least, key=lambda n: n.nbytes)
-    enough = next((n for n, b in more if b <= limit), None)
-    if enough is not None:
-        so = f"On {enough} devices it may fit. Or use a smaller batch"
-    elif more:
-        so = f"Nor do {more[-1][0]} devices suffice. Use a smaller batch or model"
-    else:
-        so = "Use more devices or a smaller batch"
-    shape = "×".join(map(str, mesh.sizes))
-    return Infeasible(
-        f"no strategy found that fits {limit / 2**30:.4g} GiB a device on {devices} devices: any needs at least "
-        f"{nbytes / 2**30:.4g} GiB ({variant}, mesh {shape}). {so}"
-    )
