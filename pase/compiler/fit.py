@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.compiler.footprints import Footprint, least_memory, misfit, needs_on_more
+from pase.compiler.footprints import Footprint, least_memory, needs_on_more, nothing_fits
 from pase.compiler.mesh_search import Found, add_seconds, closed, search_meshes
 from pase.compiler.methods import memory_of
 from pase.compiler.problem import Progress, SplitProblem
@@ -128,7 +128,7 @@ def fit_variants(
             break
     if best is None:
         more = list(needs_on_more(problem, traced, least, limit))
-        raise misfit(least, limit, problem.devices, more)
+        raise nothing_fits(least, limit, problem.devices, more)
     if not whole:  # a variant that was not tried takes no less than the first one without the limit
         bound = min(bound, free.solution.bound)
     s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))

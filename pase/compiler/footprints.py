@@ -18,7 +18,7 @@ from pase.tables.layouts import configs
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
 
-__all__ = ["Footprint", "least_memory", "misfit", "needs_on_more"]
+__all__ = ["Footprint", "least_memory", "needs_on_more", "nothing_fits"]
 
 
 class Footprint(NamedTuple):
@@ -59,7 +59,7 @@ def needs_on_more(
             return
 
 
-def misfit(
+def nothing_fits(
     least: Sequence[Footprint], limit: float, devices: int, more: Sequence[tuple[int, float]]
 ) -> Infeasible:
     """The error that says what would fit. more: (devices, least bytes) of the smallest variant on more devices."""
