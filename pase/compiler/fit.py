@@ -137,7 +137,7 @@ def fit_variants(
 
 
 @dataclass(kw_only=True, eq=False)
-class _Fitted:
+class _VariantAnswer:
     """What was found of a variant. bound: no strategy of it that fits and costs less than asked for costs less.
     promising: whether it could have one. least: whether it nowhere undercut the first variant."""
 
@@ -157,13 +157,13 @@ def _fit_variant(
     spent: Spent,
     say: Progress,
     below: float,
-) -> _Fitted:
+) -> _VariantAnswer:
     """The cheapest strategy of a variant that fits and costs less than ``below``. unlimited: its answers without the
     limit, where they are known. free: those of the first variant, which bound it on each mesh.
 
     The most promising meshes are searched first, and of the others only those whose bound is below what fits there.
     """
-    out, tried = _Fitted(), list[tuple[Mesh, float]]()
+    out, tried = _VariantAnswer(), list[tuple[Mesh, float]]()
     ordered = sorted(meshes, key=lambda m: free.bounds[m.sizes])
     for part in (meshes,) if unlimited is not None else (ordered[:_FIRST_MESHES], ordered[_FIRST_MESHES:]):
         some = [m for m in part if free.bounds[m.sizes] < below]
