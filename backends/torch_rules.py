@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
+__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "seeded"]
 
 Laid = tuple[Extents, Layout]
 """A whole shape and its layout."""
@@ -408,89 +408,3 @@ def _dropout(call: RankCall) -> Tensor | tuple[Tensor, ...]:
     keep = part(keep, *laid, call.groups)
     y = x * keep / (1.0 - p) if p < 1.0 else torch.zeros_like(x)
     return y if "train" in call.given and str(call.target) == "aten.dropout.default" else (y, keep)
-
-
-# Numbers that are part of an op, in the order in which the traced graph has no operand for them.
-
-Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, Extents]], Iterator[float]]
-_NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
-
-
-def numbers_of(
-    name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
-) -> Iterator[float]:
-    """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
-    tensors.
-    """
-    found = _NUMBERS.get(name)
-    return iter(() if found is None else tuple(found(given, shapes)))
-
-
-def _count(shape: Extents, dims: int | Sequence[int] | None) -> int:
-    n = 1
-    for d in [dims] if isinstance(dims, int) else dims or range(len(shape)):
-        n *= shape[d]
-    return n
-
-
-@_NUMBERS.register("mean", "mse_loss", "l1_loss")
-def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    yield _count(shapes["self"], given.get("dim"))
-
-
-@_NUMBERS.register(*(f"{kind}adaptive_avg_pool{n}d" for kind in ("", "_") for n in (1, 2, 3)))
-def _adaptive_mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    size, shape = given["output_size"], shapes["self"]
-    yield _count(shape, list(range(-1 if isinstance(size, int) else -len(size), 0)))
-
-
-@_NUMBERS.register("var", "std", "var_mean", "std_mean")
-def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    n = _count(shapes["self"], given.get("dim"))
-    correction = given.get("correction")
-    yield n
-    yield n - (1 if correction is None else correction)
-
-
-@_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
-def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    import torch
-
-    axes = given["normalized_shape"]
-    n = _count(shapes["input"], list(range(-len(axes), 0)))
-    yield n
-    if "bias" in given:
-        yield n
-    eps = given.get("eps")
-    yield torch.finfo(given["input"].dtype).eps if eps is None else eps
-
-
-@_NUMBERS.register("group_norm", "native_group_norm")
-def _of_group_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    shape = shapes["input"]
-    n = _count(shape, list(range(1, len(shape)))) // int(given.get("num_groups") or given["group"])
-    yield from (n, n, given["eps"])
-
-
-@_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
-def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    shape, m = shapes["input"], given["momentum"]
-    n = _count(shape, [i for i in range(len(shape)) if i != 1])
-    yield from (n, n, given["eps"])
-    yield from (1 - m, m, 1 - m, m * n / max(n - 1, 1))
-
-
-@_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
-def _cross_entropy(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    """Ignored labels add zero."""
-    if given.get("weight") is not None or given.get("label_smoothing"):
-        raise NotOnParts("it weights classes or smooths labels, but is summed over ranks")
-    yield given.get("ignore_index", -100)
-    yield 0.0
-
-
-@_NUMBERS.register("addmm", "baddbmm")
-def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    if given.get("beta", 1) != 1:
-        raise NotOnParts("it scales what it adds, but is summed over ranks")
-    yield given.get("alpha", 1)
