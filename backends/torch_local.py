@@ -72,15 +72,13 @@ class Body:
 class RankWalk:
     """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
 
-    kept: nodes in these blocks whose results are kept for backward. totals: sums over all micro-batches; counting: the
-    ops that make a micro-batch's share of them, by place and tensor.
+    totals: sums over all micro-batches; counting: the ops that make a micro-batch's share of them, by place and tensor.
     """
 
     program: LocalProgram
     traced: TracedTorch
     groups: AxisGroups
     blocks: tuple[Block, ...] = ()
-    kept: frozenset[Place] = frozenset()
     counting: frozenset[tuple[Place, str]] = frozenset()
     totals: frozenset[str] = frozenset()
 

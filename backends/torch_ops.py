@@ -32,7 +32,7 @@ from pase.frontends.torch_numbers import NumberUnknown, node_numbers, op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import arguments
 from pase.frontends.values import Value
-from pase.ir import Op, Place
+from pase.ir import Op
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 from pase.pytree import Tree
 
@@ -209,7 +209,7 @@ class NodeOps:
             whole=_values(self.node.meta["val"]),
         )
         try:
-            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+            with self.body.keeping.of(any(not pair.local.op.remat for pair in work)):
                 made = evaluate(self._name, call)
         except PaseError:
             raise
@@ -306,7 +306,7 @@ class NodeOps:
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
             source = numbers if known is None else iter(known)
-            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+            with self.body.keeping.of(not local.op.remat):
                 x = run_nest(op, local, arrays, shape, source, self.walk.groups)
             dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
             return x if x.dtype == dtype else x.to(dtype)

@@ -25,7 +25,7 @@ from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
-from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
+from pase.ir.blocks import Block, accumulated, rematerialised
 from pase.local.lower import program_of
 from pase.local.types import LocalMove, LocalProgram, local_shape
 from pase.machine import Mesh
@@ -93,7 +93,6 @@ class TorchPlan:
             traced=self.traced,
             groups=groups,
             blocks=(*self.traced.marked, *self.blocks),
-            kept=kept_results(self.traced.graph, self.blocks),
             counting=self.sums.counting,
             totals=frozenset(self.sums.totals),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 import pase
 from bench.cases.torch_ranks import alone_among, on_ranks
 from pase.errors import PaseError
+from tests.backends.torch_models import case
 
 pytestmark = pytest.mark.torch
 RANKS = 4
@@ -115,6 +117,38 @@ def test_a_compiled_step_counts_too() -> None:
     ((got, gradients),) = on_ranks(1, on_rank)
     torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
+
+
+@pytest.mark.parametrize("what", ["light", "all"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "megatron/megatron_2x2", "megatron/megatron_sp_2x2", "random1@2x2"]
+)
+def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) -> None:
+    """Products keep their results, with or without the bias that is added to them; loss, gradients and what is sent are
+    as the plan has them."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.compiler.variants import recomputed
+
+    c = case("tower", RANKS)
+    plan = c.case.plan(strategy)
+    assert plan is not None
+    run = replace(plan.torch, blocks=recomputed(c.case.traced, what))
+    products = [op.op.remat for op in run.program.ops if op.op.kind == "matmul"]
+    assert len(run.blocks) == 3 and products == [what == "all"] * 6
+    assert run.leaves
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(c.module)
+        loss = run.parallelize(mine).backward(*c.batch)
+        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+    with alone_among(RANKS, rank=1):
+        assert sent_by_one_rank(run) == planned(run.program)
 
 
 def test_where_examples_meet_is_said() -> None:
