@@ -17,6 +17,7 @@ from pase.backends.torch_moves import part, places_of, positions
 from pase.backends.torch_ring import RankRing
 from pase.backends.torch_values import NotOnParts
 from pase.frontends.torch_values import TorchOperand
+from pase.local.parts import axes_of
 from pase.local.types import Extents, Layout, LocalOp, local_shape
 from pase.pytree import Tree
 from pase.registry import Registry
@@ -70,11 +71,6 @@ class RankCall:
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
         return places_of(ids, dim, *self.laid[name], self.groups)
-
-    def holders(self, name: str, dim: int) -> list[str]:
-        """The axes that split a dim of an operand."""
-        states = zip(self.groups.mesh.names, self.laid[name][1], strict=True)
-        return [axis for axis, s in states if isinstance(s, tuple) and s[0] == dim]
 
 
 RankRule = Callable[[RankCall], Tree]
@@ -345,22 +341,24 @@ def _attention(call: RankCall) -> Tensor:
 
 def _ring(call: RankCall) -> Tensor:
     q, k, v = (call.given[n] for n in ("query", "key", "value"))
-    axes = call.holders("key", len(call.laid["key"][0]) - 2)
     names = call.groups.mesh.names
-    if axes != call.holders("query", len(call.laid["query"][0]) - 2):
+    axes, of_queries = (
+        axes_of(call.laid[n][1], len(call.laid[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
+    )
+    if axes != of_queries:
         raise NotOnParts("its keys are split, and its queries are not split as they are")
     if call.given.get("is_causal") and q.shape[-2] != k.shape[-2]:
         raise NotOnParts("its keys are split, it is causal, and its queries are not as many as its keys")
     if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
         raise NotOnParts("its keys are split, and it has a mask or dropout")
-    if q.shape[-3] % k.shape[-3] or axes != sorted(axes, key=names.index):
+    if q.shape[-3] % k.shape[-3] or list(axes) != sorted(axes, key=names.index):
         raise NotOnParts(
             "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
         )
     scale = call.given.get("scale")
     ring = RankRing(
         groups=call.groups,
-        axes=tuple(axes),
+        axes=axes,
         causal=bool(call.given.get("is_causal")),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
     )

@@ -55,6 +55,7 @@ def _recorder() -> type[TorchDispatchMode]:
         def __init__(self, groups: AxisGroups) -> None:
             super().__init__()
             self.sent: SentCounts = Counter()
+            self._kinds = groups.kinds
             self._axes = {name: axes for axes, name in groups.names.items()}
 
         def __torch_dispatch__(
@@ -68,7 +69,9 @@ def _recorder() -> type[TorchDispatchMode]:
             name = func._schema.name.rpartition("::")[2]
             if func.namespace == "_c10d_functional" and name in _KINDS:
                 kind, axes = _KINDS[name], self._axes[args[-1]]
-                if kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
+                if self._kinds:
+                    kind = self._kinds[-1]
+                elif kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
                     kind = "permute"
                 nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
                 self.sent[kind, axes, nbytes] += 1
