@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps
 from pase.backends.torch_pairs import OpPair
@@ -83,6 +84,11 @@ class RankWalk:
     totals: frozenset[str] = frozenset()
 
     @cached_property
+    def joined(self) -> tuple[tuple[int, ...], ...]:
+        """Transfers whose gradients are summed together, as the program's messages say."""
+        return joined_sums(self.program)
+
+    @cached_property
     def counted(self) -> frozenset[str]:
         """What the counting ops make."""
         return frozenset(t for _, t in self.counting)
@@ -129,6 +135,8 @@ class RankWalk:
 
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
+        for numbers in self.joined:
+            body.sent.update(joined_values(numbers, self.program, body.values, self.groups))
         scope, i = self.traced.scope, 0
         while i < len(scope.nodes):
             block = next((b for b in self.blocks if b.start == i and not b.prefix), None)
@@ -163,9 +171,12 @@ class RankWalk:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
         made: list[RankValue] = []
+        joined = {n: body.sent[n] for numbers in self.joined for n in numbers if n in body.sent}
 
         def inside() -> tuple[Tensor, ...]:
-            mine = Body(constants=body.constants, values=dict(body.values), keeping=keeping)
+            mine = Body(
+                constants=body.constants, values=dict(body.values), sent=dict(joined), keeping=keeping
+            )
             for j in range(block.start, block.stop):
                 self._node(self.traced.scope, j, "", mine)
             made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]

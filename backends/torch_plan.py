@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.torch_compiled import added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
@@ -54,13 +55,16 @@ class TorchPlan:
     """Micro-batches per step. Gradients are summed over them."""
     whole: TracedTorch | None = None
     """The model on the whole batch, of a step in micro-batches."""
+    schedule: ProgramSchedule | None = None
+    """Which gradients are sent together."""
     blocks: tuple[Block, ...] = ()
     """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
-        return program_of(accumulated(self._graph, self.accumulate), self.mesh, self.strategy)
+        made = program_of(accumulated(self._graph, self.accumulate), self.mesh, self.strategy)
+        return made if self.schedule is None else self.schedule.placed(made)
 
     @cached_property
     def _graph(self) -> Graph:
@@ -451,4 +455,5 @@ def torch_plan(plan: PlanData) -> TorchPlan:
         strategy=plan.strategy,
         accumulate=plan.accumulate,
         blocks=plan.remat,
+        schedule=ProgramSchedule.of(plan),
     )

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_messages import joined_sums
 from pase.backends.torch_plan import ParallelModule, TorchPlan
 from pase.local.account import program_collectives
 from pase.local.types import LocalProgram, local_shape
@@ -44,7 +45,14 @@ def planned(program: LocalProgram) -> SentCounts:
     for c in program_collectives(program):
         if axes := tuple(a for a in c.axes if sizes[a] > 1):
             out[c.kind, axes, c.nbytes] += c.times
-    return out
+    for numbers in joined_sums(program):
+        moves = [program.moves(n, "back")[0] for n in numbers]
+        if axes := tuple(a for a in moves[0].axes if sizes[a] > 1):
+            times = round(program.runs(numbers[0], "back"))
+            out["all_reduce", axes, sum(m.nbytes for m in moves)] += times
+            for m in moves:
+                out["all_reduce", axes, m.nbytes] -= times
+    return +out
 
 
 @cache

@@ -151,6 +151,47 @@ def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) ->
         assert sent_by_one_rank(run) == planned(run.program)
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
+    """Three messages instead of one for each parameter, read from what PyTorch issues; the same numbers."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.compiler.variants import recomputed
+    from pase.plan.buckets import problem_of, stored
+    from pase.schedule.plan import BucketPlan, Message, Piece
+
+    c = case("tower", RANKS)
+    plan = c.case.plan("data_parallel")
+    assert plan is not None
+    problem = problem_of(plan)
+    sums = list(range(len(problem.tensors)))
+    assert {t.kind for t in problem.tensors} == {"all_reduce"}
+    groups = [sums[:5], sums[5:11], sums[11:]]
+    messages = tuple(
+        Message(pieces=tuple(Piece(tensor=t, offset=0, nbytes=problem.tensors[t].nbytes) for t in group))
+        for group in groups
+    )
+    run = replace(plan, buckets=stored(problem, BucketPlan(policy="by hand", messages=messages))).torch
+    if again:
+        run = replace(run, blocks=recomputed(c.case.traced, "light"))
+    assert run.program.messages and run.leaves
+    with alone_among(RANKS, rank=1):
+        sent = sent_by_one_rank(run)
+    assert sent == planned(run.program) and sum(sent.values()) < sum(planned(plan.torch.program).values())
+    large = sorted(n for kind, _, n in sent.elements() if kind == "all_reduce" and n > 8)
+    assert len(large) == 3
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(c.module)
+        loss = run.parallelize(mine).backward(*c.batch)
+        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+
+
 def test_where_examples_meet_is_said() -> None:
     module, ids, _ = model()
     for loss in (
