@@ -73,8 +73,9 @@ class TorchPlan:
     @cached_property
     def sums(self) -> BatchSums:
         """What the micro-batches of a step pass on to each other."""
-        if self.accumulate == 1 or self.whole is None:
+        if self.accumulate == 1:
             return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
+        assert self.whole is not None
         return micro_sums(self.whole, self.traced, self._graph, self.accumulate)
 
     @cached_property

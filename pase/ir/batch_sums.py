@@ -73,7 +73,7 @@ def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | 
                 walk.take(n, op)
     read = {a.tensor for n in graph.nodes for op in n.ops for a in op.reads}
     totals = {t: power for t, power in walk.totals.items() if t in read}
-    outputs = {t: walk.values[t].share for t in graph.outputs}
+    outputs = {t: walk.values.get(t, _NONE).share for t in graph.outputs}
     return BatchSums(totals=totals, outputs=outputs, counting=_counting(graph, totals))
 
 
