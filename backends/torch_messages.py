@@ -10,7 +10,8 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_values import RankValue
@@ -82,12 +83,14 @@ def _joined() -> type[TorchFunction]:
 
     class Joined(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, groups: AxisGroups, axes: Sequence[str], *xs: Tensor) -> tuple[Tensor, ...]:
+        def forward(
+            ctx: SimpleNamespace, groups: AxisGroups, axes: Sequence[str], *xs: Tensor
+        ) -> tuple[Tensor, ...]:
             ctx.groups, ctx.axes = groups, axes
             return tuple(x.view_as(x) for x in xs)
 
         @staticmethod
-        def backward(ctx: Any, *gs: Tensor) -> tuple[Tensor | None, ...]:
+        def backward(ctx: SimpleNamespace, *gs: Tensor) -> tuple[Tensor | None, ...]:
             wire = ctx.groups.all_reduce(torch.cat([g.reshape(-1) for g in gs]), ctx.axes)
             parts = wire.split([g.numel() for g in gs])
             return None, None, *(p.reshape(g.shape) for p, g in zip(parts, gs, strict=True))
