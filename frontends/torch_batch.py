@@ -43,7 +43,7 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
 
     Raises NotInParts if a step in micro-batches would give other numbers.
     """
-    beside = _Beside(whole=whole, part=part, k=k)
+    beside = _WholeAndPart(whole=whole, part=part, k=k)
     try:
         return batch_sums(graph, _cut(whole), beside.power)
     except ExamplesMeet as e:
@@ -64,7 +64,7 @@ def _cut(traced: TracedTorch) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Beside:
+class _WholeAndPart:
     """The step on the whole batch beside that on a micro-batch."""
 
     whole: TracedTorch

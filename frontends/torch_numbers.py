@@ -16,8 +16,6 @@ from pase.registry import Registry
 
 __all__ = ["NumberUnknown", "node_numbers", "numbers_missing", "numbers_of", "op_name"]
 
-Extents = tuple[int, ...]
-
 
 class NumberUnknown(PaseError):
     """Why the numbers among an op's operands are not known."""
@@ -49,12 +47,12 @@ def op_name(n: FxNode) -> str:
     return str(n.target._schema.name).removeprefix("aten::")
 
 
-Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, Extents]], Iterator[float]]
+Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, tuple[int, ...]]], Iterator[float]]
 _NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
 
 
 def numbers_of(
-    name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
+    name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[float]:
     """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
     tensors.
@@ -63,7 +61,7 @@ def numbers_of(
     return iter(() if found is None else tuple(found(given, shapes)))
 
 
-def _count(shape: Extents, dims: int | Sequence[int] | None) -> int:
+def _count(shape: tuple[int, ...], dims: int | Sequence[int] | None) -> int:
     n = 1
     for d in [dims] if isinstance(dims, int) else dims or range(len(shape)):
         n *= shape[d]
@@ -71,18 +69,20 @@ def _count(shape: Extents, dims: int | Sequence[int] | None) -> int:
 
 
 @_NUMBERS.register("mean", "mse_loss", "l1_loss")
-def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     yield _count(shapes["self"], given.get("dim"))
 
 
 @_NUMBERS.register(*(f"{kind}adaptive_avg_pool{n}d" for kind in ("", "_") for n in (1, 2, 3)))
-def _adaptive_mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _adaptive_mean(
+    given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[float]:
     size, shape = given["output_size"], shapes["self"]
     yield _count(shape, list(range(-1 if isinstance(size, int) else -len(size), 0)))
 
 
 @_NUMBERS.register("var", "std", "var_mean", "std_mean")
-def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     n = _count(shapes["self"], given.get("dim"))
     correction = given.get("correction")
     yield n
@@ -90,7 +90,7 @@ def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) 
 
 
 @_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
-def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     import torch
 
     axes = given["normalized_shape"]
@@ -103,14 +103,16 @@ def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
 
 
 @_NUMBERS.register("group_norm", "native_group_norm")
-def _of_group_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _of_group_norm(
+    given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[float]:
     shape = shapes["input"]
     n = _count(shape, list(range(1, len(shape)))) // int(given.get("num_groups") or given["group"])
     yield from (n, n, given["eps"])
 
 
 @_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
-def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     shape, m = shapes["input"], given["momentum"]
     n = _count(shape, [i for i in range(len(shape)) if i != 1])
     yield from (n, n, given["eps"])
@@ -118,7 +120,9 @@ def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
 
 
 @_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
-def _cross_entropy(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _cross_entropy(
+    given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[float]:
     """Ignored labels add zero. A mean over labels that are probabilities is over all of them."""
     if given["target"].is_floating_point():
         if given.get("weight") is not None or given.get("label_smoothing"):
@@ -136,7 +140,7 @@ def _cross_entropy(given: Mapping[str, TorchOperand], shapes: Mapping[str, Exten
 
 
 @_NUMBERS.register("addmm", "baddbmm")
-def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
+def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     if given.get("beta", 1) != 1:
         raise NumberUnknown("it scales what it adds, but its parts run one by one")
     yield given.get("alpha", 1)

@@ -36,7 +36,7 @@ class BatchSums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Value:
+class _OfBatch:
     """What is known of a tensor. summed: it is a sum over the micro-batch's examples of something that depends on
     parameters. trained: it depends on parameters. totalled: it depends on a total.
 
@@ -54,7 +54,7 @@ class _Value:
         return self.power if self.summed else self.power + 1
 
 
-_NONE = _Value()
+_NONE = _OfBatch()
 
 
 def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | None] | None) -> BatchSums:
@@ -66,7 +66,7 @@ def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | 
 
     Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives.
     """
-    walk = _Walk(graph=graph, cut=frozenset(cut), scaled=scaled)
+    walk = _SumsWalk(graph=graph, cut=frozenset(cut), scaled=scaled)
     for n in graph.nodes:
         for op in n.ops:
             if not op.backward:  # gradients are always summed over the batch
@@ -78,11 +78,11 @@ def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | 
 
 
 @dataclass
-class _Walk:
+class _SumsWalk:
     graph: Graph
     cut: frozenset[str]
     scaled: Callable[[Op], int | None] | None
-    values: dict[str, _Value] = field(default_factory=dict)
+    values: dict[str, _OfBatch] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class _Walk:
         where = f"{op.name} at {op.source or n.name}"
         if op.kind in ("parameter", "input", "constant"):
             state = any(o.kind == "carry" for o in n.ops)  # the last step's: it is no count of this batch
-            made = _Value(trained=op.kind == "parameter" or state)
+            made = _OfBatch(trained=op.kind == "parameter" or state)
         elif op.kind in ("carry", "output"):
             if op.kind == "carry" and any(v.summed or v.totalled for v in reads):
                 raise ExamplesMeet(where)
@@ -123,15 +123,15 @@ class _Walk:
         """Whether it reads single numbers only: the state of a random generator."""
         return all(self.graph.tensors[a.tensor].elements == 1 for a in op.reads)
 
-    def _joined(self, op: Op, reads: list[_Value], power: int, summed: bool = False) -> _Value:
-        return _Value(
+    def _joined(self, op: Op, reads: list[_OfBatch], power: int, summed: bool = False) -> _OfBatch:
+        return _OfBatch(
             summed=summed,
             trained=any(v.trained for v in reads),
             totalled=any(v.totalled for v in reads),
             power=power,
         )
 
-    def _sum(self, op: Op, reads: list[_Value], own: set[str], where: str) -> _Value:
+    def _sum(self, op: Op, reads: list[_OfBatch], own: set[str], where: str) -> _OfBatch:
         """A result without the batch's dim."""
         along = [v for v, a in zip(reads, op.reads, strict=True) if own & set(a.map.dims)]
         if not (op.kind == "matmul" or _adds(op)) or not along or any(v.summed for v in reads):
@@ -142,9 +142,9 @@ class _Walk:
         if made.totalled or len(op.writes) != 1:
             raise ExamplesMeet(where)  # a total of what already reads one would need one more pass
         self.totals[op.writes[0].tensor] = made.power
-        return _Value(totalled=True)
+        return _OfBatch(totalled=True)
 
-    def _of_sums(self, op: Op, reads: list[_Value], where: str) -> _Value:
+    def _of_sums(self, op: Op, reads: list[_OfBatch], where: str) -> _OfBatch:
         """A value of sums, and of what is the same in every micro-batch: linear in the sums."""
         sums = [v for v in reads if v.summed]
         product = op.function.name in ("mul", "div")
