@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.local.types import Combine
-from pase.machine import Mesh
+from pase.machine import CollectiveKind, Mesh
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,6 +36,8 @@ class AxisGroups:
     devices: DeviceMesh
     names: dict[tuple[str, ...], str] = field(default_factory=dict)
     place: tuple[int, ...]
+    kinds: list[CollectiveKind] = field(default_factory=list)
+    """What is being sent, in the plan's words, where PyTorch's collective does not tell."""
 
     def index(self, axis: str) -> int:
         """This rank's index along an axis."""
@@ -117,16 +119,31 @@ class AxisGroups:
             at = at * self.ways([a]) + self.index(a)
         return at
 
-    def shift(self, x: Tensor, axes: Sequence[str], by: int) -> Tensor:
-        """The tensor of the rank ``by`` places before this one; zeros if there is no such rank."""
-        n, mine = self.ways(axes), self.number(axes)
-        to, come = [0] * n, [0] * n
-        if 0 <= mine + by < n:
-            to[mine + by] = 1
-        if 0 <= mine - by < n:
-            come[mine - by] = 1
-        came = self._exchanged(x[None][: sum(to)], come, to, axes)
-        return came[0] if sum(come) else x.new_zeros(x.shape)
+    def neighbours(self, x: Tensor, axes: Sequence[str], dim: int, low: int) -> Tensor:
+        """The first ``low`` rows of a dim go to the rank before this one, the others to the rank after it -> the rows
+        of the one before, then those of the one after; zeros if there is no such rank.
+
+        It is one message. A rank at an end sends itself as many rows as make it as large as the others'.
+        """
+        import torch
+
+        n, mine, high = self.ways(axes), self.number(axes), x.shape[dim] - low
+        ends = {mine - 1: (0, low, high), mine + 1: (low, high, low)}
+        ends = {r: rows for r, rows in ends.items() if 0 <= r < n}
+        if len(ends) < 2:
+            ends[mine] = (0, min(low, high), min(low, high))
+        none = (0, 0, 0)
+        sent = [x.narrow(dim, *ends.get(r, none)[:2]) for r in range(n)]
+        shape = [(*x.shape[:dim], ends.get(r, none)[2], *x.shape[dim + 1 :]) for r in range(n)]
+        self.kinds.append("permute")
+        try:
+            came = self.exchanged(sent, shape, axes)
+        finally:
+            self.kinds.pop()
+        missing = x.new_zeros(()).expand
+        first = came[mine - 1] if mine > 0 else missing((*x.shape[:dim], high, *x.shape[dim + 1 :]))
+        second = came[mine + 1] if mine < n - 1 else missing((*x.shape[:dim], low, *x.shape[dim + 1 :]))
+        return torch.cat([first, second], dim)
 
     def exchanged(
         self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]], axes: Sequence[str]

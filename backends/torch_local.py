@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
-from pase.backends.torch_ops import NodeOps, OpPair
+from pase.backends.torch_ops import NodeOps
+from pase.backends.torch_pairs import OpPair
 from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
@@ -71,21 +73,32 @@ class Body:
 class RankWalk:
     """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
 
-    kept: nodes in these blocks whose results are kept for backward.
+    totals: sums over all micro-batches; counting: the ops that make a micro-batch's share of them, by place and tensor.
     """
 
     program: LocalProgram
     traced: TracedTorch
     groups: AxisGroups
     blocks: tuple[Block, ...] = ()
-    kept: frozenset[Place] = frozenset()
+    counting: frozenset[tuple[Place, str]] = frozenset()
+    totals: frozenset[str] = frozenset()
+
+    @cached_property
+    def joined(self) -> tuple[tuple[int, ...], ...]:
+        """Transfers whose gradients are summed together, as the program's messages say."""
+        return joined_sums(self.program)
+
+    @cached_property
+    def counted(self) -> frozenset[str]:
+        """What the counting ops make."""
+        return frozenset(t for _, t in self.counting)
 
     @cached_property
     def index(self) -> NodeIndex:
         return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
 
     @cached_property
-    def _pairs(self) -> Mapping[str, list[OpPair]]:
+    def pairs(self) -> Mapping[str, list[OpPair]]:
         """Place -> its ops that depend on data, in the order in which they were traced."""
         found: dict[str, list[OpPair]] = {}
         maker = self.program.maker
@@ -122,6 +135,8 @@ class RankWalk:
 
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
+        for numbers in self.joined:
+            body.sent.update(joined_values(numbers, self.program, body.values, self.groups))
         scope, i = self.traced.scope, 0
         while i < len(scope.nodes):
             block = next((b for b in self.blocks if b.start == i and not b.prefix), None)
@@ -131,6 +146,15 @@ class RankWalk:
                 continue
             self._again(block, body)
             i = block.stop
+
+    def count(self, body: Body) -> dict[str, Tensor]:
+        """This micro-batch's share of the totals, made from inputs alone. What is made on the way stays in the body."""
+        import torch
+
+        with torch.no_grad():
+            for i in range(len(self.traced.scope.nodes)):
+                self._node(self.traced.scope, i, "", body, counting=True)
+        return {t: body.values[t].array for t in self.totals}
 
     def _again(self, block: Block, body: Body) -> None:
         """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
@@ -147,9 +171,12 @@ class RankWalk:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
         made: list[RankValue] = []
+        joined = {n: body.sent[n] for numbers in self.joined for n in numbers if n in body.sent}
 
         def inside() -> tuple[Tensor, ...]:
-            mine = Body(constants=body.constants, values=dict(body.values), keeping=keeping)
+            mine = Body(
+                constants=body.constants, values=dict(body.values), sent=dict(joined), keeping=keeping
+            )
             for j in range(block.start, block.stop):
                 self._node(self.traced.scope, j, "", mine)
             made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
@@ -180,7 +207,7 @@ class RankWalk:
                     read[b] |= {self.program.original(o.tensor) for o in op.operands}
         return {b: frozenset(made[b] & read[b]) for b in self.blocks}
 
-    def _node(self, scope: TorchScope, i: int, prefix: str, body: Body) -> None:
+    def _node(self, scope: TorchScope, i: int, prefix: str, body: Body, *, counting: bool = False) -> None:
         import torch
 
         n, path = scope.nodes[i], f"{prefix}{i}"
@@ -189,20 +216,23 @@ class RankWalk:
         if path in scope.inner:
             inner = scope.inner[path]
             for j in range(len(inner.nodes)):
-                self._node(inner, j, f"{path}.", body)
+                self._node(inner, j, f"{path}.", body, counting=counting)
             return
         if isinstance(n.target, torch._ops.HigherOrderOperator):
             raise NotOnParts(
                 f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: pase prices it, and "
                 f"does not run it. Write it out, a loop for example in Python"
             )
-        pairs = self._pairs.get(path)
+        pairs = self.pairs.get(path)
+        if counting and pairs:
+            pairs = [p for p in pairs if any((p.op.eqn, w.tensor) in self.counting for w in p.op.writes)]
         if not pairs:
             return  # a view that its readers make, or a value that does not depend on data
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
-                NodeOps(walk=self, node=n, path=path, body=body).run(pairs)
+                node = NodeOps(walk=self, node=n, path=path, body=body)
+                node.count(pairs) if counting else node.run(pairs)
             except NotOnParts as e:
                 raise NotOnParts(
                     f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_moves import places_of
 from pase.backends.torch_values import NotOnParts
+from pase.frontends.torch_numbers import numbers_missing
 from pase.ir import Op
 from pase.local.types import Extents, LocalOp
 
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
 
     from pase.ir.types import Walk
 
-__all__ = ["numbers_missing", "run_nest"]
-
-_MISSING = {"select": 3}
-"""Function -> its number of operands, if that is not two."""
+__all__ = ["run_nest"]
 
 
 @cache
@@ -48,17 +46,6 @@ def _functions() -> dict[str, Callable[..., Tensor]]:
         "cast": lambda x: x,
         "copy": lambda x: x,
     }
-
-
-_BINARY = frozenset({"add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le", "max", "min"})
-
-
-def numbers_missing(op: Op) -> int:
-    """The number of an op's operands that are plain numbers, which the traced graph does not hold."""
-    if op.kind != "elementwise":
-        return 0
-    wanted = _MISSING.get(op.function.name, 2 if op.function.name in _BINARY else 1)
-    return max(0, wanted - len(op.reads))
 
 
 def run_nest(

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from pase.backends import torch_windows  # noqa: F401, the rules of convolutions and pools
 from pase.backends.torch_moves import part, summed
 from pase.backends.torch_nests import run_nest
-from pase.backends.torch_rules import Laid, RankCall, evaluate, numbers_of
+from pase.backends.torch_pairs import Anchor, OpPair, made_by, partitioned, passed_over
+from pase.backends.torch_rules import Laid, RankCall, evaluate
 from pase.backends.torch_values import (
     NotOnParts,
     RankValue,
-    ReorderStep,
     ReshapeStep,
     Steps,
     inverse,
@@ -28,10 +28,11 @@ from pase.backends.torch_values import (
     through_reshape,
 )
 from pase.errors import PaseError
+from pase.frontends.torch_numbers import NumberUnknown, node_numbers, op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import arguments
 from pase.frontends.values import Value
-from pase.ir import Op, Place
+from pase.ir import Op
 from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
 from pase.pytree import Tree
 
@@ -42,35 +43,11 @@ if TYPE_CHECKING:
     from pase.backends.torch_local import Body, RankWalk
     from pase.frontends.torch_values import TorchOperand
 
-__all__ = ["NodeOps", "OpPair"]
+__all__ = ["NodeOps"]
 
 
-class OpPair(NamedTuple):
-    """An op as it was traced, and as the program splits it."""
-
-    op: Op
-    local: LocalOp
-
-    @property
-    def is_view(self) -> bool:
-        """Whether the result has the same elements in another shape or order."""
-        return self.op.kind == "view" and self.op.name in ("reshape", "transpose")
-
-    @property
-    def as_steps(self) -> Steps:
-        """The steps of a view."""
-        read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
-        if self.op.name == "reshape":
-            return (ReshapeStep(self.local.operands[0].shape, self.local.results[0].shape),)
-        left, order = list(range(len(read))), []
-        for w in written:
-            order.append(next(i for i in left if read[i] == w))
-            left.remove(order[-1])
-        return (ReorderStep(tuple(order)),)
-
-
-Anchor = tuple[str, Steps]
-"""A tensor that the work makes, and the views from it to a result of the node."""
+_SUM = 2
+"""What ATen calls a loss that is added up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +63,12 @@ class NodeOps:
 
     def run(self, pairs: Sequence[OpPair]) -> None:
         """Run the node; its results are then in the body."""
-        before, work, after = _partitioned(pairs)
+        done = [pair for pair in pairs if self._known(pair)]
+        if done:
+            if left := [pair for pair in pairs if pair not in done]:
+                self._around_totals(left)
+            return
+        before, work, after = partitioned(pairs)
         for pair in before:
             self._nest(pair, iter(()))
         if all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
@@ -99,23 +81,55 @@ class NodeOps:
             self._at_once(work[:1], before, [(first, ())], {"bias": None})
             for pair in work[1:]:
                 self._nest(pair, iter(()))
-        elif len(work) > 1 and not any(r.tensor in _made(work) for pair in work for r in pair.op.reads):
+        elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
             anchors = self._anchors(work)  # several independent ones: the parts of a split
             for pair in work:
                 self._at_once(
-                    [pair], before, [a if a and a[0] in _made([pair]) else None for a in anchors], {}
+                    [pair], before, [a if a and a[0] in made_by([pair]) else None for a in anchors], {}
                 )
         else:
             self._one_by_one(work)
         for pair in after:
             self._nest(pair, iter(()))
 
+    def count(self, pairs: Sequence[OpPair]) -> None:
+        """Run these ops of the node, which the sums over the batch need, and no others."""
+        every = self.walk.pairs.get(self.path, [])
+        if len(pairs) == len(every):
+            self.run(pairs)
+        else:
+            self._one_by_one(pairs)
+
+    def _known(self, pair: OpPair) -> bool:
+        """Whether its results are there already: a sum over all micro-batches, or what it was made of."""
+        return all(r.tensor in self.walk.counted and r.tensor in self.body.values for r in pair.local.results)
+
+    def _around_totals(self, left: Sequence[OpPair]) -> None:
+        """Run what is left of a node of which the sums over all micro-batches are known: what they divide is made as
+        a sum by PyTorch's own op, and the rest one by one."""
+        behind = set(self.walk.totals)
+        first: list[OpPair] = []
+        rest: list[OpPair] = []
+        for pair in left:
+            told = behind & {a.tensor for a in pair.op.reads}
+            (rest if told else first).append(pair)
+            behind |= made_by([pair]) if told else set()
+        before, work, _ = partitioned(first)
+        if work and "reduction" in self._arguments and self._closed(work):
+            for pair in before:
+                self._nest(pair, iter(()))
+            total = work[-1].op.writes[0].tensor
+            self._at_once(work, before, [(total, ())], {"reduction": _SUM})
+        else:
+            self._one_by_one(first)
+        self._one_by_one(rest)
+
     # The op as PyTorch has it.
 
     def _anchors(self, work: Sequence[OpPair]) -> list[Anchor | None]:
         """For each result of the node, the tensor of the work that it is a view of."""
         found = self.walk.index.values[self.node]
-        made = _made(work)
+        made = made_by(work)
         out: list[Anchor | None] = []
         for v in found if isinstance(found, list) else [found]:
             chain = () if v is None else steps_from(v)
@@ -125,7 +139,7 @@ class NodeOps:
 
     def _closed(self, work: Sequence[OpPair]) -> bool:
         """Whether nothing is moved or summed between these ops, and each operand is read in only one way."""
-        program, own = self.walk.program, _made(work)
+        program, own = self.walk.program, made_by(work)
         ways: dict[str, set[object]] = {}
         for pair in work:
             for o in pair.local.operands:
@@ -195,7 +209,7 @@ class NodeOps:
             whole=_values(self.node.meta["val"]),
         )
         try:
-            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+            with self.body.keeping.of(any(not pair.local.op.remat for pair in work)):
                 made = evaluate(self._name, call)
         except PaseError:
             raise
@@ -231,7 +245,7 @@ class NodeOps:
 
     @property
     def _name(self) -> str:
-        return str(self.node.target._schema.name).removeprefix("aten::")
+        return op_name(self.node)
 
     @cached_property
     def _arguments(self) -> dict[str, TorchOperand]:
@@ -239,9 +253,10 @@ class NodeOps:
 
     @property
     def _numbers(self) -> Iterator[float]:
-        given = {k: v.meta["val"] if _is_node(v) else v for k, v in self._arguments.items()}
-        shapes = {k: tuple(v.meta["val"].shape) for k, v in self._arguments.items() if _is_node(v)}
-        return numbers_of(self._name, given, shapes)
+        try:
+            return node_numbers(self.node)
+        except NumberUnknown as e:
+            raise NotOnParts(str(e)) from None
 
     def _one_by_one(self, work: Sequence[OpPair]) -> None:
         """Run these ops in the order in which they were traced, and between them those that read constants only."""
@@ -252,14 +267,17 @@ class NodeOps:
                 self._nest(mine[id(op)], numbers)
             elif len(op.writes) == 1 and op.writes[0].tensor not in known:
                 self._fold(op, numbers)
+            else:
+                passed_over(numbers, op)
 
     def _fold(self, op: Op, numbers: Iterator[float]) -> None:
         """Work out a constant that only this node has, for ``_constant``."""
         tensors, ins = self.walk.traced.graph.tensors, []
         for a in op.reads:
             x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
-            if x is None:
-                return  # nothing that runs one by one reads it, or ``_constant`` says that it is missing
+            if x is None:  # nothing that runs one by one reads it, or ``_constant`` says that it is missing
+                passed_over(numbers, op)
+                return
             ins.append(x)
         (w,) = op.writes
         shape = tuple(int(s) for s in tensors[w.tensor].shape)
@@ -288,7 +306,7 @@ class NodeOps:
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
             source = numbers if known is None else iter(known)
-            with self.body.keeping.of(Place(self.path) in self.walk.kept):
+            with self.body.keeping.of(not local.op.remat):
                 x = run_nest(op, local, arrays, shape, source, self.walk.groups)
             dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
             return x if x.dtype == dtype else x.to(dtype)
@@ -334,7 +352,7 @@ class _Reads:
 
     @classmethod
     def of(cls, ops: NodeOps, work: Sequence[OpPair], before: Sequence[OpPair]) -> _Reads:
-        program, own = ops.walk.program, _made(work)
+        program, own = ops.walk.program, made_by(work)
         roots: dict[str, Anchor] = {}
         for pair in before:
             read = pair.op.reads[0].tensor
@@ -422,27 +440,6 @@ class _Reads:
         if read is None:
             return x, (value.shape, nowhere)
         return part(x, value.shape, read, walk.groups), (value.shape, read)
-
-
-def _partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], list[OpPair]]:
-    """Split the ops into views of the inputs, the work, and views of the results."""
-    own = _made(pairs)
-    before: list[OpPair] = []
-    for pair in pairs:
-        if not pair.is_view or {r.tensor for r in pair.op.reads} & own - _made(before):
-            break
-        before.append(pair)
-    rest = list(pairs[len(before) :])
-    after: list[OpPair] = []
-    for pair in reversed(rest):
-        readers = {r.tensor for p in rest if p is not pair and p not in after for r in p.op.reads}
-        if pair.is_view and not _made([pair]) & readers:
-            after.insert(0, pair)
-    return before, [p for p in rest if p not in after], after
-
-
-def _made(pairs: Sequence[OpPair]) -> set[str]:
-    return {w.tensor for pair in pairs for w in pair.op.writes}
 
 
 def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:

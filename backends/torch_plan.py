@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.torch_compiled import added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
@@ -20,10 +21,12 @@ from pase.backends.torch_storage import Storage
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
+from pase.frontends.torch_batch import micro_sums
 from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
-from pase.ir import named, simplify
-from pase.ir.blocks import Block, accumulated, kept_results, rematerialised
+from pase.ir import Graph, named, simplify
+from pase.ir.batch_sums import BatchSums
+from pase.ir.blocks import Block, accumulated, rematerialised
 from pase.local.lower import program_of
 from pase.local.types import LocalMove, LocalProgram, local_shape
 from pase.machine import Mesh
@@ -49,15 +52,31 @@ class TorchPlan:
     mesh: Mesh
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
     accumulate: int = 1
-    """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
+    """Micro-batches per step. Gradients are summed over them."""
+    whole: TracedTorch | None = None
+    """The model on the whole batch, of a step in micro-batches."""
+    schedule: ProgramSchedule | None = None
+    """Which gradients are sent together."""
     blocks: tuple[Block, ...] = ()
     """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
-        graph = accumulated(named(simplify(rematerialised(self.traced.graph, self.blocks))), self.accumulate)
-        return program_of(graph, self.mesh, self.strategy)
+        made = program_of(accumulated(self._graph, self.accumulate), self.mesh, self.strategy)
+        return made if self.schedule is None else self.schedule.placed(made)
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return named(simplify(rematerialised(self.traced.graph, self.blocks)))
+
+    @cached_property
+    def sums(self) -> BatchSums:
+        """What the micro-batches of a step pass on to each other."""
+        if self.accumulate == 1:
+            return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
+        assert self.whole is not None
+        return micro_sums(self.whole, self.traced, self._graph, self.accumulate)
 
     @cached_property
     def leaves(self) -> dict[str, str]:
@@ -79,7 +98,8 @@ class TorchPlan:
             traced=self.traced,
             groups=groups,
             blocks=(*self.traced.marked, *self.blocks),
-            kept=kept_results(self.traced.graph, self.blocks),
+            counting=self.sums.counting,
+            totals=frozenset(self.sums.totals),
         )
 
     def parallelize(
@@ -177,34 +197,57 @@ class ParallelModule:
             raise PaseError(
                 "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
             )
-        return self._loss(self._parameters(self._local()), self._inputs(batch, 0))
+        (body,) = self._bodies(batch)
+        return self._loss(self._parameters(self._local()), body)
 
     def backward(self, *batch: Tree) -> Tensor:
         """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
-        k = self.plan.accumulate
         losses: list[Tensor] = []
         held = self._parameters(self._local()) if self.compiler is None else {}
-        for i in range(k):
+        for body in self._bodies(batch):
             if self.compiler is not None:
-                losses.append(self._at_once(self._inputs(batch, i)))
+                losses.append(self._at_once(body))
                 continue
-            loss = self._loss(held, self._inputs(batch, i)) / k
+            loss = self._loss(held, body) * self._share
             loss.backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
-    def _loss(self, parameters: Mapping[str, RankValue], inputs: Mapping[str, RankValue]) -> Tensor:
-        body, loss = self._walked({**parameters, **inputs}, self._constants())
+    @property
+    def _share(self) -> float:
+        """What a micro-batch's loss is multiplied by: a sum counts whole, of a mean a share."""
+        (power,) = self.plan.sums.outputs.values()
+        return float(self.plan.accumulate**-power)
+
+    def _bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
+        """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
+        k, totals = self.plan.accumulate, self.plan.sums.totals
+        first, constants = self.seed + self.steps, self._constants()
+        bodies = (self.walk.body(self._inputs(batch, i), constants, self.device, first + i) for i in range(k))
+        if not totals:
+            yield from bodies
+            return
+        every = list(bodies)
+        shares = [self.walk.count(body) for body in every]
+        for t, power in totals.items():
+            total = sum((s[t] for s in shares[1:]), shares[0][t])
+            whole = total * k**-power if power else total
+            for body in every:
+                body.values[t] = replace(body.values[t], array=whole)
+        yield from every
+
+    def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
+        body.values.update({**parameters, **self._kept()})
+        loss = self._walked(body)
         self._write_back(self._next_values(body))
         self.steps += 1
         return loss
 
-    def _walked(self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Tensor]) -> tuple[Body, Tensor]:
-        """The state after a walk with these parameters and inputs, and the loss."""
-        body = self.walk.body(leaves, buffers, self.device, self.seed + self.steps)
+    def _walked(self, body: Body) -> Tensor:
+        """The loss after a walk."""
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
-        return body, self.walk.output(self._value(name), body).reshape(())
+        return self.walk.output(self._value(name), body).reshape(())
 
     def _constants(self) -> dict[str, Tensor]:
         """Placeholder -> buffer that does not depend on data."""
@@ -215,22 +258,31 @@ class ParallelModule:
             if path not in program.mutated.values()
         }
 
-    def _at_once(self, inputs: Mapping[str, RankValue]) -> Tensor:
+    def _at_once(self, before: Body) -> Tensor:
         """The loss of a micro-batch, its share of the whole. Its gradients are added to the parameters' ``grad``."""
         import torch
 
+        before.values.update(self._kept())
         constants, stored = self._constants(), self._local()
-        given = [*stored.values(), *(v.array for v in inputs.values()), *constants.values()]
+        held_values, sent = before.values, before.sent
+        given = [
+            *stored.values(),
+            *(v.array for v in held_values.values()),
+            *sent.values(),
+            *constants.values(),
+        ]
         trained = [t for t, p in self._stored.items() if p.requires_grad]
 
         def joint(*arrays: Tensor) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor]]:
             mine = iter(arrays)
             held = {t: next(mine).detach().requires_grad_(t in trained) for t in stored}
-            read = {t: replace(v, array=next(mine)) for t, v in inputs.items()}
-            body, loss = self._walked(
-                {**self._parameters(held), **read}, {node: next(mine) for node in constants}
+            read = {t: replace(v, array=next(mine)) for t, v in held_values.items()}
+            came = {number: next(mine) for number in sent}
+            body = self.walk.body(
+                {**read, **self._parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
             )
-            loss = loss / self.plan.accumulate
+            body.sent.update(came)
+            loss = self._walked(body) * self._share
             found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
             return loss.detach(), found, list(self._next_values(body).values())
 
@@ -319,7 +371,7 @@ class ParallelModule:
                     f"{list(r.shape)}, and this rank has {list(here)} of it"
                 )
             out[r.tensor] = RankValue(array=x, tensor=r.tensor, shape=r.shape, layout=r.layout)
-        return out | self._kept()
+        return out
 
     def _kept(self) -> dict[str, RankValue]:
         """Buffers that the step writes, with the values of the last step."""
@@ -399,8 +451,10 @@ def torch_plan(plan: PlanData) -> TorchPlan:
     )
     return TorchPlan(
         traced=micro(traced, plan.accumulate),
+        whole=traced if plan.accumulate > 1 else None,
         mesh=plan.mesh,
         strategy=plan.strategy,
         accumulate=plan.accumulate,
         blocks=plan.remat,
+        schedule=ProgramSchedule.of(plan),
     )

@@ -17,6 +17,7 @@ from pase.backends.torch_moves import part, places_of, positions
 from pase.backends.torch_ring import RankRing
 from pase.backends.torch_values import NotOnParts
 from pase.frontends.torch_values import TorchOperand
+from pase.local.parts import axes_of
 from pase.local.types import Extents, Layout, LocalOp, local_shape
 from pase.pytree import Tree
 from pase.registry import Registry
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "numbers_of", "seeded"]
+__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "seeded"]
 
 Laid = tuple[Extents, Layout]
 """A whole shape and its layout."""
@@ -70,11 +71,6 @@ class RankCall:
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
         return places_of(ids, dim, *self.laid[name], self.groups)
-
-    def holders(self, name: str, dim: int) -> list[str]:
-        """The axes that split a dim of an operand."""
-        states = zip(self.groups.mesh.names, self.laid[name][1], strict=True)
-        return [axis for axis, s in states if isinstance(s, tuple) and s[0] == dim]
 
 
 RankRule = Callable[[RankCall], Tree]
@@ -345,22 +341,24 @@ def _attention(call: RankCall) -> Tensor:
 
 def _ring(call: RankCall) -> Tensor:
     q, k, v = (call.given[n] for n in ("query", "key", "value"))
-    axes = call.holders("key", len(call.laid["key"][0]) - 2)
     names = call.groups.mesh.names
-    if axes != call.holders("query", len(call.laid["query"][0]) - 2):
+    axes, of_queries = (
+        axes_of(call.laid[n][1], len(call.laid[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
+    )
+    if axes != of_queries:
         raise NotOnParts("its keys are split, and its queries are not split as they are")
     if call.given.get("is_causal") and q.shape[-2] != k.shape[-2]:
         raise NotOnParts("its keys are split, it is causal, and its queries are not as many as its keys")
     if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
         raise NotOnParts("its keys are split, and it has a mask or dropout")
-    if q.shape[-3] % k.shape[-3] or axes != sorted(axes, key=names.index):
+    if q.shape[-3] % k.shape[-3] or list(axes) != sorted(axes, key=names.index):
         raise NotOnParts(
             "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
         )
     scale = call.given.get("scale")
     ring = RankRing(
         groups=call.groups,
-        axes=tuple(axes),
+        axes=axes,
         causal=bool(call.given.get("is_causal")),
         scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
     )
@@ -408,89 +406,3 @@ def _dropout(call: RankCall) -> Tensor | tuple[Tensor, ...]:
     keep = part(keep, *laid, call.groups)
     y = x * keep / (1.0 - p) if p < 1.0 else torch.zeros_like(x)
     return y if "train" in call.given and str(call.target) == "aten.dropout.default" else (y, keep)
-
-
-# Numbers that are part of an op, in the order in which the traced graph has no operand for them.
-
-Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, Extents]], Iterator[float]]
-_NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
-
-
-def numbers_of(
-    name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]
-) -> Iterator[float]:
-    """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
-    tensors.
-    """
-    found = _NUMBERS.get(name)
-    return iter(() if found is None else tuple(found(given, shapes)))
-
-
-def _count(shape: Extents, dims: int | Sequence[int] | None) -> int:
-    n = 1
-    for d in [dims] if isinstance(dims, int) else dims or range(len(shape)):
-        n *= shape[d]
-    return n
-
-
-@_NUMBERS.register("mean", "mse_loss", "l1_loss")
-def _mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    yield _count(shapes["self"], given.get("dim"))
-
-
-@_NUMBERS.register(*(f"{kind}adaptive_avg_pool{n}d" for kind in ("", "_") for n in (1, 2, 3)))
-def _adaptive_mean(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    size, shape = given["output_size"], shapes["self"]
-    yield _count(shape, list(range(-1 if isinstance(size, int) else -len(size), 0)))
-
-
-@_NUMBERS.register("var", "std", "var_mean", "std_mean")
-def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    n = _count(shapes["self"], given.get("dim"))
-    correction = given.get("correction")
-    yield n
-    yield n - (1 if correction is None else correction)
-
-
-@_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
-def _layer_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    import torch
-
-    axes = given["normalized_shape"]
-    n = _count(shapes["input"], list(range(-len(axes), 0)))
-    yield n
-    if "bias" in given:
-        yield n
-    eps = given.get("eps")
-    yield torch.finfo(given["input"].dtype).eps if eps is None else eps
-
-
-@_NUMBERS.register("group_norm", "native_group_norm")
-def _of_group_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    shape = shapes["input"]
-    n = _count(shape, list(range(1, len(shape)))) // int(given.get("num_groups") or given["group"])
-    yield from (n, n, given["eps"])
-
-
-@_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
-def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    shape, m = shapes["input"], given["momentum"]
-    n = _count(shape, [i for i in range(len(shape)) if i != 1])
-    yield from (n, n, given["eps"])
-    yield from (1 - m, m, 1 - m, m * n / max(n - 1, 1))
-
-
-@_NUMBERS.register("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss_forward", "nll_loss2d")
-def _cross_entropy(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    """Ignored labels add zero."""
-    if given.get("weight") is not None or given.get("label_smoothing"):
-        raise NotOnParts("it weights classes or smooths labels, but is summed over ranks")
-    yield given.get("ignore_index", -100)
-    yield 0.0
-
-
-@_NUMBERS.register("addmm", "baddbmm")
-def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, Extents]) -> Iterator[float]:
-    if given.get("beta", 1) != 1:
-        raise NotOnParts("it scales what it adds, but is summed over ranks")
-    yield given.get("alpha", 1)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_messages import joined_sums
 from pase.backends.torch_plan import ParallelModule, TorchPlan
 from pase.local.account import program_collectives
 from pase.local.types import LocalProgram, local_shape
@@ -44,7 +45,14 @@ def planned(program: LocalProgram) -> SentCounts:
     for c in program_collectives(program):
         if axes := tuple(a for a in c.axes if sizes[a] > 1):
             out[c.kind, axes, c.nbytes] += c.times
-    return out
+    for numbers in joined_sums(program):
+        moves = [program.moves(n, "back")[0] for n in numbers]
+        if axes := tuple(a for a in moves[0].axes if sizes[a] > 1):
+            times = round(program.runs(numbers[0], "back"))
+            out["all_reduce", axes, sum(m.nbytes for m in moves)] += times
+            for m in moves:
+                out["all_reduce", axes, m.nbytes] -= times
+    return +out
 
 
 @cache
@@ -55,6 +63,7 @@ def _recorder() -> type[TorchDispatchMode]:
         def __init__(self, groups: AxisGroups) -> None:
             super().__init__()
             self.sent: SentCounts = Counter()
+            self._kinds = groups.kinds
             self._axes = {name: axes for axes, name in groups.names.items()}
 
         def __torch_dispatch__(
@@ -68,7 +77,9 @@ def _recorder() -> type[TorchDispatchMode]:
             name = func._schema.name.rpartition("::")[2]
             if func.namespace == "_c10d_functional" and name in _KINDS:
                 kind, axes = _KINDS[name], self._axes[args[-1]]
-                if kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
+                if self._kinds:
+                    kind = self._kinds[-1]
+                elif kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
                     kind = "permute"
                 nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
                 self.sent[kind, axes, nbytes] += 1

@@ -116,23 +116,22 @@ def _extended(
     """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
     import torch
 
-    groups = call.groups
+    if not before and not behind:
+        return x
+    groups, n = call.groups, x.shape[dim]
     axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
     if list(axes) != sorted(axes, key=groups.mesh.names.index):
         raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
+    rows = torch.cat([x.narrow(dim, 0, behind), x.narrow(dim, n - before, before)], dim)
+    came = there_and_back(
+        rows,
+        None,
+        lambda r: groups.neighbours(r, axes, dim, behind),
+        lambda g: groups.neighbours(g, axes, dim, before),
+    )
+    # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
     at, last = groups.number(axes), groups.ways(axes) - 1
-
-    def from_neighbour(start: int, count: int, by: int) -> Tensor:
-        rows = x.narrow(dim, start, count)
-        came = there_and_back(
-            rows, None, lambda r: groups.shift(r, axes, by), lambda g: groups.shift(g, axes, -by)
-        )
-        # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
-        return came + came.new_full((), edge) if at == (0 if by > 0 else last) else came
-
-    parts = [x]
-    if before:
-        parts.insert(0, from_neighbour(x.shape[dim] - before, before, 1))
-    if behind:
-        parts.append(from_neighbour(0, behind, -1))
-    return torch.cat(parts, dim) if len(parts) > 1 else x
+    parts = [came.narrow(dim, 0, before), x, came.narrow(dim, before, behind)]
+    for i, end in ((0, 0), (2, last)):
+        parts[i] = parts[i] + parts[i].new_full((), edge) if at == end else parts[i]
+    return torch.cat(parts, dim)

@@ -346,14 +346,17 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
         moved = labels if flat is x else c.transpose(labels, [0, *range(2, rank), 1])
         return [_of_probabilities(c, logp, c.reshape(moved, x.shape))]
     losses = c.value(composites.cross_entropy(c.b, c.tensor(logp), c.tensor(labels)))
-    counts = c.elementwise([labels], FUNCTIONS["ne"])
+    known = counts = c.elementwise([labels], FUNCTIONS["ne"])
     if (weight := c.opt("weight")) is not None:
         each = take(c, weight, labels, 0)
-        losses, counts = c.elementwise([losses, each], functions.MUL), each
+        counts = c.elementwise([known, each], functions.SELECT, dtype=each.dtype)
+        losses = c.elementwise([losses, counts], functions.MUL)
     if c.arg("label_smoothing", 0.0):
-        (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(logp)], [rank - 1], [x.dtype])
-        losses = c.elementwise([losses, c.value(every)], functions.ADD, flops=3.0)
-    losses = c.elementwise([counts, losses], functions.SELECT, dtype=x.dtype)
+        scores = logp if weight is None else c.elementwise([logp, weight], functions.MUL)
+        (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(scores)], [rank - 1], [x.dtype])
+        parts = [c.elementwise([v], functions.MUL) for v in (losses, c.value(every))]
+        losses = c.elementwise(parts, functions.ADD)
+    losses = c.elementwise([known, losses], functions.SELECT, dtype=x.dtype)
     how = c.arg("reduction", 1)
     if how == 0:
         return [c.reshape(losses, c.shape_out)]

@@ -55,16 +55,37 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
 
     raw = traced.graph
     if variant.accumulate > 1:
-        raw = _micro_graph(traced, variant.accumulate)
+        raw = _micro(traced, variant.accumulate).graph
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
+    if variant.accumulate > 1:
+        _check_micro(traced, graph, variant.accumulate)
     exact = in_fp8(graph) if variant.precision == "fp8" else graph
     return accumulated(exact, variant.accumulate, variant.once)
 
 
 @once
-def _micro_graph(traced: Any, micro_batches: int) -> Graph:
-    """The raw graph of one micro-batch, if the batch is divided into this many."""
-    return block_ways(traced).micro(traced, micro_batches).graph
+def _micro(traced: Traced, micro_batches: int) -> Traced:
+    """The model on one micro-batch, if the batch is divided into this many."""
+    return block_ways(traced).micro(traced, micro_batches)
+
+
+def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
+    """Raises NotInParts if micro-batches would give other numbers. graph: a micro-batch's. What JAX computes is taken
+    as a mean over the batch."""
+    from pase.frontends.from_torch import TracedTorch
+    from pase.frontends.torch_batch import micro_sums
+
+    part = _micro(traced, micro_batches)
+    if isinstance(traced, TracedTorch) and isinstance(part, TracedTorch):
+        micro_sums(traced, part, graph, micro_batches)
+
+
+def _meet(traced: Traced, graph: Graph) -> str | None:
+    """Where examples of the batch meet, so that micro-batches would give other numbers."""
+    from pase.frontends.from_torch import TracedTorch
+    from pase.frontends.torch_batch import examples_meet
+
+    return examples_meet(traced, graph) if isinstance(traced, TracedTorch) else mixes_examples(graph)
 
 
 class BlockWays(Protocol):
@@ -122,7 +143,7 @@ def variants(
                 f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint or "
                 f"torch.utils.checkpoint"
             )
-    mixed = mixes_examples(graph)
+    mixed = _meet(traced, graph)
     if accumulate not in (None, 1) and mixed:
         raise PaseError(
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"

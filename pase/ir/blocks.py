@@ -70,7 +70,7 @@ def again_text(blocks: Sequence[Block]) -> list[str]:
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
     """The raw graph with each block as a rematerialised region. Ops that are already in one do not change."""
-    stay, held_by = kept_results(graph, blocks), holders(blocks)
+    stay, held_by, derived = kept_results(graph, blocks), holders(blocks), _weights(graph)
 
     def inside(op: Op) -> Op:
         found = held_by(op.eqn)
@@ -79,23 +79,32 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
         block = blocks[found[0]]
         around = [s for s in op.scope if s.encloses(block.prefix)]
         scope = (*around, block.region, *op.scope[len(around) :])
-        return replace(op, scope=scope, remat=op.eqn not in stay)
+        return replace(op, scope=scope, remat=not (op.eqn in stay and _expensive(op, derived)))
 
     nodes = tuple(replace(n, ops=tuple(map(inside, n.ops))) for n in graph.nodes)
     return replace(graph, nodes=nodes)
 
 
 def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
-    """Equations whose results are kept, in blocks of which only light work is recomputed. graph: the raw one."""
+    """Equations whose results are kept, in blocks of which only light work is recomputed. graph: the raw one.
+
+    One that is several ops, such as a product with its bias, is kept if it computes one expensive result, and whatever
+    it computes from that is linear in it: backward needs nothing of what is internal to it.
+    """
     light = [b for b in blocks if b.again == "light"]
     if not light:
         return frozenset()
     derived, held_by = _weights(graph), holders(light)
     ops = [op for n in graph.nodes for op in n.ops]
-    alone = Counter(op.eqn for op in ops)  # if an equation is several ops, some results are internal to it
-    return frozenset(
-        op.eqn for op in ops if alone[op.eqn] == 1 and _expensive(op, derived) and held_by(op.eqn)
-    )
+    many = Counter(op.eqn for op in ops if _expensive(op, derived))
+    other = {op.eqn for op in ops if op.eqn in many and not _expensive(op, derived) and not _hands_on(op)}
+    return frozenset(eqn for eqn, n in many.items() if n == 1 and eqn not in other and held_by(eqn))
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether it is light, and its derivative needs none of its operands."""
+    by_number = op.function.needs == "factors" and len(op.reads) == 1
+    return op.kind in ("elementwise", "view", "copy") and (op.function.linear or by_number)
 
 
 def holders(blocks: Sequence[Block]) -> Callable[[Place], list[int]]:

@@ -145,21 +145,44 @@ def test_keys_and_values_go_around_the_ranks_that_share_positions(mesh: str) -> 
     assert any(kind == "permute" for kind, *_ in sent)
 
 
-def test_rows_of_neighbours_are_the_plans_bytes() -> None:
+def test_a_ring_goes_around_in_the_order_of_the_parts() -> None:
+    """Keys whose parts lie the other way round than the ranks of the group are refused."""
+    import torch
+
+    from pase.backends.torch_groups import AxisGroups
+    from pase.backends.torch_rules import RankCall, evaluate
+    from pase.backends.torch_values import NotOnParts
+    from pase.machine import Mesh
+
+    mesh = Mesh(names=("x", "y"), sizes=(2, 2))
+    part, groups = torch.ones(1, 2, 4, 8), AxisGroups(mesh=mesh, devices=None, place=(0, 0))  # type: ignore[arg-type]
+    laid = {n: ((1, 2, 16, 8), ((2, 4), (2, 2))) for n in ("query", "key", "value")}
+    call = RankCall(
+        target=torch.ops.aten.scaled_dot_product_attention.default,
+        ops=[],
+        given=dict.fromkeys(laid, part),
+        laid=laid,
+        outs=[laid["query"]],
+        groups=groups,
+        seed=0,
+        whole=[],
+    )
+    with pytest.raises(NotOnParts, match="the order of the parts, are not as a ring needs them"):
+        evaluate("scaled_dot_product_attention", call)
+
+
+def test_rows_of_neighbours_are_one_message() -> None:
+    """On every rank, at an end or not: exactly the plan's list."""
     from pase.backends.torch_truth import planned, sent_by_one_rank
 
-    plan = case("pixels", RANKS).case.plan("random1@2x2")
-    assert plan is not None
-    program = plan.torch.program
-    assert any(o.halo for op in program.ops for o in op.operands)
-    with alone_among(RANKS, rank=2):
-        sent = sent_by_one_rank(plan.torch)
-
-    def by_axes(counts: Any) -> dict[Any, int]:
-        keys = {key[:2] for key in counts}
-        return {k: sum(key[2] * n for key, n in counts.items() if key[:2] == k) for k in keys}
-
-    assert by_axes(sent) == by_axes(planned(program))
+    for ranks in (RANKS, 8):
+        plan = case("pixels", ranks).case.plan(f"random1@{ranks // 2}x2")
+        assert plan is not None
+        program = plan.torch.program
+        assert any(o.halo for op in program.ops for o in op.operands)
+        for rank in range(ranks):
+            with alone_among(ranks, rank=rank):
+                assert sent_by_one_rank(plan.torch) == planned(program)
 
 
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])

@@ -1,0 +1,218 @@
+"""PyTorch steps in micro-batches whose losses are no means over the batch: loss and gradients are the whole batch's."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import alone_among, on_ranks
+from pase.errors import PaseError
+from tests.backends.torch_models import case
+
+pytestmark = pytest.mark.torch
+RANKS = 4
+
+
+def model() -> tuple[Any, Any, Any]:
+    """A small language model, and labels of which each micro-batch counts another number, one of them none."""
+    import torch
+    from torch import nn
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.up, self.head = nn.Embedding(24, 16), nn.Linear(16, 16), nn.Linear(16, 24)
+
+        def forward(self, ids: Any) -> Any:
+            return self.head(torch.tanh(self.up(self.table(ids)))).view(-1, 24)
+
+    torch.manual_seed(0)
+    labels = torch.randint(24, (16, 4))
+    labels[torch.rand(16, 4) < 0.3] = -100
+    labels[::4] = -100  # all of the first micro-batch
+    return Words().double(), torch.randint(24, (16, 4)), labels
+
+
+def losses() -> dict[str, Any]:
+    import torch
+    from torch.nn.functional import cross_entropy, one_hot, softmax
+
+    weight = torch.linspace(0.5, 2, 24, dtype=torch.float64)
+
+    def entropy(m: Any, i: Any, y: Any, **kw: Any) -> Any:
+        return cross_entropy(m(i), y.view(-1), **kw)
+
+    return {
+        "counted": entropy,
+        "summed": lambda m, i, y: entropy(m, i, y, reduction="sum"),
+        "weighted": lambda m, i, y: entropy(m, i, y, weight=weight),
+        "smoothed": lambda m, i, y: entropy(m, i, y, label_smoothing=0.1),
+        "both": lambda m, i, y: entropy(m, i, y, label_smoothing=0.1, weight=weight),
+        "by hand": lambda m, i, y: entropy(m, i, y, reduction="sum") / (y != -100).sum().clamp(min=1),
+        "by the batch's size": lambda m, i, y: entropy(m, i, y, reduction="sum") / i.shape[0],
+        "each early": lambda m, i, y: (entropy(m, i, y, reduction="none") / i.numel()).sum(),
+        "masked": lambda m, i, y: (
+            m(i).square().mean(1) * ((y != -100).double() / (y != -100).sum()).view(-1)
+        ).sum(),
+        "two": lambda m, i, y: entropy(m, i, y) + entropy(m, i, i.where(i > 5, -100)),
+        "decayed": lambda m, i, y: m(i).square().mean() + m.up.weight.square().sum(),
+        "soft": lambda m, i, y: cross_entropy(m(i), softmax(one_hot(i, 24).double(), -1).view(-1, 24)),
+    }
+
+
+KINDS = (
+    "counted",
+    "summed",
+    "weighted",
+    "smoothed",
+    "both",
+    "by hand",
+    "by the batch's size",
+    "each early",
+    "masked",
+    "two",
+    "decayed",
+    "soft",
+)
+MESHES = {"counted": ("4", "2x2"), "both": ("1", "2x2")}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
+    """Loss and every gradient, in float64; what is sent is the plan's list."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+
+    module, ids, labels = model()
+    loss = losses()[kind]
+    alone = copy.deepcopy(module)
+    whole = loss(alone, ids, labels)
+    whole.backward()
+    wanted = {k: p.grad for k, p in alone.named_parameters()}
+    for mesh in MESHES.get(kind, ("2x2",)):
+        ranks = 1 if mesh == "1" else RANKS
+        run = pase.compile(
+            module, ids, labels, loss=loss, devices=ranks, mesh=mesh, accumulate=4, memory_limit="none"
+        ).torch
+        assert run.program.ops and run.leaves and run.sums.outputs
+
+        def on_rank(rank: int, run: Any = run) -> Any:
+            mine = copy.deepcopy(module)
+            made = run.parallelize(mine).backward(ids, labels)
+            return made, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+        for got, gradients in on_ranks(ranks, on_rank):
+            torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(gradients, wanted, rtol=1e-11, atol=1e-13)
+        with alone_among(ranks, rank=ranks - 1):
+            assert sent_by_one_rank(run) == planned(run.program)
+
+
+def test_a_compiled_step_counts_too() -> None:
+    import torch
+
+    module, ids, labels = model()
+    loss = losses()["counted"]
+    alone = copy.deepcopy(module)
+    whole = loss(alone, ids, labels)
+    whole.backward()
+    run = pase.compile(module, ids, labels, loss=loss, devices=1, accumulate=4).torch
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(module)
+        made = run.parallelize(mine, compile="eager").backward(ids, labels)
+        return made, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    ((got, gradients),) = on_ranks(1, on_rank)
+    torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
+
+
+@pytest.mark.parametrize("what", ["light", "all"])
+@pytest.mark.parametrize(
+    "strategy", ["fsdp", "megatron/megatron_2x2", "megatron/megatron_sp_2x2", "random1@2x2"]
+)
+def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) -> None:
+    """Products keep their results, with or without the bias that is added to them; loss, gradients and what is sent are
+    as the plan has them."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.compiler.variants import recomputed
+
+    c = case("tower", RANKS)
+    plan = c.case.plan(strategy)
+    assert plan is not None
+    run = replace(plan.torch, blocks=recomputed(c.case.traced, what))
+    products = [op.op.remat for op in run.program.ops if op.op.kind == "matmul"]
+    assert len(run.blocks) == 3 and any(products) == (what == "all")
+    assert run.leaves
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(c.module)
+        loss = run.parallelize(mine).backward(*c.batch)
+        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+    with alone_among(RANKS, rank=1):
+        assert sent_by_one_rank(run) == planned(run.program)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
+    """Three messages instead of one for each parameter, read from what PyTorch issues; the same numbers."""
+    import torch
+
+    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.compiler.variants import recomputed
+    from pase.plan.buckets import problem_of, stored
+    from pase.schedule.plan import BucketPlan, Message, Piece
+
+    c = case("tower", RANKS)
+    plan = c.case.plan("data_parallel")
+    assert plan is not None
+    problem = problem_of(plan)
+    sums = list(range(len(problem.tensors)))
+    assert {t.kind for t in problem.tensors} == {"all_reduce"}
+    groups = [sums[:5], sums[5:11], sums[11:]]
+    messages = tuple(
+        Message(pieces=tuple(Piece(tensor=t, offset=0, nbytes=problem.tensors[t].nbytes) for t in group))
+        for group in groups
+    )
+    run = replace(plan, buckets=stored(problem, BucketPlan(policy="by hand", messages=messages))).torch
+    if again:
+        run = replace(run, blocks=recomputed(c.case.traced, "light"))
+    assert run.program.messages and run.leaves
+    with alone_among(RANKS, rank=1):
+        sent = sent_by_one_rank(run)
+    assert sent == planned(run.program) and sum(sent.values()) < sum(planned(plan.torch.program).values())
+    large = sorted(n for kind, _, n in sent.elements() if kind == "all_reduce" and n > 8)
+    assert len(large) == 3
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(c.module)
+        loss = run.parallelize(mine).backward(*c.batch)
+        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+
+
+def test_where_examples_meet_is_said() -> None:
+    module, ids, _ = model()
+    for loss in (
+        lambda m, i: m(i).mean() + m(i).sum(),  # one part counts whole, of the other a share
+        lambda m, i: m(i).mean().exp(),
+        lambda m, i: m(i).max(),
+        lambda m, i: m(i).mean() / m(i).square().mean(),
+    ):
+        with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
+            pase.compile(module, ids, loss=loss, devices=2, accumulate=2)
