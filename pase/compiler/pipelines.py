@@ -112,7 +112,12 @@ def search_pipelines(
             out.loose, out.bound = out.loose + 1, c.least
             continue
         say(f"a bound for {c}")
-        out.bound = min(out.bound, max(c.least, menu.bounded_s(out.bound)))
+        least, found = menu.bounded(below)
+        if found is not None:
+            out.others |= {} if out.shares is None else {"replicas on the groups": below}
+            out.shares, out.best, out.menu, below = None, found, menu, found.step_s
+        out.bound = min(out.bound, max(c.least, least))
+    out.bound = min(out.bound, below)
     out.seconds["bound"] = time.perf_counter() - began
     if out.best is None and math.isinf(below):
         limit = options.limit_bytes(problem.machine) or math.inf

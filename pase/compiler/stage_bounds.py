@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pase.compiler.stage_features import Feature, direction
-from pase.compiler.stage_menu import StageRole, StageTables
+from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.errors import Infeasible, PaseError
 from pase.pipeline.beside import starts
 from pase.pipeline.cuts import CutProblem, longest_paths, most_held
@@ -48,11 +48,13 @@ _FIRST = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _HalfSpace:
-    """weights @ features >= base + slope * blocks, for every split of a stage."""
+    """weights @ features >= base + slope * blocks, for every split of a stage. touched: splits that come nearest: a
+    stage's tables and the choice of configs in them."""
 
     weights: np.ndarray
     base: float
     slope: float
+    touched: tuple[tuple[StageTables, np.ndarray], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +127,11 @@ class StageBounds:
             for role, weights in self._asked(roles, found.directions):
                 active[role].append(self._search(role, weights))
         return float(best)
+
+    def ways(self, role: StageRole) -> list[StageSplit]:
+        """The splits that come nearest to the half-spaces that were searched, each once."""
+        found = (t.split_by(role, choice) for h in self.known[role] for t, choice in h.touched)
+        return list({id(w): w for w in found}.values())
 
     def _at(self, site: int) -> list[StageTables]:
         return [t for t in self.tables if t.site == site]
@@ -206,16 +213,22 @@ class StageBounds:
         # or more compute hides more.
         tables = self._at(role.site)[: 1 if free and not rises else None]
 
+        touched = list[tuple[StageTables, np.ndarray]]()
+
         def least(blocks: float) -> float:
-            return min(t.least(role, blocks, weights) for t in tables)
+            found = [t.solved(role, blocks, weights) for t in tables]
+            best = min(range(len(found)), key=lambda i: found[i].bound)
+            touched.append((tables[best], found[best].choice))
+            return float(found[best].bound)
 
         if not role.ends:  # without ends all grows with the blocks
-            made = _HalfSpace(weights=weights, base=0.0, slope=least(self.blocks) / self.blocks)
+            base, slope = 0.0, least(self.blocks) / self.blocks
         else:  # the least over splits is concave in the blocks: no less than its chord
             low, high = 1, max(self.blocks - self.ranks + 1, 2)
             at_low, at_high = least(low), least(high)
             slope = (at_high - at_low) / (high - low)
-            made = _HalfSpace(weights=weights, base=at_low - slope * low, slope=slope)
+            base = at_low - slope * low
+        made = _HalfSpace(weights=weights, base=base, slope=slope, touched=tuple(touched))
         self.known[role].append(made)
         return made
 

@@ -195,13 +195,14 @@ class StageTables:
         """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held. step: the direction
         of its seconds, ``step`` if not given."""
         weights = (self.step if step is None else step) + byte_price * direction(static=1, kept=flying)
-        space = self.features.space
-        found = self._solved(role, blocks, weights)
-        configs = {
-            n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, found.choice, strict=True)
-        }
-        key = role, found.choice.tobytes()
+        return self.split_by(role, self.solved(role, blocks, weights).choice)
+
+    def split_by(self, role: StageRole, choice: np.ndarray) -> StageSplit:
+        """The split of a stage in which each node has this config, int64 [nodes]."""
+        key = role, choice.tobytes()
         if key not in self._splits:
+            space = self.features.space
+            configs = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
             parts = part_costs(
                 self.graph, self.places, self.mesh, configs, self.model, self.optimizer, self.weights
             )
@@ -217,13 +218,14 @@ class StageTables:
 
     def least(self, role: StageRole, blocks: float, weights: np.ndarray) -> float:
         """No split of a stage with this many blocks has a smaller weighted sum of features (``stage_features``)."""
-        return float(self._solved(role, blocks, weights).bound)
+        return float(self.solved(role, blocks, weights).bound)
 
     def least_s(self, role: StageRole, blocks: float) -> float:
         """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return self.least(role, blocks, self.step)
 
-    def _solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
+    def solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
+        """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
         found = solve(self._tables(role, blocks, weights))
         self.spent.operations += found.work + self.features.entries
         return found

@@ -6,22 +6,22 @@ It chooses the schedule, how each stage is split, and how many blocks each stage
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from pase.compiler.stage_bounds import StageBounds
+from pase.compiler.stage_choice import StageChoice, aligned, choose_stages
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
-from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
 from pase.pipeline.beside import SentOnce
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
-from pase.pipeline.simulate import in_flight
+from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
 from pase.tables.build import charge_price
 from pase.tables.charges import Charge
@@ -32,8 +32,6 @@ __all__ = ["StageMenu", "Staged"]
 
 _PRICES = (0.1, 0.5, 4.0)
 """Prices per byte at which stages are split: the value of a device's memory, as a multiple of the stage's step."""
-_ROOMS = (1.0, 0.85, 0.7)
-"""Fractions of the limit for which the splits of stages are chosen, until some numbers of blocks fit."""
 _SIMULATIONS = 12
 _GAP = 1e-3
 _NODES = 300
@@ -89,6 +87,8 @@ class StageMenu:
         self.mesh: Mesh = tables[0].mesh
         self.spent = tables[0].spent
         self._splits: dict[StageRole, list[StageSplit]] = {}
+        self._sends: dict[tuple[StageSplit, StageSplit], float] = {}
+        self.bounds: StageBounds | None = None
 
     @cached_property
     def block_s(self) -> np.ndarray:
@@ -149,21 +149,30 @@ class StageMenu:
                 if not d.refuses(self.ranks, self.micro_batches, chunks):
                     yield d, chunks
 
-    def bounded_s(self, below: float) -> float:
-        """A lower bound on every pipeline of these ranks under the schedules, within the limit; at most ``below``."""
+    def bounded(self, below: float) -> tuple[float, Staged | None]:
+        """(a lower bound on every pipeline of these ranks under the schedules, within the limit; the best pipeline that
+        takes less than ``below``, of the splits that the bound's searches found)."""
         once = [t for t in self.tables if t.weights == "once"]
         limited = np.isfinite(self.limits).any()
-        bounds = StageBounds(
+        self.bounds = StageBounds(
             tables=once + [t.sent_each() for t in once if limited],
             ranks=self.ranks,
             limit=self.limits,
             send_s=self._least_send_s(),
             sites=self.sites,
         )
+        best, least = None, below
         for d, chunks in self.schedules():
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
-            below = min(below, bounds.least_s(self.problem(s, self._chosen(s, 1.0)), below))
-        return below
+            roles = self._roles(s)
+            begin = self.problem(s, tuple(self.splits(role)[0] for role in roles))
+            mine = self.bounds.least_s(begin, below)
+            least = min(least, mine)
+            if mine < below * (1 - _GAP):
+                found, _ = self.staged(d, chunks, below)
+                if found is not None:
+                    best, below = found, found.step_s
+        return min(least, below), best
 
     def _least_send_s(self) -> float:
         """Seconds to send one micro-batch's activations to the next stage, however they are split."""
@@ -184,60 +193,47 @@ class StageMenu:
         return send_s(self.between, 2, self.mesh.devices, nbytes)
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
-        """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline may fit)."""
+        """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
-        tried = list[tuple[StageSplit, ...]]()
-        for room in _ROOMS:
-            splits = self._chosen(s, room)
-            if splits in tried:
-                continue
-            tried.append(splits)
-            problem = self.problem(s, splits)
-            try:
-                cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _NODES)
-            except Infeasible:
-                continue
-            self.spent.cells += cuts.cells
-            if cuts.simulated is None:
-                return None, True
-            found = Staged(
-                schedule=s,
-                problem=problem,
-                cuts=cuts,
-                splits=splits,
-                mesh=self.mesh,
-                micro_batches=self.micro_batches,
-            )
-            return found, True
-        return None, False
+        chosen = self.chosen(s)
+        if chosen is None:
+            return None, False
+        chosen = aligned(chosen, lambda splits: self.problem(s, splits))
+        problem = self.problem(s, chosen.splits)
+        cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _NODES)
+        self.spent.cells += cuts.cells
+        done = simulate(s, problem.times(chosen.counts))
+        if done.step_s < min(below, np.inf if cuts.simulated is None else cuts.simulated.step_s):
+            counts = tuple(map(int, chosen.counts))
+            cuts = replace(cuts, counts=counts, simulated=done, bound=min(cuts.bound, done.step_s))
+        if cuts.simulated is None:
+            return None, True
+        found = Staged(
+            schedule=s,
+            problem=problem,
+            cuts=cuts,
+            splits=chosen.splits,
+            mesh=self.mesh,
+            micro_batches=self.micro_batches,
+        )
+        return found, True
 
-    def _chosen(self, s: Schedule, room: float) -> tuple[StageSplit, ...]:
-        """For each rank, the fastest way to split its stages that fits a part of the limit, with an equal share of the
-        blocks.
+    def _roles(self, s: Schedule) -> list[StageRole]:
+        """Of each stage."""
+        return [
+            StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
+            for k, r in enumerate(s.rank_of)
+        ]
 
-        If none fits, the way that needs the least memory.
-        """
-        out: dict[int, StageSplit] = {}
-        for r in range(s.ranks):
-            mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
-            blocks = self.places.blocks * float(self.shares[r]) / len(mine)
-            flying = in_flight(s, r)[:, 0].max(axis=0)
-            roles = [StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r]) for k in mine]
-            ways = list(zip(*(self.splits(role) for role in roles), strict=True))
-            seconds = [sum(w.step_s(blocks, self.micro_batches) for w in way) for way in ways]
-            nbytes = [
-                sum(w.nbytes(blocks, flying[k]) - w.buffers() for k, w in zip(mine, way, strict=True))
-                + max(w.buffers() for w in way)
-                for way in ways
-            ]
-            fitting = [i for i, n in enumerate(nbytes) if n <= room * self.limits[r]]
-            best = (
-                min(fitting, key=seconds.__getitem__)
-                if fitting
-                else min(range(len(ways)), key=nbytes.__getitem__)
-            )
-            out |= dict(zip(mine, ways[best], strict=True))
-        return tuple(out[k] for k in range(s.stages))
+    def chosen(self, s: Schedule) -> StageChoice | None:
+        """For each stage one of its ways and its blocks, as far as is known: first those at a few prices per byte, then
+        those that the bound's searches found; None if none of them fit."""
+        roles = self._roles(s)
+        ways = {
+            role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
+            for role in dict.fromkeys(roles)
+        }
+        return choose_stages(s, [ways[role] for role in roles], self.shares, self.places.blocks, self.limits)
 
     def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
         """How many blocks each stage gets, split as given."""
@@ -252,7 +248,8 @@ class StageMenu:
             after[rank[0]] += tied
             after[rank[-1]] += tied
         chunks = s.stages // s.ranks
-        buffers = np.array([w.buffers() for w in splits]) / chunks
+        most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
+        np.maximum.at(most, rank, [w.buffers() for w in splits])
         waiting = np.array([w.block.inner or w.block.kept for w in splits])
         return CutProblem(
             schedule=s,
@@ -263,7 +260,7 @@ class StageMenu:
                 input=fixed["input"],
                 weight=fixed["weight"],
                 again=fixed["again"],
-                send=np.array([self._send_s(a, b) for a, b in pairwise(splits)]),
+                send=np.array([self._handed_s(a, b) for a, b in pairwise(splits)]),
                 before=np.zeros(s.ranks),
                 after=after,
             ),
@@ -277,7 +274,7 @@ class StageMenu:
                 slow=np.array([splits[s.rank_of.index(r)].slow for r in range(s.ranks)]),
             ),
             bytes_fixed=StageBytes(
-                held=fixed["static"] + buffers, kept=fixed["kept"], for_weights=fixed["kept"]
+                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=fixed["kept"]
             ),
             bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
         )
@@ -297,6 +294,12 @@ class StageMenu:
             return ends_sum_s(self.models[one], self.sites.count(one), self.mesh.devices, nbytes)
         assert self.between is not None
         return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
+
+    def _handed_s(self, a: StageSplit, b: StageSplit) -> float:
+        """``_send_s``, once for each pair."""
+        if (a, b) not in self._sends:
+            self._sends[a, b] = self._send_s(a, b)
+        return self._sends[a, b]
 
     def _send_s(self, a: StageSplit, b: StageSplit) -> float:
         """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it

@@ -66,11 +66,13 @@ def test_stages_on_groups_equal_enumeration():
         least, cheapest = menu.least_s(), np.inf
         for d, chunks in menu.schedules():
             s = schedule(d.name, 2, 4, chunks)
-            found = menu.problem(s, menu._chosen(s, 1.0))
+            chosen = menu.chosen(s)
+            assert chosen is not None
+            found = menu.problem(s, chosen.splits)
             for cut in itertools.combinations(range(1, 6), s.stages - 1):
                 step = simulate(s, found.times(np.diff([0, *cut, 6]))).step_s
                 cheapest = min(cheapest, step)
-        assert least <= menu.bounded_s(np.inf) * (1 + 1e-9) <= cheapest * (1 + 1e-6)
+        assert least <= menu.bounded(np.inf)[0] * (1 + 1e-9) <= cheapest * (1 + 1e-6)
         best = min(best, cheapest)
     plan = pase.compile(
         MODEL, devices=4, machine=m, pipeline=2, mesh="2", accumulate=4, remat="none", memory_limit="none"

@@ -16,6 +16,7 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.compiler.stage_bounds import StageBounds
+from pase.compiler.stage_choice import choose_stages
 from pase.compiler.stage_costs import part_costs
 from pase.compiler.stage_features import Feature
 from pase.compiler.stage_menu import FIRST, LAST, MIDDLE, ONLY, StageRole, StageTables
@@ -28,7 +29,7 @@ from pase.frontends.jax_blocks import blocks_of
 from pase.machine import Mesh
 from pase.memory.account import memory
 from pase.pipeline.registry import schedule
-from pase.pipeline.simulate import simulate
+from pase.pipeline.simulate import peak_bytes, simulate
 from pase.plan.layout import from_json
 from pase.questions.sensitivity import sensitivity
 from pase.search.check import cost_of
@@ -275,6 +276,47 @@ def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(mo
                     assert found <= getattr(told, f.name.lower()) * (1 + 1e-9) + 1e-6
                 else:
                     assert found <= (told.inner or told.kept) * (1 + 1e-9) + 1e-6
+
+
+def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
+    """Against every way and every number of blocks of every stage, within each rank's bytes at every moment."""
+    ways = [tables_of(SCANNED, 4, weights, again) for weights, again in (("once", False), ("each", True))]
+    for part, (name, chunks) in itertools.product((0.6, 0.8, 1.0), (("1f1b", 1), ("interleaved", 2))):
+        most = part * ways[0].cheapest(FIRST, 4).nbytes(4, 2)
+        menu, s = StageMenu(ways, 2, 4, most), schedule(name, 2, 4, chunks)
+        roles = [StageRole(first=k == 0, last=k == s.stages - 1) for k in range(s.stages)]
+        some = [[t.cheapest(r, 4, p / most, 2) for t in ways for p in (0.0, 0.3)] for r in roles]
+
+        def least(rank, s=s, some=some, most=most):  # type: ignore[no-untyped-def]
+            mine = [k for k, at in enumerate(s.rank_of) if at == rank]
+            out: dict[int, float] = {}
+            for counts in itertools.product(range(1, 8), repeat=len(mine)):
+                for picked in itertools.product(*(some[k] for k in mine)):
+                    kept, waiting = np.zeros(s.stages), np.zeros(s.stages)
+                    held = max(w.buffers() for w in picked)
+                    for k, n, w in zip(mine, counts, picked, strict=True):
+                        kept[k] = w.fixed("kept") + n * w.of_block("kept")
+                        waiting[k] = w.fixed("kept") + n * (w.block.inner or w.block.kept)
+                        held += w.fixed("static") + n * w.of_block("static")
+                    seconds = sum(w.step_s(n, 4) for n, w in zip(counts, picked, strict=True))
+                    if held + peak_bytes(s, kept, waiting)[rank] <= most:
+                        out[sum(counts)] = min(out.get(sum(counts), np.inf), seconds)
+            return out
+
+        one, other = least(0), least(1)
+        best = min((max(t, other[8 - n]) for n, t in one.items() if 8 - n in other), default=np.inf)
+        found = choose_stages(s, some, menu.shares, 8, menu.limits)
+        if found is None:
+            assert np.isinf(best)
+            continue
+        assert found.counts.sum() == 8
+        rank, seconds = (
+            np.array(s.rank_of),
+            [w.step_s(n, 4) for w, n in zip(found.splits, found.counts, strict=True)],
+        )
+        assert np.bincount(rank, seconds).max() == pytest.approx(best)
+        rows, room = menu.problem(s, found.splits).memory_rows
+        assert (rows @ found.counts <= room * (1 + 1e-9)).all()
 
 
 @pytest.mark.parametrize(("limited", "slow"), [(False, 1.0), (True, 1.0), (False, 0.15), (True, 0.15)])
