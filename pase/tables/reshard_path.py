@@ -2,7 +2,8 @@
 
 Everything moves while the local buffer is smallest: slices (free) and reduce-scatters first, then moves
 from one tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, all-gather last.
-An axis can take a digit only if no other axis holds a part of it. Axes that block each other exchange what they hold
+An axis can take a digit only if no other axis holds a part of it, or a digit that does not go beside it (halves beside
+thirds: devices would hold parts of different sizes). Axes that block each other exchange what they hold
 in one permute if that is enough. Otherwise the holder moves away or is gathered first.
 
 This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices many pairs at once.
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import combinations, pairwise
 from math import lcm
 from typing import Literal
 
@@ -55,6 +56,25 @@ def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return False
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
+
+
+def _beside(a: int, ways_a: int, b: int, ways_b: int) -> bool:
+    """Can two axes hold these digits together, and every device as much as every other? Within a dim the upper one has
+    to step over whole digits of the lower one."""
+    if a < 0 or b < 0 or a // _DIM != b // _DIM:
+        return True
+    low, high = (a % _DIM, b % _DIM * ways_b) if a > b else (b % _DIM, a % _DIM * ways_a)
+    return low % high == 0
+
+
+def _disjoint(a: int, ways_a: int, b: int, ways_b: int) -> bool:
+    return not overlap(a, ways_a, b, ways_b)
+
+
+def _even(states: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Does every device hold as much as every other?"""
+    held = zip(states, sizes, strict=True)
+    return all(_beside(s, n, t, m) for (s, n), (t, m) in combinations(held, 2))
 
 
 def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[Move]:
@@ -176,6 +196,9 @@ class _LayoutWalk:
         self.axes = range(len(sizes))
         self.done: list[tuple[MoveKind, int, int, tuple[int, ...]]] = []  # the fields of each Move
         self.extent = extent
+        # Ends whose digits do not go beside each other, though each device has as much (halves beside thirds of other
+        # digits), keep only whole digits apart.
+        self._apart = _beside if _even(now, sizes) and _even(goal, sizes) else _disjoint
         # What follows from ``now``, until the next move.
         self._holders: list[list[int]] | None = None
         self._tangled: list[list[int]] | None = None
@@ -200,9 +223,14 @@ class _LayoutWalk:
             held = self._spans([change.get(b, self.now[b]) for b in self.axes], self.axes)
             room = _minus([s for s in self._spans(self.goal, self.axes) if s[0] == t], held)
             place = _tile(room[-1:], [a], self.sizes, whole=False)
-            if place and self._solid(change | place):
+            if place and self._solid(change | place) and self._fits(change | place):
                 change |= place
         return self._move(kind, change)
+
+    def _fits(self, change: dict[int, int]) -> bool:
+        """Can all axes hold their digits together after the change?"""
+        after = [(change.get(a, self.now[a]), self.sizes[a]) for a in self.axes]
+        return all(self._apart(s, n, t, m) for (s, n), (t, m) in combinations(after, 2))
 
     def all_to_all(self, *, solid: bool) -> bool:
         """All free axes that leave one tensor dim for another together.
@@ -261,10 +289,10 @@ class _LayoutWalk:
         return self._tangled
 
     def _held_by(self) -> list[list[int]]:
-        """Per axis, the other axes that hold a part of what it wants."""
+        """Per axis, the other axes that hold a part of what it wants, or a digit that does not go beside it."""
         if self._holders is None:
             self._holders = [
-                [b for b in self.axes if b != a and overlap(g, n, self.now[b], self.sizes[b])]
+                [b for b in self.axes if b != a and not self._apart(g, n, self.now[b], self.sizes[b])]
                 if g >= 0
                 else []
                 for a, (g, n) in enumerate(zip(self.goal, self.sizes, strict=True))

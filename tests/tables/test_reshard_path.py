@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,6 +44,26 @@ def test_every_collective_is_possible_and_ends_where_it_should(case: Any) -> Non
         assert not even or larger(m.kind, now, after) * mesh.ways(m.split) == np.prod(shape)
         row, now = m.after, after
     assert (now == held(dst, shape, mesh, sums)).all()
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (4, 2)], ids=str)
+def test_devices_hold_equal_parts_on_the_way(sizes: tuple[int, ...]) -> None:
+    """All pairs of layouts of a dim of 24: where the ends are even, every layout between them is."""
+    mesh = Mesh(names=("x", "y"), sizes=sizes)
+
+    def even(row: tuple[int, ...]) -> bool:
+        parts = held(row, (24,), mesh).reshape(mesh.devices, -1).sum(1)
+        return bool((parts == parts[0]).all())
+
+    def nests(row: tuple[int, ...]) -> bool:
+        low, high = sorted((24 // b, 24 // b * n) for b, n in zip(row, sizes, strict=True))
+        return high[0] % low[1] == 0
+
+    digits = [[REPLICATED, *(b for b in (2, 3, 4, 6, 8, 12, 24) if b % n == 0)] for n in sizes]
+    rows = [row for row in product(*digits) if REPLICATED in row or nests(row)]
+    assert all(map(even, rows))
+    for src, dst in product(rows, rows):
+        assert all(even(m.after) for m in moves(src, dst, sizes)), (src, dst)
 
 
 @given(pairs())
