@@ -19,6 +19,7 @@ from pase.tables.layouts import _DIM
 __all__ = [
     "BITS",
     "CHANGE",
+    "EVEN",
     "EXTENT",
     "GOAL",
     "HAS",
@@ -51,7 +52,7 @@ KEEP = -1 << 60
 BITS, MASK = _DIM.bit_length() - 1, _DIM - 1  # a digit is a tensor dim and a stride
 NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, ROWS = range(10)
 HAS, WANTS, CUT, EXTENT, TANGLES, LENGTH, SLOTS = range(7)
-MOVES, ORDERED, TOOK = 3, 4, 5  # places in LENGTH behind those of the lists of spans
+MOVES, ORDERED, TOOK, EVEN = 3, 4, 5, 6  # places in LENGTH behind those of the lists of spans
 
 
 @jit()

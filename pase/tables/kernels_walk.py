@@ -12,6 +12,7 @@ from pase.machine import COLLECTIVES
 from pase.tables.kernels_spans import (
     BITS,
     CHANGE,
+    EVEN,
     EXTENT,
     GOAL,
     HAS,
@@ -114,7 +115,8 @@ def _begin(w, s, case):
             if state >= 0:
                 state += s[EXTENT, state >> BITS, 0] // (state & MASK) - (state & MASK)
             w[NOW if k == 1 else GOAL, a] = state
-    _hold(w)
+    s[LENGTH, EVEN, 0] = _fits(w, NOW, True) and _fits(w, GOAL, True)
+    _hold(w, s)
 
 
 @jit()
@@ -138,19 +140,38 @@ def _unsettled(w):
 
 
 @jit()
-def _hold(w):
-    """What follows from ``NOW``."""
-    n = w.shape[1]
+def _apart(w, a, x, b, y, even):
+    """Whether axes a and b can hold the digits x and y together: as ``reshard_path._beside``, or ``_disjoint``."""
+    if x < 0 or y < 0 or x >> BITS != y >> BITS:
+        return True
+    low, high = x & MASK, (x & MASK) * w[SIZE, a]
+    other, top = y & MASK, (y & MASK) * w[SIZE, b]
+    if even:
+        return low % top == 0 if low > other else other % high == 0
+    return low >= top or other >= high
+
+
+@jit()
+def _fits(w, row, even):
+    """Whether all axes can hold their digits together after the change."""
+    n, fits = w.shape[1], True
     for a in range(n):
-        goal, held = w[GOAL, a], 0
-        if goal >= 0:
-            t, low = goal >> BITS, (goal & MASK)
-            high = low * w[SIZE, a]
-            for b in range(n):
-                state = w[NOW, b]
-                alike = b != a and state >= 0 and state >> BITS == t
-                if alike and low < (state & MASK) * w[SIZE, b] and (state & MASK) < high:
-                    held |= 1 << b
+        x = w[row, a] if w[row, a] != KEEP else w[NOW, a]
+        for b in range(a):
+            y = w[row, b] if w[row, b] != KEEP else w[NOW, b]
+            fits &= _apart(w, a, x, b, y, even)
+    return fits
+
+
+@jit()
+def _hold(w, s):
+    """What follows from ``NOW``."""
+    n, even = w.shape[1], s[LENGTH, EVEN, 0] != 0
+    for a in range(n):
+        held = 0
+        for b in range(n):
+            if w[GOAL, a] >= 0 and b != a and not _apart(w, a, w[GOAL, a], b, w[NOW, b], even):
+                held |= 1 << b
         w[HELD, a] = held
 
 
@@ -171,7 +192,7 @@ def _move(w, s, done, kind, row):
     for a in range(w.shape[1]):
         if w[row, a] != KEEP:
             w[NOW, a] = w[row, a]
-    _hold(w)
+    _hold(w, s)
     if kind != _SLICE:
         at = s[LENGTH, MOVES, 0]
         if at < done.shape[0]:
@@ -266,7 +287,7 @@ def _place_on_top(w, s, a):
     tile(w, s, WANTS, max(s[LENGTH, WANTS, 0] - 1, 0), False, LEFT)
     if w[LEFT, a] != KEEP:
         w[CHANGE, a] = w[LEFT, a]
-        if not _solid(w, s, CHANGE):
+        if not (_solid(w, s, CHANGE) and _fits(w, CHANGE, s[LENGTH, EVEN, 0] != 0)):
             w[CHANGE, a] = KEEP
 
 
