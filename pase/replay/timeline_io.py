@@ -111,7 +111,7 @@ class TimelineForm(Struct, kw_only=True):
     hosts: dict[int, str] = {}
     dataflow: dict[str, tuple[str, ...]] = {}
     shapes: tuple[Shapes, ...] | UnsetType = UNSET
-    compiled: dict[str, CompiledOp] = {}
+    compiled: dict[str, CompiledOp] | UnsetType = UNSET
     columns: ColumnsForm
 
 
@@ -143,7 +143,7 @@ def _form_of(t: Timeline) -> TimelineForm:
         hosts=t.hosts,
         dataflow=t.dataflow,
         shapes=t.shapes or UNSET,
-        compiled=t.compiled,
+        compiled=t.compiled or UNSET,
         columns=ColumnsForm(
             **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
             shape=t["shape"].tolist() if t.shapes else UNSET,
@@ -196,7 +196,7 @@ def from_json(d: Json, where: str = "timeline") -> Timeline:
         hosts=form.hosts,
         dataflow=form.dataflow,
         shapes=shapes,
-        compiled=form.compiled,
+        compiled={} if form.compiled is UNSET else form.compiled,
     )
 
 
