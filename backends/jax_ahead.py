@@ -18,6 +18,7 @@ from pase.backends.jax_message_bodies import REMATERIALISED
 from pase.backends.jax_moves import after
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import (
+    closed,
     evaluate,
     function_of,
     is_literal,
@@ -57,10 +58,10 @@ def gathers_ahead(fn: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
     return ahead
 
 
-def _run(closed: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> list[Array]:
+def _run(program: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> list[Array]:
     """The program, its loops turned. inside: of a loop's body, where regions that run again for backward stand equation
     by equation: forward is in another loop, so nothing can be taken from there instead."""
-    jaxpr, consts = opened(closed)
+    jaxpr, consts = opened(program)
     env: dict[Var, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def value(var: Var) -> Array:
@@ -83,9 +84,9 @@ def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Se
             zeros = [is_literal(v) or v in numbers for v in eqn.invars[nc : nc + nk]]
             return _TurnedScan(eqn=eqn, zeros=zeros).run(ins, info)
         if name in ("jit", "pjit") or (name in REMATERIALISED and inside):
-            return _run(_closed(eqn.params["jaxpr"]), ins, inside)
+            return _run(closed(eqn.params["jaxpr"]), ins, inside)
         if name in REMATERIALISED:
-            inner = jax.make_jaxpr(lambda *xs: _run(_closed(eqn.params["jaxpr"]), xs))(*ins)
+            inner = jax.make_jaxpr(lambda *xs: _run(closed(eqn.params["jaxpr"]), xs))(*ins)
             if not inner.consts:
                 eqn = eqn.replace(params=eqn.params | {"jaxpr": inner.jaxpr})
     return evaluate(eqn, ins, info)
@@ -97,12 +98,6 @@ def _bodies(eqn: Eqn) -> Iterator[Jaxpr]:
         for one in given if isinstance(given, tuple | list) else (given,):
             if hasattr(one, "jaxpr") or hasattr(one, "eqns"):
                 yield opened(one)[0]
-
-
-def _closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
-    from jax.extend.core import ClosedJaxpr
-
-    return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
 
 
 def _brings(jaxpr: Jaxpr) -> bool:

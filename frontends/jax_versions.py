@@ -33,6 +33,7 @@ __all__ = [
     "attention_by",
     "called",
     "check",
+    "closed",
     "cudnn_attention",
     "cudnn_attention_backward",
     "evaluate",
@@ -87,6 +88,13 @@ def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
     from jax.extend.core import ClosedJaxpr
 
     return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # type: ignore[return-value]
+
+
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program with its constants; an open one has none."""
+    from jax.extend.core import ClosedJaxpr
+
+    return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
 
 
 def scan_groups(eqn: Eqn) -> tuple[int, int]:
