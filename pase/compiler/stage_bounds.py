@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from pase.compiler.stage_features import Feature, direction
+from pase.compiler.stage_features import Feature, direction, running
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.errors import Infeasible, PaseError
 from pase.pipeline.beside import starts
@@ -34,14 +34,14 @@ _DIRECTIONS, _NEAR = 4, 5e-3
 """How many directions are searched for each role in a round, and how different they are."""
 _PRICES = (0.2, 1.0)
 _FIRST = (
-    direction(forward=1, input=1, weight=1),
-    direction(forward=1),
-    direction(input=1),
-    direction(weight=1),
+    running(forward=1, input=1, weight=1),
+    running(forward=1),
+    running(input=1),
+    running(weight=1),
     direction(before=1),
     direction(sums=1),
     direction(after=1),
-    direction(input=1, weight=1),
+    running(input=1, weight=1),
 )
 """Directions to begin with, besides that of the whole step."""
 
@@ -175,7 +175,7 @@ class StageBounds:
         for back, r, weights in self._exposed(s):
             exposed[back, r] = max(exposed[back, r], float((weights * stages).sum()))
         return StageTimes.of(
-            *stages[:, : Feature.BEFORE].T,
+            *(stages[:, : Feature.FORWARD_SENT] + stages[:, Feature.FORWARD_SENT : Feature.BEFORE]).T,
             ranks=s.ranks,
             send=self.send_s,
             before=exposed[0],
@@ -206,8 +206,8 @@ class StageBounds:
         """The half-space of a direction, which is then known."""
         weights = weights / np.abs(weights * self.unit).max()
         free = not weights[Feature.STATIC :].any()
-        rises = weights[Feature.FORWARD] < weights[Feature.BEFORE]
-        rises |= weights[Feature.WEIGHT] < weights[Feature.SUMS]
+        rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
+        rises |= weights[Feature.WEIGHT_SENT] < weights[Feature.SUMS]
         rises |= bool((weights < 0).any())
         # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time,
         # or more compute hides more.
@@ -356,12 +356,13 @@ def _along(s: Schedule, p: Path) -> tuple[np.ndarray, float]:
     """A path as the weights of each stage's features, float64 [stages, features], and its transfers. What its ends wait
     for gathers and sums is ``_exposed``."""
     out = _worked(p.runs)
+    out[:, Feature.FORWARD_SENT : Feature.BEFORE] = out[:, : Feature.FORWARD_SENT]
     out[:, Feature.AFTER] = np.array(s.rank_of) == p.last
     return out, float(p.crossed.sum())
 
 
 def _worked(runs: np.ndarray) -> np.ndarray:
-    """How often actions run, float64 [kinds, stages], as weights of features, float64 [stages, features]."""
+    """How often actions run, float64 [kinds, stages], as weights of their compute, float64 [stages, features]."""
     out = np.zeros((runs.shape[1], len(Feature)))
     whole = runs[Kind.BACKWARD]
     out[:, Feature.FORWARD] = runs[Kind.FORWARD]

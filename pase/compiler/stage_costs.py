@@ -7,7 +7,7 @@ grouped by the part that pays for them, and by whether they are paid once per st
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 import numpy as np
@@ -44,8 +44,9 @@ class PartCost:
     """The costs of one part; for "block", of one block. Seconds are per micro-batch; before, sums, after: once per
     step. Bytes are per device.
 
-    input, weight: the two parts of backward. again: recomputation. before: gathers of parameters; sums: of their
-    gradients. static: bytes kept through the step. kept: bytes of
+    input, weight: the two parts of backward. again: recomputation. These are compute; what is named ``_sent`` are
+    collectives at the same time, behind which nothing hides. before: gathers of parameters; sums: of their gradients.
+    static: bytes kept through the step. kept: bytes of
     one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
     with its gradients.
     """
@@ -54,6 +55,10 @@ class PartCost:
     input: float = 0.0
     weight: float = 0.0
     again: float = 0.0
+    forward_sent: float = 0.0
+    input_sent: float = 0.0
+    weight_sent: float = 0.0
+    again_sent: float = 0.0
     before: float = 0.0
     sums: float = 0.0
     after: float = 0.0
@@ -98,8 +103,9 @@ def part_costs(
         part = out[places.of(name)]
         part.buffers = max(part.buffers, nbytes)
     block, many = out["block"], places.blocks
-    for name in ("forward", "input", "weight", "again", "before", "sums", "after", "static", "kept"):
-        setattr(block, name, getattr(block, name) / many)
+    for f in fields(PartCost):
+        if f.name not in ("inner", "buffers", "memory"):
+            setattr(block, f.name, getattr(block, f.name) / many)
     block.memory = {k: v / many for k, v in block.memory.items()}
     return out
 
@@ -158,17 +164,17 @@ def collective_shares(
     reader: the node that pays for it. times: how often it runs in a step.
     """
     m, once = micro_batches, weights == "once"
-    if phase == "update":
-        return {"after": 1.0}
+    if phase == "update":  # ZeRO's gather of what was updated: the next step's first forward hides it
+        return {"before" if once else "after": 1.0}
     if of_parameter and phase == "backward":
-        return {"sums" if once else "weight": 1 / m}
+        return {"sums" if once else "weight_sent": 1 / m}
     if phase == "backward":
-        return {"input": 1 / m}
+        return {"input_sent": 1 / m}
     runs = max(float(number(op.times, reader.name)) for op in reader.ops)
     again = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
     if of_parameter and once:
         return {"before": (1 - again) / m}
-    return {"forward": (1 - again) / m, "again": again / m}
+    return {"forward_sent": (1 - again) / m, "again_sent": again / m}
 
 
 def _hold(

@@ -38,24 +38,27 @@ from pase.tables.facts import facts
 from pase.tables.layouts import forward_states, local_bytes, number
 from pase.tables.work import Phase, node_work
 
-__all__ = ["Feature", "FeatureTables", "direction", "feature_tables"]
+__all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running"]
 
 
 class Feature(IntEnum):
-    """Seconds per micro-batch: forward, backward's two parts (input with recomputation). Seconds per step: before
-    (gathers), sums of gradients, after. Bytes on a device: kept throughout; of one micro-batch until its backward, and
-    until its weights' gradients.
+    """Seconds per micro-batch: forward, backward's two parts (input with recomputation): compute, and collectives that
+    it waits for. Seconds per step: before (gathers), sums of gradients, after. Bytes on a device: kept throughout; of
+    one micro-batch until its backward, and until its weights' gradients.
     """
 
     FORWARD = 0
     INPUT = 1
     WEIGHT = 2
-    BEFORE = 3
-    SUMS = 4
-    AFTER = 5
-    STATIC = 6
-    KEPT = 7
-    WAITING = 8
+    FORWARD_SENT = 3
+    INPUT_SENT = 4
+    WEIGHT_SENT = 5
+    BEFORE = 6
+    SUMS = 7
+    AFTER = 8
+    STATIC = 9
+    KEPT = 10
+    WAITING = 11
 
 
 _ByFeature = dict[Feature, np.ndarray]
@@ -64,13 +67,23 @@ _ByFeature = dict[Feature, np.ndarray]
 def direction(**weights: float) -> np.ndarray:
     """The weight of each feature by its name, float64 [features].
 
-    >>> direction(forward=4, input=4, weight=4).tolist()
-    [4.0, 4.0, 4.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    >>> direction(forward=4, sums=1).nonzero()[0].tolist() == [Feature.FORWARD, Feature.SUMS]
+    True
     """
     out = np.zeros(len(Feature))
     for name, weight in weights.items():
         out[Feature[name.upper()]] = weight
     return out
+
+
+def running(*, forward: float = 0, input: float = 0, weight: float = 0) -> np.ndarray:
+    """The direction of what actions take that run so often, compute and what it waits for; float64 [features].
+
+    >>> bool((running(forward=2) == direction(forward=2, forward_sent=2)).all())
+    True
+    """
+    sent = direction(forward_sent=forward, input_sent=input, weight_sent=weight)
+    return sent + direction(forward=forward, input=input, weight=weight)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -268,7 +281,7 @@ class _StagePricing:
 
 def _features(shares: Mapping[str, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
     """Shares by field of ``PartCost``, by feature: recomputation precedes the input's part of backward."""
-    return {Feature.INPUT if name == "again" else Feature[name.upper()]: x for name, x in shares.items()}
+    return {Feature[name.replace("again", "input").upper()]: x for name, x in shares.items()}
 
 
 def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from pase.compiler.spent import Spent
 from pase.compiler.stage_costs import PARTS, GatheredWeights, PartCost, part_costs
-from pase.compiler.stage_features import FeatureTables, direction, feature_tables
+from pase.compiler.stage_features import FeatureTables, direction, feature_tables, running
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
 from pase.ir import Graph
@@ -79,13 +79,13 @@ class StageSplit:
     def ends(self) -> list[PartCost]:
         return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
 
-    def fixed(self, what: str) -> float:
-        """The seconds or bytes of the stage without blocks, by the field name of ``PartCost``."""
-        return float(sum(getattr(e, what) for e in self.ends))
+    def fixed(self, *what: str) -> float:
+        """The seconds or bytes of the stage without blocks, summed over fields of ``PartCost``."""
+        return float(sum(getattr(e, w) for e in self.ends for w in what))
 
-    def of_block(self, what: str) -> float:
+    def of_block(self, *what: str) -> float:
         """The seconds or bytes of one more block."""
-        return float(getattr(self.block, what))
+        return float(sum(getattr(self.block, w) for w in what))
 
     def by_unit(self, *what: str) -> np.ndarray:
         """Seconds of what comes before the stage's blocks, of one block, and of what comes after them, summed over
@@ -102,7 +102,8 @@ class StageSplit:
         """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
         at = np.array([1.0, blocks, 1.0])
         forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
-        busy = micro_batches * (forward + backward) + self.by_unit("after")
+        sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "again_sent")
+        busy = micro_batches * (forward + backward + sent) + self.by_unit("after")
         return float(
             busy @ at
             + exposed_s(self.by_unit("before"), forward, blocks, self.slow)
@@ -173,16 +174,18 @@ class StageTables:
     @cached_property
     def step(self) -> np.ndarray:
         """The direction of a stage's seconds per step, if compute hides what it can of gathers and sums: a bound."""
-        m = self.micro_batches
-        return direction(forward=m, input=m, weight=m, before=self.slow, sums=self.slow, after=1)
+        return self._working(self.micro_batches) + direction(before=self.slow, sums=self.slow, after=1)
 
     @property
     def steps(self) -> list[np.ndarray]:
         """Directions in which splits are searched: that of ``step``, and that in which gathers and sums hide the
         compute of one micro-batch."""
-        m = self.micro_batches - 1
-        waits = direction(forward=m, input=m, weight=m, before=1, sums=1, after=1)
+        hidden = direction(forward=1, input=1, weight=1)
+        waits = self._working(self.micro_batches) - hidden + direction(before=1, sums=1, after=1)
         return [self.step, waits] if self.slow < 1 else [self.step]
+
+    def _working(self, m: int) -> np.ndarray:
+        return running(forward=m, input=m, weight=m)
 
     def cheapest(
         self,
@@ -203,8 +206,9 @@ class StageTables:
         if key not in self._splits:
             space = self.features.space
             configs = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
+            places = self.places.in_one_stage if role.first and role.last else self.places
             parts = part_costs(
-                self.graph, self.places, self.mesh, configs, self.model, self.optimizer, self.weights
+                self.graph, places, self.mesh, configs, self.model, self.optimizer, self.weights
             )
             self._splits[key] = StageSplit(
                 role=role,

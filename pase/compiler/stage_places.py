@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from pase.errors import Infeasible
@@ -51,6 +52,11 @@ class Places:
             if len(found) < len(cuts):
                 out[name] = tuple(sorted(found))
         return out
+
+    @cached_property
+    def in_one_stage(self) -> Places:
+        """The same if one stage has all parts: what several parts read is there once."""
+        return replace(self, parts={name: parts[:1] for name, parts in self.parts.items()})
 
     @property
     def tied(self) -> tuple[str, ...]:

@@ -107,6 +107,9 @@ class StageMenu:
 
         The first of a site's tables are the ones that charge least.
         """
+        if self.ranks == 1:  # what both ends read is there once
+            only = StageRole(first=True, last=True, site=self.sites[0])
+            return self._at(only.site)[0].least_s(only, self.places.blocks)
 
         def end(ranks: Sequence[int], *, last: bool) -> float:
             """In blocks of the rank that has it."""
@@ -238,7 +241,7 @@ class StageMenu:
     def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
         """How many blocks each stage gets, split as given."""
         fixed, each = (
-            {name: np.array([f(w, name) for w in splits]) for name in _FIELDS}
+            {name: np.array([f(w, *what) for w in splits]) for name, what in _FIELDS.items()}
             for f in (StageSplit.fixed, StageSplit.of_block)
         )
         rank = np.array(s.rank_of)
@@ -343,13 +346,18 @@ class StageMenu:
 
 
 _TIMES = ("forward", "input", "weight", "again", "after")
-_FIELDS = (*_TIMES, "static", "kept")
+_FIELDS = {
+    name: (name, f"{name}_sent") if name in ("forward", "input", "weight", "again") else (name,)
+    for name in (*_TIMES, "static", "kept")
+}
+"""What times and bytes consist of, as fields of ``PartCost``."""
 _OF_KIND = {
     Kind.FORWARD: ("forward",),
     Kind.BACKWARD: ("again", "input", "weight"),
     Kind.INPUT: ("again", "input"),
     Kind.WEIGHT: ("weight",),
 }
+"""Behind which gathers and sums hide: compute alone."""
 
 
 def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:

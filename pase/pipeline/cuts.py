@@ -29,6 +29,9 @@ TOLERANCE = 1e-6
 """Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
 
 
+_ROUNDING = 1e-9
+"""Relative: what the difference of two sums of seconds is known to."""
+
 _MOST_STAGES = 20
 """Whole numbers are asked for of so many stages; with more the integer program takes too long."""
 
@@ -97,7 +100,7 @@ class CutProblem:
         for moved in (self.once.gathers, self.once.sums):
             whole += self.on_rank @ (moved[0] + counts * moved[1] + moved[2])
         hidden = whole - _values(self.exposed[0], counts) - _values(self.exposed[1], counts)
-        return np.maximum(hidden, 0.0)  # not the last digit below
+        return np.where(hidden > _ROUNDING * whole, hidden, 0.0)
 
     @cached_property
     def on_rank(self) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 A change doubles or halves one degree (its factor goes to or comes from another degree, so that the devices stay the
 same), the micro-batch or the stages per rank, or takes another kind of ZeRO, recomputation or sequence parallelism.
-The answer is never above the strategy that it began with; that nothing is cheaper is not proven.
+A strategy that fits comes before any that does not. The answer is never above the strategy that it began with, if that
+fits; that nothing is cheaper is not proven.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Better:
-    """The cheapest strategy that was met and fits. tried: strategies that were priced."""
+    """The cheapest strategy that was met and fits; if none fits, the cheapest. tried: strategies that were priced."""
 
     priced: Priced
     tried: int
@@ -86,7 +87,7 @@ def better(start: Priced, price: Callable[[Strategy], Priced]) -> Better:
                 p = price(s)
             except PaseError:
                 continue
-            if p.fits and p.step_s < found.step_s:
+            if (not p.fits, p.step_s) < (not found.fits, found.step_s):
                 found = p
         if found is best:
             return Better(priced=best, tried=len(seen))

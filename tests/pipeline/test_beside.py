@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -94,4 +95,14 @@ def test_one_stage_a_rank_waits_as_a_stage_alone_does():
         ):
             alone = exposed_s(moved[:, r], once.compute[kind, :, r], int(counts[r]), float(once.slow[r]))
             assert told[r] == pytest.approx(alone)
-    assert (problem.hidden(counts) >= -1e-12).all() and problem.hidden(counts).max() > 0
+    assert (problem.hidden(counts) >= 0).all() and problem.hidden(counts).max() > 0
+
+
+def test_nothing_is_hidden_where_nothing_overlaps():
+    """Not even the last digit of a sum."""
+    rng = np.random.default_rng(3)
+    for _ in range(20):
+        problem = problem_of(rng, "interleaved", 2, 2, 4, 12)
+        assert problem.once is not None
+        alone = replace(problem, once=replace(problem.once, slow=np.ones(2)))
+        assert not alone.hidden(np.array([2, 4, 5, 1])).any()

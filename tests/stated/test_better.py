@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,26 @@ def test_neighbours_keep_the_devices_and_are_written_as_they_are_read():
             if s.chunks == start.chunks and s.ranks % s.expert == 0:
                 again = parse(str(s), 64)
                 assert replace(again, remat=s.remat) == s
+
+
+@dataclass(frozen=True)
+class Told:
+    strategy: Strategy
+    step_s: float
+    fits: bool
+
+
+def test_what_fits_comes_first():
+    """A start that does not fit is left for a slower neighbour that does."""
+
+    def told(s: Strategy, least: int) -> Any:
+        return Told(s, 1.0 + 0.1 * s.tensor, s.tensor >= least)
+
+    start = Strategy(tensor=1, data=8)
+    near = better(told(start, 2), lambda s: told(s, 2)).priced
+    assert near.fits and near.strategy.tensor == 2
+    never = better(told(start, 99), lambda s: told(s, 99)).priced
+    assert not never.fits and never.step_s == told(start, 99).step_s
 
 
 @pytest.mark.parametrize("text", ["fsdp=8,micro=1,remat=full", "dp=1,tp=8,sp,micro=1,remat=none"])
