@@ -5,8 +5,8 @@
 Each row's configuration, priced as ``bench/published_steps.py`` prices it, is changed one degree at a time as long as
 that is cheaper and fits (``pase.stated.better``): executor, precision, batch, model and devices stay. As the search
 begins with the published configuration, the answer is never above it, unless that does not fit by the price: then what
-fits comes first. What changes is said in words. Rows of all sources in turn; --resume goes on
-with rows that the result file lacks, for at most so many minutes of CPU.
+fits comes first. What changes is said in words. Rows of all sources in turn; --resume goes on with rows that the result
+file lacks, for at most so many minutes of CPU.
 """
 
 from __future__ import annotations
