@@ -215,7 +215,7 @@ def verdict(folder: Path) -> str:
     extent = float(t.to_global(t.end_ns).max() - t.global_start_ns().min())
     absurd = low <= 0 or high > extent * (1 + 1e-9) or not low / 2 <= run.replayed_ns <= 2 * high
     absurd |= not math.isfinite(run.replayed_ns)
-    for knob in HELPS if not run.doubts else ():
+    for knob in HELPS:
         try:
             ns = run.must_be_explained(knob[0], apply(run.graph, [knob]))
         except Infeasible:

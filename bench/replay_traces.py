@@ -8,6 +8,7 @@ replay; iterations of host-bound runs differ from each other by as much. What th
 when something is changed (``bench/replay_whatif.py``): other_ranks predicts each rank with the compute times of the
 other ranks only. first_and_other: of the replays from the first iteration and one other, the one that lies farthest
 outside of what these two took. few_iterations: what is said of the first one, two and three iterations alone.
+own_ops_and_gaps_of_others: each iteration from what its own ops took and the others' gaps, beside the others' mean.
 gaps: what delays between tasks are of the replayed iteration, the longest of them, and how many are above 20 ms.
 findings: what pase diagnose says first. optimize: where it begins and ends, beside the replayed iteration. device_only
 is the error of a replay that leaves the CPU out.
@@ -90,6 +91,9 @@ def one_run(path: Path) -> dict[str, Any]:
         "steady_iterations": run.iterations,
         "left_out": run.measured.left_out,
         "ranks": by_rank,
+        "own_ops_and_gaps_of_others": dict(
+            zip(("error", "naive_error"), run.gaps_errors or (None, None), strict=True)
+        ),
         "other_ranks": {p.rank: p.error for p in others} or None,
         "device_only": device_only(run),
         "few_iterations": few_iterations(t),

@@ -48,7 +48,7 @@ class WhatIf:
 
 def knob(name: str, pattern: str, value: float) -> Predict:
     """A what-if of ``pase replay``."""
-    return lambda run: max(evaluate(apply(run.graph, [(name, pattern, value)])).values())
+    return lambda run: run.changed_ns(apply(run.graph, [(name, pattern, value)]))
 
 
 def fused(run: Run) -> float:

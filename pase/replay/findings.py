@@ -14,7 +14,6 @@ from pase.replay.breakdown import Breakdown
 from pase.replay.gloo import WAIT as GLOO_WAIT
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import replay_graph
-from pase.replay.steady import evaluate
 from pase.replay.stragglers import Straggler
 from pase.replay.trust import Run
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
@@ -69,7 +68,7 @@ class Scene:
         """What the replay saves without a cause; 0 if the replay is not trusted."""
         if self.run.doubts:
             return 0.0
-        return max(0.0, self.run.replayed_ns - max(evaluate(without).values()))
+        return max(0.0, self.run.replayed_ns - self.run.changed_ns(without))
 
     def most(self, cause: str) -> Breakdown:
         """The rank on which a cause takes the most time."""

@@ -80,6 +80,8 @@ class DataflowGraph:
     """How many collectives are shared by ranks of the graph."""
     carried: Carried = field(default_factory=_nothing_carried)
     """What tasks wait for in the iteration before; counts where iterations are replayed in a row."""
+    even: bool = False
+    """Whether no rank is to be later or slower than the median rank, in any single iteration too."""
 
     def __len__(self) -> int:
         return len(self.device)

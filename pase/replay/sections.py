@@ -1,8 +1,9 @@
 """What each task of a measured iteration belongs to: forward, backward or update, which micro-batch, which layer.
 
 Nothing is told by names of models. PyTorch launches forward and update from the thread that runs the program, and
-backward from autograd's: their turns are micro-batches. A program of XLA is one micro-batch, and says itself which of
-its ops JAX made by transposing others: that is backward. Layers are what repeats: products (matrix multiplications) of
+backward from autograd's: their turns are micro-batches. A program of XLA says itself which of its ops JAX made by
+transposing others: that is backward, and products of forward that come after one of backward begin the next
+micro-batch. Layers are what repeats: products (matrix multiplications) of
 one shape that occur as often as there are layers, or a multiple of that.
 """
 
@@ -199,26 +200,41 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
     ops = [i for i in order.tolist() if i in shapes]
     for i in ops:
-        phase[i], micro[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()], 0
+        phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
     if not any(phase[i] == StepPhase.BACKWARD for i in product):
         raise Infeasible(
             "no product of the compiled program comes from backward by the names that JAX gives its ops, so it is no "
             "training step whose parts could be told apart"
         )
-    layers = _layers(phase, micro, layer, ops, product, 1)
+    micro[ops] = _turns_of_program(phase[ops], np.isin(ops, list(product)))
+    micro_batches = 1 + int(micro[ops].max())
+    layers = _layers(phase, micro, layer, ops, product, micro_batches)
     _label_rest(g, order, phase, micro, layer)
     return Sections(
         rank=rank,
         phase=phase,
         micro=micro,
         layer=layer,
-        micro_batches=1,
+        micro_batches=micro_batches,
         layers=layers,
         order=order,
         compute=_computes(g, order),
         product=product,
         shapes=shapes,
     )
+
+
+def _turns_of_program(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
+    """The micro-batch of each op of a compiled program, in order: the next begins with forward's first product after
+    one of backward, and with what forward does before it. The update belongs to the last."""
+    out = np.zeros(len(phase), dtype=np.int64)
+    turn, after_backward = 0, False
+    for i, (p, product) in enumerate(zip(phase.tolist(), is_product.tolist(), strict=True)):
+        forward = p == StepPhase.FORWARD
+        out[i] = turn + int(after_backward and forward)
+        if product and p != StepPhase.UPDATE:
+            turn, after_backward = int(out[i]), not forward
+    return np.where(phase == StepPhase.UPDATE, turn, np.minimum(out, turn))
 
 
 def _turns(g: DataflowGraph, launching: list[int], main: int) -> dict[int, tuple[StepPhase, int]]:
@@ -251,8 +267,8 @@ def _layers(
     counts = [Counter(product[i] for i in v if i in product) for (p, _), v in sequence.items() if not p]
     if len(counts) != micro_batches or any(c != counts[0] for c in counts):
         raise Infeasible(
-            f"the {micro_batches} turns of the program's thread and autograd's do not run the same products, so they "
-            "are no micro-batches"
+            f"the {micro_batches} turns of forward and backward do not run the same products, so they are no "
+            "micro-batches"
         )
     forward = next([product.get(i) for i in v] for (p, _), v in sequence.items() if not p)
     layers = _repeats([k for k in forward if k is not None])

@@ -12,7 +12,7 @@ from pase.errors import PaseError
 from pase.replay.graph import EDGES
 from pase.replay.tasks import RankProgram
 
-__all__ = ["Edges", "RankTimes", "rank_times"]
+__all__ = ["UNSEEN_NS", "Edges", "RankTimes", "rank_times"]
 
 _E = {k: i for i, k in enumerate(EDGES)}
 _INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
@@ -20,6 +20,8 @@ _DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_0
 """Seen on V100 and A100 traces; used only where a trace shows no instance."""
 _PLAIN_NS = 50_000.0
 """A delay up to this needs no other cause than a launch, a stream or an event."""
+UNSEEN_NS = 1_000_000.0
+"""Delays past that are waits for something that the trace does not show; between threads, too."""
 _ALIKE = 0.9
 """Iterations whose tasks overlap by less than this do not run the same program: their tasks are not paired."""
 
@@ -240,8 +242,9 @@ def _lags(
     if other.any():
         lag[other] = np.maximum(np.nan_to_num(_median(delay[:, other])), 0.0)
     handed = np.where(other, np.maximum(delay, 0.0), np.nan)
+    usual = np.where(handed <= np.maximum(3 * lag, UNSEEN_NS), handed, np.nan)
     if not into.any():
-        return lag, handed, handed
+        return lag, handed, usual
     stream = _numbered(p.device)[dst]
     typical = np.zeros(len(dst))
     for k in _INTO_OP:
@@ -272,13 +275,13 @@ def _lags(
     lag = np.where(into, np.minimum(typical, at_most), lag)
     if seen.any():
         lag[seen] = _median(sample[:, seen])
-    return lag, np.where(other, handed, happened), np.where(other, handed, sample)
+    return lag, np.where(other, handed, happened), np.where(other, usual, sample)
 
 
 def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.ndarray) -> float | None:
     """Median delay of the edges ``these`` where they were the last to be satisfied; None where they never were.
 
-    Delays past a millisecond are waits for something that the trace does not show.
+    Delays past ``UNSEEN_NS`` are left out.
     """
     if not these.any():
         return None
@@ -287,5 +290,5 @@ def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.nd
         np.minimum.at(nearest[k], dst[group], np.nan_to_num(delay[k, group], nan=np.inf))
     mine = delay[:, these]
     last = np.isfinite(mine) & (mine <= nearest[:, dst[these]])
-    values = np.maximum(mine[last & (mine < 1e6)], 0.0)
+    values = np.maximum(mine[last & (mine < UNSEEN_NS)], 0.0)
     return float(np.median(values)) if len(values) else None

@@ -12,7 +12,9 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.model import Measured, OwnTimes, own_times
 from pase.replay.predict import HeldOut, held_out, held_out_ranks
 from pase.replay.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
+from pase.replay.times import UNSEEN_NS
 from pase.replay.types import GPU_KINDS
+from pase.replay.whatif import balanced_rows
 
 __all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
 
@@ -28,7 +30,7 @@ _IMPOSSIBLE = 0.5
 """So far outside, the replay is not shown either: iterations of a busy machine differ, but not by that."""
 _SETTLED = 0.01
 """Iterations in a row may not have settled by the last; by so much a change that only helps may seem to cost."""
-_PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": 1_000_000.0}
+_PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": UNSEEN_NS}
 """What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
 
 
@@ -61,16 +63,41 @@ class Run:
         """How much longer than the replay of medians the iterations are on average, each replayed with its own
         times; 1 where fewer than two can be."""
         usual = max(evaluate(self.medians).values(), default=0.0)
-        return self._mean_ns(self._own.own_lag_ns, usual) / usual if usual > 0 else 1.0
-
-    def _mean_ns(self, lag_ns: np.ndarray, default: float) -> float:
-        lengths = lengths_in_a_row(self.medians, self._own.own_ns, lag_ns)
-        return default if lengths is None else float(lengths.max(axis=1).mean())
+        mean = _mean_ns(self.medians, self._own.own_ns, self._own.own_lag_ns)
+        return mean / usual if mean is not None and usual > 0 else 1.0
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        """The mean iteration: medians by task, all stretched alike to what the iterations take on average."""
+        """The mean iteration: medians by task, all stretched alike to what the iterations take on average.
+
+        A change is made to this graph; what it then takes, ``changed_ns`` says.
+        """
         return stretched(self.medians, self.stretch)
+
+    def changed_ns(self, changed: DataflowGraph) -> float:
+        """The iteration after a change of ``graph``.
+
+        Where only times changed, each iteration's own times change as its medians did, and all are replayed in a row:
+        what waiting for whichever rank is late adds is then no part of what the change scales. Another graph (ops or
+        waits that the run does not have) is replayed as it is.
+        """
+        mean = self._in_a_row(changed) if _same_tasks(self.graph, changed) else None
+        if mean is None or self._as_it_is is None:
+            return max(evaluate(changed).values(), default=0.0)
+        return self.replayed_ns * (mean / self._as_it_is)
+
+    @cached_property
+    def _as_it_is(self) -> float | None:
+        return self._in_a_row(self.graph)
+
+    def _in_a_row(self, changed: DataflowGraph) -> float | None:
+        """Mean (ns) of the iterations with their own times, changed as this graph's times differ from the run's."""
+        g = self.graph
+        own = _as_the_medians(self._own.own_ns, g.duration_ns, changed.duration_ns)
+        lag = _as_the_medians(self._own.own_lag_ns, g.lag_ns, changed.lag_ns)
+        if changed.even:
+            own, lag = balanced_rows(changed, own, lag)
+        return _mean_ns(stretched(changed, 1 / self.stretch), own, lag)
 
     @cached_property
     def replay(self) -> Steady:
@@ -126,11 +153,36 @@ class Run:
         return max(sizes) if worst else float(np.median(sizes))
 
     @cached_property
+    def gaps_errors(self) -> tuple[float, float] | None:
+        """Median error of iterations replayed with their ops' own times and the others' gaps, and that of the mean of
+        the others; None where fewer than three can be.
+
+        Replayed with its own gaps too, an iteration is copied, and the mean of the others agrees with their mean
+        whatever the gaps are. Every what-if supposes that gaps stay as they are whatever the ops take: where they are
+        waits for something that is not seen, this shows it.
+        """
+        own, gaps = self._own.own_ns, self._own.own_lag_ns
+        if len(own) < 3:
+            return None
+        others = (gaps.sum(axis=0) - gaps) / (len(gaps) - 1)
+        lengths = lengths_in_a_row(self.medians, own, others)
+        if lengths is None:
+            return None
+        measured = self.lengths_ns
+        naive = (measured.sum() - measured) / (len(measured) - 1)
+        replayed = lengths.max(axis=1)
+        error, plain = (
+            float(np.median(np.abs(x / measured[: len(x)] - 1))) for x in (replayed, naive[: len(replayed)])
+        )
+        return error, plain
+
+    @cached_property
     def unexplained(self) -> float:
         """Share of the replayed iteration that is delay without a known cause: on the critical path, and what is in the
         mean because of delays that only some of the iterations have."""
-        whole = self._mean_ns(self._own.own_lag_ns, 0.0)
-        now_and_then = 1 - self._mean_ns(self._own.plain_lag_ns, 0.0) / whole if whole > 0 else 0.0
+        x = self._own
+        whole, plain = (_mean_ns(x.graph, x.own_ns, lag) for lag in (x.own_lag_ns, x.plain_lag_ns))
+        now_and_then = 1 - plain / whole if whole and plain is not None else 0.0
         return unexplained_share(self.graph, self.replay) + max(now_and_then, 0.0)
 
     def _outside(self, allowed: float) -> str:
@@ -178,7 +230,24 @@ class Run:
                 f"the mean of the other iterations predicts one better ({naive:.1%} off in the median) than the "
                 f"replay does ({error:.1%})"
             )
+        gaps = self.gaps_errors
+        if gaps is not None and gaps[0] > max(_GOOD, 1.1 * gaps[1]):
+            out.append(
+                f"an iteration's own ops with the gaps of the others are {gaps[0]:.1%} off in the median, and the mean "
+                f"of the others {gaps[1]:.1%}: its gaps are no constant of the run"
+            )
         return out
+
+    @property
+    def _stretch_doubts(self) -> list[str]:
+        """Of a change of more than times."""
+        if abs(self.stretch - 1) <= _ALLOWED:
+            return []
+        usual = self.replayed_ns / self.stretch
+        return [
+            f"iterations take {self.replayed_ns / 1e6:.2f} ms on average and {usual / 1e6:.2f} ms where each op takes "
+            "its median, and nothing shows what becomes of the difference among other ops or waits"
+        ]
 
     def _cause(self) -> str:
         """What makes up a replay that is far from the measured iterations."""
@@ -223,21 +292,23 @@ class Run:
         Delay that nothing explains counts where it is on the changed run's critical path: a change that takes it away
         (a rank that is no longer late) is no guess.
         """
-        s = steady(changed)
+        s, ns = steady(changed), self.changed_ns(changed)
         share = unexplained_share(changed, s) + self.unexplained - unexplained_share(self.graph, self.replay)
         doubts = [*self._outside_doubts, *self._other_doubts]
+        if not _same_tasks(self.graph, changed):
+            doubts += self._stretch_doubts
         if share > UNEXPLAINED:
             doubts.append(
                 f"{share:.0%} of the critical path would be delay that nothing in the trace explains, and that a "
                 "change might move"
             )
-        if s.iteration_ns > self.replayed_ns * (1 + _SETTLED) and _only_shorter(self.graph, changed):
+        if ns > self.replayed_ns * (1 + _SETTLED) and _only_shorter(self.graph, changed):
             doubts.append(
                 "nothing in it takes longer and the replay does "
-                f"({self.replayed_ns / 1e6:.2f} to {s.iteration_ns / 1e6:.2f} ms): its ops would run in another order, "
+                f"({self.replayed_ns / 1e6:.2f} to {ns / 1e6:.2f} ms): its ops would run in another order, "
                 "and the trace does not show what fixes it"
             )
-        return s.iteration_ns, "; and ".join(doubts)
+        return ns, "; and ".join(doubts)
 
     def must_be_explained(self, what: str, changed: DataflowGraph) -> float:
         """The iteration (ns) after a change; Infeasible, with the reasons, if that is not to be believed."""
@@ -247,20 +318,43 @@ class Run:
         return ns
 
     def must_be_believed(self, what: str, force: bool) -> None:
-        """Infeasible, with the reasons, if changes of the run as it is cannot be predicted."""
-        if self.doubts and not force:
-            raise Infeasible(
-                f"{what}: not predicted, since {'; and '.join(self.doubts)}. --force predicts anyway"
-            )
+        """Infeasible, with the reasons, if changes of the run's ops and waits cannot be predicted."""
+        doubts = [*self.doubts, *self._stretch_doubts]
+        if doubts and not force:
+            raise Infeasible(f"{what}: not predicted, since {'; and '.join(doubts)}. --force predicts anyway")
+
+
+def _mean_ns(g: DataflowGraph, own_ns: np.ndarray, lag_ns: np.ndarray) -> float | None:
+    """Mean of iterations replayed in a row; see ``lengths_in_a_row``."""
+    lengths = lengths_in_a_row(g, own_ns, lag_ns)
+    return None if lengths is None else float(lengths.max(axis=1).mean())
+
+
+def _as_the_medians(own: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Own times, changed in the proportion of their medians; by as much where the median was nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(before > 0, own * (after / before), own + after)
+
+
+def _same_tasks(g: DataflowGraph, changed: DataflowGraph) -> bool:
+    """Whether the changed graph differs only in times."""
+    return all(
+        np.array_equal(a, b)
+        for a, b in (
+            (g.device, changed.device),
+            (g.gang, changed.gang),
+            (g.priority, changed.priority),
+            (g.src, changed.src),
+            (g.dst, changed.dst),
+            (g.carried.src, changed.carried.src),
+            (g.carried.dst, changed.carried.dst),
+        )
+    )
 
 
 def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
     """Whether the changed graph differs only in times, and none of them is longer than before."""
-    if (
-        len(g) != len(changed)
-        or len(g.src) != len(changed.src)
-        or len(g.carried.src) != len(changed.carried.src)
-    ):
+    if not _same_tasks(g, changed):
         return False
     times = (
         (g.duration_ns, changed.duration_ns),

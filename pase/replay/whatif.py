@@ -13,7 +13,7 @@ from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 
-__all__ = ["KNOBS", "WireLine", "apply", "collective_line", "parse_knob", "split_cost"]
+__all__ = ["KNOBS", "WireLine", "apply", "balanced_rows", "collective_line", "parse_knob", "split_cost"]
 
 KNOBS = {
     "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
@@ -265,4 +265,17 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
         release_ns=release,
         lag_ns=lag,
         carried=replace(g.carried, lag_ns=carried),
+        even=True,
     )
+
+
+def balanced_rows(
+    g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Times of iterations, float64 [iterations, tasks] and [iterations, edges], each balanced by itself: ranks that
+    take turns at being late are late in no median."""
+    rows = [
+        _balanced(replace(g, duration_ns=own, lag_ns=lag))
+        for own, lag in zip(own_ns, own_lag_ns, strict=True)
+    ]
+    return np.array([b.duration_ns for b in rows]), np.array([b.lag_ns for b in rows])

@@ -92,6 +92,43 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
 
 
+@pytest.mark.parametrize("micro_batches", [2, 8])
+def test_a_program_that_accumulates_in_a_loop_has_micro_batches(micro_batches: int) -> None:
+    """They had been taken for layers."""
+    shape = ((8, 16), (16, 16), (8, 16))
+    ops = {
+        n: CompiledOp(part=part, operands=shape[:2], product=shape)
+        for n, part in (("dot.f", "forward"), ("dot.b", "backward"))
+    } | {
+        "tanh": CompiledOp(part="forward", operands=shape[:1]),
+        "add": CompiledOp(part="update", operands=shape[1:2]),
+    }
+    turn = [*["dot.f", "tanh"] * 4, *["dot.b"] * 8]
+
+    def timeline(names: list[str]) -> Timeline:
+        op: dict[str, Any] = {"rank": 0, "lane": "XLA ops", "device": True, "kind": "kernel"}
+        long = 100 * US * len(names)
+        events = [
+            Event(name=n, start_ns=k * long + 100 * US * i, duration_ns=100 * US, iteration=k, **op)
+            for k in range(3)
+            for i, n in enumerate(names)
+        ]
+        marks = [Mark(rank=0, iteration=k, start_ns=k * long, end_ns=(k + 1) * long) for k in range(3)]
+        return replace(from_events(events, marks=tuple(marks)), compiled=ops)
+
+    t = timeline([*turn * micro_batches, "add"])
+    run = Run(measured=measure(align(t)))
+    s = sections(t, run.graph)
+    assert (s.layers, s.micro_batches) == (4, micro_batches)
+    graph, _ = by_stages(2, 1e12)(t, run.graph)
+    # 1F1B: micro-batches and one less than stages, each of half of the layers, and the update.
+    want = 100 * US * ((micro_batches + 1) * len(turn) / 2 + 0.5)
+    assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
+    odd = timeline([*turn, *turn[2:], "add"])
+    with pytest.raises(Infeasible, match="do not run the same products"):
+        sections(odd, Run(measured=measure(align(odd))).graph)
+
+
 def test_a_program_without_backward_is_refused() -> None:
     facts = _facts(2)
     forward = {n: replace(op, part="forward") for n, op in facts.ops.items()}

@@ -22,7 +22,7 @@ from pase.replay.iterations import Iteration, warm_up
 from pase.replay.model import Measured, measure
 from pase.replay.steady import evaluate
 from pase.replay.trust import Run
-from pase.replay.types import Timeline
+from pase.replay.types import Event, Mark, Timeline, from_events
 from pase.replay.whatif import apply
 from tests.command import printed, reported, run
 
@@ -145,6 +145,59 @@ def test_a_replay_is_as_long_as_the_iterations_are_on_average(tmp_path: Path) ->
     assert run.replayed_ns == pytest.approx(run.measured_ns, rel=0.01)
     assert run.error() <= 1.1 * run.error(naive=True) and not run.doubts
     assert sum(s.added_ns for s in run.replay.path()) == pytest.approx(run.replayed_ns, rel=1e-9)
+
+
+def _in_turns(**change: float) -> ImaginedRun:
+    """Four ranks that are late by 3 ms now and then, each by itself, on a slow network."""
+    base: dict[str, Any] = {"ranks": 4, "iterations": 16, "layers": 4, "noise": 0.02, "chance_us": 3_000.0}
+    more = {"kernel_us": 200.0, "between_us": 4.0, "bandwidth_bytes_per_us": 6000.0}
+    return simulate(ImaginedRun(**base | more | change))
+
+
+def _mean_ns(of: ImaginedRun, iterations: list[int]) -> float:
+    return 1e3 * float(np.mean([max(rank[i] for rank in of.iteration_us) for i in iterations]))
+
+
+def test_what_waiting_adds_is_not_scaled_by_a_change(tmp_path: Path) -> None:
+    """The same draws on another network: all times stretched alike, that had been up to 13% off."""
+    run = Run(measured=_measured(tmp_path, _in_turns()))
+    assert run.stretch > 1.05 and not run.doubts
+    for factor in (4.0, 0.25):
+        truth = _mean_ns(_in_turns(bandwidth_bytes_per_us=6000.0 * factor), run.iterations)
+        ns, doubt = run.judged(apply(run.graph, [("bandwidth", "", factor)]))
+        assert not doubt and ns == pytest.approx(truth, rel=0.005)
+    assert run.changed_ns(run.graph) == run.replayed_ns
+
+
+def test_another_graph_is_no_answer_where_waiting_adds_much(tmp_path: Path) -> None:
+    run = Run(measured=_measured(tmp_path, _in_turns()))
+    other = replace(run.graph, priority=run.graph.priority + 1)
+    assert "what becomes of the difference" in run.judged(other)[1]
+    with pytest.raises(Infeasible, match="what becomes of the difference"):
+        run.must_be_believed("x", force=False)
+
+
+def test_balance_takes_turns_at_being_late_away(tmp_path: Path) -> None:
+    """They are in no rank's median: 95% of what they add had stayed."""
+    run = Run(measured=_measured(tmp_path, _in_turns()))
+    even = max(evaluate(run.medians).values())
+    balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
+    none = _mean_ns(_in_turns(chance_us=0.0), run.iterations)
+    assert none < balanced < even < run.replayed_ns
+
+
+def test_gaps_that_depend_on_ops_call_a_run_into_question() -> None:
+    """The second op begins at a fixed time, whatever the first takes: less to do would change nothing."""
+    events, marks, us = [], [], 1000
+    for k, gap in enumerate((5, 45, 10, 40, 8, 42, 5, 45)):
+        op: dict[str, Any] = {"rank": 0, "lane": "s", "device": True, "iteration": k, "kind": "kernel"}
+        z = k * 1100 * us
+        events.append(Event(name="first", start_ns=z, duration_ns=(1000 - gap) * us, **op))
+        events.append(Event(name="second", start_ns=z + 1000 * us, duration_ns=100 * us, **op))
+        marks.append(Mark(rank=0, iteration=k, start_ns=z, end_ns=z + 1100 * us))
+    run = Run(measured=measure(align(from_events(events, marks=tuple(marks)))))
+    assert run.error() < 1e-9 and run.gaps_errors is not None and run.gaps_errors[0] > 0.01
+    assert "its gaps are no constant" in "; ".join(run.doubts)
 
 
 def test_iterations_that_are_left_out() -> None:
@@ -294,6 +347,35 @@ def test_a_thread_that_begins_by_itself_is_unexplained(tmp_path: Path) -> None:
     measured = Run(measured=measure(load(_by_itself(tmp_path, 0.0))))
     assert measured.replayed_ns == pytest.approx(40e6, rel=1e-3)
     assert 0.5 < measured.unexplained < 0.8 and "nothing in the trace explains" in measured.headline
+
+
+def test_a_hand_over_that_is_long_now_and_then_is_unexplained(tmp_path: Path) -> None:
+    """A second thread begins 4 ms after the first one stopped, in some iterations; at once in the others."""
+    shares = []
+    for wait in (0.0, 4_000.0):
+        events: list[dict[str, Any]] = []
+        z = 0.0
+        for step in range(8):
+            late = wait if step in (3, 5) else 0.0
+            length = 21_000.0 + late
+            mark = {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "pid": 0, "tid": 1}
+            events.append({**mark, "ts": z, "dur": length})
+            work = {"ph": "X", "pid": 0, "cat": "cpu_op", "name": "aten::work"}
+            events.append({**work, "tid": 1, "ts": z, "dur": 400.0})
+            events.append({**work, "tid": 2, "ts": z + 500 + late, "dur": 19_900.0})
+            for k, (tid, at) in enumerate(
+                ((1, 390), (2, 600 + late), (2, 20_300 + late), (1, 20_600 + late))
+            ):
+                args = {"correlation": 4 * step + k}
+                call = {"ph": "X", "pid": 0, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "tid": tid}
+                events.append({**call, "ts": z + at, "dur": 5.0, "args": args})
+                kernel = {"ph": "X", "cat": "kernel", "name": f"gemm_{k}", "pid": 0, "tid": 7, "dur": 50.0}
+                events.append({**kernel, "ts": z + at + 8, "args": _args(4 * step + k)})
+            z += length
+        path = tmp_path / f"{wait}.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+        shares.append(Run(measured=measure(load(path))).unexplained)
+    assert shares[0] == 0 and shares[1] > 0.03
 
 
 def test_a_what_if_that_ends_in_unexplained_delay_is_refused(tmp_path: Path) -> None:
