@@ -3,8 +3,8 @@
 Nothing is told by names of models. PyTorch launches forward and update from the thread that runs the program, and
 backward from autograd's: their turns are micro-batches. A program of XLA says itself which of its ops JAX made by
 transposing others: that is backward, and products of forward that come after one of backward begin the next
-micro-batch. Layers are what repeats: products (matrix multiplications) of
-one shape that occur as often as there are layers, or a multiple of that.
+micro-batch. Layers are what repeats: products (matrix multiplications) of one shape that occur as often as there are
+layers, or a multiple of that.
 """
 
 from __future__ import annotations
