@@ -46,9 +46,21 @@ CALLS = {
     "eval": 3,
     "width": 3,
     "turns": 3,
-    "shapes": 3,
-    "mask": 3,
-    "outer no_grad": 1,
+    "shapes": 2,
+    "mask": 2,
+    "outer no_grad": 0,
+    "sibling": 0,
+    "is": 2,
+    "half": 2,
+    "third": 0,
+    "exp": 0,
+    "type": 0,
+    "vmap": 0,
+    "view": 0,
+    "weight": 0,
+    "once more": 0,
+    "list": 0,
+    "cond": 0,
     "tied inside": 0,
     "same": 0,
     "place": 0,
@@ -57,13 +69,13 @@ CALLS = {
     "writes": 0,
     "buffer": 0,
 }
-"""What the layers do -> how many of five are not traced."""
+"""What the layers do -> how many of seven are not traced in the attempt that served."""
 
 
 @pytest.mark.parametrize("kind", CALLS)
 def test_folded_is_what_pytorch_traces(kind, monkeypatch):
 
-    ours, (fold,), theirs = programs(models().Stack(kind), monkeypatch)
+    ours, (*_, fold), theirs = programs(models().Stack(kind), monkeypatch)
     assert len(fold.copies) == CALLS[kind]
     assert written(ours) == written(theirs)
     assert (ours.parameters, ours.frozen, ours.order) == (theirs.parameters, theirs.frozen, theirs.order)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import cache
 from types import SimpleNamespace
 
@@ -39,6 +40,27 @@ def block():
             elif self.kind == "no_grad":
                 with torch.no_grad():
                     y = y + self.scale.mean()
+            elif self.kind == "exp":
+                y = y * math.exp(-0.3 * self.place)
+            elif self.kind == "type":
+                y = y * 2 if type(self.place) is int else y
+            elif self.kind == "vmap":
+                y = torch.vmap(lambda row: self.norm(row).mul_(2))(y)
+            elif self.kind == "sibling":
+                y = y + self.box[0].norm(x)
+            elif self.kind == "is" and mask is x:
+                return self.down(self.up(y))
+            elif self.kind == "view":
+                return x.view(x.shape)
+            elif self.kind == "weight":
+                return x + self.scale, self.scale
+            elif self.kind == "once more":
+                return (z := x + self.down(self.up(y))), z.view(z.shape)
+            elif self.kind == "third":
+                KEPT.append(None)
+                y = y * 2 if len(KEPT) == 2 else y
+            elif self.kind == "list":
+                self.box[0].append(y.mean())
             elif self.kind == "writes":
                 x += y
             elif self.kind == "buffer":
@@ -70,7 +92,7 @@ def models():
     class Stack(torch.nn.Module):
         """Layers one after the other. kind: how they are called, or what they do."""
 
-        def __init__(self, kind, layers=5):
+        def __init__(self, kind, layers=7):
             super().__init__()
             self.kind = kind
             self.first = torch.nn.Linear(8, 8)
@@ -87,6 +109,10 @@ def models():
                 self.layers[3].drop.eval()
             elif kind == "width":
                 self.layers[2].up, self.layers[2].down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+            elif kind in ("sibling", "list"):
+                box = [self.layers[0] if kind == "sibling" else []]
+                for layer in self.layers:
+                    layer.box = box
             elif kind == "same":
                 self.layers = torch.nn.ModuleList([self.layers[0]] * layers)
 
@@ -109,12 +135,30 @@ def models():
                             x = layer(x)
                     elif self.kind == "mask":
                         x = layer(x, mask=(x > 0).float() if i > 1 else None)
+                    elif self.kind == "half":
+                        with torch.autocast("cpu", torch.bfloat16 if i < 3 else torch.float16):
+                            x = layer(x)
+                    elif self.kind == "cond":
+                        x = torch.cond(x.sum() > 0, lambda x, layer=layer: layer(x), lambda x: x * 1, (x,))
+                    elif self.kind == "is":
+                        x = layer(x, x if i % 2 else x.abs())
+                    elif self.kind == "view":
+                        before, x = x, layer(x * 1 if i == 0 else x)
+                        x.mul_(2)
+                        x = x + before
+                    elif self.kind in ("weight", "once more"):
+                        x, y = layer(x)
+                        x = x + y.mul_(2) if self.kind == "once more" else x + y
                     elif self.kind == "tuple":
                         x, _, mask, number = layer(x, x.abs())
                         x = x + mask * number
                     else:
                         x = layer(x)
             loss = x.float().square().mean()
+            if self.kind == "list":
+                (kept,) = self.layers[0].box
+                loss = loss + sum(kept) + kept[6]
+                kept.clear()
             if self.kind == "leaks to the model":
                 return loss + sum(KEPT)
             if self.kind == "gathers":
