@@ -195,7 +195,7 @@ class _Noted:
 
     def __set__(self, holder: TorchOperand, value: object) -> None:
         self.read = True
-        vars(holder)[self.name] = value
+        holder.__dict__[self.name] = value
 
 
 @contextlib.contextmanager

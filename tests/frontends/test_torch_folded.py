@@ -59,7 +59,6 @@ CALLS = {
     "view": 0,
     "weight": 0,
     "once more": 0,
-    "list": 0,
     "cond": 0,
     "tied inside": 0,
     "same": 0,
