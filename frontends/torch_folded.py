@@ -479,8 +479,8 @@ def _copied(
     paths: tuple[str, str],
 ) -> None:
     """The traced nodes once more, instead of the call. swapped: the traced layer's tensors -> this layer's. paths: of
-    the traced layer and of this one, in the module that is exported. Operands are looked up at the mark: copies that were
-    written before may have taken the place of one."""
+    the traced layer and of this one, in the module that is exported. Operands are looked up at the mark: copies that
+    were written before may have taken the place of one."""
     env: dict[TorchOperand, TorchOperand] = dict(zip(there.begin.args[0], call.args[0], strict=True))
     env |= swapped
     stacks: dict[int, object] = {}
