@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.torch_equal import Held
-from pase.frontends.torch_folded import Folding, folding, unfolded
+from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
 from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_unfolded import unfolded
 from pase.ir.blocks import Block
 from pase.pytree import Tree
 
