@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 __all__ = ["same_nodes"]
 
-_Run: TypeAlias = tuple[Sequence[TorchOperand], Sequence[TorchOperand], Mapping[str, TorchOperand]]
+_NodeRun: TypeAlias = tuple[Sequence[TorchOperand], Sequence[TorchOperand], Mapping[str, TorchOperand]]
 """Nodes, results, and marks that are around them."""
 
 
 def same_nodes(
-    exported: ExportedProgram, runs: tuple[_Run, _Run], env: Mapping[TorchOperand, TorchOperand]
+    exported: ExportedProgram, runs: tuple[_NodeRun, _NodeRun], env: Mapping[TorchOperand, TorchOperand]
 ) -> bool:
     """Would the first run, written again with env (node outside -> node instead of it), be the second? Constants are
     compared by value."""
@@ -32,7 +32,7 @@ def same_nodes(
 
 
 def _same(
-    runs: tuple[_Run, _Run],
+    runs: tuple[_NodeRun, _NodeRun],
     env: dict[TorchOperand, TorchOperand],
     constants: Mapping[str, TorchOperand],
     owner: GraphModule,

@@ -1,7 +1,7 @@
 """Which layers of a module are equal by structure: their classes, attributes, hooks, shapes and ties.
 
 A number that only counts the layers (``layer_idx``) may differ; ``reading`` tells whether a layer's code reads it.
-``Held`` is the Python state that a module can reach, to see whether it changed and to put it back.
+``PythonState`` is the Python state that a module can reach, to see whether it changed and to put it back.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pase.frontends.torch_values import TorchOperand
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["EqualLayer", "Held", "equal_layers", "is_word", "kind_of", "reading"]
+__all__ = ["EqualLayer", "PythonState", "equal_layers", "is_word", "kind_of", "reading"]
 
 _FEWEST = 4
 """Of equal layers three are traced to be compared: fewer than this have nothing to save."""
@@ -105,14 +105,14 @@ def _structure(
 
 
 @dataclass(frozen=True)
-class Held:
+class PythonState:
     """The lists, dicts and sets that a module can reach, attributes of objects too, each with what it held. Not
     followed: tensors, classes, functions and modules of Python."""
 
     each: tuple[tuple[TorchOperand, tuple[TorchOperand, ...]], ...]
 
     @staticmethod
-    def by(module: Module) -> Held:
+    def by(module: Module) -> PythonState:
         import torch
 
         never = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
@@ -130,7 +130,7 @@ class Held:
                 todo += _inside(x)
             if isinstance(own := getattr(x, "__dict__", None), dict):
                 todo.append(own)
-        return Held(tuple(each))
+        return PythonState(tuple(each))
 
     def changed(self) -> bool:
         """By identity: another object of the same value counts as a change."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.torch_equal import Held
+from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
 from pase.frontends.torch_reasons import real_places, why
@@ -97,7 +97,7 @@ def _exported(
     """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
     trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
     then."""
-    held = Held.by(module)
+    held = PythonState.by(module)
     fold: Folding | None = None
     try:
         with folding(module, paths, True) as fold:

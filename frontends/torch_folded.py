@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, TypeAlias
 
-from pase.frontends.torch_equal import EqualLayer, Held, equal_layers, is_word, kind_of, reading
+from pase.frontends.torch_equal import EqualLayer, PythonState, equal_layers, is_word, kind_of, reading
 from pase.frontends.torch_values import TorchOperand
 from pase.pytree import Tree
 
@@ -33,7 +33,7 @@ LIBRARY = "pase_fold"
 
 
 @dataclass(frozen=True)
-class _Result:
+class _LayerResult:
     """A tensor among a layer's results. made: which of those that it makes, None: it is the operand of this place."""
 
     made: int | None
@@ -53,7 +53,7 @@ class _TracedLayer:
         from torch.utils._pytree import tree_unflatten
 
         every = [
-            x if not isinstance(x, _Result) else leaves[x.operand] if x.made is None else made[x.made]
+            x if not isinstance(x, _LayerResult) else leaves[x.operand] if x.made is None else made[x.made]
             for x in self.others
         ]
         return tree_unflatten(every, self.tree)
@@ -128,7 +128,7 @@ class Folding:
         self.inside = True
         try:
             with reading(layer.counts) as read:
-                held = Held.by(layer.module)
+                held = PythonState.by(layer.module)
                 out = plainly(*args, **kwargs)
                 changed = held.changed()
         finally:
@@ -151,7 +151,7 @@ def _described(x: object, made: Mapping[int, int], at: Mapping[int, int]) -> obj
 
     if not isinstance(x, torch.Tensor):
         return x
-    return _Result(made[id(x)]) if id(x) in made else _Result(None, at[id(x)])
+    return _LayerResult(made[id(x)]) if id(x) in made else _LayerResult(None, at[id(x)])
 
 
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")

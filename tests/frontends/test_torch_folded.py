@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from pase.frontends import torch_export
-from pase.frontends.torch_equal import Held
+from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import folding
 from pase.frontends.torch_lower import reads_op
 from tests.frontends.torch_layers import models, written
@@ -114,7 +114,7 @@ def test_a_list_that_layers_hold_gets_what_each_leaves():
 
 def test_a_second_attempt_begins_with_what_the_first_did():
     model = models().Stack("list")
-    box, held = model.layers[0].box, Held.by(model)
+    box, held = model.layers[0].box, PythonState.by(model)
     box[0].append(1)
     model.layers[2].kept = 1
     model.layers[3].box = [[]]
