@@ -1,11 +1,13 @@
 """Which layers of a module are equal by structure: their classes, attributes, hooks, shapes and ties.
 
-A number that only counts the layers (``layer_idx``) may differ; ``watched`` tells whether a layer's code looks at it.
+A number that only counts the layers (``layer_idx``) may differ; ``reading`` tells whether a layer's code reads it.
+``PythonState`` is the Python state that a module can reach, to see whether it changed and to put it back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,21 +17,22 @@ from pase.frontends.torch_values import TorchOperand
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["EqualLayer", "attributes", "equal_layers", "is_word", "kind_of", "watched"]
+__all__ = ["EqualLayer", "PythonState", "equal_layers", "is_word", "kind_of", "reading"]
 
-_FEWEST = 3
-"""So many equal layers are worth two marks."""
+_FEWEST = 4
+"""Of equal layers three are traced to be compared: fewer than this have nothing to save."""
 
 
 @dataclass(frozen=True)
 class EqualLayer:
     """A module that has equals. path: in the user's module. group: equal for equal layers. counts: its attributes that
-    only number the layers, (module that holds it, name)."""
+    only number the layers, (module that holds it, name). last: is it the last of its group, in the module's order?"""
 
     module: Module
     path: str
     group: int
     counts: tuple[tuple[Module, str], ...]
+    last: bool
 
 
 def equal_layers(module: Module, paths: Mapping[str, str]) -> dict[Module, EqualLayer]:
@@ -47,13 +50,13 @@ def equal_layers(module: Module, paths: Mapping[str, str]) -> dict[Module, Equal
         counts = _counting(c for _, c in children)
         for path, child in children:
             if child._modules:
-                print_, watched = _structure(child, path, counts, paths, held)
-                found.setdefault(print_, []).append((child, path, watched))
+                print_, numbers = _structure(child, path, counts, paths, held)
+                found.setdefault(print_, []).append((child, path, numbers))
     return {
-        child: EqualLayer(child, path, group, watched)
+        child: EqualLayer(child, path, group, counts, path == equal[-1][1])
         for group, equal in enumerate(found.values())
         if len(equal) >= _FEWEST
-        for child, path, watched in equal
+        for child, path, counts in equal
     }
 
 
@@ -77,7 +80,7 @@ def _structure(
 ) -> tuple[Hashable, tuple[tuple[Module, str], ...]]:
     """What two layers have in common exactly if they are equal, and those of their attributes that are not compared."""
     out: list[Hashable] = []
-    watched = []
+    numbers = []
     inside = path + "."
     for name, m in layer.named_modules(remove_duplicate=False):
         kept = m._non_persistent_buffers_set
@@ -94,17 +97,64 @@ def _structure(
             if k in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 continue
             if (name, k) in counts:
-                watched.append((m, k))
+                numbers.append((m, k))
                 out.append(("counts", k))
             else:
                 out.append((k, _value(v)))
-    return tuple(out), tuple(watched)
+    return tuple(out), tuple(numbers)
 
 
-def attributes(layer: Module) -> list[int]:
-    """What the layer and all inside of it hold, by identity: other values are something that a copy would not keep."""
-    tables = (t for m in layer.modules() for t in (vars(m), m._parameters, m._buffers))
-    return [id(v) for t in tables for v in t.values()]
+@dataclass(frozen=True)
+class PythonState:
+    """The lists, dicts and sets that a module can reach, attributes of objects too, each with what it held. Not
+    followed: tensors, classes, functions and modules of Python."""
+
+    each: tuple[tuple[TorchOperand, tuple[TorchOperand, ...]], ...]
+
+    @staticmethod
+    def by(module: Module) -> PythonState:
+        import torch
+
+        never = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+        seen: dict[int, object] = {}
+        each = []
+        todo: list[TorchOperand] = [module]
+        while todo:
+            x = todo.pop()
+            if is_word(x) or isinstance(x, never) or id(x) in seen:
+                continue
+            seen[id(x)] = x
+            if isinstance(x, (list, dict, set)):
+                each.append((x, _inside(x)))
+            if isinstance(x, (list, dict, set, tuple, frozenset)):
+                todo += _inside(x)
+            if isinstance(own := getattr(x, "__dict__", None), dict):
+                todo.append(own)
+        return PythonState(tuple(each))
+
+    def changed(self) -> bool:
+        """By identity: another object of the same value counts as a change."""
+        return any(not _identical(_inside(x), before) for x, before in self.each)
+
+    def put_back(self) -> None:
+        for x, before in self.each:
+            if _identical(_inside(x), before):
+                continue
+            x.clear()
+            if isinstance(x, dict):
+                x.update(zip(before[::2], before[1::2], strict=True))
+            elif isinstance(x, list):
+                x.extend(before)
+            else:
+                x.update(before)
+
+
+def _inside(x: TorchOperand) -> tuple[TorchOperand, ...]:
+    return tuple(part for pair in x.items() for part in pair) if isinstance(x, dict) else tuple(x)
+
+
+def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
 
 
 def _value(v: object) -> Hashable:
@@ -131,42 +181,35 @@ def kind_of(x: TorchOperand) -> tuple[object, ...]:
     return type(x), x
 
 
-class _Watched:
-    """A whole number that notes whether anything looked at it."""
+class _Noted:
+    """Stands in a class for an attribute of its objects, and notes that it is read or written."""
 
-    def __init__(self, number: int) -> None:
-        vars(self).update(number=number, looked=False)
+    def __init__(self, name: str) -> None:
+        self.name, self.read = name, False
 
-    def __getattribute__(self, name: str) -> TorchOperand:
-        if name == "__dict__":
-            return object.__getattribute__(self, name)
-        own = vars(self)
-        own["looked"] = True
-        return getattr(own["number"], name)
+    def __get__(self, holder: TorchOperand, of: type) -> TorchOperand:
+        self.read = True
+        if holder is None or self.name not in vars(holder):
+            raise AttributeError(self.name)
+        return vars(holder)[self.name]
 
-
-def _looking(name: str) -> Callable[..., object]:
-    def method(self: _Watched, *others: TorchOperand) -> object:
-        return getattr(self, name)(*(vars(x)["number"] if type(x) is _Watched else x for x in others))
-
-    return method
-
-
-_INHERITED = ("__new__", "__init__", "__getattribute__", "__setattr__", "__class__", "__init_subclass__")
-for _name in dir(int):
-    if _name.startswith("__") and callable(getattr(int, _name)) and _name not in _INHERITED:
-        setattr(_Watched, _name, _looking(_name))
+    def __set__(self, holder: TorchOperand, value: object) -> None:
+        self.read = True
+        holder.__dict__[self.name] = value
 
 
 @contextlib.contextmanager
-def watched(counts: Sequence[tuple[Module, str]]) -> Iterator[Callable[[], bool]]:
-    """Within, these attributes note whether they are looked at; yields the question."""
-    before = [vars(m)[k] for m, k in counts]
-    stand = [_Watched(n) for n in before]
-    for (m, k), w in zip(counts, stand, strict=True):
-        vars(m)[k] = w
+def reading(counts: Sequence[tuple[Module, str]]) -> Iterator[Callable[[], bool]]:
+    """Within, it is noted whether these attributes are read; yields the question. The objects hold what they held."""
+    noted = {(type(m), k): _Noted(k) for m, k in counts}
+    before = {(c, k): vars(c)[k] for c, k in noted if k in vars(c)}
     try:
-        yield lambda: any(vars(w)["looked"] for w in stand)
+        for (c, k), note in noted.items():
+            setattr(c, k, note)
+        yield lambda: any(n.read for n in noted.values())
     finally:
-        for (m, k), n in zip(counts, before, strict=True):
-            vars(m)[k] = n
+        for c, k in noted:
+            if (c, k) in before:
+                setattr(c, k, before[c, k])
+            elif k in vars(c):
+                delattr(c, k)

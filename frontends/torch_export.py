@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.torch_folded import Folding, folding, unfolded
+from pase.frontends.torch_equal import PythonState
+from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
 from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_unfolded import unfolded
 from pase.ir.blocks import Block
 from pase.pytree import Tree
 
@@ -92,8 +94,10 @@ def _exported(
     reads: Callable[[str], bool],
     paths: Mapping[str, str],
 ) -> ExportedProgram:
-    """Equal layers are traced once. If something else wants what they leave by the side, they are traced one by one:
-    that shows in the graph, or in that PyTorch then cannot trace the rest."""
+    """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
+    trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
+    then."""
+    held = PythonState.by(module)
     fold: Folding | None = None
     try:
         with folding(module, paths, True) as fold:
@@ -101,8 +105,9 @@ def _exported(
             if unfolded(exported, fold, _INSIDE):
                 return exported
     except Exception:
-        if fold is None or not fold.copies:
+        if fold is None or not fold.layers:
             raise
+    held.put_back()
     with folding(module, paths, False):
         return _traced(module, batch, loss, reads)
 

@@ -3,11 +3,81 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from functools import cache
 from types import SimpleNamespace
 
 KEPT = []
 """What layers leave by the side."""
+
+
+def odd(layer, x, y, mask):
+    """(what goes on, None), or (_, what the layer returns)."""
+    import torch
+
+    if layer.kind == "exp":
+        return y * math.exp(-0.3 * layer.place), None
+    if layer.kind == "type":
+        return y * 2 if type(layer.place) is int else y, None
+    if layer.kind == "vmap":
+        return torch.vmap(lambda row: layer.norm(row).mul_(2))(y), None
+    if layer.kind == "sibling":
+        return y + layer.box[0].norm(x), None
+    if layer.kind == "is" and mask is x:
+        return y, layer.down(layer.up(y))
+    if layer.kind == "view":
+        return y, x.view(x.shape)
+    if layer.kind == "weight":
+        return y, (x + layer.scale, layer.scale)
+    if layer.kind == "once more":
+        z = x + layer.down(layer.up(y))
+        return y, (z, z.view(z.shape))
+    if layer.kind == "third":
+        KEPT.append(None)
+        return y * 2 if len(KEPT) == 2 else y, None
+    if layer.kind == "list":
+        layer.box[0].append(y.mean())
+    return y, None
+
+
+def oddly(kind, i, layer, x):
+    """What a layer is called with that others are not, or what is done with what it returns."""
+    import torch
+
+    if kind == "half":
+        with torch.autocast("cpu", torch.bfloat16 if i < 3 else torch.float16):
+            return layer(x)
+    if kind == "cond":
+        return torch.cond(x.sum() > 0, lambda x: layer(x), lambda x: x * 1, (x,))
+    if kind == "is":
+        return layer(x, x if i % 2 else x.abs())
+    if kind == "view":
+        x = x * 1
+        y = layer(x)
+        y.mul_(2)
+        return x + y
+    if kind == "weight":
+        x, scale = layer(x)
+        return x + scale
+    if kind == "once more":
+        x, y = layer(x)
+        y.mul_(2)
+        return x + 1
+    return layer(x)
+
+
+def left(stack):
+    """What the layers left by the side."""
+    if stack.kind == "list":
+        (kept,) = stack.layers[0].box
+        out = sum(kept) + kept[6]
+        kept.clear()
+        return out
+    if stack.kind == "gathers":
+        return KEPT[4]
+    if stack.kind == "leaks to the model":
+        return sum(KEPT)
+    return sum(layer.kept for layer in stack.layers) if stack.kind == "leaks" else 0
 
 
 @cache
@@ -29,7 +99,9 @@ def block():
             self.kept = None
 
         def forward(self, x, mask=None, *, turns=1):
-            y = self.norm(x)
+            y, out = odd(self, x, self.norm(x), mask)
+            if out is not None:
+                return out
             if self.kind == "place":
                 y = y * (self.place + 1)
             elif self.kind == "compares":
@@ -70,7 +142,7 @@ def models():
     class Stack(torch.nn.Module):
         """Layers one after the other. kind: how they are called, or what they do."""
 
-        def __init__(self, kind, layers=5):
+        def __init__(self, kind, layers=7):
             super().__init__()
             self.kind = kind
             self.first = torch.nn.Linear(8, 8)
@@ -87,16 +159,17 @@ def models():
                 self.layers[3].drop.eval()
             elif kind == "width":
                 self.layers[2].up, self.layers[2].down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+            elif kind in ("sibling", "list"):
+                box = [self.layers[0] if kind == "sibling" else []]
+                for layer in self.layers:
+                    layer.box = box
             elif kind == "same":
                 self.layers = torch.nn.ModuleList([self.layers[0]] * layers)
 
         def forward(self, x):
             x = self.first(x)
             KEPT.clear()
-            half = (
-                torch.autocast("cpu", torch.bfloat16) if self.kind == "autocast" else contextlib.nullcontext()
-            )
-            with half:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
                 for i, layer in enumerate(self.layers):
                     if self.kind == "checkpoint":
                         x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
@@ -113,13 +186,9 @@ def models():
                         x, _, mask, number = layer(x, x.abs())
                         x = x + mask * number
                     else:
-                        x = layer(x)
+                        x = oddly(self.kind, i, layer, x)
             loss = x.float().square().mean()
-            if self.kind == "leaks to the model":
-                return loss + sum(KEPT)
-            if self.kind == "gathers":
-                return loss + KEPT[4]
-            return loss + sum(layer.kept for layer in self.layers) if self.kind == "leaks" else loss
+            return loss + left(self)
 
     return SimpleNamespace(Block=Block, Stack=Stack)
 
