@@ -47,7 +47,7 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
         raise PaseError(f"{name}: dtype={dtype} is no dtype of parameters; use float32, bfloat16 or float16")
     before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, str(dtype)))
+    torch.set_default_dtype(known)
     try:
         config = _config(name, made.config_class, settings)
         with torch.device("meta"):

@@ -133,6 +133,20 @@ def test_a_compiled_step_counts_too() -> None:
     torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
 
 
+def assert_equal_on_ranks(c: Any, run: Any) -> None:
+    """A step by each rank gives the loss and all gradients of the unsharded step."""
+    import torch
+
+    def on_rank(rank: int) -> Any:
+        mine = copy.deepcopy(c.module)
+        loss = run.parallelize(mine).backward(*c.batch)
+        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
+
+    for loss, gradients in on_ranks(RANKS, on_rank):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("what", ["light", "all"])
 @pytest.mark.parametrize(
     "strategy", ["fsdp", "megatron/megatron_2x2", "megatron/megatron_sp_2x2", "random1@2x2"]
@@ -140,7 +154,6 @@ def test_a_compiled_step_counts_too() -> None:
 def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) -> None:
     """Products keep their results, with or without the bias that is added to them; loss, gradients and what is sent are
     as the plan has them."""
-    import torch
 
     from pase.backends.torch_truth import planned, sent_by_one_rank
     from pase.compiler.variants import recomputed
@@ -153,14 +166,7 @@ def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) ->
     assert len(run.blocks) == 3 and any(products) == (what == "all")
     assert run.leaves
 
-    def on_rank(rank: int) -> Any:
-        mine = copy.deepcopy(c.module)
-        loss = run.parallelize(mine).backward(*c.batch)
-        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
-
-    for loss, gradients in on_ranks(RANKS, on_rank):
-        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+    assert_equal_on_ranks(c, run)
     with alone_among(RANKS, rank=1):
         assert sent_by_one_rank(run) == planned(run.program)
 
@@ -168,7 +174,6 @@ def test_light_work_is_computed_again_beside_biases(strategy: str, what: str) ->
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
 def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
     """Three messages instead of one for each parameter, read from what PyTorch issues; the same numbers."""
-    import torch
 
     from pase.backends.torch_truth import planned, sent_by_one_rank
     from pase.compiler.variants import recomputed
@@ -196,14 +201,7 @@ def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
     large = sorted(n for kind, _, n in sent.elements() if kind == "all_reduce" and n > 8)
     assert len(large) == 3
 
-    def on_rank(rank: int) -> Any:
-        mine = copy.deepcopy(c.module)
-        loss = run.parallelize(mine).backward(*c.batch)
-        return loss, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
-
-    for loss, gradients in on_ranks(RANKS, on_rank):
-        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-14)
-        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-14)
+    assert_equal_on_ranks(c, run)
 
 
 def test_where_examples_meet_is_said() -> None:

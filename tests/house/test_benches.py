@@ -38,6 +38,7 @@ SMALLEST = {
     "replay_profile": "--processes 1 --rounds 1",
     "replay_speed": "--megabytes 1",
     "replay_whatif": '--only "one of 2 ranks 5 ms late"',
+    "replay_xla": '--budget 1 --only "gpt2 16"',
     "schedule_policies": '--quick --only "random 6 0"',
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
@@ -52,6 +53,7 @@ SMALLEST = {
 }
 """Bench -> its smallest arguments."""
 RECORDED = {
+    "published_ours": "--only ttn001 --minutes 1 -o published_ours.json",
     "published_steps": "--only ttn001 -o published_steps.json",
     "replay_traces": "--only DLRM",
     "search_iopddl": "--only A --solvers pase --runs 0 --rounds 9",

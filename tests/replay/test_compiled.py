@@ -190,16 +190,7 @@ def test_the_products_of_an_attention_are_those_of_its_heads() -> None:
         cost=2.0,
         mnk=(32, 32, 24),
     )
-    half = LocalWork(
-        phase="forward",
-        kind="attention",
-        dtype="float32",
-        flops=4e6,
-        nbytes=0,
-        times=1,
-        cost=1.0,
-        mnk=(32, 32, 24),
-    )
+    half = replace(now, flops=4e6, cost=1.0)
     p = _Pair(node="attend", now=now, then=half, heads=256)
     assert p.key(now) == (256 * 32 * 24, 256 * 32 * 24, 256 * 32 * 32)
     assert p.key(half) == (128 * 32 * 24, 128 * 32 * 24, 128 * 32 * 32) and p.roofline == 0.5
