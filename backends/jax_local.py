@@ -72,20 +72,24 @@ class LocalWalk:
 
     def within(self, what: str) -> LocalWalk:
         """The walk inside of a construct out of which nothing can be gathered."""
-        return self if self.arrivals is None else replace(self, arrivals=Arrivals(barred=what))
+        if self.arrivals is None:
+            return self
+        barred = replace(self.arrivals, given=None, found={}, wide={}, barred=what)
+        return replace(self, arrivals=barred)
 
-    def _arriving(self, key: str, number: int, make: Callable[[], Tree]) -> Tree:
+    def _arriving(self, key: str, number: int, make: Callable[[], Tree], begin: Callable[[], Array]) -> Tree:
         """The result of a transfer, or of the gradient's way back through it."""
-        t = self.program.transfers[number]
-        if self.arrivals is None or not t.once:
+        if self.arrivals is None or number not in self.arrivals.numbers:
             return make()
+        t = self.program.transfers[number]
         op = next(op for op in self.program.ops if op.node == t.src)
-        return self.arrivals.of(key, t, self.traced.graph.tensors[op.results[0].tensor].dtype, make)
+        stored = self.traced.graph.tensors[op.results[0].tensor].dtype
+        return self.arrivals.of(key, t, stored, make, begin)
 
     @cached_property
     def _scheduled(self) -> Mapping[str | None, Sequence[int]]:
         """Body -> the transfers that its messages carry."""
-        if not self.program.messages or self.arrivals is not None:
+        if self.program.delayed or self.arrivals is not None:
             return {}
         return message_bodies(self.program, self.traced, self.blocks)
 
@@ -329,7 +333,10 @@ class LocalWalk:
             cache.arrived[number] = messages.arrived(number)
         else:
             cache.arrived[number] = self._arriving(
-                str(number), number, lambda: self._sent(self._out_of_copy(value, t, cache), t)
+                str(number),
+                number,
+                lambda: self._sent(self._out_of_copy(value, t, cache), t),
+                lambda: value.array if value.shadow is None else value.shadow,
             )
         return cache.arrived[number]
 
@@ -404,6 +411,7 @@ class LocalWalk:
             f"{handed.transfer} back",
             handed.transfer,
             lambda: self._sent(self._out_of_copy(value, t, cache), t, zeros),
+            lambda: value.array if value.shadow is None else value.shadow,
         )
 
     def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:

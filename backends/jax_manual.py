@@ -206,9 +206,10 @@ class Manual:
         outs: Tree,
         given: Sequence[int] | None = None,
         stacked: Collection[int] = (),
+        more: Sequence[Tree] = (),
     ) -> Callable[..., Tree]:
         """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: which of them are
-        stacked micro-batches."""
+        stacked micro-batches. more: PartitionSpecs of what it takes behind the leaves."""
         import jax
         from jax.sharding import PartitionSpec
 
@@ -217,7 +218,9 @@ class Manual:
         ins = tuple(
             PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
         )
-        return jax.jit(jax.shard_map(fn, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False))
+        return jax.jit(
+            jax.shard_map(fn, mesh=self.mesh, in_specs=(*ins, *more), out_specs=outs, check_vma=False)
+        )
 
     def _shape(self, i: int) -> tuple[int, ...]:
         return tuple(self.plan.traced.jaxpr.in_avals[i].shape)

@@ -16,7 +16,7 @@ from pase.local.types import LocalProgram
 if TYPE_CHECKING:
     from pase.backends.jax_local import LocalWalk
 
-__all__ = ["REMATERIALISED", "given_form", "message_bodies"]
+__all__ = ["REMATERIALISED", "body_of", "given_form", "message_bodies", "waits"]
 
 REMATERIALISED = ("remat", "remat2", "checkpoint")
 """Calls whose body backward runs again."""
@@ -29,13 +29,18 @@ def message_bodies(
     region. Transfers that are read in other bodies are sent there by themselves."""
     found: dict[str | None, list[int]] = {}
     for number in dict.fromkeys(p.transfer for m in program.messages for p in m.pieces):
-        for body in dict.fromkeys(_body(traced, blocks, op.op.eqn) for op in program.users(number)):
+        for body in dict.fromkeys(body_of(traced, blocks, op.op.eqn) for op in program.users(number)):
             found.setdefault(body, []).append(number)
     found.pop(None, None)
     return found
 
 
-def _body(traced: TracedJax, blocks: Sequence[Block], place: Place) -> str | None:
+def waits(program: LocalProgram, traced: TracedJax, blocks: Sequence[Block], transfer: int) -> bool:
+    """Whether a gradient can wait outside of all bodies: not from branches, while loops or a user's derivative rule."""
+    return all(body_of(traced, blocks, op.op.eqn) is not None for op in program.users(transfer))
+
+
+def body_of(traced: TracedJax, blocks: Sequence[Block], place: Place) -> str | None:
     """The body that an equation is in; None if it is in one of a branch, a while loop or a derivative rule."""
     jaxpr, body = traced.jaxpr.jaxpr, ""
     for prefix, number in place.steps():

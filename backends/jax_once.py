@@ -79,7 +79,8 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     each = plan.once == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
 
     def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array]) -> tuple[Array, list[Tree]]:
-        given = Arrivals(given=jax.tree.unflatten(tree, _in_place(mine, smooth, arrived)))
+        held = jax.tree.unflatten(tree, _in_place(mine, smooth, arrived))
+        given = Arrivals(numbers=_sent_once(manual), given=held)
         outs = manual.forward([*params, *micro], own, given)
         return outs[0], outs
 
@@ -136,7 +137,7 @@ def _gathers(
     forms: list[Tree] = []
 
     def finding(own: dict[int, Array]) -> list[Tree]:
-        arrivals = Arrivals()
+        arrivals = Arrivals(numbers=_sent_once(manual))
         manual.forward(leaves, own, arrivals)
         found, tree = jax.tree.flatten(arrivals.found)
         forms[:] = [tree, jax.tree.leaves(arrivals.wide)]
@@ -148,6 +149,10 @@ def _gathers(
         return called(program)(*jax.tree.leaves(own))
 
     return gathers, forms[0], forms[1]
+
+
+def _sent_once(manual: Manual) -> frozenset[int]:
+    return frozenset(k for k, t in enumerate(manual.program.transfers) if t.once)
 
 
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:

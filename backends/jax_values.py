@@ -63,21 +63,33 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """Parameters in the form that their readers need, in a step that gathers them once. One walk finds them; later
-    walks are given them. Keys are numbers of transfers. Those of a loop are in a mapping under the loop's path, stacked
-    over its turns.
+    """Parameters in the form that their readers need, in a step that gathers them once, or whose gradients wait for
+    later steps. One walk finds them; later walks are given them. Keys are numbers of transfers. Those of a loop are in
+    a mapping under the loop's path, stacked over its turns.
 
-    given: None in the walk that finds them. wide: for each one found, the dtype in which its gradients are added, empty
-    if it has none. barred: the construct that this walk is inside of, if nothing can be gathered outside of it.
+    numbers: the transfers that bring them. given: None in the walk that finds them. wide: for each one found, the dtype
+    in which its gradients are added, empty if it has none. barred: the construct that this walk is inside of, if
+    nothing can be gathered outside of it. begins: what is found are pairs, of the parameter as it is read and the array
+    from which it is moved there, which takes its gradient.
     """
 
+    numbers: frozenset[int] = frozenset()
     given: Mapping[str, Tree] | None = None
     found: dict[str, Tree] = field(default_factory=dict)
     wide: dict[str, Tree] = field(default_factory=dict)
     barred: str = ""
+    begins: bool = False
 
-    def of(self, key: str, transfer: LocalTransfer, stored: str, make: Callable[[], Tree]) -> Tree:
-        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it."""
+    def of(
+        self,
+        key: str,
+        transfer: LocalTransfer,
+        stored: str,
+        make: Callable[[], Tree],
+        begin: Callable[[], Array],
+    ) -> Tree:
+        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it. begin: the array from
+        which it is gathered."""
         if self.barred:
             raise PaseError(
                 f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step: "
@@ -86,13 +98,14 @@ class Arrivals:
         if self.given is not None:
             return self.given[key]
         if key not in self.found:
-            self.found[key] = make()
+            self.found[key] = (make(), begin()) if self.begins else make()
             self.wide[key] = "" if transfer.backward is None else stored
-        return self.found[key]
+        return self.found[key][0] if self.begins else self.found[key]
 
     def turn(self, given: Mapping[str, Tree]) -> Arrivals:
         """The arrivals of one turn of a loop. given: those of this turn, if arrivals are given."""
-        return Arrivals(given=None if self.given is None else given, barred=self.barred)
+        given_here = None if self.given is None else given
+        return replace(self, given=given_here, found={}, wide={})
 
     def stacked(self, loop: str) -> Mapping[str, Tree]:
         """The given arrivals of a loop, stacked over its turns."""

@@ -4,12 +4,15 @@ A bucket plan lists every run of a step; a program says once what all turns of a
 of the turn in its middle, and a message that joins several turns, or what is inside of a loop with what is outside, is
 cut between them. A second gather for backward is part of the rematerialised region, which runs the first one again;
 what backward needs not again is in messages of its own.
+
+If gradients are applied in later steps (delayed, merged), they wait outside of loops. Messages are then sent behind the
+gradients of a step, as the bucket plan joins and cuts them, for each turn of a loop.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +20,8 @@ from pase.ir import Scope
 from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
 from pase.plan.buckets import schedule_of
 from pase.plan.communication import TransferOrigin, transfer_origins
-from pase.schedule.plan import BucketPlan
+from pase.schedule.plan import BucketPlan, Update
+from pase.schedule.preserver import TrainingState, judge
 from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
@@ -50,12 +54,29 @@ class ProgramSchedule:
         nodes = {name + turn: name for name, turn in middle}
         return cls(problem=made[0], plan=made[1], origins=transfer_origins(plan), nodes=nodes)
 
+    @property
+    def delayed(self) -> bool:
+        """Whether any gradient is applied in a later step than its own, or together with another step's."""
+        return self.plan.period > 1 or self.plan.staleness > 0
+
+    def later(self) -> str:
+        """What to know of a step with delayed updates: that it computes other numbers, and whether they are expected to
+        train as well."""
+        p = self.plan
+        verdict = p.detail.get("preserver") or judge(TrainingState(), [u.batches for u in p.updates])
+        late, steps = _counted(p.staleness, "step"), _counted(p.period, "step")
+        return (
+            f"the bucket plan '{p.policy}' applies gradients up to {late} late, in "
+            f"{_counted(len(p.updates), 'update')} every {steps}: by design the parameters are not those of the "
+            f"synchronous step. {verdict}"
+        )
+
     def placed(self, program: LocalProgram) -> LocalProgram:
         """The program with this schedule's messages; as it is, with a warning, under delayed updates."""
-        if self.plan.period > 1 or self.plan.staleness:
+        if self.delayed:
             warnings.warn(
                 f"the bucket plan '{self.plan.policy}' applies gradients in later steps, and this step applies "
-                f"its own, each sent by itself: pase.backends.to_jax_buckets.step_from_plan runs the bucket plan",
+                f"its own, each sent by itself",
                 stacklevel=2,
             )
             return program
@@ -81,6 +102,47 @@ class ProgramSchedule:
         bound = (m.after and not whole.can_wait(i, m.after) for i, m in enumerate(messages))
         free = (replace(m, after="") if early else m for m, early in zip(messages, bound, strict=True))
         return replace(program, messages=tuple(free))
+
+    def placed_later(self, program: LocalProgram, waits: Callable[[int], bool]) -> LocalProgram:
+        """The program with the messages of gradients that wait for later steps: each in the iteration in which the
+        steady run starts it, but before its update is applied. waits: whether the gradient on a transfer can wait;
+        others are summed in their own step, each by itself, and then wait."""
+        from pase.schedule.simulate import evaluate
+
+        late = evaluate(self.problem, self.plan, timeline=False, check=False).late
+        found = self._transfers(program).items()
+        outside = {key: number for key, (number, _) in found if waits(number)}
+        messages = []
+        for message, behind in zip(self.plan.messages, late, strict=True):
+            pieces = []
+            for p in message.pieces:
+                origin = self.origins[p.tensor]
+                number = outside.get((origin.node, origin.source, origin.tensor))
+                if number is None or not origin.gradient:
+                    continue
+                turn = origin.repeat if origin.times > 1 else None
+                pieces.append(
+                    LocalPiece(
+                        transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes, turn=turn
+                    )
+                )
+            update = self.plan.updates[message.update]
+            if pieces:
+                messages.append(
+                    LocalMessage(
+                        way="back",
+                        link=self.problem.links[message.link].name,
+                        pieces=tuple(pieces),
+                        update=message.update,
+                        late=min(max(behind, message.iteration), update.at - update.last),
+                    )
+                )
+        messages.sort(key=lambda m: m.late)
+        begin = self.plan.updates[0].first
+        updates = tuple(
+            Update(first=u.first - begin, last=u.last - begin, at=u.at - begin) for u in self.plan.updates
+        )
+        return replace(program, messages=tuple(messages), period=self.plan.period, updates=updates)
 
     def _transfers(
         self, program: LocalProgram
@@ -117,3 +179,7 @@ class ProgramSchedule:
             ):  # a block of backward has another name
                 out[sent.message] = self.nodes[begun[-1].name]
         return out
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"

@@ -12,10 +12,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed
+from pase.backends.jax_delayed import DelayedStepper, delayed_step
 from pase.backends.jax_manual import Lowering, Manual, lowered, lowerings
+from pase.backends.jax_message_bodies import waits
 from pase.backends.jax_once import graded_once
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
+from pase.backends.jax_train import Training
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
 from pase.errors import PaseError, install_line
@@ -82,7 +85,19 @@ class JaxPlan:
         made = program_of(
             accumulated(named(simplify(raw)), self.accumulate, self.once), self.logical_mesh, self.strategy
         )
+        if self.delays and self.schedule is not None:
+            return self.schedule.placed_later(made, lambda k: waits(made, self.traced, self.blocks, k))
         return made if self.schedule is None or self.once != "none" else self.schedule.placed(made)
+
+    @property
+    def delays(self) -> bool:
+        """Whether a step that is lowered by hand applies gradients in later steps (``jax_delayed``)."""
+        return (
+            self.schedule is not None
+            and self.schedule.delayed
+            and self.once == "none"
+            and self.accumulate == 1
+        )
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
@@ -243,10 +258,11 @@ class JaxPlan:
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
         annotated = lowerings(lowering, mesh)[0] == "annotated"
-        if self.schedule is not None and (self.once != "none" or annotated):
+        if self.schedule is not None and (self.once != "none" or annotated or self.schedule.delayed):
             warnings.warn(
                 "the plan's bucket plan is not in this step: messages are placed only where a step is lowered by hand, "
-                "and gathers and sums run in each micro-batch",
+                "and gathers and sums run in each micro-batch; gradients that are applied in later steps wait only in "
+                "plan.jax.train_step, without micro-batches",
                 stacklevel=2,
             )
         if self.once != "none":
@@ -334,53 +350,29 @@ class JaxPlan:
         *,
         donate: bool = True,
         lowering: Lowering = "auto",
-    ) -> Stepper:
+    ) -> Stepper | DelayedStepper:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
-        returns more, the last result is (loss, aux).
+        returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients in later steps
+        (DeFT's), so does the step, with a warning; what it returns as opt_state then holds the gradients that wait.
 
         Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
         trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
         with several processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
         """
-        import jax
-        import optax
-
         self._require_mode(
             "train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has"
         )
         mesh = mesh if mesh is not None else self.mesh()
-        stored, *arrive = self._in_shardings(mesh)
-        state_sharding = self.state_shardings(optimizer, mesh)
-        updated_as = self.gradient_shardings(mesh)
-        graded = self.value_and_grad(mesh, lowering=lowering)
+        training = Training(plan=self, optimizer=optimizer, mesh=mesh, donate=donate)
+        ways = lowerings(lowering, mesh)
+        if not self.delays or ways[0] == "annotated":
+            return training.plain(self.value_and_grad(mesh, lowering=lowering))
 
-        def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
-            value, grads = graded(params, *batch)
-            # Each device updates the part that it has the state of; out_shardings then gather the parameters.
-            mine = trained(params)
-            mine = jax.tree.map(jax.lax.with_sharding_constraint, mine, updated_as)
-            updates, opt_state = optimizer.update(grads, opt_state, mine)
-            updated = optax.apply_updates(mine, updates)
-            updated = jax.tree.map(jax.lax.with_sharding_constraint, updated, updated_as)
-            return combine(updated, untrained(params)), opt_state, arrays(value)
+        def instead() -> Stepper:
+            return training.plain(self.value_and_grad(mesh, lowering="annotated"))
 
-        kept, kept_out = self.traced.kept[0], self.traced.kept_out
-
-        def whole(out: Tree) -> Tree:
-            params, opt_state, value = out
-            return (
-                combine(params, kept),
-                opt_state,
-                combine(value, kept_out) if self.traced.has_aux else value,
-            )
-
-        return Stepper(
-            run=step,
-            in_shardings=(stored, state_sharding, *arrive),
-            out_shardings=(stored, state_sharding, self._returned(mesh)),
-            donate=(0, 1) if donate else (),
-            whole=whole,
-        )
+        self._functions.append("train_step")
+        return delayed_step(training, Manual(plan=self, mesh=mesh), instead if ways[1:] else None)
 
     def _returned(self, mesh: JaxMesh) -> Tree:
         """Shardings of what the function returns. The loss is whole; values for the next call have their input layout;
@@ -424,7 +416,8 @@ class JaxPlan:
     def lower_train_step(
         self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Tree:
-        """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
+        """The train step lowered from shapes alone; with delayed updates the first one. Call ``.compile()`` on it to
+        see what XLA makes of the plan."""
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()

@@ -22,7 +22,8 @@ whole step). Under a schedule, messages are at the end, in the order in which ea
     message back network of 0.0[0+512] 3.0[0+1024]
     message there network after up of 5.0[512+512]
 
-A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun.
+A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun. ``pase.local.text_messages``
+says how messages are written whose gradients are applied in later steps.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from pase.errors import PaseError
 from pase.ir import Op
 from pase.ir.blocks import Once
 from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
+from pase.local.text_messages import message_text, read_message, read_updates, updates_text
 from pase.local.types import (
     AxisState,
     Combine,
@@ -45,17 +47,16 @@ from pase.local.types import (
     LocalMoveKind,
     LocalOp,
     LocalOperand,
-    LocalPiece,
     LocalProgram,
     LocalResult,
     LocalTensor,
     LocalTransfer,
-    MoveWay,
     NodeCollective,
     digits_of,
     local_shape,
 )
 from pase.machine import CollectiveKind, Mesh
+from pase.schedule.plan import Update
 from pase.tables.work import Phase
 
 __all__ = ["program_from_text", "program_text"]
@@ -63,7 +64,6 @@ __all__ = ["program_from_text", "program_text"]
 _AXIS = re.compile(r"[A-Za-z_]\w{0,63}", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}(?![\w.])", re.ASCII)
 _TIMES = re.compile(r"\d{1,18}(?:\.\d{1,18})?(?:e[+-]?\d{1,3})?", re.ASCII)
-_PIECE = re.compile(r"\d{1,9}\.\d{1,9}\[\d{1,18}\+\d{1,18}\]")
 _MAX_AXES = 32
 
 
@@ -78,6 +78,7 @@ def program_text(program: LocalProgram) -> str:
     axes = " ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
     out = [f"local program {word_text(program.name)} on {axes}"]
     out += [f"once {program.once}"] if program.once != "none" else []
+    out += [updates_text(program)] if program.delayed else []
     out += [f"copy {word_text(t)} of {word_text(of)}" for t, of in program.originals.items()]
     return "\n".join([*out, *_Writer(mesh).lines(program)]) + "\n"
 
@@ -100,10 +101,7 @@ class _Writer:
         for k, t in enumerate(program.transfers):
             if k not in told:
                 yield from self.transfer(k, t)
-        for m in program.messages:
-            after = f" after {word_text(m.after)}" if m.after else ""
-            pieces = " ".join(f"{p.transfer}.{p.stage}[{p.begin}+{p.nbytes}]" for p in m.pieces)
-            yield f"message {m.way} {word_text(m.link)}{after} of {pieces}"
+        yield from map(message_text, program.messages)
 
     def transfer(self, number: int, t: LocalTransfer) -> Iterator[str]:
         names = f"{word_text(t.tensor)} of {word_text(t.src)} for {word_text(t.dst)}"
@@ -261,6 +259,8 @@ class _Reader:
     transfers: dict[int, _TransferRead] = field(default_factory=dict)
     last: _OpRead | _TransferRead | None = None
     messages: list[LocalMessage] = field(default_factory=list)
+    period: int = 1
+    updates: tuple[Update, ...] = (Update(),)
     asked: list[tuple[TextLine, int]] = field(default_factory=list)
     """Where a transfer is read by its number."""
 
@@ -281,6 +281,8 @@ class _Reader:
             originals=self.originals,
             once=self.once,
             messages=tuple(self.messages),
+            period=self.period,
+            updates=self.updates,
         )
 
     def read(self, line: TextLine) -> None:
@@ -288,6 +290,7 @@ class _Reader:
         known: Mapping[str, Callable[[TextLine], None]]
         if depth == 0:
             known = {"copy": self._copy, "node": self._node, "once": self._once, "message": self._message}
+            known["updates"] = self._updates
         elif depth == 2:
             at = line.position
             if line.match(re.compile(r"move(?= )")):
@@ -318,16 +321,11 @@ class _Reader:
         self.node, self.last = line.word("the node's name"), None
 
     def _message(self, line: TextLine) -> None:
-        way, link, pieces = line.choice(MoveWay, "a way"), line.word("a link"), list[LocalPiece]()
-        after = line.word("a node") if line.accept("after ") else ""
-        line.expect("of")
-        while not line.at_end():
-            if (found := line.match(_PIECE)) is None:
-                line.fail(f"expected TRANSFER.STAGE[FIRST+BYTES], found {line.next_shown()}")
-            transfer, stage, begin, nbytes = map(int, re.findall(r"\d+", found))
-            self.asked.append((line, transfer))
-            pieces.append(LocalPiece(transfer=transfer, stage=stage, begin=begin, nbytes=nbytes))
-        self.messages.append(LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after))
+        self.messages.append(read_message(line))
+        self.asked += [(line, p.transfer) for p in self.messages[-1].pieces]
+
+    def _updates(self, line: TextLine) -> None:
+        self.period, self.updates = read_updates(line)
 
     def _transfer(self, line: TextLine) -> None:
         at = line.position

@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from pase.ir import Op, Place
 from pase.ir.blocks import Once
 from pase.machine import CollectiveKind, Mesh
+from pase.schedule.plan import Update
 from pase.tables.work import Phase
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "LocalTransfer",
     "MoveWay",
     "NodeCollective",
+    "TransferPart",
     "local_shape",
 ]
 
@@ -159,16 +161,26 @@ class LocalOp:
 MoveWay = Literal["there", "back"]
 """A transfer's moves forward, or those of the gradient."""
 
+TransferPart: TypeAlias = "tuple[int, int | None]"
+"""What messages carry: the number of a transfer, and of which turn of the loops around its readers it is."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPiece:
     """Bytes [begin, begin + nbytes) of what a move sends. transfer: its number. stage: which of the moves that send
-    anything, from 0."""
+    anything, from 0. turn: of which turn of the loops around its readers, counted through, where gradients wait for a
+    later step; None: of the turn that sends it, or there is no loop."""
 
     transfer: int
     stage: int
     begin: int
     nbytes: int
+    turn: int | None = None
+
+    @property
+    def part(self) -> TransferPart:
+        """What it is a piece of."""
+        return self.transfer, self.turn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,13 +188,16 @@ class LocalMessage:
     """Pieces that are sent as one collective, all equally often. A link sends the messages of a body that run equally
     often one after another, in the order of the program.
 
-    way: of all its pieces. after: the node that must have begun before the message starts; "": none.
+    way: of all its pieces. after: the node that must have begun before the message starts; "": none. update: whose
+    gradients it carries; late: how many iterations after the last of them was made (``LocalProgram.updates``).
     """
 
     way: MoveWay
     link: str
     pieces: tuple[LocalPiece, ...]
     after: str = ""
+    update: int = 0
+    late: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +206,9 @@ class LocalProgram:
 
     originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step. messages: how
     transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is read.
+
+    updates: which gradients are applied when, in iterations of a period that repeats. Unless each step applies its own
+    (``delayed``), the gradients in messages wait on their devices, unsummed, and messages are sent in later steps.
     """
 
     name: str
@@ -200,6 +218,13 @@ class LocalProgram:
     originals: Mapping[str, str] = field(default_factory=dict)
     once: Once = "none"
     messages: tuple[LocalMessage, ...] = ()
+    period: int = 1
+    updates: tuple[Update, ...] = (Update(),)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any gradient is applied in a later step than its own, or together with another step's."""
+        return self.period > 1 or any(u.staleness for u in self.updates)
 
     def moves(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
         """A transfer's moves there, or those of its gradient back."""

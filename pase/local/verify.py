@@ -1,6 +1,7 @@
 """Checks a local program: every value arrives in the layout in which it is read, every partial sum and every gradient
 is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends. Messages
-send every byte of what they carry once, and none waits for a later one.
+send every byte of what they carry once, and none waits for a later one; for gradients that are applied in later steps,
+once for each update, and before it.
 
 All devices run one program, and the values that decide a branch or the end of a loop are replicated. So all devices
 reach the same moves in the same order.
@@ -22,8 +23,10 @@ from pase.local.types import (
     LocalProgram,
     LocalTransfer,
     MoveWay,
+    TransferPart,
 )
 from pase.machine import Mesh
+from pase.schedule.plan import check_updates
 
 __all__ = ["verify_program"]
 
@@ -55,31 +58,63 @@ def _problems(program: LocalProgram) -> Iterator[str]:
         yield from _way(t, t.forward, made.layout, read[k] if t.runs[0] else made.layout)
         if t.backward is not None:
             yield from _way(t, t.backward, left[k], made.gradient)
+    try:
+        check_updates(program.updates, program.period, "its schedule")
+    except PaseError as e:
+        yield str(e)
+        return
     yield from _messages(program)
 
 
 def _messages(program: LocalProgram) -> Iterator[str]:
-    """Messages carry every byte of what they carry once, stage after stage, and start before anything needs them."""
-    sent: dict[tuple[int, MoveWay], list[tuple[int, LocalPiece]]] = {}
+    """Messages carry every byte of what they carry once for each update, stage after stage, and start before anything
+    needs them."""
+    sent: dict[tuple[TransferPart, MoveWay, int], list[tuple[int, LocalPiece]]] = {}
     for i, m in enumerate(program.messages):
+        yield from _in_time(program, i, m)
         for p in m.pieces:
             if not 0 <= p.stage < len(program.stages(p.transfer, m.way)):
                 yield f"message {i} carries a move {p.stage} {m.way} of transfer {p.transfer}, which sends no such one"
                 return
-            sent.setdefault((p.transfer, m.way), []).append((i, p))
+            sent.setdefault((p.part, m.way, m.update), []).append((i, p))
         yield from _joinable(program, i, m)
         if m.after and (m.way == "back" or not program.can_wait(i, m.after)):
             yield f"message {i} waits for '{m.after}', which does not begin before what it or its link brings is read"
-    for (number, way), pieces in sent.items():
-        what, last = f"'{program.transfers[number].tensor}' {way}", -1
+    yield from _every_update(program, {(part, u) for part, _, u in sent} if program.delayed else set())
+    for ((number, turn), way, update), pieces in sent.items():
+        what, last = f"'{program.transfers[number].tensor}' {way}", (0, -1)
+        what += f" of turn {turn}" * (turn is not None) + f" for update {update}" * program.delayed
         for stage, move in enumerate(program.stages(number, way)):
             mine = sorted((p.begin, p.nbytes, i) for i, p in pieces if p.stage == stage)
             ends = [0, *(begin + nbytes for begin, nbytes, _ in mine)]
             if [begin for begin, *_ in mine] != ends[:-1] or ends[-1] != move.nbytes:
                 yield f"messages do not carry each byte of move {stage} of {what} once"
-            elif min(i for *_, i in mine) <= last:
-                yield f"message {last} carries a move of {what}, and a message before or beside it the next one"
-            last = max([last, *(i for *_, i in mine)])
+            when = [(program.messages[i].late, i) for *_, i in mine]
+            if when and min(when) <= last:
+                yield f"message {last[1]} carries a move of {what}, and a message before or beside it the next one"
+            last = max([last, *when])
+
+
+def _in_time(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
+    """It belongs to an update, and is sent before that is applied."""
+    if not 0 <= m.update < len(program.updates):
+        yield f"message {i} is for update {m.update}, and there are {len(program.updates)}"
+    elif m.late > program.updates[m.update].at - program.updates[m.update].last:
+        yield f"message {i} is sent after update {m.update} is applied, whose gradients it carries"
+    if program.delayed and (m.way == "there" or m.after):
+        yield f"message {i} is no gradient's, where gradients wait for later steps"
+
+
+def _every_update(program: LocalProgram, sent: set[tuple[TransferPart, int]]) -> Iterator[str]:
+    """What waits for later steps does so in every update, of every turn of its loop."""
+    waiting = {number for (number, _), _ in sent}
+    for number in sorted(waiting):
+        runs = round(program.runs(number, "back"))
+        turns: list[int | None] = [None] if runs == 1 else [*range(runs)]
+        wanted = {((number, turn), u) for turn in turns for u in range(len(program.updates))}
+        if wanted != {(part, u) for part, u in sent if part[0] == number}:
+            what = program.transfers[number].tensor
+            yield f"messages do not carry '{what}' in every update, each turn of its loop once"
 
 
 def _joinable(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
@@ -87,6 +122,8 @@ def _joinable(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
     moves = [program.stages(p.transfer, m.way)[p.stage] for p in m.pieces]
     if len({(move.kind, move.axes) for move in moves}) != 1:
         yield f"message {i} joins collectives of several kinds, or none"
+    if program.delayed:  # what waits for a later step is there at its end, from all loops
+        return
     if len({op.op.loops for p in m.pieces for op in program.users(p.transfer)}) != 1:
         yield f"message {i} joins what is read in different loops"
     if len({program.runs(p.transfer, m.way) for p in m.pieces}) != 1:

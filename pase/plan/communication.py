@@ -249,6 +249,21 @@ def _tensors(
             )
             last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at, origin)
             _gathers(out, forward, name, dtype, (at, 2 * n - 1 - at), last, replace(origin, gradient=False))
+    return _named_apart(out)
+
+
+def _named_apart(
+    tensors: list[tuple[Transfer, TransferOrigin]],
+) -> list[tuple[Transfer, TransferOrigin]]:
+    """The same, with a number behind the name of what several nodes read of one parameter: bucket plans are written by
+    name."""
+    used: set[str] = set()
+    out = []
+    for t, origin in tensors:
+        free = (f"{t.name}.{k}" if k else t.name for k in itertools.count())
+        name = next(n for n in free if n not in used)
+        used.add(name)
+        out.append((t if name == t.name else replace(t, name=name), origin))
     return out
 
 

@@ -11,7 +11,7 @@ from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.schedule.types import ScheduleProblem
 
-__all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "issue_order", "whole"]
+__all__ = ["BucketPlan", "Message", "Piece", "Update", "check_plan", "check_updates", "issue_order", "whole"]
 
 
 _SHOWN = 8
@@ -165,7 +165,7 @@ def check_plan(problem: ScheduleProblem, plan: BucketPlan) -> None:
     """Raise unless every byte of every tensor is sent exactly once per update, on a link that may carry it,
     fused only within its group, and updates cover every iteration once, in order.
     """
-    _check_updates(plan)
+    check_updates(plan.updates, plan.period, f"plan '{plan.policy}'")
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for i, m in enumerate(plan.messages):
         where = f"plan '{plan.policy}', messages[{i}]"
@@ -204,25 +204,25 @@ def _check_cover(policy: str, name: str, nbytes: int, u: int, spans: Sequence[tu
         )
 
 
-def _check_updates(plan: BucketPlan) -> None:
-    if plan.period < 1 or not plan.updates:
-        raise PaseError(f"plan '{plan.policy}' needs a period of at least 1 and at least one update")
-    expect = plan.updates[0].first
-    for i, u in enumerate(plan.updates):
+def check_updates(updates: Sequence[Update], period: int, where: str) -> None:
+    """Raise unless the updates take every iteration of a period that repeats once, in order, and each is applied after
+    its gradients are made and after the update before it. where: names them in errors.
+    """
+    if period < 1 or not updates:
+        raise PaseError(f"{where} needs a period of at least 1 and at least one update")
+    expect = updates[0].first
+    for i, u in enumerate(updates):
         if u.first != expect or u.last < u.first or u.at < u.last:
             raise PaseError(
-                f"plan '{plan.policy}', updates[{i}]: iterations {u.first}..{u.last} applied after {u.at}; updates "
+                f"{where}, updates[{i}]: iterations {u.first}..{u.last} applied after {u.at}; updates "
                 f"must take every iteration once, in order (expected {expect}), and never before it is made"
             )
-        if i and u.at <= plan.updates[i - 1].at:
-            raise PaseError(f"plan '{plan.policy}', updates[{i}] is applied no later than the one before it")
+        if i and u.at <= updates[i - 1].at:
+            raise PaseError(f"{where}, updates[{i}] is applied no later than the one before it")
         expect = u.last + 1
-    if expect - plan.updates[0].first != plan.period:
+    if expect - updates[0].first != period:
         raise PaseError(
-            f"plan '{plan.policy}': its updates take {expect - plan.updates[0].first} iterations, its period is "
-            f"{plan.period}"
+            f"{where}: its updates take {expect - updates[0].first} iterations, its period is {period}"
         )
-    if plan.updates[0].at + plan.period <= plan.updates[-1].at:
-        raise PaseError(
-            f"plan '{plan.policy}': the period's last update falls behind the next period's first"
-        )
+    if updates[0].at + period <= updates[-1].at:
+        raise PaseError(f"{where}: the period's last update falls behind the next period's first")

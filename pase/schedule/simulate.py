@@ -57,6 +57,9 @@ class Evaluation:
     """Start of each message of the steady period, on the run's clock: float64 [messages]."""
     ends_s: float = float("nan")
     """End of the steady period's last block, on the run's clock."""
+    late: tuple[int, ...] = field(default=(), repr=False, compare=False)
+    """For each message of the steady period, in which iteration it starts, counted from the last one that makes its
+    gradients."""
 
 
 def message_seconds(problem: ScheduleProblem, messages: tuple[Message, ...]) -> np.ndarray:
@@ -298,10 +301,12 @@ def _report(
     if timeline:
         shown = tuple(_timeline(run, start, end, t0, t1))
     steady = run.periods - 2
-    starts = np.full(len(plan.messages), np.nan)
+    starts, late = np.full(len(plan.messages), np.nan), [0] * len(plan.messages)
     for j, (p, m) in enumerate(run.message_ids):
         if p == steady:
             starts[m] = start[run.base + j]
+            made = p * plan.period + plan.updates[plan.messages[m].update].last
+            late[m] = max(int(np.searchsorted(marks, starts[m] * (1 + 1e-12), side="right")) - made, 0)
     return Evaluation(
         policy=plan.policy,
         iteration_s=iteration_s,
@@ -317,6 +322,7 @@ def _report(
         timeline=shown,
         starts_s=starts,
         ends_s=float(end[(steady + 1) * plan.period * run.nb - 2]),
+        late=tuple(late),
     )
 
 

@@ -16,7 +16,6 @@ from pase.local.text import program_from_text, program_text
 from pase.local.verify import verify_program
 from pase.plan.buckets import problem_of, stored
 from pase.schedule.plan import BucketPlan, Message, Piece, issue_order
-from pase.schedule.registry import Options
 
 COLLECTIVE = re.compile(r"%(\S+) = .* (?:all-reduce|reduce-scatter|all-gather|all-to-all)(?:-start)?\(")
 NAMED = re.compile(r'op_name="[^"]*?message (there|back) of ([^/")]*)')
@@ -207,12 +206,3 @@ def test_messages_that_cannot_be_read_are_named_with_their_place(fsdp):
     ):
         with pytest.raises(PaseError, match=rf"line {at}, column \d+: {says}"):
             program_from_text(text.replace(old, new, 1))
-
-
-def test_updates_in_later_steps_are_said_and_left_to_the_runner():
-    case = reduced("mlp")
-    plan = case.plan("data_parallel").scheduled("deft", Options(staleness=2))
-    if plan.bucket_plan.staleness == 0 and plan.bucket_plan.period == 1:
-        pytest.fail("the policy did not delay an update")
-    with pytest.warns(UserWarning, match="step_from_plan runs the bucket plan"):
-        assert plan.jax.program.messages == ()

@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.pipeline",
     },
     # What one device does and sends under a strategy; how a framework says it is the backends' affair.
-    "pase.local": {"pase.ir", "pase.machine", "pase.tables"},
+    "pase.local": {"pase.ir", "pase.machine", "pase.tables", "pase.schedule"},
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
     # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
     "pase.backends": {

@@ -1,0 +1,89 @@
+"""Messages of a local program as lines of its text.
+
+    message back network of 0.0[0+512] 3.0[0+1024]
+    message there network after up of 5.0[512+512]
+
+A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun. If gradients are applied in
+later steps, a line before the nodes says when, in iterations of a period (FIRST-LAST@APPLIED), and a message whose
+gradients it carries and how late; of a loop a piece then says the turn, TRANSFER@TURN:
+
+    updates every 3 0-0@1 1-2@3
+    message back network update 1 late 1 of 0@2.0[0+512]
+"""
+
+from __future__ import annotations
+
+import re
+
+from pase.ir.text import TextLine, word_text
+from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
+from pase.schedule.plan import Update
+
+__all__ = ["message_text", "read_message", "read_updates", "updates_text"]
+
+_PIECE = re.compile(r"\d{1,9}(?:@\d{1,9})?\.\d{1,9}\[\d{1,18}\+\d{1,18}\]")
+_UPDATE = re.compile(r"\d{1,9}-\d{1,9}@\d{1,9}")
+_COUNT = re.compile(r"\d{1,9}(?![\w.])", re.ASCII)
+
+
+def updates_text(program: LocalProgram) -> str:
+    """The line that says when gradients are applied."""
+    each = " ".join(f"{u.first}-{u.last}@{u.at}" for u in program.updates)
+    return f"updates every {program.period} {each}"
+
+
+def read_updates(line: TextLine) -> tuple[int, tuple[Update, ...]]:
+    """(period, updates), behind the line's first word. Fails with the column of what is none."""
+    line.expect("every")
+    period, updates = _count(line, "how many iterations"), list[Update]()
+    while not line.at_end():
+        if (found := line.match(_UPDATE)) is None:
+            line.fail(f"expected FIRST-LAST@APPLIED, found {line.next_shown()}")
+        first, last, at = map(int, re.findall(r"\d+", found))
+        updates.append(Update(first=first, last=last, at=at))
+    return period, tuple(updates)
+
+
+def message_text(m: LocalMessage) -> str:
+    """A message's line."""
+    after = f" after {word_text(m.after)}" if m.after else ""
+    when = f" update {m.update} late {m.late}" if m.update or m.late else ""
+    return f"message {m.way} {word_text(m.link)}{after}{when} of {' '.join(map(_piece, m.pieces))}"
+
+
+def _piece(p: LocalPiece) -> str:
+    turn = "" if p.turn is None else f"@{p.turn}"
+    return f"{p.transfer}{turn}.{p.stage}[{p.begin}+{p.nbytes}]"
+
+
+def read_message(line: TextLine) -> LocalMessage:
+    """A message, behind the line's first word. Fails with the column of what is none."""
+    way, link, pieces, update, late = line.choice(MoveWay, "a way"), line.word("a link"), [], 0, 0
+    after = line.word("a node") if line.accept("after ") else ""
+    if line.accept("update "):
+        update = _count(line, "an update's number")
+        line.expect("late")
+        late = _count(line, "how many iterations later")
+    line.expect("of")
+    while not line.at_end():
+        if (found := line.match(_PIECE)) is None:
+            line.fail(f"expected TRANSFER.STAGE[FIRST+BYTES], found {line.next_shown()}")
+        stage, begin, nbytes = map(int, re.findall(r"\d+", found[found.index(".") :]))
+        transfer, _, turn = found[: found.index(".")].partition("@")
+        pieces.append(
+            LocalPiece(
+                transfer=int(transfer),
+                stage=stage,
+                begin=begin,
+                nbytes=nbytes,
+                turn=int(turn) if turn else None,
+            )
+        )
+    return LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after, update=update, late=late)
+
+
+def _count(line: TextLine, what: str) -> int:
+    found = line.match(_COUNT)
+    if found is None:
+        line.fail(f"expected {what}, found {line.next_shown()}")
+    return int(found)
