@@ -157,7 +157,7 @@ def _part(key: Sequence[int]) -> TransferPart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _ReadParameters:
     """Parameters in the form that their readers need. arrive: the gathers, from the arrays that carry the gradients;
     begin: what the parameters are moved from. tree: of a walk's ``Arrivals``. places: of each, the number of the
     transfer and of the loops around it. wide: the dtypes in which gradients are added."""
@@ -169,7 +169,7 @@ class _Found:
     wide: list[str]
 
     @classmethod
-    def of(cls, manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]) -> _Found:
+    def of(cls, manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]) -> _ReadParameters:
         import jax
 
         numbers = frozenset(number for number, _ in parts_of(manual.program))
@@ -260,7 +260,7 @@ class _DeviceStep:
         *leaves, held = given
         waiting = jax.tree.map(lambda x: x[0], held)
         carriers = self.manual.carriers(leaves)
-        found = _Found.of(self.manual, leaves, carriers)
+        found = _ReadParameters.of(self.manual, leaves, carriers)
         arrived = found.arrive(carriers)
         outs, there, own = self._graded(leaves, carriers, found, arrived)
         last: dict[tuple[str, float], Array] = {}
@@ -286,7 +286,11 @@ class _DeviceStep:
         return outs, jax.tree.map(lambda x: x[None], kept), grads
 
     def _graded(
-        self, leaves: Sequence[Array], carriers: dict[int, Array], found: _Found, arrived: Sequence[Array]
+        self,
+        leaves: Sequence[Array],
+        carriers: dict[int, Array],
+        found: _ReadParameters,
+        arrived: Sequence[Array],
     ) -> tuple[list[Array], list[Array], dict[int, Array]]:
         """(results, gradients of what arrived, gradients of the parameters that came in no such way)."""
         import jax
@@ -310,7 +314,7 @@ class _DeviceStep:
         held: WaitingGradients,
         new: Mapping[TransferPart, Array],
         own: Mapping[int, Array],
-        found: _Found,
+        found: _ReadParameters,
     ) -> WaitingGradients:
         """The update's gradients with those of this iteration. While more are to come, they are added in the dtype in
         which their parameter is stored."""
@@ -349,7 +353,7 @@ class _DeviceStep:
     def _applied(
         self,
         u: OpenUpdate,
-        found: _Found,
+        found: _ReadParameters,
         carriers: dict[int, Array],
         sums: Mapping[TransferPart, Array],
         own: Mapping[tuple[int, ...], Array],
