@@ -260,7 +260,8 @@ def fit_limit(
                 f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB", i, len(order)
             )
         )
-        answer = searches[mesh].cheapest(below, price)
+        open_before = any(proven[m] < min(below, proven[mesh]) for m in order[:i])
+        answer = searches[mesh].cheapest(below, price, close=not open_before)
         proven[mesh] = max(proven[mesh], answer.bound)
         if answer.solution is not None:
             best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
@@ -349,8 +350,9 @@ class _LimitedSearch:
         except Infeasible:
             return np.inf, 0.0
 
-    def cheapest(self, below: float, price: float) -> _Answer:
-        """Search for a strategy that fits and costs less than ``below``. price: the initial price of a byte."""
+    def cheapest(self, below: float, price: float, close: bool = True) -> _Answer:
+        """Search for a strategy that fits and costs less than ``below``. price: the initial price of a byte. close:
+        whether to close the gap between the bound and what prices find."""
         best: Solution | None = None
         left = np.inf  # a lower bound on what has been left without proof
         queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
@@ -361,7 +363,7 @@ class _LimitedSearch:
             region = heapq.heappop(queue)
             if region.bound >= below:
                 continue
-            found = self._attempt(region, below, price)
+            found = self._attempt(region, below, price, close)
             if found is None:
                 continue
             s = found.solution
@@ -403,13 +405,13 @@ class _LimitedSearch:
             raise Infeasible(f"{aside:,.0f} bytes are in flight at least, more than the limit")
         return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
 
-    def _attempt(self, region: _Region, below: float, price: float) -> _Attempt | None:
+    def _attempt(self, region: _Region, below: float, price: float, close: bool) -> _Attempt | None:
         """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
         p, space = self.problem, self.problem.pricing.space(self.mesh)
 
         def solve_within(tables: CostTables, known: Known, part: float) -> Solution:
             allowed = _forbid(tables, self._in_flight, region.high)
-            known = replace(known, below=below, byte_price=price)
+            known = replace(known, below=below, byte_price=price, close=close and known.close)
             left = self.spent.left_s()
             seconds = None if left is None else left / 2 * part  # the rest is for other attempts
             found = solve(allowed, wanted, seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
@@ -418,7 +420,7 @@ class _LimitedSearch:
 
         try:
             wanted = self._profile(region.low)
-            solution = p.pricing.solve(self.mesh, solve_within, below)
+            solution = p.pricing.solve(self.mesh, solve_within, below, close)
         except Infeasible:
             return None
         if not solution.feasible or solution.cost >= below:

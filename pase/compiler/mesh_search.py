@@ -82,13 +82,17 @@ def search_meshes(
     for i, mesh in enumerate(over):
         say(PieceOfWork(f"mesh {'×'.join(map(str, mesh.sizes))}", i, len(over)))
         start = time.perf_counter()
-        space = pricing.space(mesh)
+        pricing.space(mesh)
         built = time.perf_counter()
-        solution = pricing.solve(mesh, below=np.inf if best is None else best.solution.cost)
+        bounds[mesh.sizes] = pricing.glance(mesh)
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
+    start = time.perf_counter()
+    for mesh in sorted(over, key=lambda m: bounds[m.sizes]):  # most promising first, so that others end early
+        solution = pricing.solve(mesh, below=np.inf if best is None else best.solution.cost)
         bounds[mesh.sizes], answers[mesh.sizes] = solution.bound, solution
         if best is None or solution.cost < best.solution.cost:
-            best = Found(mesh=mesh, space=space, solution=solution, tried=())
+            best = Found(mesh=mesh, space=pricing.space(mesh), solution=solution, tried=())
+    spent = add_seconds(spent, {"search": time.perf_counter() - start})
     if best is None:
         raise Infeasible(f"no mesh of {problem.devices} devices fits machine {problem.machine.name}")
     start = time.perf_counter()

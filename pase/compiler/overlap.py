@@ -69,8 +69,15 @@ class Beside:
             self.means[weights] = solve(tables)
         return self.means[weights]
 
-    def solve(self, one: SolveMean, below: float = np.inf, enough: float = _EXACT) -> Solution:
+    def solve(
+        self,
+        one: SolveMean,
+        below: float = np.inf,
+        enough: float = _EXACT,
+        likely: Sequence[tuple[float, float]] = (),
+    ) -> Solution:
         """The best strategy found, and the proven bound. below: strategies of that cost or more need not be found.
+        likely: weights to try before others, such as the best ones of a similar mesh.
 
         one: solves tables. Under a memory limit, which forbids the same strategies at all weights, its bounds may not
         be attained. If it finds no allowed strategy, its answer is returned unchanged. enough: the relative gap at
@@ -96,6 +103,7 @@ class Beside:
             height, w = _highest(planes)
             if min(found.cost, below, height) <= bound * (1 + enough):
                 break
+            w = next((x for x in likely if x not in tried), w)
         assert found is not None
         return replace(
             found,

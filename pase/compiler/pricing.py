@@ -71,6 +71,10 @@ class Summed:
             self._free[mesh.sizes] = solve(self.tables(mesh)[0])
         return self._free[mesh.sizes]
 
+    def glance(self, mesh: Mesh) -> float:
+        """A lower bound on the strategies of a mesh, from as little work as gives one."""
+        return self.solve(mesh).bound
+
     def close(self, mesh: Mesh, below: float) -> Solution:
         """What ``solve`` found, with a smaller gap to its bound. below: strategies of that cost need not be found."""
         return self.solve(mesh)
@@ -151,10 +155,16 @@ class BesideCompute(Summed):
             )
             return found.close_within(s, lambda t, known: solver(t, known, 1 / 2), below) if close else s
         if mesh.sizes not in self._free:
-            self._free[mesh.sizes] = s = found.solve(found.mean, below)
+            self._free[mesh.sizes] = s = found.solve(found.mean, below, likely=(self._weights,))
             if s.cost < self._cheapest:
                 self._cheapest, self._weights = s.cost, found.best
         return self._free[mesh.sizes]
+
+    def glance(self, mesh: Mesh) -> float:
+        if mesh.sizes in self._free:
+            return self._free[mesh.sizes].bound
+        found = self.search(mesh)
+        return found.mean(found.at(found.best), found.best).bound
 
     def close(self, mesh: Mesh, below: float) -> Solution:
         self._free[mesh.sizes] = self.search(mesh).close(self.solve(mesh), below)

@@ -53,15 +53,11 @@ class Pool:
     def view(self, cls: np.ndarray) -> ConfigPartition:
         """The view with these classes; the classes are renumbered so that each occurs."""
         # Renumbered by first config, so that equal partitions are one view whatever their numbers.
-        present, first, inverse = np.unique(cls, return_index=True, return_inverse=True)
-        rank = np.empty(present.size, np.int32)
-        by_first = np.argsort(first, kind="stable")
-        rank[by_first] = np.arange(present.size, dtype=np.int32)
-        canonical = rank[inverse.reshape(-1)]
+        canonical, rep = _by_first(cls)
         key = canonical.tobytes()
         view = self._views.get(key)
         if view is None:
-            view = ConfigPartition(len(self._views), canonical, int(present.size), first[by_first])
+            view = ConfigPartition(len(self._views), canonical, rep.size, rep)
             self._views[key] = view
         return view
 
@@ -85,6 +81,26 @@ class Pool:
         if got is None:
             got = self._subs[key] = np.ascontiguousarray(coarse.cls[fine.rep])
         return got
+
+
+def _by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(the classes renumbered by their first config, int32 [K]; the first config of each, int64 [classes]).
+
+    cls: not negative. Where the numbers are small, no sort is needed.
+    """
+    most = int(cls.max(initial=0)) + 1
+    if most > _SPREAD * cls.size:
+        cls = np.unique(cls, return_inverse=True)[1].reshape(-1)
+        most = int(cls.max(initial=0)) + 1
+    first = np.zeros(most, np.intp)
+    first[cls[::-1]] = np.arange(cls.size - 1, -1, -1)  # of several places the last one stays
+    begins = np.zeros(cls.size, bool)
+    begins[first[cls]] = True
+    return (np.cumsum(begins, dtype=np.int32) - 1)[first[cls]].astype(np.int32, copy=False), np.flatnonzero(begins)
+
+
+_SPREAD = 16
+"""The largest class number for each config up to which an array over all numbers is quicker than a sort."""
 
 
 def _occurring(cls: np.ndarray, count: int, known: dict[int, np.ndarray]) -> np.ndarray:

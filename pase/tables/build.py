@@ -173,10 +173,11 @@ def phase_costs(
     graph: Graph, space: Sequence[np.ndarray], mesh: Mesh, model: CostModel, optimizer: str
 ) -> tuple[PhaseCosts, ...]:
     """The costs of every node. Equal nodes of repeated layers share one object. space: per node its configs, int8
-    [K, axes]."""
-    made: dict[int, PhaseCosts] = {}
-    for n, cfg, number in zip(graph.nodes, space, facts(graph).cost, strict=True):
-        if number not in made:
+    [K, axes]; nodes that are equal and have the same configs should share an array."""
+    made: dict[tuple[int, int], PhaseCosts] = {}
+    keys = [(number, id(cfg)) for number, cfg in zip(facts(graph).cost, space, strict=True)]
+    for n, cfg, key in zip(graph.nodes, space, keys, strict=True):
+        if key not in made:
             cost = {name: np.zeros(len(cfg)) for name in ("waited", "forward", "backward", "gathers")}
             for w in node_work(graph, n, cfg, mesh, optimizer, array_tile(model)):
                 price = w.times * work_price(w, model)
@@ -187,8 +188,8 @@ def phase_costs(
             for c in node_charges(graph, n, cfg, mesh):
                 kind = "gathers" if c.bucketed else "waited"
                 cost[kind] = cost[kind] + charge_price(c, model, mesh)
-            made[number] = PhaseCosts(**cost)
-    return tuple(made[number] for number in facts(graph).cost)
+            made[key] = PhaseCosts(**cost)
+    return tuple(made[key] for key in keys)
 
 
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
