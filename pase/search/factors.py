@@ -96,7 +96,9 @@ def _by_first(cls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first[cls[::-1]] = np.arange(cls.size - 1, -1, -1)  # of several places the last one stays
     begins = np.zeros(cls.size, bool)
     begins[first[cls]] = True
-    return (np.cumsum(begins, dtype=np.int32) - 1)[first[cls]].astype(np.int32, copy=False), np.flatnonzero(begins)
+    return (np.cumsum(begins, dtype=np.int32) - 1)[first[cls]].astype(np.int32, copy=False), np.flatnonzero(
+        begins
+    )
 
 
 _SPREAD = 16

@@ -16,7 +16,7 @@ def warm() -> float:
     """Compile, or load from the cache, every kernel; returns the seconds it took."""
     began = time.perf_counter()
     from pase.search import kernels_labels, kernels_memory, kernels_numba
-    from pase.tables import walks
+    from pase.tables import distinct, walks
 
     kernels_labels.undominated(
         np.ones(2, bool), np.zeros(2), np.eye(2), np.zeros(2, bool), 1, np.zeros(2, bool)
@@ -31,6 +31,7 @@ def warm() -> float:
     kernels_memory.dual_ascent(flat.graph, rows, flat.cost, price, message, choice, active, state, np.inf, 1)
     kernels_memory.polish(flat.graph, flat.cost, choice, 1, 0)
     kernels_memory.lns(flat.graph, rows, flat.cost, price, choice, choice.copy(), stats, 1, 2, 0.0, 0)
+    distinct.hashed(np.zeros(1, np.int64))
     walks.compiled(np.full((1, 3, 2), -1))
     return time.perf_counter() - began
 

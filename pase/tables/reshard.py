@@ -15,6 +15,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
+from pase.tables.distinct import distinct
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 from pase.tables.reshard_path import moves
 from pase.tables.walks import walked
@@ -99,21 +100,15 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[
         left = np.einsum("san,a->sn", ranked[s], weights[:n])
         right = np.einsum("dan,a->dn", ranked[d], weights[n:])
         keys = left[np.arange(len(src))[:, None], used] + right[np.arange(len(dst))[None, :], used]
-        found.append(np.unique(keys, return_inverse=True))
-    every = _set(np.concatenate([keys for keys, _ in found]))
-    digits = vocabulary[every[:, None] // weights % base]
+        first, index = distinct(keys.ravel())
+        found.append((keys.ravel()[first], index.reshape(keys.shape)))
+    every = np.concatenate([keys for keys, _ in found])
+    first, which = distinct(every)
+    digits = vocabulary[every[first][:, None] // weights % base]
     table = _codes(digits[:, :n], digits[:, n:], np.array(mesh.sizes))
-    out = []
-    for (src, dst), (keys, inverse) in zip(pairs, found, strict=True):
-        mine = table[np.searchsorted(every, keys)]
-        out.append(Plans(index=inverse.reshape(len(src), len(dst)).astype(np.int32), codes=mine))
-    return out
-
-
-def _set(values: np.ndarray) -> np.ndarray:
-    """np.unique by sorting: its hashing takes ten times as long on millions of nearly sorted integers."""
-    ordered = np.sort(values, axis=None)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])]
+    ends = np.cumsum([len(keys) for keys, _ in found])[:-1]
+    mine = np.split(which, ends)
+    return [Plans(index=index, codes=table[rows]) for (_, index), rows in zip(found, mine, strict=True)]
 
 
 def _dims(rows: np.ndarray) -> np.ndarray:
@@ -199,15 +194,16 @@ def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     one = np.zeros(cases[:, 0].shape, dtype=np.int64)
     for k in range(3):
-        values, column = np.unique(cases[:, k], return_inverse=True)
-        one = one * len(values) + column.reshape(one.shape)
-    kinds, column = np.unique(one, return_inverse=True)
+        values = cases[:, k].ravel()
+        first, column = distinct(values - values.min(initial=0))
+        one = one * len(first) + column.reshape(one.shape)
+    kinds, column = distinct(one.ravel())
     packed = np.zeros(len(cases), dtype=np.int64)
     for place in column.reshape(one.shape).T:
         if int(packed.max(initial=0)) + 1 > (1 << 62) // len(kinds):
-            packed = np.unique(packed, return_inverse=True)[1]
+            packed = distinct(packed)[1].astype(np.int64)
         packed = packed * len(kinds) + place
-    return np.unique(packed, return_index=True, return_inverse=True)[1:]
+    return distinct(packed)
 
 
 def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -121,6 +121,7 @@ def test_a_mesh_is_listed_with_the_answer_of_its_further_search() -> None:
 
     class TwoSteps:
         space = staticmethod(lambda mesh: None)
+        glance = staticmethod(lambda mesh: 1.0)
         solve = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=2.0, bound=1.0, optimal=False))
         close = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=1.5, bound=1.5, optimal=True))
 

@@ -24,6 +24,7 @@ from pase.search import (
     solve,
     verify,
 )
+from pase.search.factors import Pool
 from pase.search.registry import SEARCHES, SearchOptions
 from pase.search.repeat import fold
 from pase.tables.types import CostTables, EdgeTable
@@ -293,3 +294,15 @@ def test_the_documentation_runs() -> None:
     exec(code, names)
     assert names["found"].cost == 3.0 and names["found"].optimal
     assert names["found"].choice.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("spread", [1, 1000])
+def test_partitions_are_numbered_by_first_config(spread: int) -> None:
+    """Whatever the numbers of the classes, and whether they are sparse, equal partitions are one view."""
+    rng, pool = np.random.default_rng(spread), Pool()
+    cls = rng.integers(0, 9, 40).astype(np.int64)
+    number = {c: i for i, c in enumerate(dict.fromkeys(cls.tolist()))}
+    view = pool.view(cls * spread)
+    assert view.cls.tolist() == [number[c] for c in cls.tolist()] and view.cls.dtype == np.int32
+    assert view.rep.tolist() == [cls.tolist().index(c) for c in number] and view.n == len(number)
+    assert pool.view(rng.permutation(9)[cls]) is view

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pase.machine import COLLECTIVES, Mesh
 from pase.tables import walks
+from pase.tables.distinct import hashed, in_order
 from pase.tables.layouts import _DIM, PARTIAL
 from pase.tables.reshard import _canonical, compare, reshard
 from pase.tables.reshard_path import moves
@@ -89,3 +90,14 @@ def test_equal_layouts_cost_nothing_either_way() -> None:
     (plans,) = compare([(rows, rows)], mesh)
     assert not plans.codes[np.diag(plans.index)].any()
     assert PARTIAL not in rows
+
+
+@given(st.lists(st.integers(0, (1 << 62) - 1) | st.integers(0, 5), max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_the_hash_table_finds_the_same_keys_equal(keys: list[int]) -> None:
+    array = np.array(keys, np.int64)
+    for number in (hashed, in_order):
+        first, index = number(array)
+        assert array[first][index].tolist() == keys
+        assert sorted(array[first].tolist()) == sorted(set(keys))
+        assert all(keys.index(keys[i]) == i for i in first.tolist())
