@@ -262,7 +262,7 @@ def child(cases: list[int], kinds: list[str], show: bool, lowering: Lowering) ->
             compile_case(case, kinds, show, lowering)
             said = {"end": "compiled"}
         except Exception as e:  # what it was is what this bench is to find out
-            said = {"end": type(e).__name__, "message": str(e)[:300]}
+            said = {"end": type(e).__name__, "message": str(e).replace(f"{ROOT}/", "")[:300]}
         print(json.dumps(said), flush=True)
 
 

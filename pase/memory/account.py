@@ -312,8 +312,10 @@ def _read_ahead(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, 
             turns = number(op.times, n.name) / turns_of(graph)
             if not op.loops or turns <= 1:
                 continue
+            # What a loop inside of the turn makes counts as a product, whatever is in it.
+            late |= {(op.loops[:k], a.tensor) for k in range(1, len(op.loops)) for a in op.writes}
             waits = any((op.loops, a.tensor) in late for a in op.reads)
-            if waits or op.kind in ("matmul", "conv"):
+            if waits or op.kind in ("matmul", "conv", "carry"):
                 late |= {(op.loops, a.tensor) for a in op.writes}
             for a in () if waits else op.reads:
                 source = graph.producer.get(a.tensor)

@@ -128,6 +128,20 @@ def test_what_is_gathered_ahead_is_in_the_account():
     assert gathered_ahead(kept.split_graph, configs, mesh) == 0
 
 
+def test_what_reads_an_inner_loop_waits_for_it_in_the_account_and_in_the_step():
+    """A loop inside of a turn counts as a product, though none is in it."""
+
+    def after_a_loop(x, p):
+        return layer(jax.lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=3)[0], p)
+
+    params, batch = example(4)
+    plan = case_of(model(jax.checkpoint(after_a_loop)), params, batch).plan("fsdp")
+    configs = {n.name: config_of(n, plan.strategy[n.name], plan.mesh) for n in plan.split_graph.nodes}
+    assert gathered_ahead(plan.split_graph, configs, plan.mesh) == 0
+    lowered = replace(plan, beside=0.0).jax.lower_train_step(OPTIMIZER, lowering="manual")
+    assert not any(map(early, bodies(lowered.compile().as_text())))
+
+
 def test_steps_gather_ahead_where_the_price_says_so():
     params, batch = example(2)
     for overlap, ahead in (("none", False), ("parameters", True)):
