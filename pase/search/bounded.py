@@ -138,7 +138,7 @@ class _Rounds:
             state.prove(min(now.left.constant, state.cost), "reductions")
             return "reductions"
         narrow = (self.turn == 0 or self.job is None) and clock.allows("elimination")
-        if narrow and clock.run("elimination", _eliminate, state, now):
+        if narrow and clock.run("elimination", _eliminate, state, now, clock):
             return "reductions and elimination"
         return "integer program" if self.turn == 0 and _settle_small(state, now, clock) else ""
 
@@ -236,11 +236,11 @@ def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
         )
 
 
-def _eliminate(state: Incumbent, now: Residual) -> bool:
+def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     """Finish exactly by elimination if there is no memory limit and the rest is narrow."""
     if now.rows.points:
         return False
-    choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices)
+    choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 2))
     if choice is None:
         return False
     state.offer(now.left.expand(choice))

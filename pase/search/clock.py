@@ -7,12 +7,21 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Deadline"]
+__all__ = ["Deadline", "Stopped", "never"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _MARGIN = 1.25  # a piece may take this much longer than the longest of its kind
+
+
+class Stopped(Exception):
+    """Work that was asked to stop, and has no result."""
+
+
+def never() -> bool:
+    """For work that nothing stops."""
+    return False
 
 
 class Deadline:
@@ -31,6 +40,11 @@ class Deadline:
     def left(self) -> float:
         """Seconds."""
         return self.ends_at - time.perf_counter()
+
+    def past(self, part: float) -> Callable[[], bool]:
+        """Asks whether this part of the time that is left now is over."""
+        at = time.perf_counter() + part * max(self.left, 0.0)
+        return lambda: time.perf_counter() >= at
 
     def allows(self, kind: str) -> bool:
         """Whether a piece of this kind would end in time; one not seen yet begins as long as there is time."""

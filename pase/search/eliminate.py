@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 
 import numpy as np
 
 from pase.errors import Infeasible
 from pase.search import kernels_numpy
+from pase.search.clock import Stopped, never
 from pase.search.factors import ConfigPartition, Factor, Pool
 from pase.search.plan import Elimination, EliminationPlan, joint_view
 
 __all__ = ["back_substitute", "run_plan"]
 
 
-def run_plan(plan: EliminationPlan, pool: Pool, kernels: ModuleType, threads: int = 1) -> float:
-    """Compute the table of every distinct step; returns the minimum. Raises Infeasible if that is inf."""
-    total = 0.0
+_WORK_A_LOOK = 1e7
+"""Entries times configs of the tables that are made between two looks at the clock."""
+
+
+def run_plan(
+    plan: EliminationPlan,
+    pool: Pool,
+    kernels: ModuleType,
+    threads: int = 1,
+    stop: Callable[[], bool] = never,
+) -> float:
+    """Compute the table of every distinct step; returns the minimum. Raises Infeasible if that is inf.
+
+    stop: asked between steps, after some work; raises Stopped if it says so.
+    """
+    total, work = 0.0, 0.0
     for step in plan.steps:
         if step.out.sig not in pool.arrays:
+            if work > _WORK_A_LOOK:
+                work = 0.0
+                if stop():
+                    raise Stopped
+            work += step.view.cls.size * float(np.prod([w.n for w in step.out.views]))
             pool.arrays[step.out.sig] = _eliminate(step, pool, kernels, threads)
         if not step.out.scope:
             total += float(pool.arrays[step.out.sig])

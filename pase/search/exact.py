@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Literal
 
 import numpy as np
 
 from pase.search import kernels_numpy
+from pase.search.clock import Stopped, never
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.factors import Factor, Pool, load
 from pase.search.plan import EliminationPlan, plan_elimination
@@ -49,29 +51,37 @@ def kernels_for(kernel: KernelName, work: float) -> ModuleType:
     return kernels_numba
 
 
-def best_plan(n: int, factors: list[Factor], pool: Pool, seed: int = 0) -> EliminationPlan | None:
+def best_plan(
+    n: int, factors: list[Factor], pool: Pool, seed: int = 0, stop: Callable[[], bool] = never
+) -> EliminationPlan | None:
     """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
 
-    Tries more rules, then random ones, while that costs little beside what the best would take.
+    Tries more rules, then random ones, while that costs little beside what the best would take. stop: asked now and
+    then; the best so far if it says so.
     """
     best: EliminationPlan | None = None
     ceiling = float(MAX_WORK)
     tries: list[tuple[str, float]] = [("growth", 0.0), ("work", 0.0), ("size", 0.0)]
     tries += [("growth", 0.5), ("work", 0.5)] * 4
     for i, (rule, noise) in enumerate(tries):
-        plan = plan_elimination(n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling)
+        plan = plan_elimination(
+            n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling, stop=stop
+        )
         if plan.complete and plan.entries <= MAX_ENTRIES and (best is None or plan.work < best.work):
             best, ceiling = plan, float(plan.work)
         spent = (i + 1) * n * _PLANNING_WORK // 10
-        if (best is not None and best.work < 8 * spent) or (best is None and i >= 4):
+        if (best is not None and best.work < 8 * spent) or (best is None and i >= 4) or stop():
             break
     return best
 
 
 def eliminate_pairwise(
-    costs: list[np.ndarray], pairs: list[tuple[int, int]], matrices: list[np.ndarray]
+    costs: list[np.ndarray],
+    pairs: list[tuple[int, int]],
+    matrices: list[np.ndarray],
+    stop: Callable[[], bool] = never,
 ) -> np.ndarray | None:
-    """The best choice, int64 [n], by elimination; None if no order fits the budget."""
+    """The best choice, int64 [n], by elimination; None if no order fits the budget, or if ``stop`` said so first."""
     iota = {c.size: np.arange(c.size, dtype=np.int32) for c in costs}
     edges = tuple(
         EdgeTable(src=a, dst=b, cost=m, src_class=iota[m.shape[0]], dst_class=iota[m.shape[1]])
@@ -80,8 +90,11 @@ def eliminate_pairwise(
     tables = CostTables(node_costs=tuple(costs), edges=edges)
     pool = Pool()
     factors = load(tables, pool, kernels_for("numba", tables.entries * 20))
-    plan = best_plan(len(costs), factors, pool)
+    plan = best_plan(len(costs), factors, pool, stop=stop)
     if plan is None:
         return None
-    run_plan(plan, pool, kernels_for("numba", plan.work), 2)
+    try:
+        run_plan(plan, pool, kernels_for("numba", plan.work), 2, stop)
+    except Stopped:
+        return None
     return back_substitute(plan, pool, len(costs))

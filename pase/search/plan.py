@@ -8,10 +8,12 @@ here a node is judged by the entries of the tables, and several judgements are t
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from pase.search.clock import never
 from pase.search.factors import ConfigPartition, Factor, Pool
 from pase.tables.types import CostTables
 
@@ -246,6 +248,9 @@ def _two_groups(joint: list[Factor], v: int, views: dict[int, ConfigPartition]) 
     return [fs for _, fs in bins]
 
 
+_STEPS_A_LOOK = 50  # fewer are not worth a look at the clock
+
+
 def plan_elimination(
     n: int,
     factors: list[Factor],
@@ -257,12 +262,14 @@ def plan_elimination(
     seed: int = 0,
     stop_above: float = np.inf,
     keep: tuple[int, ...] = (),
+    stop: Callable[[], bool] = never,
 ) -> EliminationPlan:
     """Simulate the elimination of all n nodes but those of ``keep``; by ``order`` if given, else greedily by ``rule``.
 
     rule: "growth" (entries made less entries removed), "work", "size", or "degree" (the paper's).
     noise: scores of the tables' sizes are multiplied by up to 1 + noise, at random by ``seed``.
-    stop_above: give up (``complete=False``) once the work exceeds this.
+    stop_above: give up (``complete=False``) once the work exceeds this. stop: asked now and then; give up if it says
+        so.
     """
     planner = _Planner(n, factors, pool)
     steps: list[Elimination] = []
@@ -295,7 +302,7 @@ def plan_elimination(
         step, w, size, near = planner.eliminate(v)
         steps.append(step)
         work, peak, entries = work + w, max(peak, size), entries + size
-        if work > stop_above:
+        if work > stop_above or (len(steps) % _STEPS_A_LOOK == 0 and stop()):
             return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
         for u in near:
             if u in keep:

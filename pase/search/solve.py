@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pase.search import kernels_numpy
 from pase.search.check import cost_of
-from pase.search.clock import Deadline
+from pase.search.clock import Deadline, Stopped, never
 from pase.search.eliminate import back_substitute, run_plan
 from pase.search.exact import KernelName, best_plan, kernels_for
 from pase.search.excess import Excess
@@ -64,10 +65,16 @@ def find_best_strategy(
 
 
 def _finish(
-    tables: CostTables, plan: EliminationPlan, pool: Pool, kernel: KernelName, threads: int, began: float
+    tables: CostTables,
+    plan: EliminationPlan,
+    pool: Pool,
+    kernel: KernelName,
+    threads: int,
+    began: float,
+    stop: Callable[[], bool] = never,
 ) -> Solution:
     kernels = kernels_for(kernel, plan.work)
-    bound = run_plan(plan, pool, kernels, threads)
+    bound = run_plan(plan, pool, kernels, threads, stop)
     choice = back_substitute(plan, pool, len(tables.node_costs))
     cost = cost_of(tables, choice)
     return Solution(
@@ -115,7 +122,8 @@ def solve(
         raise ValueError(f"memory profile of {memory.nodes} nodes for {len(tables.node_costs)} nodes")
     free = known.free
     if free is None or not free.optimal or not np.isfinite(cost_of(tables, free.choice)):
-        free = _eliminate(tables, kernel, threads, seed, began)
+        stop = Deadline.after(began, time_limit).past(_TO_ELIMINATE)
+        free = _eliminate(tables, kernel, threads, seed, began, stop)
     if free is not None and (memory is None or (known.excess is None and fits(memory, free.choice))):
         return free
     begin = None
@@ -203,22 +211,25 @@ def _within(
 
 
 def _eliminate(
-    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float
+    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float, stop: Callable[[], bool]
 ) -> Solution | None:
-    """The optimum without a limit; None where no order fits."""
+    """The optimum without a limit; None where no order fits, or if ``stop`` said so first."""
     if len(tables.node_costs) > _MAX_PLANNED_NODES:
         return None
-    folded = _fold_and_solve(tables, kernel, threads, seed, began)
-    if folded is not None:
-        return folded
-    pool = Pool()
-    factors = load(tables, pool, kernels_for(kernel, tables.entries * 20))
-    plan = best_plan(len(tables.node_costs), factors, pool, seed)
-    return None if plan is None else _finish(tables, plan, pool, kernel, threads, began)
+    try:
+        folded = _fold_and_solve(tables, kernel, threads, seed, began, stop)
+        if folded is not None:
+            return folded
+        pool = Pool()
+        factors = load(tables, pool, kernels_for(kernel, tables.entries * 20))
+        plan = best_plan(len(tables.node_costs), factors, pool, seed, stop)
+        return None if plan is None else _finish(tables, plan, pool, kernel, threads, began, stop)
+    except Stopped:
+        return None
 
 
 def _fold_and_solve(
-    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float
+    tables: CostTables, kernel: KernelName, threads: int, seed: int, began: float, stop: Callable[[], bool]
 ) -> Solution | None:
     """Through repeated blocks, where there are some and what is left can be eliminated."""
     small = tables
@@ -233,10 +244,10 @@ def _fold_and_solve(
         return None
     pool = Pool()
     factors = load(small, pool, kernels_for(kernel, small.entries * 20))
-    plan = best_plan(len(small.node_costs), factors, pool, seed)
+    plan = best_plan(len(small.node_costs), factors, pool, seed, stop)
     if plan is None:
         return None
-    found = _finish(small, plan, pool, kernel, threads, began)
+    found = _finish(small, plan, pool, kernel, threads, began, stop)
     choice, order = found.choice, np.array(found.order, np.int64)
     for folded in reversed(folds):
         choice, order = folded.expand(choice), folded.nodes[order]
@@ -253,5 +264,6 @@ def _fold_and_solve(
     )
 
 
+_TO_ELIMINATE = 0.5  # of the time, at most, for looking for an order and eliminating by it
 _WORTH_FOLDING = 150  # nodes; below, planning is as quick
 _MAX_PLANNED_NODES = 20_000  # beyond, reductions come first: planning takes a while per node

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 
 from pase.commands.solve import _since_start
 from pase.errors import Infeasible
-from pase.search import brute_force, cost_of, solve, verify
+from pase.search import brute_force, cost_of, eliminate, kernels_numpy, plan, solve, verify
 from pase.search.bounded import bounded_search
-from pase.search.clock import Deadline
+from pase.search.clock import Deadline, Stopped
 from pase.search.contract import contract
+from pase.search.eliminate import run_plan
+from pase.search.exact import best_plan
+from pase.search.factors import Pool, load
 
-from .instances import random_memory, random_tables
+from .instances import chain_of_blocks, random_memory, random_tables
 
 
 def test_a_piece_begins_where_its_like_would_end_in_time() -> None:
@@ -60,6 +66,38 @@ def test_no_time_at_all_still_gives_an_answer() -> None:
             assert verify(tables, found, memory) >= want, seed
         loose = bounded_search(tables, None, 0.0, 0, time.perf_counter())
         assert loose.bound <= want + 1e-9
+
+
+def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in eliminated nodes, not in seconds: planning and eliminating ask before every few steps."""
+    made = {"planned": 0, "eliminated": 0}
+
+    def counted(what: str, step: Callable[..., Any]) -> Callable[..., Any]:
+        def one(*args: Any) -> Any:
+            made[what] += 1
+            return step(*args)
+
+        return one
+
+    monkeypatch.setattr(plan._Planner, "eliminate", counted("planned", plan._Planner.eliminate))
+    monkeypatch.setattr(eliminate, "_eliminate", counted("eliminated", eliminate._eliminate))
+    monkeypatch.setattr(plan, "_STEPS_A_LOOK", 5)
+    monkeypatch.setattr(eliminate, "_WORK_A_LOOK", 0.0)
+    tables = chain_of_blocks(np.random.default_rng(0), 20)
+    nodes, pool = len(tables.node_costs), Pool()
+    factors = load(tables, pool, kernels_numpy)
+    assert best_plan(nodes, factors, pool, stop=lambda: True) is None and made["planned"] == 5
+    whole = best_plan(nodes, factors, pool)
+    assert whole is not None
+    asked = iter([False, True])
+    with pytest.raises(Stopped):
+        run_plan(whole, pool, kernels_numpy, stop=lambda: next(asked))
+    assert made["eliminated"] == 2
+    made.update(planned=0, eliminated=0)
+    found = solve(tables, time_limit=0.0)
+    assert made["planned"] <= 10 and not made["eliminated"]
+    assert found.bound <= solve(tables).cost
+    assert made["eliminated"]
 
 
 def test_what_the_program_has_done_before_counts() -> None:
