@@ -16,7 +16,7 @@ from pase.search.plan import Elimination, EliminationPlan, joint_view
 __all__ = ["back_substitute", "run_plan"]
 
 
-_WORK_A_LOOK = 1e7
+_WORK_A_LOOK = 1e8
 """Entries times configs of the tables that are made between two looks at the clock."""
 
 

@@ -109,6 +109,7 @@ class _Planner:
         self.at: list[dict[int, Factor]] = [{} for _ in range(n)]
         self.seen: set[int] = set()
         self._serial = 0
+        self.touched = 0  # ends of tables that were read
         for f in factors:
             self._add(f)
 
@@ -125,6 +126,7 @@ class _Planner:
         for f in self.at[v].values():
             if len(f.scope) == 1:
                 continue
+            self.touched += len(f.scope)
             for u, view in zip(f.scope, f.views, strict=True):
                 if u == v:
                     own = view if own is None else joint(own, view)
@@ -248,7 +250,8 @@ def _two_groups(joint: list[Factor], v: int, views: dict[int, ConfigPartition]) 
     return [fs for _, fs in bins]
 
 
-_STEPS_A_LOOK = 50  # fewer are not worth a look at the clock
+_TOUCHES_A_LOOK = 100_000
+"""Ends of tables that planning reads between two looks at the clock, some 0.1 s."""
 
 
 def plan_elimination(
@@ -293,6 +296,7 @@ def plan_elimination(
     current: list[tuple[float, float, int] | None] = [None if v in keep else score(v) for v in range(n)]
     heap = [s for s in current if s is not None]
     heapq.heapify(heap)
+    look = _TOUCHES_A_LOOK
     while heap:
         entry = heapq.heappop(heap)
         v = entry[2]
@@ -302,7 +306,10 @@ def plan_elimination(
         step, w, size, near = planner.eliminate(v)
         steps.append(step)
         work, peak, entries = work + w, max(peak, size), entries + size
-        if work > stop_above or (len(steps) % _STEPS_A_LOOK == 0 and stop()):
+        stopped = False
+        if planner.touched >= look:
+            look, stopped = planner.touched + _TOUCHES_A_LOOK, stop()
+        if work > stop_above or stopped:
             return EliminationPlan(steps=steps, work=work, peak=peak, entries=entries, complete=False)
         for u in near:
             if u in keep:
