@@ -31,6 +31,8 @@ class Stepper:
     donate: tuple[int, ...]
     whole: Callable[[Tree], Tree]
     """The results with their static leaves."""
+    padded: Callable[[tuple[Tree, ...]], tuple[Tree, ...]] = tuple
+    """The arguments with the plan's padding."""
 
     @cached_property
     def jitted(self) -> Tree:
@@ -57,7 +59,7 @@ class Stepper:
                     f"argument {k} of the step is {form}, but must be {jax.tree.structure(s)}. To make "
                     "the optimizer's state, call plan.jax.init(optimizer, params)"
                 )
-        placed = jax.tree.map(_placed, given, self.in_shardings)
+        placed = jax.tree.map(_placed, self.padded(given), self.in_shardings)
         return self.whole(self.jitted(*placed))
 
     def lower(self, *args: Tree) -> Tree:

@@ -76,10 +76,16 @@ class Training:
                 combine(value, fixed_out) if self.plan.traced.has_aux else value,
             )
 
+        def padded(args: tuple[Tree, ...]) -> tuple[Tree, ...]:
+            beside = args[1 : 2 + len(held)]
+            params, *batch = self.plan.padded((args[0], *args[2 + len(held) :]))
+            return params, *beside, *batch
+
         return Stepper(
             run=run,
             in_shardings=(stored, state, *held, *arrive),
             out_shardings=(stored, state, *left, self.plan._returned(self.mesh)),
             donate=tuple(range(2 + overwrites * len(held))) if self.donate else (),
             whole=whole,
+            padded=padded,
         )

@@ -16,6 +16,7 @@ from pase.backends.jax_delayed import DelayedStepper, delayed_step
 from pase.backends.jax_manual import Lowering, Manual, lowered, lowerings
 from pase.backends.jax_message_bodies import waits
 from pase.backends.jax_once import graded_once
+from pase.backends.jax_padded import with_padding, without_padding
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
 from pase.backends.jax_train import Training
@@ -231,13 +232,29 @@ class JaxPlan:
         """For a ``pase.Generation``: decode(params, token, cache) -> (token, cache). The cache is donated."""
         return part_of(self, "decode", self.mesh())
 
+    def padded(self, args: tuple[Tree, ...], full: bool = True) -> tuple[Tree, ...]:
+        """(params, *batch) with zeros in the plan's padding, where that is missing. full: of the whole batch, or of a
+        micro-batch."""
+        return with_padding(self.traced, args, self._wide_shapes(full))
+
+    def unpadded(self, params: Tree) -> Tree:
+        """Parameters, or a tree like them such as gradients, without the plan's padding."""
+        return without_padding(self.traced, params)
+
+    def _wide_shapes(self, full: bool) -> list[tuple[int, ...]]:
+        """Shapes of the arguments' leaves, with padding."""
+        n = len(self.traced.param_paths)
+        return [*(tuple(a.shape) for a in self.traced.jaxpr.in_avals[:n]), *self.input_shapes(full)]
+
     def checked(self, args: Tree) -> list[Array]:
-        """The arguments' arrays, leaf by leaf. Raises PaseError if they are not those of the plan."""
+        """The arguments' arrays, leaf by leaf, with the plan's padding. Raises PaseError if they are not those of the
+        plan."""
         import jax
 
         leaves, tree = jax.tree.flatten(arrays(args))
         if tree != self.traced.in_tree:
             raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
+        leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full=False))
         paths = (*self.traced.param_paths, *self.traced.input_paths)
         for leaf, aval, path in zip(leaves, self.traced.jaxpr.in_avals, paths, strict=True):
             got = shape_and_dtype(leaf)
@@ -333,14 +350,15 @@ class JaxPlan:
         import jax
 
         shardings = self.state_shardings(optimizer, mesh)
-        return jax.jit(optimizer.init, out_shardings=shardings)(trained(arrays(params)))
+        return jax.jit(optimizer.init, out_shardings=shardings)(trained(arrays(self.padded((params,))[0])))
 
     def _shapes(self) -> tuple[Tree, ...]:
         import jax
 
         given = self.traced.jaxpr.in_avals
-        shapes = [*(a.shape for a in given[: len(self.traced.param_paths)]), *self.input_shapes(True)]
-        avals = [jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(shapes, given, strict=True)]
+        avals = [
+            jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(self._wide_shapes(True), given, strict=True)
+        ]
         return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
 
     def train_step(
@@ -405,6 +423,7 @@ class JaxPlan:
             out_shardings=self._returned(mesh),
             donate=threaded_arguments(self) if donate else (),
             whole=lambda out: combine(out, kept),
+            padded=self.padded,
         )
 
     @cached_property
@@ -454,7 +473,7 @@ class JaxPlan:
         import numpy as np
 
         shardings = self._in_shardings(mesh)
-        given = arrays((params, *batch))
+        given = arrays(self.padded((params, *batch)))
 
         def put(leaf: Tree, sharding: NamedSharding) -> Array:
             if jax.process_count() == 1:

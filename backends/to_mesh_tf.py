@@ -92,10 +92,11 @@ def _with_model(plan: PlanData, model: object) -> PlanData:
     if plan.traced is not None:
         return plan
     from pase.frontends import registry
+    from pase.frontends.padding import as_padded
 
     if registry.frontend_of(model) is None:
         raise PaseError(f"give the model that the plan for '{plan.model}' was compiled from")
-    return plan.with_model(registry.trace(model, name=plan.model))
+    return plan.with_model(as_padded(registry.trace(model, name=plan.model), plan.padding))
 
 
 def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:

@@ -264,8 +264,8 @@ def sharded_step(
     updated, (grads, _), value = compiled(placed, state, *placed_batch)
     return StepResult(
         loss=float(jax.tree.leaves(value)[0]),
-        gradients=grads,
-        parameters=trained(updated),
+        gradients=jp.unpadded(grads),
+        parameters=trained(jp.unpadded(updated)),
         compiled=compiled,
         lowering=way,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),

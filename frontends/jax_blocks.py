@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -119,7 +120,7 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
         for a, split in zip(avals[n:], split_inputs(traced), strict=True)
     ]
     params, *batch = combine(jax.tree.unflatten(traced.in_tree, [*avals[:n], *part]), traced.kept)
-    return trace(
+    made = trace(
         traced.fn,
         params,
         *batch,
@@ -130,6 +131,11 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
         dims=traced.turns,
         chances=traced.chances,
     )
+    if not traced.padding:
+        return made
+    cut = dict(zip(traced.input_paths, split_inputs(traced), strict=True))
+    given = {p: (s[0] // micro_batches, *s[1:]) if cut.get(p) else s for p, s in traced.unpadded.items()}
+    return replace(made, padding=traced.padding, unpadded=given)
 
 
 def split_inputs(traced: TracedJax) -> list[bool]:
@@ -142,11 +148,17 @@ def split_inputs(traced: TracedJax) -> list[bool]:
 
 
 def batch_size(traced: TracedJax) -> int:
-    """The first dim that most inputs have. PaseError if no input has dims."""
+    """The first dim that most inputs have. PaseError if no input has dims, or if it is padded."""
     n = len(traced.param_paths)
     shapes = [
         a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.carried and a.shape
     ]
     if not shapes:
         raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
-    return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+    size = int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+    for path, a in zip(traced.input_paths, traced.jaxpr.in_avals[n:], strict=True):
+        if (own := traced.unpadded.get(path)) is not None and a.shape[0] == size != own[0]:
+            raise PaseError(
+                f"a batch of {own[0]}, padded to {size} (uneven='padded'), cannot be divided into micro-batches"
+            )
+    return size

@@ -43,12 +43,15 @@ __all__ = [
     "implementation",
     "is_dropped",
     "is_literal",
+    "jaxprs_inside",
     "opened",
     "pulled_back",
     "scan_groups",
     "source_line",
     "static_arguments",
+    "tangents_of",
     "without_dead_code",
+    "written_as",
 ]
 
 KNOWN = ((0, 10), (0, 11), (0, 12))
@@ -97,6 +100,16 @@ def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
 
 
+def jaxprs_inside(eqn: Eqn) -> Iterator[Jaxpr]:
+    """The programs that an equation calls, turns or chooses from."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                yield opened(x)[0]  # type: ignore[arg-type]
+
+
 def scan_groups(eqn: Eqn) -> tuple[int, int]:
     """(constants, carried values): a scan's operands are these, in this order, and then what it slices."""
     p = eqn.params
@@ -126,6 +139,17 @@ def source_line(eqn: Eqn) -> SourceLine:
         return SourceLine.parse(source_info_util.summarize(eqn.source_info))
     except AttributeError:
         return NOWHERE
+
+
+@contextmanager
+def written_as(eqn: Eqn) -> Iterator[None]:
+    """What is traced inside has the equation's line and named scopes, and the settings that it was traced under."""
+    from jax._src import source_info_util
+
+    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    settings = eqn.ctx.manager  # type: ignore[attr-defined]
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), settings:
+        yield
 
 
 def scope(eqn: Eqn) -> str:
@@ -274,6 +298,24 @@ def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr
     ahead, made = jax.make_jaxpr(forward, return_shape=True)(*shapes([v.aval for v in eqn.invars]))
     back = jax.make_jaxpr(backward)(made[1], *shapes([a for a, on in zip(used, smooth, strict=True) if on]))
     return ahead, without_dead_code(back), smooth
+
+
+def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
+    """A call with a derivative rule of its own, as jax.jvp runs it: jaxpr from the operands, and the tangents of those
+    that ``wrt`` says, to the results and their tangents."""
+    import jax
+
+    info = _debug_info_inside(eqn)
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+
+    def both(args: Sequence[Array], tangents: Sequence[Array]) -> Tree:
+        def of(*mine: Array) -> list[Array]:
+            own = iter(mine)
+            return evaluate(eqn, [next(own) if on else x for x, on in zip(args, wrt, strict=True)], info)
+
+        return jax.jvp(of, [x for x, on in zip(args, wrt, strict=True) if on], list(tangents))
+
+    return jax.make_jaxpr(both)(shapes, [s for s, on in zip(shapes, wrt, strict=True) if on])  # type: ignore[return-value]
 
 
 def without_dead_code(closed: Any) -> Any:

@@ -7,7 +7,7 @@ and imports its framework only inside functions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -60,6 +60,10 @@ class Traced:
     param_paths: tuple[str, ...]
     """The trainable parameters by the user's names, in the model's order."""
     input_paths: tuple[str, ...]
+    padding: Mapping[int, int] = field(default_factory=dict)
+    """Extent -> what every dim of that extent is padded to."""
+    unpadded: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Where dims are padded: path of a parameter or an input -> the shape that the user has."""
 
     @property
     def frontend(self) -> str:

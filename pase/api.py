@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pase.compiler.options import CompileOptions, takes_options
-from pase.compiler.resolve import resolve
+from pase.compiler.resolve import attached, resolve
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
@@ -96,7 +96,7 @@ class Plan(PlanData):
             chances=chances,
             loss=loss,
         )
-        return self.with_model(traced)
+        return attached(self, traced)
 
     @cached_property
     def bucket_plan(self) -> BucketPlan | None:
@@ -147,7 +147,7 @@ class Plan(PlanData):
         from pase.backends.jax_replicas import in_stages
 
         if self.traced is None and self.model.startswith("zoo:"):
-            return self.with_model(resolve(self.model)).jax
+            return attached(self, resolve(self.model)).jax
         return jax_plan(self) if self.pipeline is None else in_stages(self)
 
     @cached_property

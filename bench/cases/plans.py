@@ -19,6 +19,7 @@ from pase.compiler.mesh_search import search_meshes
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.frontends.from_jax import trace
+from pase.frontends.padding import as_padded
 from pase.frontends.registry import Traced
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs
@@ -91,9 +92,17 @@ class Case:
         return {name: rows[rng.integers(len(rows))] for name, rows in space.items()}
 
 
-def case_of(fn: Any, params: Any, *batch: Any, name: str = "model", devices: int = DEVICES) -> Case:
-    """The case of a function of (params, *batch), split on the first devices of an h100x8."""
-    traced = trace(fn, params, *batch, name=name)
+def case_of(
+    fn: Any,
+    params: Any,
+    *batch: Any,
+    name: str = "model",
+    devices: int = DEVICES,
+    padding: Mapping[int, int] | None = None,
+) -> Case:
+    """The case of a function of (params, *batch), split on the first devices of an h100x8. padding: extent -> what its
+    dims are padded to."""
+    traced = as_padded(trace(fn, params, *batch, name=name), padding or {})
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=traced, problem=problem)
 

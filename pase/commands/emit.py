@@ -40,12 +40,12 @@ def emit(
       pase emit layout.json --to onnx -o annotated.onnx
     """
     import pase
-    from pase.compiler.resolve import resolve
+    from pase.compiler.resolve import attached, resolve
 
     plan = pase.load(layout)
     warn_misfit(plan)
     if BACKENDS[to].needs_model:
-        plan = plan.with_model(resolve(model or plan.model))
+        plan = attached(plan, resolve(model or plan.model))
     written = write(plan, to, output, model)
     if json:
         print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})

@@ -103,7 +103,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     from pase.compiler.methods import complete
     from pase.compiler.plans import plan_of
     from pase.compiler.problem import SplitProblem
-    from pase.compiler.resolve import resolve
+    from pase.compiler.resolve import attached, resolve
     from pase.compiler.stage_transfer import staged_elsewhere
     from pase.compiler.variants import Variant, recomputed
     from pase.errors import PaseError
@@ -126,7 +126,11 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
             f"plan.jax.apply (docs/inference.md)"
         )
     if not reduced and devices == plan.devices:
-        return {"plan": plan.with_model(resolve(plan.model)), "model": model, "dropped": []}
+        return {
+            "plan": attached(plan, resolve(plan.model)),
+            "model": model,
+            "dropped": [],
+        }
     traced = trace(model.loss_fn, model.params, model.batch, name=plan.model)
     if plan.pipeline is not None:
         staged, lost = staged_elsewhere(plan, traced, devices)

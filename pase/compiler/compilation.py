@@ -22,6 +22,7 @@ from pase.compiler.resolve import traced_model
 from pase.compiler.spent import Spent
 from pase.compiler.stage_plans import plan_staged
 from pase.compiler.ties import least_stored
+from pase.compiler.uneven import or_padded
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.garbage import seldom_collected
@@ -63,6 +64,16 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
+    found = _compiled(traced, name, options, say, start)
+    if options.uneven == "whole":
+        return found
+    return or_padded(
+        found, lambda t: _compiled(t, name, options, say, time.perf_counter()), options.accumulate, say
+    )
+
+
+def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress, start: float) -> Compiled:
+    """A traced model's plan without stages. start: when the work on it began."""
     problem = _problem(traced, options)
     written, limit = problem, options.limit_bytes(problem.machine)
     tries = list(
@@ -216,5 +227,5 @@ def compare_model(
     plans = [("pase", c.plan)]
     for b in given:
         plan = plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)
-        plans.append((b.name, replace(plan, memory_limit=c.plan.memory_limit)))
+        plans.append((b.name, replace(plan, memory_limit=c.plan.memory_limit, work=c.plan.work)))
     return sorted(plans, key=lambda pair: (pair[1].cost, pair[0] != "pase"))

@@ -156,6 +156,13 @@ class CompileOptions:
         "unsummed; 'auto', the cheapest within the memory limit. plan.jax lowers such a plan by hand.",
         "--once",
     )
+    uneven: Literal["whole", "padded"] = _option(
+        "whole",
+        "Dims that the devices do not divide. 'whole': they are split as far as they divide. 'padded': the model is "
+        "also searched with these dims padded, parameters and batch too, and the cheaper plan is taken; plan.jax puts "
+        "the padding on and takes it off. For JAX programs that hand nothing to their next call.",
+        "--uneven",
+    )
     precision: Literal["model", "fp8"] = _option(
         "model",
         "Precision of products with weights. 'model': the model's own types. 'fp8': all but the last in eight bits, at "
@@ -226,6 +233,8 @@ class CompileOptions:
             )
         if self.target != "any" and self.pipeline != "none":
             raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
+        if self.pipeline != "none" and self.uneven != "whole":
+            raise PaseError("uneven='padded' takes no stages: leave out pipeline (--pipeline)")
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"

@@ -7,18 +7,27 @@ import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pase.errors import PaseError
 from pase.frontends import registry
+from pase.frontends.padding import as_padded
 from pase.frontends.registry import DimSizes, Traced, Unknown
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.options import CompileOptions
+    from pase.plan.types import PlanData
     from pase.zoo import ZooModel
 
-__all__ = ["resolve", "traced_model"]
+__all__ = ["attached", "resolve", "traced_model"]
+
+AnyPlan = TypeVar("AnyPlan", bound="PlanData")
+
+
+def attached(plan: AnyPlan, traced: Traced) -> AnyPlan:
+    """The plan with its model, which is padded as the plan says. Raises PaseError if it is not the plan's model."""
+    return plan.with_model(as_padded(traced, plan.padding))
 
 
 def traced_model(

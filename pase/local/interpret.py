@@ -80,8 +80,9 @@ def loss_and_gradients(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the tensor ``loss``, its gradient by each trained parameter), unsharded.
 
-    graph: the graph that the program was lowered from. given: the values of its parameters and inputs. numbers: the
-    numbers written into its ops. rules: by the ops' places. Raises PaseError where an op is not determined.
+    graph: the graph that the program was lowered from. given: the values of its parameters and inputs, and of
+    what it reads that depends on no data. numbers: the numbers written into its ops. rules: by the ops' places. Raises
+    PaseError where an op is not determined.
     """
     run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {}, rules=rules or {})
     r = program.result(loss)
@@ -168,7 +169,9 @@ class _NumpyRun:
     def read(self, o: LocalOperand, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
         """An operand in the layout in which its op reads it."""
         if o.constant:
-            raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
+            if o.tensor not in self.given:
+                raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
+            return self._parts(o.tensor, o.layout)
         if o.transfer is None:
             return self.value(o.tensor, turns, loops)
         t = self.program.transfers[o.transfer]
@@ -192,11 +195,15 @@ class _NumpyRun:
         o = branches[min(max(chosen, 0), len(branches) - 1)]
         return o, (*turns, 0), self.program.maker[o.tensor].op.loops
 
+    def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
+        """Each device's part of a value that is given."""
+        mesh = self.program.mesh
+        return {at: part_of(self.given[tensor], layout, at, mesh) for at in places(mesh)}
+
     def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
         mesh, turns, loops = self.program.mesh, key[1], op.op.loops
-        if op.op.kind in LEAF:
-            layout = self.program.result(key[0]).layout
-            return {at: part_of(self.given[key[0]], layout, at, mesh) for at in places(mesh)}
+        if op.op.kind in LEAF or (op.op.kind == "generate" and key[0] in self.given):
+            return self._parts(key[0], self.program.result(key[0]).layout)
         if op.op.kind == "carry":
             return self.read(*self._source(op, turns))
         if op.op.name == "cond":

@@ -131,6 +131,7 @@ def assemble(
         provenance=dict(provenance),
         traced=traced,
         work=step_work(graph, machine),
+        padding={} if traced is None else dict(traced.padding),
     )
 
 
@@ -179,6 +180,7 @@ def _leaves(
             if route is not None:
                 uses.setdefault(src.ops[0].writes[0].tensor, {})[route.layouts[-1]] = None
     shapes = {} if traced is None else {t.path: t.shape for t in traced.graph.inputs}  # of all micro-batches
+    as_given = {} if traced is None else traced.unpadded
 
     def of_role(role: Role) -> dict[str, TensorPlan]:
         return {
@@ -188,6 +190,7 @@ def _leaves(
                 storage=c.storage[t.name],
                 used_as=tuple(uses.get(t.name, ())),
                 state=c.state.get(t.name),
+                unpadded=as_given.get(t.path),
             )
             for t in graph.tensors.values()
             if t.role == role and t.name in graph.producer

@@ -86,6 +86,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         accumulate=plan.accumulate,
         once=UNSET if plan.once == "none" else plan.once,
         remat=plan.remat,
+        padding=dict(plan.padding) or UNSET,
         graph_digest=plan.graph_digest,
         seconds=dict(plan.seconds),
         provenance=dict(plan.provenance),
@@ -106,7 +107,12 @@ def _or_none(value: T | UnsetType) -> T | None:
 
 def _tensor_form(t: TensorPlan) -> TensorForm:
     return TensorForm(
-        shape=t.shape, dtype=t.dtype, storage=t.storage, used_as=t.used_as, state=_if_given(t.state)
+        shape=t.shape,
+        dtype=t.dtype,
+        storage=t.storage,
+        used_as=t.used_as,
+        state=_if_given(t.state),
+        unpadded=_if_given(t.unpadded),
     )
 
 
@@ -230,6 +236,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
         skipped=cost.skipped,
         tried=cost.meshes,
         seconds=form.seconds,
+        padding=_or_none(form.padding) or {},
         graph_digest=form.graph_digest,
         provenance=form.provenance,
         accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
@@ -240,7 +247,12 @@ def _plan_of(form: LayoutForm) -> PlanData:
 
 def _tensor_of(t: TensorForm) -> TensorPlan:
     return TensorPlan(
-        shape=t.shape, dtype=t.dtype, storage=t.storage, used_as=t.used_as, state=_or_none(t.state)
+        shape=t.shape,
+        dtype=t.dtype,
+        storage=t.storage,
+        used_as=t.used_as,
+        state=_or_none(t.state),
+        unpadded=_or_none(t.unpadded),
     )
 
 
@@ -290,7 +302,7 @@ def load(path: str | Path) -> PlanData:
 def diff(a: PlanData, b: PlanData) -> list[str]:
     """The differences between two plans' layouts, one line each."""
     out = []
-    for what in ("accumulate", "remat", "once"):
+    for what in ("accumulate", "remat", "once", "padding"):
         if getattr(a, what) != getattr(b, what):
             out.append(f"{what}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}")
     mesh_a, mesh_b = (dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) for p in (a, b))

@@ -54,13 +54,17 @@ class MachineForm(Struct, kw_only=True):
 
 
 class TensorForm(Struct, kw_only=True):
-    """A parameter or an input. state: the layout of its gradient and optimizer state, if these are split further."""
+    """A parameter or an input. state: the layout of its gradient and optimizer state, if these are split further.
+
+    unpadded: the model's own shape, if dims are padded behind their end; shape is then the padded one.
+    """
 
     shape: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)]
     dtype: str
     storage: PlacementForm
     used_as: tuple[PlacementForm, ...]
     state: PlacementForm | UnsetType = UNSET
+    unpadded: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)] | UnsetType = UNSET
 
 
 class NodeForm(Struct, kw_only=True):
@@ -209,6 +213,15 @@ class LayoutForm(Struct, kw_only=True):
     remat: tuple[Block, ...] = ()
     once: (
         Annotated[Once, Meta(description="what of parameters is sent once a step, not for each micro-batch")]
+        | UnsetType
+    ) = UNSET
+    padding: (
+        Annotated[
+            dict[int, AtLeastOne],
+            Meta(
+                description="extent -> what every dim of that extent is padded to, so that devices divide it"
+            ),
+        ]
         | UnsetType
     ) = UNSET
     graph_digest: str

@@ -25,6 +25,7 @@ __all__ = [
     "in_a_line",
     "layer_table",
     "misfit_text",
+    "padding_text",
     "render",
     "storage_table",
 ]
@@ -72,7 +73,7 @@ def _mesh_text(plan: PlanData) -> str:
 
 def headline(plan: PlanData) -> list[str]:
     """The lines above the table: model, mesh, predicted step, memory, certificate."""
-    count = sum(_elements(t) for t in plan.parameters.values())
+    count = sum(t.elements for t in plan.parameters.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
     batch = ", ".join(
         f"{path} {'×'.join(map(str, t.shape)) or 'scalar'}" for path, t in list(plan.inputs.items())[:3]
@@ -102,6 +103,8 @@ def headline(plan: PlanData) -> list[str]:
     if plan.throughput is not None:
         lines.append(f"speed  {plan.throughput}")
     lines += stage_lines(plan)
+    if plan.padding:
+        lines.append(f"padded {padding_text(plan)}")
     if plan.pipeline is None and (plan.accumulate > 1 or plan.remat or plan.once != "none"):
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
         how += [f"{part} in backward" for part in again_text(plan.remat)]
@@ -136,6 +139,17 @@ def in_a_line(plan: PlanData) -> str:
         f"<Plan {plan.model} on {plan.devices} × {plan.machine}, mesh {_mesh_text(plan)}: "
         f"{cost_text(plan.cost, plan.unit)} predicted, {proof}{fits}>"
     )
+
+
+def padding_text(plan: PlanData) -> str:
+    """Which extents are padded, by how much, and in how many parameters and inputs."""
+
+    def one(n: int, wide: int) -> str:
+        there = [p for p, t in (*plan.parameters.items(), *plan.inputs.items()) if n in (t.unpadded or ())]
+        more = f" and {len(there) - 3} more" if len(there) > 3 else ""
+        return f"{n} to {wide} (+{100 * (wide / n - 1):.2g}%) in {', '.join(there[:3])}{more}"
+
+    return " · ".join(one(n, wide) for n, wide in plan.padding.items())
 
 
 def misfit_text(plan: PlanData) -> str | None:

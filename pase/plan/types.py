@@ -5,6 +5,7 @@ The methods that people call on a plan (``plan.jax``, ``plan.save``, ``print(pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -63,6 +64,7 @@ class TensorPlan:
 
     used_as: the layouts in which it is used, if they differ from the storage. state: the layout of its gradient and
     optimizer state, if these are split further than the parameter (ZeRO-2). None: the same as the storage.
+    unpadded: the shape that the user has, if dims are padded behind their end; shape is the padded one. None: the same.
     """
 
     shape: tuple[int, ...]
@@ -70,6 +72,12 @@ class TensorPlan:
     storage: Placement
     used_as: tuple[Placement, ...] = ()
     state: Placement | None = None
+    unpadded: tuple[int, ...] | None = None
+
+    @property
+    def elements(self) -> int:
+        """The number of elements that the user has."""
+        return math.prod(self.shape if self.unpadded is None else self.unpadded)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +140,8 @@ class PlanData:
     """Strategy of ``baselines`` -> bytes that it needs on a device. Empty without a limit."""
     pipeline: PipelinePlan | None = None
     """The stages that the model is cut into; the mesh is then one rank's. None: every device works on all of it."""
+    padding: Mapping[int, int] = field(default_factory=dict)
+    """Extent -> what every dim of that extent is padded to, since the devices do not divide it."""
     work: StepWork | None = None
     """The work of a step. None in layouts written before this field existed."""
     traced: Traced | None = field(default=None, repr=False, compare=False)

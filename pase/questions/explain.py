@@ -272,10 +272,10 @@ def _model_of(plan: PlanData, model: str | None, say: Callable[[str], None]) -> 
         return None, "the plan's model is not at hand: name it (--model) to see alternatives"
     if model is None and importlib.util.find_spec("jax") is None:
         return None, "models of the zoo are traced by JAX, which is not installed: without it no alternatives"
-    from pase.compiler.resolve import resolve
+    from pase.compiler.resolve import attached, resolve
 
     say("tracing the model")
-    return plan.with_model(resolve(name)).traced, ""
+    return attached(plan, resolve(name)).traced, ""
 
 
 def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, str]:

@@ -177,6 +177,8 @@ def rule_of(eqn):
             kept = zip(p["start_indices"], p["limit_indices"], eqn.invars[0].aval.shape, strict=True)
             cut = tuple(slice(None) if b - a == n else slice(a, b) for a, b, n in kept)
             return in_jax(lambda x: x[cut])
+        case "pad":
+            return in_jax(lambda x: jax.lax.pad(x, np.zeros((), x.dtype), p["padding_config"]))
     return in_jax(plain_attention) if call_of(eqn) is not None else None
 
 

@@ -1,0 +1,143 @@
+"""Plans with padded dims: never worse than without, said in text and file, and run on what the user has."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pase
+from pase import machine
+from pase.backends.truth import unsharded_step
+from pase.errors import PaseError
+from pase.frontends.from_jax import trace
+from pase.frontends.jax_padding import extents
+from pase.frontends.padding import as_padded
+from pase.plan.layout import from_json, to_json
+
+
+def slow():
+    """A machine whose products take so long that small models are split."""
+    m = machine.load("h100x8")
+    rates = {k: v / 1e6 for k, v in m.device.peak_flops.items()}
+    return replace(m, device=replace(m.device, peak_flops=rates, tiles=()))
+
+
+def loss(p, x, y):
+    h = jax.nn.relu(x @ p["up"] + p["bias"])
+    return -(jax.nn.log_softmax(h @ p["down"]) * jax.nn.one_hot(y, p["down"].shape[1])).sum(-1).mean()
+
+
+def arguments(b, d, e):
+    rng = np.random.default_rng(0)
+    params = {
+        "up": rng.normal(size=(d, e)) / 8,
+        "bias": rng.normal(size=e),
+        "down": rng.normal(size=(e, d)) / 8,
+    }
+    params = {k: jnp.asarray(w, jnp.float32) for k, w in params.items()}
+    return params, jnp.asarray(rng.normal(size=(b, d)), jnp.float32), jnp.asarray(rng.integers(0, d, b))
+
+
+def planned(args, **options):
+    return pase.compile(loss, *args, devices=8, machine=slow(), memory_limit="none", **options)
+
+
+def test_31_by_63_by_61_is_split():
+    args = arguments(31, 63, 61)
+    whole, plan = planned(args), planned(args, uneven="padded")
+    assert plan.cost < whole.cost / 4
+    assert plan.baselines["no_padding"] == whole.cost
+    assert plan.padding[31] == 32
+    assert plan.inputs["0"].unpadded == (31, 63)
+    assert {n.name: n.split for n in plan.nodes}["up:dot"] == {"b": ("data",)}
+    assert "padded 31 to 32 (+3.2%) in 0, 1" in str(plan)
+    assert whole.padding == {}
+    assert plan.work == whole.work  # of what the user asks for
+
+
+def test_steps_take_and_return_what_the_user_has():
+    params, *batch = args = arguments(62, 31, 61)
+    plan = planned(args, uneven="padded", accumulate=2)
+    assert plan.padding
+    assert plan.accumulate == 2
+    optimizer = optax.adamw(1e-2, eps=1e-3)
+    whole = unsharded_step(loss, optimizer, params, *batch)
+    step, state = plan.jax.train_step(optimizer), plan.jax.init(optimizer, params)
+    updated, state, value = step(params, state, *batch)
+    assert float(value) == pytest.approx(whole.loss, rel=1e-5)
+    assert any(w.shape != params[k].shape for k, w in updated.items())
+    own = plan.jax.unpadded(updated)
+    for k, w in own.items():
+        assert w.shape == params[k].shape
+        np.testing.assert_allclose(w, whole.parameters[k], atol=1e-5)
+        rest = np.array(updated[k])
+        rest[tuple(map(slice, w.shape))] = 0
+        assert not rest.any(), "the padding is zeros after the update, too"
+    step(updated, state, *batch)
+
+
+@pytest.mark.parametrize("sizes", [(31, 7, 61), (16, 63, 24), (29, 61, 61)])
+def test_no_other_padding_is_cheaper(sizes):
+    """By brute force over all multiples of the numbers of shards."""
+    args = arguments(*sizes)
+    plan, found = planned(args, uneven="padded", mesh="2x4"), []
+    traced = trace(loss, *args)
+    some = sorted(extents(traced, 8))
+    for wide in itertools.product(*({-(-n // w) * w for w in (1, 2, 4, 8)} for n in some)):
+        made = as_padded(traced, {n: w for n, w in zip(some, wide, strict=True) if n != w})
+        padded = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in made.jaxpr.in_avals]
+        given = jax.tree.unflatten(made.in_tree, padded)
+        fn = getattr(made, "fn", loss)
+        found.append(
+            pase.compile(fn, *given, devices=8, machine=slow(), memory_limit="none", mesh="2x4").cost
+        )
+    assert plan.cost == pytest.approx(min(found), rel=1e-9)
+
+
+def test_a_model_whose_dims_divide_is_searched_once_and_as_before():
+    args = arguments(32, 64, 16)
+    plans = [to_json(planned(args, uneven=how)) for how in ("whole", "padded")]
+    for plan in plans:
+        del plan["seconds"]
+    assert plans[0] == plans[1]
+
+
+def test_files_hold_the_padding_and_bind_to_the_model_as_written(tmp_path):
+    args = arguments(31, 63, 61)
+    plan = planned(args, uneven="padded")
+    plan.save(tmp_path / "layout.json")
+    data = json.loads((tmp_path / "layout.json").read_text())
+    assert data["padding"]["31"] == 32
+    assert data["inputs"]["0"]["unpadded"] == [31, 63]
+    loaded = pase.load(tmp_path / "layout.json")
+    assert loaded.padding == plan.padding
+    assert to_json(from_json(to_json(plan))) == to_json(plan)
+    assert loaded.bind(loss, *args).jax.unpadded(args[0])["up"].shape == (63, 61)
+
+
+def test_the_vocabulary_of_gpt2_is_padded_where_that_is_cheaper():
+    """Two examples on eight devices: the table is split, so the last product is, too."""
+    whole, plan = (pase.compile("zoo:gpt2?batch=2", devices=8, uneven=how) for how in ("whole", "padded"))
+    assert plan.padding == {50257: 50258}
+    assert plan.parameters["wte"].shape == (50258, 768)
+    assert plan.parameters["wte"].unpadded == (50257, 768)
+    assert plan.cost < whole.cost
+    assert plan.memory.total < whole.memory.total
+
+
+def test_what_cannot_be_padded_says_why():
+    args = arguments(31, 63, 61)
+    with pytest.raises(PaseError, match="takes no stages"):
+        planned(args, uneven="padded", pipeline=2)
+    with pytest.raises(PaseError, match="hands values to its next call"):
+        as_padded(trace(lambda p, s, x: (p, s), args[0], args[0], args[1], mode="step"), {31: 32})
+    made = as_padded(trace(loss, *args), {31: 32})
+    from pase.frontends.jax_blocks import batch_size
+
+    with pytest.raises(PaseError, match="a batch of 31, padded to 32"):
+        batch_size(made)
