@@ -101,7 +101,8 @@ def constants_of(traced, jaxpr, consts=(), prefix=""):
 EXTENTS = [(31, 3, 7, 13), (5, 7, 11, 31), (8, 4, 13, 17)]
 
 
-@settings(max_examples=25)
+@pytest.mark.minutes
+@settings(max_examples=40)
 @given(
     st.sampled_from([mixing, classing, merging]),
     st.sampled_from(EXTENTS),
@@ -155,10 +156,9 @@ def test_padded_steps_on_devices_are_the_unpadded_one(strategy, lowering):
             assert all(predicted == compiled for predicted, compiled in rows.values())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "ours@2x4"])
-def test_padded_programs_send_what_even_ones_do(strategy):
+def test_padded_programs_send_what_even_ones_do():
     with jax.enable_x64(True):
-        off, rows = step_of(mixing, 31, 3, 13, 61, {31: 32, 13: 16, 61: 64}, strategy, "manual")
-        _, even = step_of(mixing, 32, 3, 16, 64, {}, strategy, "manual")
+        off, rows = step_of(mixing, 31, 3, 13, 61, {31: 32, 13: 16, 61: 64}, "ours@2x4", "manual")
+        _, even = step_of(mixing, 32, 3, 16, 64, {}, "ours@2x4", "manual")
     assert max(off.values()) < 1e-12
     assert rows == even
