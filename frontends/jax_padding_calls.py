@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, inner_jaxpr
@@ -126,7 +127,9 @@ def _with_vjp(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue
     """The user's rule for gradients, itself on padded values; gradients are zero in the padding."""
     import jax
 
-    trained = _smooth(eqn)
+    if walk.ruled:  # the rule may call its own function
+        return walk.run(*inner_jaxpr(eqn), ins)
+    walk, trained = replace(walk, ruled=True), _smooth(eqn)
     ahead, back, smooth = pulled_back(eqn, trained)
     used = [not is_dropped(v) for v in eqn.outvars]
     kept: list[PaddedValue] = []

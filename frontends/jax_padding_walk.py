@@ -44,9 +44,11 @@ PADDED: Registry[PaddedRule] = Registry(
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedWalk:
-    """sizes: extent -> padded extent, of every dim with such an extent."""
+    """sizes: extent -> padded extent, of every dim with such an extent. ruled: whether it walks a program of a user's
+    derivative rule, which is not differentiated itself."""
 
     sizes: Mapping[int, int]
+    ruled: bool = False
 
     def wide(self, aval: Aval) -> tuple[int, ...]:
         """The padded shape. Arrays of random keys stay as they are."""

@@ -162,3 +162,27 @@ def test_padded_programs_send_what_even_ones_do():
         _, even = step_of(mixing, 32, 3, 16, 64, {}, "ours@2x4", "manual")
     assert max(off.values()) < 1e-12
     assert rows == even
+
+
+@jax.custom_vjp
+def scored(x, w):
+    """Its rule calls it, and has another gradient than it has."""
+    return (x @ w).sum(-1)
+
+
+scored.defvjp(
+    lambda x, w: (scored(x, w), w), lambda w, g: (2 * g[:, None] * w.sum(-1), jnp.full_like(w, 3.0) * g.sum())
+)
+
+
+def test_derivative_rules_of_the_users_hold_on_padded_values():
+    def fn(p, x):
+        return (scored(jax.nn.relu(x @ p), p.T) ** 2).mean()
+
+    with jax.enable_x64(True):
+        p, x = (jnp.asarray(np.random.default_rng(0).normal(size=s)) for s in ((7, 13), (31, 7)))
+        made = case_of(fn, p, x, padding={31: 32, 7: 8, 13: 16}).traced
+        want = jax.value_and_grad(fn)(p, x)
+        loss, grad = jax.value_and_grad(lambda *a: made.fn(*a)[0])(widened(p, (8, 16)), widened(x, (32, 8)))
+    assert float(loss) == pytest.approx(float(want[0]), rel=1e-12)
+    np.testing.assert_allclose(grad, widened(want[1], (8, 16)), atol=1e-11)
