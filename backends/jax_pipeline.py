@@ -21,9 +21,11 @@ from pase.backends.jax_stages import Stage, stages_of
 from pase.backends.jax_step import as_linked
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
+from pase.frontends.jax_blocks import blocks_of
 from pase.frontends.jax_leaves import arrays, trained, untrained
 from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
+from pase.ir.narrow import Chain, chain_of
 from pase.machine import Mesh
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Schedule
@@ -108,7 +110,20 @@ class JaxPipeline:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         again = [b for s in self.splits for b in s.blocks]
-        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again)
+        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again, self.chain)
+
+    @cached_property
+    def chain(self) -> Chain | None:
+        """The units between which the model is cut; None if it is cut between equal blocks."""
+        if not self.pipeline.narrow:
+            return None
+        found = chain_of(simplify(self.traced.graph), blocks_of(self.traced))
+        if found.units != sum(self.pipeline.cuts):
+            raise PaseError(
+                f"the plan cuts '{self.traced.graph.name}' into {sum(self.pipeline.cuts)} units, but this model has "
+                f"{found.units}: compile it again"
+            )
+        return found
 
     @cached_property
     def lanes(self) -> Lanes | None:

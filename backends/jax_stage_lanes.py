@@ -67,7 +67,7 @@ def lanes_of(plan: JaxPipeline) -> Lanes | None:
     small = micro(traced, many)
     splits = tuple(replace(s, traced=small, lanes=frozenset(axes)) for s in plan.splits)
     again = [b for s in splits for b in s.blocks]
-    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again)
+    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again, plan.chain)
     return Lanes(axes=axes, many=many, splits=splits, stages=stages)
 
 

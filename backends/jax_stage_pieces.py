@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.errors import PaseError
@@ -17,6 +18,7 @@ from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_dropped, is_literal, scan_groups
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
+from pase.ir.narrow import Chain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -31,46 +33,53 @@ StageEnv = dict[StageKey, Tree]
 
 @dataclass(frozen=True)
 class StageRows:
-    """The part of a stack, read by the loop over layers, that the turns of one stage read."""
+    """The part of a stack, read by the loop over layers at ``loop``, that the turns of one stage read."""
 
     of: StageKey
+    loop: str
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePiece:
-    """run: reads its inputs from the environment and writes its results there. block: the index of its block; -1 before
-    the blocks, and their number after them. rows: whether and how it can run on only some rows of stacks.
+    """run: reads its inputs from the environment and writes its results there. block: the index of its block (or unit);
+    -1 before the blocks, and their number after them. by_rows: how it can run on only the rows of stacks that a loop's
+    turns read, by the loop's path.
     """
 
     reads: tuple[StageKey, ...]
     makes: tuple[StageKey, ...]
     block: int
     run: Callable[[JaxprWalk, StageEnv, Copies], None]
-    by_rows: StagePiece | None = None
+    by_rows: Callable[[str], StagePiece] | None = None
 
 
 @dataclass(kw_only=True)
 class PieceList:
-    """The program's pieces, in order."""
+    """The program's pieces, in order. blocks: how many equal ones it has, or units of the chain."""
 
     traced: TracedJax
     blocks: int
     again: Sequence[Block]
+    chain: Chain | None = None
     names: dict[StageKey, str] = field(default_factory=dict)
     constants: dict[StageKey, Tree] = field(default_factory=dict)
     avals: dict[StageKey, Aval] = field(default_factory=dict)
-    loop: str = ""
-    """Path of the loop over layers; else the blocks are ``runs``."""
+    loops: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Path of a loop over layers -> the blocks, [first, end), that are its turns; else the blocks are ``runs``."""
     runs: dict[tuple[str, int], int] = field(default_factory=dict)
     """(prefix, first equation) of a written-out block -> the equation after its last."""
-    reverse: bool = False
+    reverse: dict[str, bool] = field(default_factory=dict)
+    """Path of a loop over layers -> whether its first turn reads the last rows."""
     _met: int = -1
     _bodies: int = 0
 
     def __post_init__(self) -> None:
+        if self.chain is not None:
+            self.loops = dict(self.chain.loops)
+            return
         loops = loops_of(self.traced, self.blocks)
         if len(loops) == 1:
-            self.loop = loops[0]
+            self.loops = {loops[0]: (0, self.blocks)}
             return
         found = blocks_of(self.traced)
         if loops or len(found) != self.blocks or len({b.prefix for b in found}) != 1:
@@ -86,13 +95,20 @@ class PieceList:
         return list(self._of(closed.jaxpr, ""))
 
     def _holds_blocks(self, path: str) -> bool:
-        return self.loop.startswith(f"{path}.") or any(p.startswith(f"{path}.") for p, _ in self.runs)
+        """Whether the call at this path has blocks, or several units, inside."""
+        within = f"{path}."
+        if any(p.startswith(within) for p in (*self.loops, *(p for p, _ in self.runs))):
+            return True
+        at = {} if self.chain is None else self.chain.at
+        return len({unit for p, unit in at.items() if p.startswith(within)}) > 1
 
     def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[StagePiece]:
         i = 0
         while i < len(jaxpr.eqns):
             eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
-            if path == self.loop:
+            if self.chain is not None:
+                self._met = self._unit(path)
+            if path in self.loops:
                 yield from self._turns(eqn, Place(path))
             elif inlined(eqn) and self._holds_blocks(path):
                 inner, consts = inner_jaxpr(eqn)
@@ -112,8 +128,16 @@ class PieceList:
                 yield self._span(jaxpr, prefix, i, stop, is_block)
             i = stop
 
+    def _unit(self, path: str) -> int:
+        """Of an equation of a chain: its own, or that of an equation inside of it; -1 if it has none."""
+        assert self.chain is not None
+        within = (unit for p, unit in self.chain.at.items() if p.startswith(f"{path}."))
+        return self.chain.at.get(path, max(within, default=-1))
+
     def _here(self) -> int:
         """The place of a piece that is not a block: before, between, or after the blocks."""
+        if self.chain is not None:
+            return self._met
         return self.blocks if self._bodies == self.blocks else self._met
 
     def _alias(self, source: StageKey, target: StageKey) -> StagePiece:
@@ -139,32 +163,38 @@ class PieceList:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             walk.span(jaxpr, env, start, stop, prefix, copies)
 
-        def some(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            inner: StageEnv = {v: env[StageRows(v) if v.aval.shape else v] for v in reads}
-            walk.span(jaxpr, inner, start, stop, prefix, {})
-            env.update({StageRows(v): inner[v] for v in makes})
+        at_rows = self._here()
 
-        by_rows = None
-        if not is_block and stop == start + 1 and _elementwise(mine[0]):
-            by_rows = StagePiece(
-                reads=tuple(StageRows(v) if v.aval.shape else v for v in reads),
-                makes=tuple(map(StageRows, makes)),
-                block=self._here(),
+        @cache
+        def on_rows(loop: str) -> StagePiece:
+            def some(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+                inner: StageEnv = {v: env[StageRows(v, loop) if v.aval.shape else v] for v in reads}
+                walk.span(jaxpr, inner, start, stop, prefix, {})
+                env.update({StageRows(v, loop): inner[v] for v in makes})
+
+            return StagePiece(
+                reads=tuple(StageRows(v, loop) if v.aval.shape else v for v in reads),
+                makes=tuple(StageRows(v, loop) for v in makes),
+                block=at_rows,
                 run=some,
             )
+
+        by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(mine[0]) else None
         block = self._met if is_block else self._here()
         return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
     def _turns(self, eqn: Eqn, at: Place) -> Iterator[StagePiece]:
         """The loop over layers: its operands as the body takes them, its turns, its results."""
         nc, nk = scan_groups(eqn)
-        self.reverse = bool(eqn.params["reverse"])
+        path, (begin, end) = at.path, self.loops[at.path]
+        many, reverse = end - begin, bool(eqn.params["reverse"])
+        self.reverse[path] = reverse
+        if self.chain is not None:
+            self._met = begin
         operands, names = list(eqn.invars), self.traced.operands[at]
         consts: list[StageKey] = [(at.path, "const", k) for k in range(nc)]
         stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
-        carry: list[list[StageKey]] = [
-            [(at.path, "carry", t, k) for k in range(nk)] for t in range(self.blocks + 1)
-        ]
+        carry: list[list[StageKey]] = [[(at.path, "carry", t, k) for k in range(nk)] for t in range(many + 1)]
         made = eqn.params["jaxpr"].jaxpr.outvars
         for keys in carry:
             for k, key in enumerate(keys):
@@ -175,10 +205,11 @@ class PieceList:
         for (part, k, key), var, name in zip(parts, operands, names, strict=False):
             yield self._settled(at.its(part, k), var, var, key, key, name)
         for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
-            yield self._settled(at.its("xs", k), var, StageRows(var), key, StageRows(key), name)
-        ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(self.blocks)]
-        for t in range(self.blocks):
-            self._met = t
+            rows = StageRows(var, path), StageRows(key, path)
+            yield self._settled(at.its("xs", k), var, rows[0], key, rows[1], name)
+        ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(many)]
+        for t in range(many):
+            self._met = begin + t
             for k, key in enumerate(ys[t]):
                 self.avals[key] = made[nk + k].aval
             yield self._turn(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
@@ -186,7 +217,7 @@ class PieceList:
         results = self.traced.results[at]
         for k, var in enumerate(eqn.outvars):
             if not is_dropped(var):
-                turns = ys[::-1] if self.reverse else ys
+                turns = ys[::-1] if reverse else ys
                 last = [carry[-1][k]] if k < nk else [y[k - nk] for y in turns]
                 yield self._result(var, last, results[k], k >= nk)
 
@@ -210,16 +241,20 @@ class PieceList:
         makes: tuple[Sequence[StageKey], Sequence[StageKey]],
     ) -> StagePiece:
         consts, carry, stacks = reads
+        path, (begin, end) = at.path, self.loops[at.path]
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             first, stop = env[TURNS]
-            row = stop - 1 - t if self.reverse else t - first
-            x = [env[StageRows(key)][row] for key in stacks]
+            row = min(stop, end) - begin - 1 - t if self.reverse[path] else begin + t - max(first, begin)
+            x = [env[StageRows(key, path)][row] for key in stacks]
             carried, ys = walk.turn(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
             env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
 
         return StagePiece(
-            reads=(*consts, *carry, *map(StageRows, stacks)), makes=(*makes[0], *makes[1]), block=t, run=run
+            reads=(*consts, *carry, *(StageRows(key, path) for key in stacks)),
+            makes=(*makes[0], *makes[1]),
+            block=begin + t,
+            run=run,
         )
 
     def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> StagePiece:
@@ -230,7 +265,8 @@ class PieceList:
             env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
 
         self.names[var], self.avals[var] = name, var.aval
-        return StagePiece(reads=tuple(reads), makes=(var,), block=self.blocks, run=run)
+        block = self.blocks if self.chain is None else self._met
+        return StagePiece(reads=tuple(reads), makes=(var,), block=block, run=run)
 
 
 TURNS = ("turns",)

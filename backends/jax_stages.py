@@ -18,6 +18,7 @@ from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_types import Aval
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
+from pase.ir.narrow import Chain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -39,10 +40,12 @@ __all__ = ["Stage", "StageWeight", "stages_of"]
 
 @dataclass(frozen=True)
 class StageWeight:
-    """A leaf of the parameters in a stage. rows: (first, end) of the rows in this stage; None: all of it."""
+    """A leaf of the parameters in a stage. rows: (first, end) of the rows in this stage, which the turns of the loop at
+    ``loop`` read; None: all of it."""
 
     leaf: int
     rows: tuple[int, int] | None = None
+    loop: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +76,7 @@ class Stage:
         n = len(walk.plan.traced.param_paths)
         for w, x in zip(self.weights, weights, strict=True):
             key = leaf[w.leaf]
-            env[key if w.rows is None else StageRows(key)] = walk.defined(x, self.names[key])
+            env[key if w.rows is None else StageRows(key, w.loop)] = walk.defined(x, self.names[key])
         for i, x in zip(self.batch, batch, strict=True):
             env[leaf[n + i]] = walk.defined(x, self.names[leaf[n + i]])
         for key, x in zip(self.enters, entered, strict=True):
@@ -85,13 +88,18 @@ class Stage:
 
 
 def stages_of(
-    traced: TracedJax, leaf_names: Sequence[str], cuts: Sequence[int], again: Sequence[Block] = ()
+    traced: TracedJax,
+    leaf_names: Sequence[str],
+    cuts: Sequence[int],
+    again: Sequence[Block] = (),
+    chain: Chain | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages with these numbers of blocks. traced: on one micro-batch. again: blocks that any stage recomputes.
+    """The stages with these numbers of blocks, or of units of the chain. traced: on one micro-batch. again: blocks that
+    any stage recomputes.
 
     Raises PaseError if the program does not have these blocks one after the other.
     """
-    listing = PieceList(traced=traced, blocks=sum(cuts), again=again)
+    listing = PieceList(traced=traced, blocks=sum(cuts), again=again, chain=chain)
     return _Cut(listing=listing, leaf_names=leaf_names, cuts=tuple(cuts)).stages()
 
 
@@ -128,17 +136,28 @@ class _Cut:
             more = {
                 key for _, needs in plans for key in needs if key in inputs and not isinstance(key, StageRows)
             }
+            by_loop: dict[StageKey, set[str]] = {}
+            for key in (key for _, needs in plans for key in needs if isinstance(key, StageRows)):
+                by_loop.setdefault(key.of, set()).add(key.loop)
+            more |= {key for key, loops in by_loop.items() if len(loops) > 1}
             if more <= whole:
                 break
             whole |= more
         out = []
         for s, (pieces, needs) in enumerate(plans):
+            layers = [range(*of) for of in listing.loops.values()] or [range(listing.blocks)]
             mine = [
-                k for p, at in pinned.items() if at == s and 0 <= p.block < listing.blocks for k in p.reads
+                k
+                for p, at in pinned.items()
+                if at == s and any(p.block in of for of in layers)
+                for k in p.reads
             ]
             _, of_blocks = self._of_stage(every, pinned, s, mine, enters[s], inputs, whole)
             made = self._stage(pieces, needs, of_blocks, s, inputs, enters[s], leaves[s])
-            turns_alone = bool(listing.loop) and 0 < s < many - 1
+            first, stop = self._turns_of(s)
+            turns_alone = 0 < s < many - 1 and any(
+                a <= first and stop <= b for a, b in listing.loops.values()
+            )
             beside = tuple(p for p in pieces if pinned.get(p) != s)
             same = (self.cuts[s], beside, *(self._counted(keys, s) for keys in (enters[s], leaves[s])))
             out.append(replace(made, alike=same) if turns_alone else made)
@@ -155,11 +174,12 @@ class _Cut:
         first = sum(self.cuts[:stage])
         return first, first + self.cuts[stage]
 
-    def _rows_of(self, stage: int) -> tuple[int, int]:
-        """The rows of stacks that the stage's turns read."""
-        first, stop = self._turns_of(stage)
-        n = self.listing.blocks
-        return (n - stop, n - first) if self.listing.reverse else (first, stop)
+    def _rows_of(self, stage: int, loop: str) -> tuple[int, int]:
+        """The rows of a loop's stacks that the stage's turns read."""
+        begin, end = self.listing.loops[loop]
+        first, stop = (min(max(at, begin), end) - begin for at in self._turns_of(stage))
+        n = end - begin
+        return (n - stop, n - first) if self.listing.reverse[loop] else (first, stop)
 
     def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[StageKey, int]) -> dict[StagePiece, int]:
         """Pieces that work on activations -> their stage."""
@@ -167,6 +187,7 @@ class _Cut:
         of_weights: set[StageKey] = {v for v, i in inputs.items() if i < n}
         of_batch: set[StageKey] = {v for v, i in inputs.items() if i >= n}
         out: dict[StagePiece, int] = {}
+        made_in: dict[StageKey, int] = {}
         stage_of = [s for s, many in enumerate(self.cuts) for _ in range(many)]
         for p in every:
             keys = {k.of if isinstance(k, StageRows) else k for k in p.reads}
@@ -183,7 +204,11 @@ class _Cut:
                         "pass it on from layer to layer instead"
                     )
                 inside = 0 <= p.block < self.listing.blocks
-                out[p] = stage_of[p.block] if inside else 0 if p.block < 0 else len(self.cuts) - 1
+                at = stage_of[p.block] if inside else 0 if p.block < 0 else len(self.cuts) - 1
+                if self.listing.chain is not None:  # what has no unit of its own is where its operands are
+                    at = max([at, *(made_in[k] for k in keys if k in made_in)])
+                out[p] = at
+                made_in |= dict.fromkeys(made, at)
         return out
 
     def _crossing(
@@ -244,14 +269,14 @@ class _Cut:
         if found is not None:
             return found
         if source is not None and source.by_rows is not None and source not in pinned:
-            return source.by_rows
+            return source.by_rows(key.loop)
         n = len(self.listing.traced.param_paths)
         cut = inputs.get(key.of, n) < n and key.of not in whole
         return None if cut else self._sliced(key, stage)
 
     def _sliced(self, key: StageRows, stage: int) -> StagePiece:
         """The stage's rows of a stack that it has whole."""
-        first, stop = self._rows_of(stage)
+        first, stop = self._rows_of(stage, key.loop)
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[key] = env[key.of][first:stop]
@@ -273,7 +298,10 @@ class _Cut:
         for key in needs:
             i = inputs[key.of if isinstance(key, StageRows) else key]
             if i < n:
-                weights.append(StageWeight(i, self._rows_of(stage) if isinstance(key, StageRows) else None))
+                rows = isinstance(key, StageRows)
+                weights.append(
+                    StageWeight(i, self._rows_of(stage, key.loop), key.loop) if rows else StageWeight(i)
+                )
             else:
                 batch.append(i - n)
         return Stage(

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pase.compiler.chain_places import divided
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.shares import Shares, search_shares
 from pase.compiler.sites import arrangements, groups_of, rank_meshes
 from pase.compiler.spent import Spent
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
-from pase.compiler.stage_places import places_of
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import block_ways, variants
 from pase.errors import Infeasible, PaseError
@@ -135,7 +135,7 @@ def _candidates(
         raise PaseError(f"a pipeline is priced in seconds, but cost model '{problem.model.name}' has none")
     ways = block_ways(traced)
     blocks = ways.blocks_of(traced)
-    places = places_of(problem.graph, blocks)
+    places = divided(problem.graph, blocks)
     examples = ways.batch_size(traced)
     limited = options.limit_bytes(problem.machine) is not None
     groups = groups_of(problem, options)

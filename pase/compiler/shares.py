@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase import costmodels
+from pase.compiler.chain_places import divided
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import Progress, SplitProblem
 from pase.compiler.sites import Arrangement, RankSite, groups_of, rank_meshes
 from pase.compiler.spent import Spent
 from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stage_menu import StageTables
-from pase.compiler.stage_places import places_of
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import Variant, block_ways, variants
 from pase.ir import Graph
@@ -192,7 +192,7 @@ class _OnOneGroup:
         ways: Sequence[Variant],
     ) -> None:
         self.site, self.made, self.ways = site, made, ways
-        blocks = places_of(problem.graph, made.blocks).blocks
+        blocks = divided(problem.graph, made.blocks).blocks
         self.shapes = [
             (ranks, mesh)
             for ranks in range(1, min(site.devices, blocks, 64) + 1)

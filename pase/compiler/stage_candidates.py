@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.chain_places import UnitPlaces, divided
+from pase.compiler.chain_search import ChainMenu
 from pase.compiler.sites import Arrangement, RankSite
 from pase.compiler.spent import Spent
 from pase.compiler.stage_menu import StageTables
-from pase.compiler.stage_places import Places, places_of
+from pase.compiler.stage_places import Places
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import Variant, graph_of
 from pase.ir import Graph
+from pase.ir.narrow import Chain
 from pase.machine import Mesh
 
 if TYPE_CHECKING:
@@ -63,11 +66,22 @@ class TablesMade:
         """For each site, those of each way to run the step."""
         return tuple(self.of(v, mesh, site) for site in sites for v in ways)
 
+    def _chain(self, variant: Variant) -> Chain | None:
+        """The chain of a model without equal blocks, the same for all ways to run as many micro-batches."""
+        plain = replace(variant, blocks=(), once="none", precision="model")
+        if plain == variant:
+            return None
+        if plain not in self._graphs:
+            graph = graph_of(self.traced, plain)
+            self._graphs[plain] = graph, divided(graph, self.blocks)
+        places = self._graphs[plain][1]
+        return places.chain if isinstance(places, UnitPlaces) else None
+
     def of(self, variant: Variant, mesh: Mesh, site: RankSite) -> StageTables:
         if variant not in self._graphs:
             graph = graph_of(self.traced, variant)
             self.spent.graphs += 1
-            self._graphs[variant] = graph, places_of(graph, self.blocks)
+            self._graphs[variant] = graph, divided(graph, self.blocks, self._chain(variant))
         key = variant, mesh, site.number
         if key in self._tables:
             return self._tables[key]
@@ -91,7 +105,8 @@ class TablesMade:
 
 def menu_of(tables: Sequence[StageTables], micro_batches: int, place: Arrangement) -> StageMenu:
     """The ways to split the stages of ranks that lie there. tables: of all their sites."""
-    return StageMenu(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between)
+    made = ChainMenu if isinstance(tables[0].places, UnitPlaces) else StageMenu
+    return made(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between)
 
 
 def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:

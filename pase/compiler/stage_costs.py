@@ -41,7 +41,7 @@ gradients kept through the step; or at each micro-batch."""
 
 @dataclass(kw_only=True)
 class PartCost:
-    """The costs of one part; for "block", of one block. Seconds are per micro-batch; before, sums, after: once per
+    """The costs of one part; of equal units, of one of them. Seconds are per micro-batch; before, sums, after: once per
     step. Bytes are per device.
 
     input, weight: the two parts of backward. again: recomputation. These are compute; what is named ``_sent`` are
@@ -87,26 +87,29 @@ def part_costs(
 
     configs: node -> int8 [axes].
     """
-    out = {part: PartCost() for part in PARTS}
-    moved = collectives(graph, mesh, configs, model)
+    out = {part: PartCost() for part in places.sizes}
+    has = places.parts
+    moved = collectives(graph, mesh, configs, model, has)
     for n in graph.nodes:
-        for place in places.parts[n.name]:  # a tied parameter is updated in each of its stages
+        for place in has.get(n.name, ()):  # a tied parameter is updated in each of its stages
             _work(graph, n, configs[n.name], mesh, model, optimizer, out[place])
     for c in moved:
-        for place in places.parts[c.node]:
+        for place in has[c.node]:
             _send(graph, c, weights, out[place])
     _hold(graph, places, mesh, configs, optimizer, weights, out)
     for c in moved:
         part = out[places.of(c.node)]
         part.buffers = max(part.buffers, c.nbytes)
     for name, nbytes in in_flight(graph, configs, mesh).items():
-        part = out[places.of(name)]
-        part.buffers = max(part.buffers, nbytes)
-    block, many = out["block"], places.blocks
-    for f in fields(PartCost):
-        if f.name not in ("inner", "buffers", "memory"):
-            setattr(block, f.name, getattr(block, f.name) / many)
-    block.memory = {k: v / many for k, v in block.memory.items()}
+        if name in has:
+            part = out[places.of(name)]
+            part.buffers = max(part.buffers, nbytes)
+    for place, many in places.sizes.items():
+        unit = out[place]
+        for f in fields(PartCost):
+            if f.name not in ("inner", "buffers", "memory"):
+                setattr(unit, f.name, getattr(unit, f.name) / many)
+        unit.memory = {k: v / many for k, v in unit.memory.items()}
     return out
 
 
@@ -196,7 +199,7 @@ def _hold(
             nbytes = float(h.nbytes[0])
             if (h.weights and weights == "once") or (h.kind == "gradients" and whole):
                 continue
-            for place in places.parts[n.name]:
+            for place in places.parts.get(n.name, ()):
                 if h.region is not None:
                     regions[place, h.region] = regions.get((place, h.region), 0.0) + nbytes
                 elif h.kind != "activations" or h.weights or n.kind == "input":
@@ -224,7 +227,7 @@ def _as_read(
     found: dict[tuple[StagePart, str], tuple[float, float]] = {}
     for e in graph.edges:
         source, reader = graph.node[e.src], graph.node[e.dst]
-        if source.kind != "parameter":
+        if source.kind != "parameter" or e.dst not in places.parts:
             continue
         stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
         written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
+from pase.compiler.chain_places import UnitPlaces, UnitRange
 from pase.compiler.spent import Spent
 from pase.compiler.stage_costs import PARTS, GatheredWeights, PartCost, part_costs
 from pase.compiler.stage_features import FeatureTables, direction, feature_tables, running
@@ -33,11 +34,12 @@ __all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageT
 @dataclass(frozen=True, kw_only=True)
 class StageRole:
     """Whether a stage has the part before the blocks, and the part after them. site: on which devices it lies, as a
-    number of the ``StageTables``; 0 where all are equal."""
+    number of the ``StageTables``; 0 where all are equal. units: in a chain of unequal units, those of the stage."""
 
     first: bool = False
     last: bool = False
     site: int = 0
+    units: UnitRange | None = None
 
     @property
     def ends(self) -> bool:
@@ -57,11 +59,15 @@ FIRST, MIDDLE, LAST, ONLY = (
 )
 
 
+_NOTHING = PartCost()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageSplit:
     """A way to split a stage, node -> int8 [axes], with its costs.
 
-    slow: the part of a device that gathers and sums once a step occupy beside compute, 1 if nothing overlaps.
+    slow: the part of a device that gathers and sums once a step occupy beside compute, 1 if nothing overlaps. units: of
+    a range of unequal units, the part of each; it then has no equal blocks besides.
     """
 
     role: StageRole
@@ -70,13 +76,16 @@ class StageSplit:
     configs: Mapping[str, np.ndarray]
     parts: Mapping[StagePart, PartCost]
     slow: float = 1.0
+    units: tuple[StagePart, ...] = ()
 
     @property
     def block(self) -> PartCost:
-        return self.parts["block"]
+        return _NOTHING if self.units else self.parts["block"]
 
-    @property
+    @cached_property
     def ends(self) -> list[PartCost]:
+        if self.units:
+            return [self.parts[u] for u in self.units]
         return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
 
     def fixed(self, *what: str) -> float:
@@ -88,22 +97,33 @@ class StageSplit:
         return float(sum(getattr(self.block, w) for w in what))
 
     def by_unit(self, *what: str) -> np.ndarray:
-        """Seconds of what comes before the stage's blocks, of one block, and of what comes after them, summed over
-        fields of ``PartCost``; float64 [3]."""
+        """Seconds of what comes before the stage's equal blocks, of one block, and of what comes after them, summed
+        over fields of ``PartCost``; float64 [3], or [units + 2] of unequal units, which come before no block."""
+
+        def of(part: PartCost) -> float:
+            return float(sum(getattr(part, w) for w in what))
+
+        if self.units:
+            return np.array([*map(of, self.ends), 0.0, 0.0])
         has = {"first": self.role.first, "block": True, "last": self.role.last}
-        return np.array([sum(getattr(self.parts[p], w) for w in what) if has[p] else 0.0 for p in PARTS])
+        return np.array([of(self.parts[p]) if has[p] else 0.0 for p in PARTS])
 
     def buffers(self) -> float:
         """Short-lived bytes, which do not depend on the number of blocks."""
         every = [*self.ends, self.block]
         return max(e.buffers for e in every) + max(e.inner for e in every)
 
+    def waiting_of_ends(self) -> float:
+        """Of a micro-batch's bytes without blocks, those that stay until the gradients of weights are computed."""
+        return sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
+
     def step_s(self, blocks: float, micro_batches: int) -> float:
         """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
-        at = np.array([1.0, blocks, 1.0])
         forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
         sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "again_sent")
         busy = micro_batches * (forward + backward + sent) + self.by_unit("after")
+        at = np.ones(len(busy))
+        at[-2] = blocks
         return float(
             busy @ at
             + exposed_s(self.by_unit("before"), forward, blocks, self.slow)
@@ -206,7 +226,11 @@ class StageTables:
         if key not in self._splits:
             space = self.features.space
             configs = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
-            places = self.places.in_one_stage if role.first and role.last else self.places
+            of, places, units = self.places, self.places, tuple[StagePart, ...]()
+            if isinstance(of, UnitPlaces) and role.units is not None:
+                places, units = of.within(role.units), tuple(of.parts_in(role.units))
+            elif role.first and role.last:
+                places = places.in_one_stage
             parts = part_costs(
                 self.graph, places, self.mesh, configs, self.model, self.optimizer, self.weights
             )
@@ -217,6 +241,7 @@ class StageTables:
                 configs=configs,
                 parts=parts,
                 slow=self.slow,
+                units=units,
             )
         return self._splits[key]
 
@@ -228,8 +253,25 @@ class StageTables:
         """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return self.least(role, blocks, self.step)
 
+    def least_apart(self, weights: np.ndarray) -> float:
+        """No splits of the units of a chain have a smaller weighted sum of features, if nothing is paid for moves
+        between units."""
+        places, nodes = self.places, self.graph.nodes
+        assert isinstance(places, UnitPlaces)
+        whole, of = self.features.weighted(weights, [1.0] * len(nodes)), places.chain.of
+        within = tuple(
+            e
+            for e in whole.edges
+            if of.get(nodes[e.src].name, of.get(nodes[e.dst].name)) == of.get(nodes[e.dst].name)
+        )
+        found = solve(replace(whole, edges=within))
+        self.spent.operations += found.work + self.features.entries
+        return float(found.bound)
+
     def solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
         """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
+        if role.units is not None:
+            return self._solved_units(role.units, weights)
         found = solve(self._tables(role, blocks, weights))
         self.spent.operations += found.work + self.features.entries
         return found
@@ -237,3 +279,38 @@ class StageTables:
     def _tables(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
         share, parts = blocks / self.places.blocks, self.places.parts
         return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])
+
+    def _solved_units(self, units: UnitRange, weights: np.ndarray) -> Solution:
+        """The same for a range of unequal units. Nodes that it neither has nor reads are as in the whole model."""
+        assert isinstance(self.places, UnitPlaces)
+        shares = tuple(self.places.share(n.name, units) for n in self.graph.nodes)
+        key = shares, weights.tobytes()
+        if key not in self._ranges:
+            tables = self.features.weighted(weights, list(shares))
+            inside = np.array(shares) > 0
+            inside[[e.src for e in tables.edges]] = True
+            at, number = np.flatnonzero(inside), np.cumsum(inside) - 1
+            found = solve(
+                replace(
+                    tables,
+                    node_costs=tuple(tables.node_costs[i] for i in at),
+                    edges=tuple(
+                        replace(e, src=int(number[e.src]), dst=int(number[e.dst])) for e in tables.edges
+                    ),
+                    names=tuple(self.graph.nodes[i].name for i in at),
+                )
+            )
+            self.spent.operations += found.work + self.features.entries
+            choice = self._whole.copy()
+            choice[at] = found.choice
+            self._ranges[key] = replace(found, choice=choice)
+        return self._ranges[key]
+
+    @cached_property
+    def _whole(self) -> np.ndarray:
+        """The best configs of a model that is not cut, int64 [nodes]."""
+        return solve(self.features.weighted(self.step, [1.0] * len(self.graph.nodes))).choice
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[tuple[float, ...], bytes], Solution]:
+        return {}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
 from pase.ir import Graph
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "StagePart", "ends_sum_s", "places_of", "send_s"]
 
-StagePart = Literal["first", "block", "last"]
+StagePart = str
+"""A part of a model: "first", "block" or "last" of equal blocks; of unequal ones, their units' (``chain_places``)."""
 _STORED = ("parameter", "input", "constant")  # graphs list them first, whoever reads them
 
 
@@ -35,6 +36,8 @@ class Places:
     blocks: int
     crossing: tuple[tuple[str, str], ...]
     numbers: Mapping[str, set[int]]
+    sizes: Mapping[StagePart, int] = field(default_factory=dict)
+    """How many equal units are in each part, over which its costs are divided."""
 
     def of(self, node: str) -> StagePart:
         """The part that pays for a node; if there are several, the first."""
@@ -82,7 +85,7 @@ def ends_sum_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float
 def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     """Find the blocks: the loop with the most turns, else written-out blocks of equations (``jax_blocks.blocks_of``).
 
-    Raises Infeasible if the model has neither; it then cannot be cut into stages.
+    Raises Infeasible if the model has neither, or several such loops.
     """
     turns = turns_of(graph)
     times = {
@@ -136,7 +139,8 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     order: tuple[StagePart, ...] = ("first", "block", "last")
     for name, found in readers.items():
         parts[name] = tuple(p for p in order if p in found) or ("first",)
-    return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers)
+    sizes = {"first": 1, "block": blocks, "last": 1}
+    return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers, sizes=sizes)
 
 
 def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.chain_search import ChainMenu
 from pase.compiler.pipelines import MICRO_BATCHES, Pipelines
 from pase.compiler.plans import provenance_of
 from pase.compiler.problem import SplitProblem
@@ -108,7 +109,12 @@ def _middle(s: Staged) -> StageSplit:
 
 
 def _as_cut(s: Staged, menu: StageMenu) -> dict[str, np.ndarray]:
-    """Node -> int8 [axes]: a middle stage's split of the blocks, and those of both ends."""
+    """Node -> int8 [axes]: a middle stage's split of the blocks, and those of both ends; of unequal units the split of
+    the first stage that has the node."""
+    if isinstance(menu, ChainMenu):
+        inside = [(w, w.role.units) for w in s.splits if w.role.units is not None]
+        has = {n.name: [w for w, u in inside if menu.places.share(n.name, u)] for n in menu.graph.nodes}
+        return {name: (has[name] or s.splits)[0].configs[name] for name in has}
     of = {"first": s.splits[0], "block": _middle(s), "last": s.splits[-1]}
     return {n.name: of[menu.places.of(n.name)].configs[n.name] for n in menu.graph.nodes}
 
@@ -200,6 +206,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
         micro_batches=s.micro_batches,
         schedule=s.schedule.name,
         cuts=counts,
+        narrow=isinstance(menu, ChainMenu),
         bubble=sim.bubble,
         imbalance=sim.imbalance,
         cuts_bound=s.cuts.bound,

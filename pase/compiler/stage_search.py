@@ -30,12 +30,12 @@ from pase.tables.reshard import reshard
 
 __all__ = ["StageMenu", "Staged"]
 
-_PRICES = (0.1, 0.5, 4.0)
+PRICES = (0.1, 0.5, 4.0)
 """Prices per byte at which stages are split: the value of a device's memory, as a multiple of the stage's step."""
-_SIMULATIONS = 12
-_GAP = 1e-3
-_NODES = 300
-"""The most nodes of one integer program's tree. For cuts, a relative gap of ``_GAP`` is enough."""
+SIMULATIONS = 12
+GAP = 1e-3
+NODES = 300
+"""The most nodes of one integer program's tree. For cuts, a relative gap of ``GAP`` is enough."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,11 +133,7 @@ class StageMenu:
                     each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
                     found += [
                         free,
-                        *(
-                            t.cheapest(role, blocks, part * each, self.ranks, step)
-                            for part in _PRICES
-                            if each
-                        ),
+                        *(t.cheapest(role, blocks, part * each, self.ranks, step) for part in PRICES if each),
                     ]
             self._splits[role] = found
         return self._splits[role]
@@ -171,7 +167,7 @@ class StageMenu:
             begin = self.problem(s, tuple(self.splits(role)[0] for role in roles))
             mine = self.bounds.least_s(begin, below)
             least = min(least, mine)
-            if mine < below * (1 - _GAP):
+            if mine < below * (1 - GAP):
                 found, _ = self.staged(d, chunks, below)
                 if found is not None:
                     best, below = found, found.step_s
@@ -186,9 +182,9 @@ class StageMenu:
             access = n.write_of(tensor)[1]
             nbytes += float(local_bytes(n, self.graph.tensors[tensor], access, cfg, self.mesh).min())
         ring = zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True)
-        return min(self._sent_s(a, b, nbytes) for a, b in set(ring))
+        return min(self.sent_s(a, b, nbytes) for a, b in set(ring))
 
-    def _sent_s(self, a: int, b: int, nbytes: float) -> float:
+    def sent_s(self, a: int, b: int, nbytes: float) -> float:
         """Seconds to send a device's bytes to the next rank, between these sites."""
         if a == b:
             return send_s(self.models[a], self.sites.count(a), self.mesh.devices, nbytes)
@@ -203,7 +199,7 @@ class StageMenu:
             return None, False
         chosen = aligned(chosen, lambda splits: self.problem(s, splits))
         problem = self.problem(s, chosen.splits)
-        cuts = best_cuts(problem, below, _SIMULATIONS, _GAP, _NODES)
+        cuts = best_cuts(problem, below, SIMULATIONS, GAP, NODES)
         self.spent.cells += cuts.cells
         done = simulate(s, problem.times(chosen.counts))
         if done.step_s < min(below, np.inf if cuts.simulated is None else cuts.simulated.step_s):
@@ -245,15 +241,12 @@ class StageMenu:
             for f in (StageSplit.fixed, StageSplit.of_block)
         )
         rank = np.array(s.rank_of)
-        after = np.bincount(rank, fixed["after"], s.ranks)
-        if rank[0] != rank[-1]:
-            tied = self._tied_s(splits[0])
-            after[rank[0]] += tied
-            after[rank[-1]] += tied
+        after = np.bincount(rank, fixed["after"], s.ranks) + self.tied_after(s, splits)
         chunks = s.stages // s.ranks
         most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
         np.maximum.at(most, rank, [w.buffers() for w in splits])
         waiting = np.array([w.block.inner or w.block.kept for w in splits])
+        ends_wait = np.array([w.waiting_of_ends() for w in splits])
         return CutProblem(
             schedule=s,
             blocks=self.places.blocks,
@@ -277,39 +270,51 @@ class StageMenu:
                 slow=np.array([splits[s.rank_of.index(r)].slow for r in range(s.ranks)]),
             ),
             bytes_fixed=StageBytes(
-                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=fixed["kept"]
+                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=ends_wait
             ),
             bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
         )
 
-    def _tied_s(self, first: StageSplit) -> float:
-        """Seconds to sum the gradients of tied parameters between the first and the last stage, for the share of one
-        device.
-        """
-        nbytes = 0.0
-        for name in self.places.tied:
-            n = self.graph.node[name]
-            a = n.ops[0].writes[0]
-            cfg = first.configs[name][None, :]
-            nbytes += float(local_bytes(n, self.graph.tensors[a.tensor], a, cfg, self.mesh)[0])
-        one, other = self.sites[0], self.sites[-1]
+    def tied_after(self, s: Schedule, splits: Sequence[StageSplit]) -> np.ndarray:
+        """Seconds once a step in which each rank sums gradients of parameters that other ranks have too, float64
+        [ranks]."""
+        out = np.zeros(s.ranks)
+        if s.rank_of[0] != s.rank_of[-1]:
+            nbytes = sum(self.gradient_bytes(splits[0], name) for name in self.places.tied)
+            out[[s.rank_of[0], s.rank_of[-1]]] = self.sum_s(self.sites[0], self.sites[-1], nbytes)
+        return out
+
+    def gradient_bytes(self, split: StageSplit, name: str) -> float:
+        """Of a parameter, on one device."""
+        n = self.graph.node[name]
+        a = n.ops[0].writes[0]
+        tensor = self.graph.tensors[a.tensor]
+        cfg = split.configs[name][None, :]
+        return float(local_bytes(n, tensor, a, cfg, self.mesh)[0]) if tensor.needs_grad else 0.0
+
+    def sum_s(self, one: int, other: int, nbytes: float) -> float:
+        """Seconds to sum the gradients of tied parameters between two ranks of these sites, for one device's share."""
         if one == other:
             return ends_sum_s(self.models[one], self.sites.count(one), self.mesh.devices, nbytes)
         assert self.between is not None
         return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
 
+    def crossing(self, a: StageSplit) -> tuple[tuple[str, str], ...]:
+        """(node, tensor) of what a stage hands on."""
+        return self.places.crossing
+
     def _handed_s(self, a: StageSplit, b: StageSplit) -> float:
-        """``_send_s``, once for each pair."""
+        """``_moved_s``, once for each pair."""
         if (a, b) not in self._sends:
-            self._sends[a, b] = self._send_s(a, b)
+            self._sends[a, b] = self._moved_s(a, b)
         return self._sends[a, b]
 
-    def _send_s(self, a: StageSplit, b: StageSplit) -> float:
+    def _moved_s(self, a: StageSplit, b: StageSplit) -> float:
         """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
         reads.
         """
         total = 0.0
-        for name, tensor in self.places.crossing:
+        for name, tensor in self.crossing(a):
             n, t = self.graph.node[name], self.graph.tensors[tensor]
             op, access = n.write_of(tensor)
             before, after = (w.configs[name][None, :] for w in (a, b))
@@ -326,11 +331,11 @@ class StageMenu:
                     times=1.0,
                 )
                 total += float(np.ravel(charge_price(charge, self.models[b.role.site], self.mesh))[0])
-        return total + self._sent_s(a.role.site, b.role.site, self.sent_bytes(a))
+        return total + self.sent_s(a.role.site, b.role.site, self.sent_bytes(a))
 
     def sent_bytes(self, a: StageSplit) -> float:
         """Bytes of one micro-batch that a device of a stage sends to the next stage."""
-        crossing = ((self.graph.node[name], tensor) for name, tensor in self.places.crossing)
+        crossing = ((self.graph.node[name], tensor) for name, tensor in self.crossing(a))
         return sum(
             float(
                 local_bytes(
@@ -361,8 +366,10 @@ _OF_KIND = {
 
 
 def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:
-    """``StageSplit.by_unit`` of each stage, float64 [3, stages]."""
-    return np.stack([w.by_unit(*what) for w in splits], axis=1)
+    """``StageSplit.by_unit`` of each stage, float64 [units, stages]: with as many units as the largest stage has."""
+    of = [w.by_unit(*what) for w in splits]
+    most = max(map(len, of))
+    return np.stack([np.concatenate([x[:-2], np.zeros(most - len(x)), x[-2:]]) for x in of], axis=1)
 
 
 def disciplines() -> list[Discipline]:

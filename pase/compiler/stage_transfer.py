@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from pase.compiler.chain_places import UnitPlaces, divided
 from pase.compiler.methods import complete
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
-from pase.compiler.stage_places import places_of
 from pase.compiler.variants import Variant, recomputed
 from pase.errors import Infeasible
 from pase.frontends.from_jax import TracedJax
@@ -31,7 +31,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
     p = plan.pipeline
     assert p is not None
     problem = SplitProblem.of(traced.graph, devices, plan.machine, plan.cost_model, plan.optimizer)
-    places = places_of(problem.graph, blocks_of(traced))
+    places = divided(problem.graph, blocks_of(traced))
     blocks = places.blocks
     ranks, chunks, m = _shape(p, plan, blocks, batch_size(traced), devices)
     mesh = shrunk_mesh(plan.mesh, devices // ranks)
@@ -61,6 +61,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
         chunks=chunks,
         micro_batches=m,
         cuts=cuts,
+        narrow=isinstance(places, UnitPlaces),
         stages=stages,
         strategies=tuple(strategies),
         again=tuple(again),

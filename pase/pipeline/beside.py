@@ -68,11 +68,12 @@ def starts(schedule: Schedule, rank: int, *, back: bool) -> tuple[Start, ...]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SentOnce:
-    """What each stage sends once a step, and the compute beside it, by unit: what comes before the stage's blocks, one
-    block, what comes after them.
+    """What each stage sends once a step, and the compute beside it, by unit: what comes before the stage's equal blocks
+    (one unit or several), one block, what comes after them.
 
-    gathers, sums: seconds, float64 [3, stages]. compute: seconds of one micro-batch, float64 [kinds, 3, stages]. slow:
-    the part of a device that collectives occupy, 1 if nothing overlaps, float64 [ranks].
+    gathers, sums: seconds, float64 [units, stages], the last but one of a block. compute: seconds of one micro-batch,
+    float64 [kinds, units, stages]. slow: the part of a device that collectives occupy, 1 if nothing overlaps, float64
+    [ranks].
     """
 
     gathers: np.ndarray
@@ -87,8 +88,8 @@ class SentOnce:
         every = starts(schedule, rank, back=back)
         whole = np.zeros((2, schedule.stages))  # of each stage: seconds without blocks, seconds of each block
         for s in every:
-            whole[:, s.stage] = moved[0, s.stage] + moved[2, s.stage], moved[1, s.stage]
-        fixed, each = self.compute[:, 0] + self.compute[:, 2], self.compute[:, 1]
+            whole[:, s.stage] = moved[:-2, s.stage].sum() + moved[-1, s.stage], moved[-2, s.stage]
+        fixed, each = self.compute[:, :-2].sum(axis=1) + self.compute[:, -1], self.compute[:, -2]
         sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
         for s in every:
             for g, c in units(moved[:, s.stage], self.compute[s.kind, :, s.stage]):
@@ -104,16 +105,20 @@ class SentOnce:
 
 def units(moved: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each unit that may decide: what is sent up to it, and what is computed before it, as seconds (without blocks,
-    of each block), float64 [2]. moved, compute: float64 [3]."""
-    (g0, g1, g2), (c0, c1, _) = moved, compute
-    yield np.array([g0, 0.0]), np.zeros(2)
-    yield np.array([g0 + g1, 0.0]), np.array([c0, 0.0])
-    yield np.array([g0, g1]), np.array([c0 - c1, c1])
-    yield np.array([g0 + g2, g1]), np.array([c0, c1])
+    of each block), float64 [2]. moved, compute: float64 [units], the last but one of a block."""
+    sent = done = 0.0
+    for g, c in zip(moved[:-2], compute[:-2], strict=True):
+        sent += g
+        yield np.array([sent, 0.0]), np.array([done, 0.0])
+        done += c
+    (g1, g2), (c1, _) = moved[-2:], compute[-2:]
+    yield np.array([sent + g1, 0.0]), np.array([done, 0.0])
+    yield np.array([sent, g1]), np.array([done - c1, c1])
+    yield np.array([sent + g2, g1]), np.array([done, c1])
 
 
 def exposed_s(moved: np.ndarray, compute: np.ndarray, blocks: float, slow: float) -> float:
-    """Of one stage on its own. moved, compute: float64 [3].
+    """Of one stage on its own. moved, compute: float64 [units], the last but one of a block.
 
     >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 0.0)
     1.0
@@ -121,5 +126,5 @@ def exposed_s(moved: np.ndarray, compute: np.ndarray, blocks: float, slow: float
     4.0
     """
     at = np.array([1.0, blocks])
-    total = moved[0] + moved[2] + blocks * moved[1]
+    total = moved[:-2].sum() + moved[-1] + blocks * moved[-2]
     return max(float(g @ at - c @ at + slow * (total - g @ at)) for g, c in units(moved, compute))

@@ -99,6 +99,8 @@ class PipelinePlan:
     """Node -> the stages that have it, for nodes that not all stages have. Empty in layouts written before this
     existed: every model has such nodes."""
 
+    narrow: bool = False
+    """The model has no equal blocks: ``cuts`` counts units between the narrow places of its graph."""
     groups: tuple[str, ...] = ()
     """The machine's group in which each rank lies. Empty if all devices are equal."""
     replicas: tuple[ReplicaPlan, ...] = ()
@@ -133,7 +135,7 @@ def lines(plan: PlanData) -> list[str]:
     out = [
         f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"
         + (f" · {' · '.join(how)}" if how else ""),
-        f"cuts   {runs(p.cuts)} blocks a stage; the mesh is one rank's",
+        f"cuts   {runs(p.cuts)} {'units' if p.narrow else 'blocks'} a stage; the mesh is one rank's",
     ]
     out += _unequal(p, plan.cost)
     slower = sorted((s, name) for name, s in p.others.items())

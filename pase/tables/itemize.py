@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -137,9 +137,13 @@ class _ChosenConfigs:
 
 
 def collectives(
-    graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel
+    graph: Graph,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    model: CostModel,
+    only: Container[str] | None = None,
 ) -> tuple[Collective, ...]:
-    """Every collective of a training step, in the order of the graph.
+    """Every collective of a training step, in the order of the graph; or of some nodes and the edges into them.
 
     configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config.
     """
@@ -147,11 +151,15 @@ def collectives(
     of_edge: dict[object, tuple[Collective, ...]] = {}
     out: list[list[Collective]] = [[] for _ in graph.nodes]
     for i, (e, reader, like) in enumerate(strategy.edges()):
+        if only is not None and e.dst not in only:
+            continue
         if like not in of_edge:
             of_edge[like] = _priced(strategy.along(i), model, mesh)
         out[reader] += [replace(c, tensor=e.tensor, node=e.dst, source=e.src) for c in of_edge[like]]
     of_node: dict[object, tuple[Node, tuple[Collective, ...]]] = {}
     for v, (n, like) in enumerate(strategy.nodes()):
+        if only is not None and n.name not in only:
+            continue
         if like not in of_node:
             of_node[like] = n, _priced(strategy.inside(v), model, mesh)
         first, mine = of_node[like]

@@ -271,9 +271,6 @@ def test_a_busy_machine_gives_the_same_answer(monkeypatch):
 
 
 def test_auto_is_never_worse_than_no_stages():
-    model = "zoo:mlp?batch=64"
-    with pytest.raises(Infeasible, match="no equal blocks to cut it between"):
-        pase.compile(model, devices=4, pipeline=2)
     small = "zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0"
     plain = pase.compile(small, devices=4, baselines=False, max_axes=1, overlap="none")
     auto = pase.compile(small, devices=4, baselines=False, max_axes=1, pipeline="auto")
@@ -286,8 +283,6 @@ def test_what_cannot_be_is_refused():
             pase.compile(SCANNED, devices=8, pipeline=wrong)
     with pytest.raises(PaseError, match="pipeline=3 does not divide 8 devices"):
         pase.compile(SCANNED, devices=8, pipeline=3)
-    with pytest.raises(Infeasible, match="has 2 loops of 2 turns: which of them are its layers"):
-        pase.compile("zoo:transformer?layers=2&batch=8&seq=16&vocab=64", devices=4, pipeline=2)
     with pytest.raises(Infeasible, match="8 blocks do not fill 16 stages"):
         pase.compile(SCANNED, devices=16, pipeline=16)
     with pytest.raises(PaseError, match="32 is not 5 equal micro-batches"):

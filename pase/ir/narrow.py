@@ -1,0 +1,205 @@
+"""A model without equal blocks as a chain of units, between the narrow places of its graph.
+
+A place is narrow if few activations cross it: made before it, read after it. What is computed from parameters alone, or
+from the batch alone, crosses nothing: every stage that needs it computes it. Loops over layers (those that take their
+parameters from stacks) are a unit a turn; whatever else stands in a loop, a branch or a rematerialised region is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pase.ir.blocks import Block, holders
+from pase.ir.sizes import Size
+from pase.ir.types import Graph, Node
+
+__all__ = ["Chain", "chain_of", "loops_over_layers", "op_work"]
+
+_PARTS = 32
+"""No two cuts are closer than this part of the model's work; those at a loop's turns are where they are."""
+_STORED = ("parameter", "input", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """units: how many. of: node -> its units, [first, end): several for what a loop over layers holds; only nodes that
+    work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there;
+    the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an equation -> its unit.
+    """
+
+    units: int
+    of: Mapping[str, tuple[int, int]]
+    crossing: tuple[tuple[tuple[str, str], ...], ...]
+    loops: Mapping[str, tuple[int, int]]
+    at: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Group:
+    """Nodes that stay together. turns: of a loop over layers, else 1."""
+
+    names: list[str]
+    loop: str
+    turns: int
+    work: float
+
+
+def loops_over_layers(graph: Graph) -> dict[str, int]:
+    """Path of each outermost loop that reads stacked parameters, one slice a turn -> its turns."""
+    out: dict[str, int] = {}
+    sliced = [(graph.node[e.src], e.op) for e in graph.edges] + [(n, op) for n in graph.nodes for op in n.ops]
+    for n, op in sliced:
+        if n.kind == "parameter" and op.eqn.part == "x" and op.scope[:1] and op.scope[0].kind == "loop":
+            out[op.scope[0].path.rstrip(".")] = round(_number(op.times) / _number(n.ops[0].times))
+    return dict(sorted(out.items()))
+
+
+def op_work(n: Node) -> float:
+    """About the FLOPs of a node's forward, to weigh units by."""
+    return sum(_number(op.times) * _number(n.space.points) * op.flops_per_point for op in n.ops)
+
+
+def _number(size: Size) -> float:
+    return float(size)
+
+
+def chain_of(graph: Graph, blocks: Sequence[Block] = ()) -> Chain:
+    """graph: simplified, of the step in micro-batches or of one of them: both give the same units. blocks: written out;
+    no cut is inside of one, since a block may be computed again as a whole."""
+    return _Finder(graph, blocks).chain()
+
+
+class _Finder:
+    def __init__(self, graph: Graph, blocks: Sequence[Block]) -> None:
+        self.graph, self.layers = graph, loops_over_layers(graph)
+        self.held_by = holders(blocks)
+
+    @cached_property
+    def active(self) -> frozenset[str]:
+        """Nodes that work on activations: their results depend on parameters and on the batch."""
+        parameters, batch = set[str](), set[str]()
+        reads = dict[str, set[str]]()
+        for e in self.graph.edges:
+            reads.setdefault(e.dst, set()).add(e.src)
+        for _ in range(2):  # a second time for what a loop carries
+            for n in self.graph.nodes:
+                read = reads.get(n.name, set())
+                if n.kind == "parameter" or read & parameters:
+                    parameters.add(n.name)
+                if n.kind == "input" or read & batch:
+                    batch.add(n.name)
+        both = parameters & batch
+        return frozenset(n.name for n in self.graph.nodes if n.name in both and n.kind not in _STORED)
+
+    def chain(self) -> Chain:
+        groups = self._ordered(self._groups())
+        cuts = self._cuts(groups)
+        of, loops, at, unit = dict[str, tuple[int, int]](), dict[str, tuple[int, int]](), dict[str, int](), 0
+        for i, g in enumerate(groups):
+            mine = (unit, unit + g.turns)
+            for name in g.names:
+                of[name] = mine
+                for op in self.graph.node[name].ops:
+                    at.setdefault(op.eqn.path, unit)
+            if g.loop in self.layers:
+                loops[g.loop] = mine
+            unit += g.turns if i in cuts else g.turns - 1
+        units = unit + 1
+        crossing = tuple(self._crossing(of, c) for c in range(1, units))
+        return Chain(units=units, of=of, crossing=crossing, loops=loops, at=at)
+
+    def _groups(self) -> list[_Group]:
+        """The nodes that work on activations, in the program's order; a loop's or a region's are one group."""
+        found = dict[str, list[str]]()
+        for n in self.graph.nodes:
+            if n.name in self.active:
+                found.setdefault(self._around(n) or f"node {n.name}", []).append(n.name)
+        return [
+            _Group(
+                names=names,
+                loop=key,
+                turns=self.layers.get(key, 1),
+                work=sum(op_work(self.graph.node[n]) for n in names),
+            )
+            for key, names in found.items()
+        ]
+
+    def _around(self, n: Node) -> str:
+        scopes = [s for op in n.ops for s in op.scope[:1] if s.kind != "program"]
+        if scopes:
+            return scopes[0].path.rstrip(".")
+        held = self.held_by(n.main.eqn)
+        return f"block {held[0]}" if held else ""
+
+    def _ordered(self, groups: Sequence[_Group]) -> list[_Group]:
+        """Each group directly after what it alone needs, the longest way first: of two branches that meet, the one with
+        more work is done before the other begins, and what is small stays beside its reader."""
+        number = {name: i for i, g in enumerate(groups) for name in g.names}
+        before: list[set[int]] = [set() for _ in groups]
+        for e in self.graph.edges:
+            if e.src in number and e.dst in number and number[e.src] != number[e.dst]:
+                before[number[e.dst]].add(number[e.src])
+        total = [0.0] * len(groups)
+        for i in _postorder(before, [sorted(b) for b in before]):
+            total[i] = groups[i].work + max((total[j] for j in before[i]), default=0.0)
+        first = [sorted(b, key=lambda j: (-total[j], j)) for b in before]
+        return [groups[i] for i in _postorder(before, first)]
+
+    def _cuts(self, groups: Sequence[_Group]) -> set[int]:
+        """Groups after which the chain is cut: on both sides of loops over layers, and else where fewest activations
+        cross, then fewest bytes, no two closer than a part of the work."""
+        place = {name: (i, i + 1) for i, g in enumerate(groups) for name in g.names}
+        ends = [0.0]
+        for g in groups:
+            ends.append(ends[-1] + g.work)
+        least = ends[-1] / _PARTS
+        cuts = {
+            i
+            for i in range(len(groups) - 1)
+            if groups[i].loop in self.layers or groups[i + 1].loop in self.layers
+        }
+
+        def width(i: int) -> tuple[int, float, int]:
+            tensors = {t for _, t in self._crossing(place, i + 1)}
+            return len(tensors), float(sum(self.graph.tensors[t].nbytes for t in tensors)), i
+
+        taken = [ends[0], ends[-1], *(ends[i + 1] for i in cuts)]
+        for i in sorted(set(range(len(groups) - 1)) - cuts, key=width):
+            if min(abs(ends[i + 1] - t) for t in taken) >= least:
+                cuts.add(i)
+                taken.append(ends[i + 1])
+        return cuts
+
+    def _crossing(self, of: Mapping[str, tuple[int, int]], cut: int) -> tuple[tuple[str, str], ...]:
+        """What is made before ``cut`` and read from there on. Between a loop's turns its carry is."""
+        out = dict[tuple[str, str], None]()
+        for e in self.graph.edges:
+            if e.src not in of or e.dst not in of or not self.graph.tensors[e.tensor].needs_grad:
+                continue
+            first, end = of[e.dst]
+            end = end if e.op.scope else first + 1  # what a loop begins with is read in its first turn
+            alone = of[e.src] == of[e.dst] and self.graph.node[e.src].kind != "carry"
+            if of[e.src][0] < cut < end and not alone:
+                out[e.src, e.tensor] = None
+        return tuple(out)
+
+
+def _postorder(before: Sequence[set[int]], order: Sequence[Sequence[int]]) -> list[int]:
+    """Every number after those that it needs, each as late as possible; from the last one back."""
+    out, seen = list[int](), set[int]()
+    needed = set[int]().union(*before) if before else set()
+    for root in [i for i in range(len(before)) if i not in needed]:
+        stack = [(root, iter(order[root]))]
+        seen.add(root)
+        while stack:
+            at, rest = stack[-1]
+            nxt = next((j for j in rest if j not in seen), None)
+            if nxt is None:
+                stack.pop()
+                out.append(at)
+            else:
+                seen.add(nxt)
+                stack.append((nxt, iter(order[nxt])))
+    return out
