@@ -25,7 +25,7 @@ from pase.frontends.jax_blocks import blocks_of
 from pase.frontends.jax_leaves import arrays, trained, untrained
 from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
-from pase.ir.narrow import Chain, chain_of
+from pase.ir.narrow import UnitChain, chain_of
 from pase.machine import Mesh
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Schedule
@@ -113,7 +113,7 @@ class JaxPipeline:
         return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again, self.chain)
 
     @cached_property
-    def chain(self) -> Chain | None:
+    def chain(self) -> UnitChain | None:
         """The units between which the model is cut; None if it is cut between equal blocks."""
         if not self.pipeline.narrow:
             return None

@@ -18,7 +18,7 @@ from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_dropped, is_literal, scan_groups
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
-from pase.ir.narrow import Chain
+from pase.ir.narrow import UnitChain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class PieceList:
     traced: TracedJax
     blocks: int
     again: Sequence[Block]
-    chain: Chain | None = None
+    chain: UnitChain | None = None
     names: dict[StageKey, str] = field(default_factory=dict)
     constants: dict[StageKey, Tree] = field(default_factory=dict)
     avals: dict[StageKey, Aval] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_types import Aval
 from pase.frontends.jax_versions import is_literal
 from pase.ir.blocks import Block
-from pase.ir.narrow import Chain
+from pase.ir.narrow import UnitChain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def stages_of(
     leaf_names: Sequence[str],
     cuts: Sequence[int],
     again: Sequence[Block] = (),
-    chain: Chain | None = None,
+    chain: UnitChain | None = None,
 ) -> tuple[Stage, ...]:
     """The stages with these numbers of blocks, or of units of the chain. traced: on one micro-batch. again: blocks that
     any stage recomputes.

@@ -10,7 +10,7 @@ from pase.compiler.stage_places import Places, StagePart, places_of
 from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.ir.blocks import Block, holders
-from pase.ir.narrow import Chain, chain_of, loops_over_layers, op_work
+from pase.ir.narrow import UnitChain, chain_of, loops_over_layers, op_work
 
 __all__ = ["UnitPlaces", "UnitRange", "divided"]
 
@@ -29,7 +29,7 @@ class UnitPlaces(Places):
     its part. parameters: trained ones.
     """
 
-    chain: Chain
+    chain: UnitChain
     ranges: Mapping[str, frozenset[UnitRange]]
     by_turn: frozenset[str]
     parameters: frozenset[str]
@@ -84,7 +84,7 @@ def _overlap(a: UnitRange, b: UnitRange) -> int:
     return max(min(a[1], b[1]) - max(a[0], b[0]), 0)
 
 
-def divided(graph: Graph, written_out: Sequence[Block] = (), chain: Chain | None = None) -> Places:
+def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | None = None) -> Places:
     """Where a model is cut: between the equal blocks of its one loop over layers, or of layers that are written out and
     hold most of its work; any other model between its narrow places, a ``UnitPlaces``.
 
@@ -103,7 +103,7 @@ def divided(graph: Graph, written_out: Sequence[Block] = (), chain: Chain | None
     return _by_units(graph, chain)
 
 
-def _by_units(graph: Graph, chain: Chain) -> UnitPlaces:
+def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
     ranges, by_turn = _ranges(graph, chain)
     first = {u: (a, b) for a, b in chain.loops.values() for u in range(a, b)}
     sizes = {f"unit {first.get(u, (u, u + 1))[0]}": 1 for u in range(chain.units)}
@@ -130,7 +130,7 @@ def _beside(graph: Graph, blocks: Sequence[Block]) -> float:
     return 1 - inside / whole if whole else 1.0
 
 
-def _ranges(graph: Graph, chain: Chain) -> tuple[dict[str, frozenset[UnitRange]], frozenset[str]]:
+def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRange]], frozenset[str]]:
     """(the units that have each node, the nodes that are of a loop's turns)."""
     loop = {f"{path}.": units for path, units in chain.loops.items()}
     out: dict[str, frozenset[UnitRange]] = {name: frozenset([units]) for name, units in chain.of.items()}

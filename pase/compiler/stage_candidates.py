@@ -17,7 +17,7 @@ from pase.compiler.stage_places import Places
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import Variant, graph_of
 from pase.ir import Graph
-from pase.ir.narrow import Chain
+from pase.ir.narrow import UnitChain
 from pase.machine import Mesh
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class TablesMade:
         """For each site, those of each way to run the step."""
         return tuple(self.of(v, mesh, site) for site in sites for v in ways)
 
-    def _chain(self, variant: Variant) -> Chain | None:
+    def _chain(self, variant: Variant) -> UnitChain | None:
         """The chain of a model without equal blocks, the same for all ways to run as many micro-batches."""
         plain = replace(variant, blocks=(), once="none", precision="model")
         if plain == variant:

@@ -15,7 +15,7 @@ from pase.ir.blocks import Block, holders
 from pase.ir.sizes import Size
 from pase.ir.types import Graph, Node
 
-__all__ = ["Chain", "chain_of", "loops_over_layers", "op_work"]
+__all__ = ["UnitChain", "chain_of", "loops_over_layers", "op_work"]
 
 _PARTS = 32
 """No two cuts are closer than this part of the model's work; those at a loop's turns are where they are."""
@@ -23,7 +23,7 @@ _STORED = ("parameter", "input", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class UnitChain:
     """units: how many. of: node -> its units, [first, end): several for what a loop over layers holds; only nodes that
     work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there;
     the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an equation -> its unit.
@@ -37,8 +37,8 @@ class Chain:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Group:
-    """Nodes that stay together. turns: of a loop over layers, else 1."""
+class _UnitNodes:
+    """Nodes that stay together. loop: path of the scope around them. turns: of a loop over layers, else 1."""
 
     names: list[str]
     loop: str
@@ -46,13 +46,15 @@ class _Group:
     work: float
 
 
-def loops_over_layers(graph: Graph) -> dict[str, int]:
-    """Path of each outermost loop that reads stacked parameters, one slice a turn -> its turns."""
-    out: dict[str, int] = {}
+def loops_over_layers(graph: Graph) -> dict[str, tuple[str, int]]:
+    """Each outermost loop that reads stacked parameters, one slice a turn: path of its scope -> (its own path, its
+    turns)."""
+    out: dict[str, tuple[str, int]] = {}
     sliced = [(graph.node[e.src], e.op) for e in graph.edges] + [(n, op) for n in graph.nodes for op in n.ops]
     for n, op in sliced:
         if n.kind == "parameter" and op.eqn.part == "x" and op.scope[:1] and op.scope[0].kind == "loop":
-            out[op.scope[0].path.rstrip(".")] = round(_number(op.times) / _number(n.ops[0].times))
+            turns = round(_number(op.times) / _number(n.ops[0].times))
+            out[op.scope[0].path] = op.eqn.path, turns
     return dict(sorted(out.items()))
 
 
@@ -65,13 +67,13 @@ def _number(size: Size) -> float:
     return float(size)
 
 
-def chain_of(graph: Graph, blocks: Sequence[Block] = ()) -> Chain:
+def chain_of(graph: Graph, blocks: Sequence[Block] = ()) -> UnitChain:
     """graph: simplified, of the step in micro-batches or of one of them: both give the same units. blocks: written out;
     no cut is inside of one, since a block may be computed again as a whole."""
-    return _Finder(graph, blocks).chain()
+    return _ChainFinder(graph, blocks).chain()
 
 
-class _Finder:
+class _ChainFinder:
     def __init__(self, graph: Graph, blocks: Sequence[Block]) -> None:
         self.graph, self.layers = graph, loops_over_layers(graph)
         self.held_by = holders(blocks)
@@ -93,7 +95,7 @@ class _Finder:
         both = parameters & batch
         return frozenset(n.name for n in self.graph.nodes if n.name in both and n.kind not in _STORED)
 
-    def chain(self) -> Chain:
+    def chain(self) -> UnitChain:
         groups = self._ordered(self._groups())
         cuts = self._cuts(groups)
         of, loops, at, unit = dict[str, tuple[int, int]](), dict[str, tuple[int, int]](), dict[str, int](), 0
@@ -104,23 +106,23 @@ class _Finder:
                 for op in self.graph.node[name].ops:
                     at.setdefault(op.eqn.path, unit)
             if g.loop in self.layers:
-                loops[g.loop] = mine
+                loops[self.layers[g.loop][0]] = mine
             unit += g.turns if i in cuts else g.turns - 1
         units = unit + 1
         crossing = tuple(self._crossing(of, c) for c in range(1, units))
-        return Chain(units=units, of=of, crossing=crossing, loops=loops, at=at)
+        return UnitChain(units=units, of=of, crossing=crossing, loops=loops, at=at)
 
-    def _groups(self) -> list[_Group]:
+    def _groups(self) -> list[_UnitNodes]:
         """The nodes that work on activations, in the program's order; a loop's or a region's are one group."""
         found = dict[str, list[str]]()
         for n in self.graph.nodes:
             if n.name in self.active:
                 found.setdefault(self._around(n) or f"node {n.name}", []).append(n.name)
         return [
-            _Group(
+            _UnitNodes(
                 names=names,
                 loop=key,
-                turns=self.layers.get(key, 1),
+                turns=self.layers[key][1] if key in self.layers else 1,
                 work=sum(op_work(self.graph.node[n]) for n in names),
             )
             for key, names in found.items()
@@ -129,11 +131,11 @@ class _Finder:
     def _around(self, n: Node) -> str:
         scopes = [s for op in n.ops for s in op.scope[:1] if s.kind != "program"]
         if scopes:
-            return scopes[0].path.rstrip(".")
+            return scopes[0].path
         held = self.held_by(n.main.eqn)
         return f"block {held[0]}" if held else ""
 
-    def _ordered(self, groups: Sequence[_Group]) -> list[_Group]:
+    def _ordered(self, groups: Sequence[_UnitNodes]) -> list[_UnitNodes]:
         """Each group directly after what it alone needs, the longest way first: of two branches that meet, the one with
         more work is done before the other begins, and what is small stays beside its reader."""
         number = {name: i for i, g in enumerate(groups) for name in g.names}
@@ -147,7 +149,7 @@ class _Finder:
         first = [sorted(b, key=lambda j: (-total[j], j)) for b in before]
         return [groups[i] for i in _postorder(before, first)]
 
-    def _cuts(self, groups: Sequence[_Group]) -> set[int]:
+    def _cuts(self, groups: Sequence[_UnitNodes]) -> set[int]:
         """Groups after which the chain is cut: on both sides of loops over layers, and else where fewest activations
         cross, then fewest bytes, no two closer than a part of the work."""
         place = {name: (i, i + 1) for i, g in enumerate(groups) for name in g.names}
