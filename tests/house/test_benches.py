@@ -49,6 +49,7 @@ SMALLEST = {
     "tables": '--repeats 1 --only "gpt2 32"',
     "tf_applications": "MobileNet",
     "xla_fuzz": "--cases 0",
+    "zero3_pipeline": "--out zero3_pipeline.json",
     "zoo_compile": "mlp --devices 8",
 }
 """Bench -> its smallest arguments."""

@@ -1,0 +1,90 @@
+"""ZeRO-3 against a pipeline with tensor parallelism, on 384 to 1,536 A100: is the faster of two measured runs priced as
+the faster one?
+
+    python -m bench.zero3_pipeline [--out bench/results/zero3_pipeline.json]
+
+Narayanan et al. 2021 (arXiv 2104.04473), table 2: a GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of
+2,048, batch 1,536, everything recomputed), ZeRO-3 by DeepSpeed without model parallelism and PTD-P with 8-way tensor
+parallelism in 12 stages. TFLOP/s count recomputation, by that paper's formula. Nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from bench.provenance import RESULTS, save
+
+LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH = 96, 12288, 51200, 2048, 1536
+MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0))
+"""GPUs, ZeRO-3's micro-batch, TFLOP/s of a GPU under ZeRO-3 and under PTD-P."""
+
+
+def model() -> tuple[Any, ...]:
+    """(loss function, shapes of parameters, shapes of the batch)."""
+    from pase.zoo.layers import shapes
+    from pase.zoo.transformers import gpt
+
+    built = gpt(
+        batch=BATCH,
+        seq=SEQUENCE,
+        layers=LAYERS,
+        vocab=VOCABULARY,
+        dtype="bfloat16",
+        attention="plain",
+        scan=1,
+        remat=0,
+        d=WIDTH,
+        heads=96,
+        context=SEQUENCE,
+    )
+    return built.loss_fn, shapes(built.params, built.stored), shapes(built.batch, built.stored)
+
+
+def flops() -> float:
+    """Of a step (the paper's equation 3)."""
+    of_layers = 96 * BATCH * SEQUENCE * LAYERS * WIDTH**2
+    return of_layers * (1 + SEQUENCE / (6 * WIDTH) + VOCABULARY / (16 * LAYERS * WIDTH))
+
+
+def rows() -> list[dict[str, Any]]:
+    """For each number of GPUs, both runs as measured and as priced, and whether the order is right."""
+    import pase
+
+    out, priced = [], model()
+    for gpus, micro, zero3, piped in MEASURED:
+        ways = (
+            (f"fsdp={gpus},micro={micro},remat=full", "eager", zero3),
+            (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", "megatron_2021", piped),
+        )
+        steps = []
+        for strategy, executor, tflops in ways:
+            found = pase.price(*priced, devices=gpus, strategy=strategy, executor=executor, machine="a100x8")
+            measured = flops() / gpus / tflops / 1e12
+            steps.append(
+                {"strategy": strategy, "executor": executor, "measured_s": measured, "priced_s": found.step_s}
+            )
+        first, second = steps
+        right = (first["measured_s"] < second["measured_s"]) == (first["priced_s"] < second["priced_s"])
+        out.append({"gpus": gpus, "zero3": first, "pipeline": second, "ordered_rightly": right})
+    return out
+
+
+def main() -> None:
+    """Writes bench/results/zero3_pipeline.json."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default=str(RESULTS / "zero3_pipeline.json"))
+    args = parser.parse_args()
+    began = time.process_time()
+    found = rows()
+    result = {"rows": found, "ordered_rightly": sum(r["ordered_rightly"] for r in found)}
+    print(save(result | {"cpu_s": time.process_time() - began}, args.out))
+    for row in found:
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
