@@ -150,10 +150,17 @@ def drawn(rng, name, p, v, m, units, limit):
                 after, buffers = float(rng.uniform(0, 0.5)), room * float(rng.uniform(0, 1))
                 of.append(
                     RangeWay(
-                        first=a, end=b, runs=runs_of(**times), after=after, held=held, kept=kept,
-                        waiting=kept / 2, buffers=buffers, send=0.1 * (b < units),
+                        first=a,
+                        end=b,
+                        runs=runs_of(**times),
+                        after=after,
+                        held=held,
+                        kept=kept,
+                        waiting=kept / 2,
+                        buffers=buffers,
+                        send=0.1 * (b < units),
                     )
-                )  # fmt: skip
+                )
         ways.append(of)
 
     def exact(choice):
