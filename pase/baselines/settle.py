@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from pase.machine import CostModel, Machine, Mesh
 from pase.search import solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
-from pase.tables.build import Space, build
+from pase.tables.build import Space, build, config_space
 
-__all__ = ["TablesOf", "baselines", "price", "settle"]
+__all__ = ["TablesOf", "baselines", "price", "settle", "settle_alone"]
 
 TablesOf = Callable[[Mesh], tuple[CostTables, Space]]
 
@@ -66,9 +66,29 @@ def baselines(
 
 def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipped:
     """The cheapest strategy among the configs that the intent allows."""
+    keep = _allowed(intent, space.graph, space.configs)
+    if isinstance(keep, Skipped):
+        return keep
+    return _cheapest(
+        intent, tables.restricted(dict(enumerate(keep))), space.graph, _taken(space.configs, keep)
+    )
+
+
+def settle_alone(intent: Intent, graph: Graph, model: CostModel) -> Baseline | Skipped:
+    """``settle`` where nobody else asks for this mesh: only the configs that the intent allows are priced."""
+    configs = config_space(graph, intent.mesh, model)
+    keep = _allowed(intent, graph, configs)
+    if isinstance(keep, Skipped):
+        return keep
+    among = _taken(configs, keep)
+    return _cheapest(intent, build(graph, intent.mesh, model, among=among)[0], graph, among)
+
+
+def _allowed(intent: Intent, graph: Graph, configs: Sequence[np.ndarray]) -> list[np.ndarray] | Skipped:
+    """For each node the indices of the configs that the intent allows."""
     keep: list[np.ndarray] = []
     same: dict[tuple[int | str, int], np.ndarray] = {}  # equal configs are one array
-    for node, cfg in zip(space.graph.nodes, space.configs, strict=True):
+    for node, cfg in zip(graph.nodes, configs, strict=True):
         key = (intent.alike.get(node.name, node.name), id(cfg))
         if key not in same:
             same[key] = np.flatnonzero(intent.allow(node, cfg, intent.mesh))
@@ -77,11 +97,21 @@ def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipp
             reason = f"node '{node.name}' has no config on mesh {intent.mesh.sizes} that the method allows"
             return Skipped(name=intent.name, reason=reason)
         keep.append(allowed)
-    found = solve(tables.restricted(dict(enumerate(keep))))
-    strategy = {
-        node.name: cfg[k[i]]
-        for node, cfg, k, i in zip(space.graph.nodes, space.configs, keep, found.choice, strict=True)
-    }
+    return keep
+
+
+def _taken(configs: Sequence[np.ndarray], keep: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The configs at these indices; equal ones of equal nodes are one array."""
+    made: dict[tuple[int, bytes], np.ndarray] = {}
+    return [made.setdefault((id(cfg), k.tobytes()), cfg[k]) for cfg, k in zip(configs, keep, strict=True)]
+
+
+def _cheapest(
+    intent: Intent, tables: CostTables, graph: Graph, configs: Sequence[np.ndarray]
+) -> Baseline:
+    found = solve(tables)
+    chosen = zip(graph.nodes, configs, found.choice, strict=True)
+    strategy = {node.name: cfg[i] for node, cfg, i in chosen}
     return Baseline(
         name=intent.name, mesh=intent.mesh, strategy=strategy, cost=found.cost, notes=intent.notes
     )

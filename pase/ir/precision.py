@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pase.ir.types import Graph, Node
+from pase.once import once
 
 __all__ = ["FP4", "FP8", "in_fp8", "operand_bytes", "weight_products"]
 
@@ -31,6 +32,7 @@ def weight_products(graph: Graph, node: Node) -> bool:
     return node.kind in ("matmul", "conv") and "parameter" in kinds
 
 
+@once
 def in_fp8(graph: Graph, dtype: str = FP8) -> Graph:
     """The simplified graph with its products with weights in fp8, all but the last: those that lead to no further one,
     as the products that make logits do, stay as they are (torchtitan's filter of "output"; Transformer Engine's

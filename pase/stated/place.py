@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from pase.baselines import Baseline, Intent, Roles, roles
+from pase.baselines import Baseline, Intent, Roles, Skipped, roles
 from pase.baselines.masks import by_batch, free, most, only
-from pase.baselines.settle import settle
+from pase.baselines.settle import settle_alone
 from pase.errors import Infeasible
 from pase.ir import Graph, Node
 from pase.machine import CostModel, Mesh
+from pase.once import once
 from pase.stated.strategy import Strategy
-from pase.tables.build import build
 from pase.tables.layouts import NOT_SPLIT
 
 __all__ = ["place", "stage_mesh"]
@@ -29,11 +29,17 @@ def place(graph: Graph, s: Strategy, model: CostModel) -> Baseline:
     """The strategy of one stage. Infeasible, with the reason, where the graph has nothing to split so."""
     r = roles(graph)
     _refuse(graph, r, s)
-    mesh = stage_mesh(s)
-    found = settle(Intent(name=str(s), mesh=mesh, allow=_Allowed(r, s), alike={}), *build(graph, mesh, model))
+    found = _settled(graph, stage_mesh(s), s.sequence, model)
     if not isinstance(found, Baseline):
         raise Infeasible(f"{s} on '{graph.name}': {found.reason}")
     return found
+
+
+@once
+def _settled(graph: Graph, mesh: Mesh, sequence: bool, model: CostModel) -> Baseline | Skipped:
+    """What strategies of one mesh have in common, whatever they recompute, shard flat or run in stages."""
+    allowed = _Allowed(roles(graph), sequence)
+    return settle_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
 
 def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
@@ -53,8 +59,8 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
 class _Allowed:
     """Which configs the strategy has for a node (``pase.baselines.types.Allow``)."""
 
-    def __init__(self, r: Roles, s: Strategy) -> None:
-        self.r, self.s = r, s
+    def __init__(self, r: Roles, sequence: bool) -> None:
+        self.r, self.sequence = r, sequence
 
     def __call__(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         at = {name: i for i, name in enumerate(mesh.names)}
@@ -90,7 +96,7 @@ class _Allowed:
         """Megatron's: heads, hidden units and vocabulary; with sequence parallelism the sequence between them."""
         r = self.r
         tensor, inside = r.dims(node, r.tensor), r.dims(node, r.tensor - r.ends)
-        sequence = r.dims(node, r.sequence) if self.s.sequence and not inside else []
+        sequence = r.dims(node, r.sequence) if self.sequence and not inside else []
         allowed = allowed & only(cfg, [axis], [*tensor, *sequence, *free(node)])
         if node.kind == "copy":
             return allowed

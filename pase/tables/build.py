@@ -136,15 +136,18 @@ def build(
     *,
     sync: float = 1.0,
     gathers: float = 1.0,
+    among: Sequence[np.ndarray] | None = None,
 ) -> tuple[CostTables, Space]:
     """Price every config of every node and every pair of layouts of every edge.
+
+    among: per node the configs to price, int8 [K, axes], if not all; equal nodes should share an array.
 
     Equal nodes and edges of repeated layers are priced once and share their arrays. sync, gathers: weights of the
     gradients' synchronisation and of parameters' way to their readers, below 1 without that for recomputation, since
     they stay. Tables of other weights have the same nodes, edges and classes.
     """
     known = facts(graph)
-    space = config_space(graph, mesh, model)
+    space = config_space(graph, mesh, model) if among is None else tuple(among)
     tables = CostTables(
         node_costs=tuple(n.total for n in phase_costs(graph, space, mesh, model, optimizer)),
         edges=tuple(_edges(known, space, mesh, model, {"backward": sync, "forward": gathers})),
