@@ -183,6 +183,10 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, **_COMPOSER)
     if row.source == "dsv":
         program = replace(program, **_DEEPSEEK)
+    if (
+        row.source == "ll3"
+    ):  # arXiv 2407.21783, 3.3.2: FSDP with stages; weights stay between forward and backward
+        program = replace(program, zero_in_stages=2)
     if row.source == "aut":
         program = replace(program, bytes=_AUTOMODEL)
     if program.name == "eager" and row.source == "aut":

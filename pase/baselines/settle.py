@@ -106,9 +106,7 @@ def _taken(configs: Sequence[np.ndarray], keep: Sequence[np.ndarray]) -> list[np
     return [made.setdefault((id(cfg), k.tobytes()), cfg[k]) for cfg, k in zip(configs, keep, strict=True)]
 
 
-def _cheapest(
-    intent: Intent, tables: CostTables, graph: Graph, configs: Sequence[np.ndarray]
-) -> Baseline:
+def _cheapest(intent: Intent, tables: CostTables, graph: Graph, configs: Sequence[np.ndarray]) -> Baseline:
     found = solve(tables)
     chosen = zip(graph.nodes, configs, found.choice, strict=True)
     strategy = {node.name: cfg[i] for node, cfg, i in chosen}

@@ -43,7 +43,10 @@ def neighbours(s: Strategy) -> Iterator[Strategy]:
     """Strategies one change away, on the same devices. Not all of them can be placed on every model."""
     for a, b in permutations(_DEGREES, 2):
         if getattr(s, a) % 2 == 0:
-            yield _with(s, **{a: getattr(s, a) // 2, b: getattr(s, b) * 2})
+            moved = _with(s, **{a: getattr(s, a) // 2, b: getattr(s, b) * 2})
+            yield moved
+            if moved.asynchronous and b == "tensor":  # it may reach too far for that
+                yield replace(moved, asynchronous=False)
     for name in ("micro", "chunks", "expert"):
         value = getattr(s, name) or 1
         halves = [value // 2] * (value % 2 == 0)
@@ -52,7 +55,7 @@ def neighbours(s: Strategy) -> Iterator[Strategy]:
     yield from (replace(s, remat=r) for r in get_args(Remat) if r != (s.remat or "none"))
     yield from (_with(s, zero=z) for z in (0, 1, 2, 3) if z != s.zero and s.ranks * s.context > 1)
     if s.tensor > 1:
-        yield replace(s, sequence=not s.sequence)
+        yield replace(s, sequence=not s.sequence, asynchronous=False)
 
 
 def _with(s: Strategy, **degrees: int) -> Strategy:
@@ -109,6 +112,11 @@ def changes(a: Strategy, b: Strategy) -> list[str]:
         out.append(f"ZeRO {b.zero}" if b.zero else "no ZeRO")
     if (a.remat or "none") != (b.remat or "none"):
         out.append("no recomputation" if b.remat in (None, "none") else f"{b.remat} recomputation")
-    if a.sequence != b.sequence:
-        out.append(f"{'with' if b.sequence else 'without'} sequence parallelism")
+    if min(a.tensor, b.tensor) > 1:  # without tensor parallelism there is none to speak of
+        for name, what in (
+            ("sequence", "sequence parallelism"),
+            ("asynchronous", "collectives during products"),
+        ):
+            if getattr(a, name) != getattr(b, name):
+                out.append(f"{'with' if getattr(b, name) else 'without'} {what}")
     return out

@@ -87,6 +87,7 @@ def price_strategy(
         raise Infeasible(
             f"a batch of {examples} is not whole micro-batches of {micro} on {s.ranks} data-parallel ranks"
         )
+    _refuse(s, program, model, m)
     dtype = PRODUCTS_IN[s.precision]
     if dtype is not None:
         if dtype not in model.machine.device.peak_flops:
@@ -126,6 +127,26 @@ def price_strategy(
         work=work,
         pipeline=pipeline,
     )
+
+
+def _refuse(s: Strategy, program: Program, model: CostModel, micro_batches: int) -> None:
+    """What the program does not run."""
+    near = model.machine.levels[0]
+    if s.asynchronous and program.in_pieces.near and s.tensor > (near.ways or s.tensor):
+        raise Infeasible(
+            f"{s}: {program.name} runs tensor parallelism's collectives during products (async) only among the "
+            f"{near.ways} devices of a {near.name} on '{model.machine.name}': leave out async, or take tp={near.ways}"
+        )
+    if s.pipeline > 1 and s.zero > program.zero_in_stages:
+        raise Infeasible(
+            f"{s}: {program.name} runs stages with zero={program.zero_in_stages} at most "
+            f"(dp=N,zero={program.zero_in_stages})"
+        )
+    if s.chunks > 1 and micro_batches < s.pipeline:
+        raise Infeasible(
+            f"{s}: the interleaved schedule needs as many micro-batches as stages ({s.pipeline}), and there are "
+            f"{micro_batches}: smaller micro-batches or fewer chunks (vp)"
+        )
 
 
 def _flat(model: CostModel) -> CostModel:

@@ -73,6 +73,22 @@ class AroundExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class InPieces:
+    """How gathers and scatters of tensor parallelism run during the products that they feed, piece by piece.
+
+    after: the part of a forward's reduce-scatter that runs after its product; None: one rank's piece. units: compute
+    units that reduce-scatters hold (the other collectives are copies that hold none). summed: a reduce-scatter's pieces
+    arrive apart and are added in a pass of their own. near: runs only among devices of the machine's innermost link,
+    because it writes to their memory.
+    """
+
+    after: float | None = None
+    units: int = 0
+    summed: bool = False
+    near: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """How a framework runs a step.
 
@@ -89,6 +105,8 @@ class Program:
     sends_beside: transfers between stages overlap with compute. sends_parts: what is replicated over tensor parallelism
     is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
     exchange_beside: tokens are sent to experts and back while another micro-batch computes.
+    in_pieces: what an asynchronous strategy's tensor parallelism does.
+    zero_in_stages: the most of ZeRO that runs with stages.
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it.
     selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
     not.
@@ -122,6 +140,8 @@ class Program:
     context: Literal["ring", "gather"] = "ring"
     keeps_chosen: bool = False
     exchange_beside: bool = False
+    in_pieces: InPieces = InPieces()
+    zero_in_stages: int = 3
     logits: float = 2.0
     logits_in_parts: float | None = None
     sums_unsplit: bool = False
@@ -195,6 +215,13 @@ _TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
 Relative to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to
 2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
 benchmark/data/all_benchmark_data.csv)."""
+_USERBUFFERS = InPieces(after=0.25, units=16)
+"""Transformer Engine's (transformer_engine/pytorch/module/base.py, initialize_ub): what products read is exchanged in a
+ring of copies, what they make is scattered in four pieces beside them ("pipeline", num_splits), and in backward beside
+the next product ("bulk"); the last two hold 16 units (num_sm). NVIDIA/TransformerEngine#1071: within NVLink only."""
+_SYMMETRIC_MEMORY = InPieces(after=0.0, summed=True)
+"""PyTorch's (torch/distributed/_symmetric_memory, _pipelined_produce_and_all2all and _fused_matmul_reduce_scatter): a
+rank's own piece is computed last; the others' are copied into its memory, stacked, and then added."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
 """Functions of the zoo's models that Transformer Engine, Apex and Megatron-Core have one kernel for."""
 
@@ -215,6 +242,7 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
+        in_pieces=_SYMMETRIC_MEMORY,
         keeps_chosen=True,
         logits=3.0,
         logits_in_parts=4.0,
@@ -239,6 +267,7 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
+        in_pieces=_SYMMETRIC_MEMORY,
         logits=0.5,
         sums_unsplit=True,
         reserve_bytes=1e9,
@@ -255,6 +284,7 @@ for _p in (
         selective=all_but_products,
         logits=1.0,
         by_weight=True,
+        in_pieces=InPieces(near=False),
         reserve_bytes=1e9,
         source="by_weight: XLA's partitioner gathers a weight for the product that reads it, and scatters its gradient "
         "behind the product that makes it (docs/communication-truth.md); no buffers of its own to copy to and from",
@@ -270,6 +300,8 @@ for _p in (
         sums_each=False,
         sends_beside=True,
         sends_parts=True,
+        in_pieces=_USERBUFFERS,
+        zero_in_stages=1,
         experts=AroundExperts(forward=5.0, backward=5.0),
         logits=1.0,
         fp8_passes=0.0,
@@ -279,7 +311,9 @@ for _p in (
         "interleaved sends beside compute; delayed scaling reads no maximum of its own. experts: "
         "megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: tokens are written in "
         "their experts' order (permute), and around the experts' products sorted and sorted back (sort_chunks_by_idxs: "
-        "read and written each time); the weighted sum at the end is the model's own. Backward moves as much",
+        "read and written each time); the weighted sum at the end is the model's own. Backward moves as much. "
+        "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
+        "--use-torch-fsdp2 asserts one stage)",
     ),
     Program(
         name="megatron_2021",
@@ -292,11 +326,14 @@ for _p in (
         sends_parts=True,
         sums_beside=False,
         sums_each=False,
+        in_pieces=_USERBUFFERS,
+        zero_in_stages=1,
         logits=2.0,
         reserve_bytes=2e9,
         source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
-        "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16)",
+        "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
+        "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3",
     ),
 ):
     PROGRAMS.add(_p.name, _p)

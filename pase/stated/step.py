@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pase.compiler.stage_places import ends_sum_s, send_s
 from pase.machine import CostModel, Mesh, mesh_from
-from pase.stated.parts import Part, Parts
+from pase.stated.parts import Part, Parts, Sent
 from pase.stated.program import Program
 from pase.stated.strategy import Strategy
 from pase.stated.timeline import Pipeline, Unit, passes, pipelined, stage_layers
@@ -105,17 +106,17 @@ class StatedStep:
     def sent_s(self, part: Part, backward: bool) -> float:
         """Seconds of collectives between products in one pass; backward includes those that recomputation repeats."""
         out, ring, exchange = 0.0, 0.0, 0.0
+        in_pieces: list[tuple[Sent, float]] = []
         for c in part.sent:
             now = (0.0 if backward else c.seconds) if not c.backward else (c.seconds if backward else 0.0)
             now += c.seconds * c.runs_again if backward and not c.backward else 0.0
-            if (
-                "context" in c.axes
-                and self.program.context == "ring"
-                and c.kind in ("all_gather", "reduce_scatter")
-            ):
+            whole = c.kind in ("all_gather", "reduce_scatter")
+            if "context" in c.axes and self.program.context == "ring" and whole:
                 ring += now
             elif self.program.exchange_beside and c.kind == "all_to_all" and "expert" in c.axes:
                 exchange += now
+            elif self.s.asynchronous and "model" in c.axes and whole:
+                in_pieces.append((c, now))
             else:
                 out += now
         # A ring's hops overlap with the attention over the keys that have arrived; its first part needs no hop.
@@ -123,9 +124,21 @@ class StatedStep:
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
         compute = part.backward_s + part.again_s if backward else part.forward_s
         out += max(ring - hidden, 0.0) + max(exchange - compute, 0.0)
-        if self.s.asynchronous:
-            out = max(out - compute, out / max(self.s.tensor, 1))
-        return out
+        return out + self.in_pieces_s(in_pieces, compute)
+
+    def in_pieces_s(self, sent: Sequence[tuple[Sent, float]], compute_s: float) -> float:
+        """What collectives add to a pass in which they run during products. sent: each with its seconds in the pass."""
+        how, units = self.program.in_pieces, self.model.machine.device.compute_units
+        part_after = 1 / self.s.tensor if how.after is None else how.after
+        total = sum(now for _, now in sent)
+        scattered = [(c, now) for c, now in sent if c.kind == "reduce_scatter"]
+        after = sum(now for c, now in scattered if not c.backward) * part_after
+        held = (sum(now for _, now in scattered) - after) * (how.units / units if units else 0.0)
+        added = 0.0
+        if how.summed:  # reads a piece from each rank, writes one
+            nbytes = sum(c.nbytes * c.times * now / c.seconds for c, now in scattered if c.seconds)
+            added = self.copying_s(nbytes * (1 + 1 / self.s.tensor))
+        return max(total - compute_s, after + held) + added
 
     def units(
         self, backward: bool, blocks: int, first: bool, last: bool, *, gathers: bool, sums: bool

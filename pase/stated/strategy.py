@@ -155,5 +155,9 @@ def _check(s: Strategy, text: str, devices: int) -> None:
         raise PaseError(f"zero={s.zero} in '{text}' needs fsdp=N (or dp=N without fsdp): ranks to split over")
     if s.chunks > 1 and (s.pipeline == 1 or s.schedule in ("gpipe", "1f1b")):
         raise PaseError(f"vp={s.chunks} in '{text}' needs pp=N and the interleaved schedule")
+    if s.asynchronous and not (s.sequence and s.tensor > 1):
+        raise PaseError(
+            f"async in '{text}' needs tp=N and sp: it is gathers and scatters that run during products, not sums"
+        )
     if math.gcd(s.expert, s.ranks) != s.expert:
         raise PaseError(f"ep={s.expert} in '{text}' does not divide the {s.ranks} data-parallel ranks")
