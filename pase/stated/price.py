@@ -137,6 +137,8 @@ def _refuse(s: Strategy, program: Program, model: CostModel, micro_batches: int)
             f"{s}: {program.name} runs tensor parallelism's collectives during products (async) only among the "
             f"{near.ways} devices of a {near.name} on '{model.machine.name}': leave out async, or take tp={near.ways}"
         )
+    if s.context > 1 and program.context == "none":
+        raise Infeasible(f"{s}: {program.name} has no context parallelism: leave out cp={s.context}")
     if s.pipeline > 1 and s.zero > program.zero_in_stages:
         raise Infeasible(
             f"{s}: {program.name} runs stages with zero={program.zero_in_stages} at most "

@@ -107,7 +107,8 @@ class Program:
     exchange_beside: tokens are sent to experts and back while another micro-batch computes.
     in_pieces: what an asynchronous strategy's tensor parallelism does.
     zero_in_stages: the most of ZeRO that runs with stages.
-    context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it.
+    context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; none: the
+    program has no context parallelism.
     selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
     not.
     logits: the number of float32 copies of the logits that take memory at the loss, in addition to the logits.
@@ -137,7 +138,7 @@ class Program:
     sums_each: bool = True
     sends_beside: bool = False
     sends_parts: bool = False
-    context: Literal["ring", "gather"] = "ring"
+    context: Literal["ring", "gather", "none"] = "ring"
     keeps_chosen: bool = False
     exchange_beside: bool = False
     in_pieces: InPieces = InPieces()
@@ -328,12 +329,13 @@ for _p in (
         sums_each=False,
         in_pieces=_USERBUFFERS,
         zero_in_stages=1,
+        context="none",
         logits=2.0,
         reserve_bytes=2e9,
         source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
         "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
-        "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3",
+        "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5",
     ),
 ):
     PROGRAMS.add(_p.name, _p)
