@@ -70,14 +70,19 @@ def _micro(traced: Traced, micro_batches: int) -> Traced:
 
 
 def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
-    """Raises NotInParts if micro-batches would give other numbers. graph: a micro-batch's. What JAX computes is taken
-    as a mean over the batch."""
+    """Raises NotInParts if micro-batches would give other numbers. graph: a micro-batch's."""
+    from pase.frontends.from_jax import TracedJax
     from pase.frontends.from_torch import TracedTorch
-    from pase.frontends.torch_batch import micro_sums
 
     part = _micro(traced, micro_batches)
     if isinstance(traced, TracedTorch) and isinstance(part, TracedTorch):
+        from pase.frontends.torch_batch import micro_sums
+
         micro_sums(traced, part, graph, micro_batches)
+    elif isinstance(traced, TracedJax) and isinstance(part, TracedJax):
+        from pase.frontends.jax_batch import check_mean
+
+        check_mean(traced, part, graph, micro_batches)
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:

@@ -105,7 +105,7 @@ class _SumsWalk:
         elif op.kind in ("carry", "output"):
             if op.kind == "carry" and any(v.summed or v.totalled for v in reads):
                 raise ExamplesMeet(where)
-            return
+            made = _OfBatch(trained=True)  # the loop's body, which comes after it, may make it so
         elif any(own - set(a.map.dims) for a in op.writes):
             made = self._sum(op, reads, own, where)
         elif any(v.summed for v in reads):

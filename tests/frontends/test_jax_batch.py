@@ -1,0 +1,93 @@
+"""A JAX step in micro-batches takes the mean of their losses: a loss that is no mean over the batch is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import Array, ShapeDtypeStruct
+
+import pase
+from pase.compiler.variants import Variant, graph_of
+from pase.errors import PaseError
+from pase.frontends.from_jax import trace
+from pase.frontends.registry import NotInParts
+
+W, X = ShapeDtypeStruct((8, 8), "float32"), ShapeDtypeStruct((16, 8), "float32")
+Loss = Callable[[Array, Array], Array]
+
+
+@jax.custom_vjp
+def _own_mean(y: Array) -> Array:
+    return jnp.mean(y * y)
+
+
+_own_mean.defvjp(lambda y: (jnp.mean(y * y), y), lambda y, g: (2.0 * g * y / y.size,))
+
+
+@jax.custom_vjp
+def _own_sum(y: Array) -> Array:
+    return jnp.sum(y * y)
+
+
+_own_sum.defvjp(lambda y: (jnp.sum(y * y), y), lambda y, g: (2.0 * g * y,))
+
+
+def _in_a_scan(w: Array, x: Array) -> Array:
+    total, _ = jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)
+    return jnp.mean(jnp.sum(total, axis=1))
+
+
+def _example_by_example(w: Array, x: Array) -> Array:
+    return jnp.mean(jax.vmap(lambda row: jnp.sum((row @ w) ** 2))(x))
+
+
+MEANS: dict[str, Loss] = {
+    "mean": lambda w, x: jnp.mean((x @ w) ** 2),
+    "sum over a count": lambda w, x: jnp.sum((x @ w) ** 2) / x.shape[0],
+    "times one over a count": lambda w, x: jnp.sum((x @ w) ** 2) * np.float32(1 / x.shape[0]),
+    "weights divided first": lambda w, x: jnp.sum((x @ w) ** 2 * jnp.full((x.shape[0], 1), 1 / x.shape[0])),
+    "mean under jit": jax.jit(lambda w, x: jnp.mean((x @ w) ** 2)),
+    "mean and a penalty": lambda w, x: jnp.mean((x @ w) ** 2) + 1e-3 * jnp.sum(w * w),
+    "penalty alone": lambda w, x: jnp.sum(w * w),
+    "mean of sums": lambda w, x: jnp.mean(jnp.sum((x @ w) ** 2, axis=1)),
+    "rule of its own": lambda w, x: _own_mean(x @ w),
+    "scan": _in_a_scan,
+    "vmap": _example_by_example,
+    "remat": lambda w, x: jax.checkpoint(lambda w: jnp.mean((x @ w) ** 2))(w),
+}
+OTHERS: dict[str, tuple[Loss, str]] = {
+    "sum": (lambda w, x: jnp.sum((x @ w) ** 2), "a sum over the batch"),
+    "sum over a constant": (lambda w, x: jnp.sum((x @ w) ** 2) / 100.0, "a sum over the batch"),
+    "sum under jit": (jax.jit(lambda w, x: jnp.sum((x @ w) ** 2)), "a sum over the batch"),
+    "rule of its own": (lambda w, x: _own_sum(x @ w), "a sum over the batch"),
+    "divided twice": (lambda w, x: jnp.mean((x @ w) ** 2) / x.shape[0], r"size \*\* \+1"),
+    "sum and a penalty": (
+        lambda w, x: jnp.sum((x @ w) ** 2) + 1e-3 * jnp.sum(w * w),
+        "examples .* meet in add",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_runs_in_micro_batches(name):
+    whole = trace(MEANS[name], W, X)
+    graph_of(whole, Variant(accumulate=4))
+    w, x = (np.random.default_rng(i).normal(size=s.shape) for i, s in enumerate((W, X)))
+    parts = [float(MEANS[name](w, x[i::4])) for i in range(4)]
+    assert np.mean(parts) == pytest.approx(float(MEANS[name](w, x)), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_mean_is_refused(name):
+    loss, told = OTHERS[name]
+    with pytest.raises(NotInParts, match=told):
+        graph_of(trace(loss, W, X), Variant(accumulate=4))
+
+
+def test_compile_says_how_to_write_it():
+    with pytest.raises(PaseError, match=r"mean of its micro-batches' losses: .*jnp\.mean"):
+        pase.compile(OTHERS["sum"][0], W, X, devices=2, accumulate=4)
