@@ -13,7 +13,7 @@ from pase.ir.names import dim_classes
 from pase.ir.places import Place
 from pase.ir.types import Graph, Node, Op
 
-__all__ = ["BatchSums", "ExamplesMeet", "batch_sums"]
+__all__ = ["BatchSums", "ExamplesMeet", "along_batch", "batch_sums"]
 
 
 class ExamplesMeet(Exception):
@@ -113,7 +113,7 @@ class _SumsWalk:
                 raise ExamplesMeet(where)
             made = self._of_sums(op, reads, where)
         else:
-            if op.kind in ("sequential", "opaque") and own and not self._alone(op):
+            if op.kind in ("sequential", "opaque") and along_batch(n, own) and not self._alone(op):
                 raise ExamplesMeet(where)
             made = self._joined(op, reads, self._power(op, [v.power for v in reads], where))
         for a in op.writes:
@@ -194,6 +194,12 @@ def _counting(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place, s
             found[t] = op
             left.extend(a.tensor for a in op.reads)
     return frozenset((op.eqn, t) for t, op in found.items())
+
+
+def along_batch(node: Node, batch: Collection[str]) -> bool:
+    """Whether a sequential op runs along the batch: example by example it may be split over it. batch: the dims of the
+    op that are the batch's."""
+    return any(node.space[d].kind != "parallel" for d in batch)
 
 
 def _adds(op: Op) -> bool:

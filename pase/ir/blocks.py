@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pase.ir.batch_sums import along_batch
 from pase.ir.names import dim_classes
 from pase.ir.places import Place, Scope
 from pase.ir.sizes import is_one
@@ -244,7 +245,7 @@ def mixes_examples(graph: Graph) -> str | None:
             for a in op.writes:
                 if told or (own - set(a.map.dims)):
                     summed.add(a.tensor)
-            sequential = op.kind in ("sequential", "opaque") and own
+            sequential = op.kind in ("sequential", "opaque") and along_batch(n, own)
             if sequential and any(not is_one(graph.tensors[a.tensor].elements) for a in op.reads):
                 return f"{op.name} at {op.source or n.name}"
     return None

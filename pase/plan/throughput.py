@@ -68,7 +68,7 @@ class Throughput:
         ...                examples_per_s_per_device=0.8))
         'MFU 41.2% · 408 TFLOP/s a device · 6,670 tokens/s a device'
         """
-        parts = [f"MFU {self.mfu:.1%}", f"{self.tflops_per_device:.3g} TFLOP/s a device"]
+        parts = [f"MFU {self.mfu:.1%}", f"{_rounded(self.tflops_per_device)} TFLOP/s a device"]
         rates = (("tokens", self.tokens_per_s_per_device), ("examples", self.examples_per_s_per_device))
         parts += [f"{_rounded(rate)} {what}/s a device" for what, rate in rates if rate is not None][:1]
         return " · ".join(parts)
@@ -122,18 +122,28 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
     )
 
 
-def _origin(graph: Graph, tensor: str) -> str | None:
-    """The kind of node that a tensor comes from, not counting copies."""
-    producer = graph.producer.get(tensor)
-    while producer is not None and producer.kind == "copy":
-        producer = graph.producer.get(producer.ops[0].reads[0].tensor)
-    return None if producer is None else producer.kind
+def _looks_up(graph: Graph, table: str, indices: str) -> bool:
+    """Is the table a parameter, and are the indices the batch's? JAX wraps negative ones around before a look-up."""
+    first = graph.producer.get(table)
+    while first is not None and first.kind == "copy":
+        first = graph.producer.get(first.ops[0].reads[0].tensor)
+    if first is None or first.kind != "parameter":
+        return False
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    left, found = [indices], False
+    while left:
+        op = makers.get(left.pop())
+        if op is not None and op.kind not in ("input", "constant", "copy", "view", "elementwise"):
+            return False
+        found |= op is not None and op.kind == "input"
+        left += [] if op is None else [a.tensor for a in op.reads]
+    return found
 
 
 def _indices(graph: Graph, op: Op) -> int | None:
     """The number of rows of a parameter that a look-up fetches by indices from the batch; None if it is no such
     look-up.
     """
-    if len(op.reads) != 2 or [_origin(graph, a.tensor) for a in op.reads] != ["parameter", "input"]:
+    if len(op.reads) != 2 or not _looks_up(graph, *(a.tensor for a in op.reads)):
         return None
     return int(number(graph.tensors[op.reads[1].tensor].elements, op.name))

@@ -12,12 +12,13 @@ def as_lines(name: str, p: Priced) -> list[str]:
     """Headline, where the time goes, collectives, memory."""
     mesh = " ".join(f"{k}={v}" for k, v in zip(p.mesh.names, p.mesh.sizes, strict=True))
     s = p.strategy
+    batches = "micro-batch" if p.micro_batches == 1 else "micro-batches"
     lines = [
         f"{name} as {s} on {s.devices} devices of {p.machine}, executor '{p.program}': predicted, not searched",
         f"step   {cost_text(p.step_s, 's')}   {p.throughput}",
         "       " + " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.seconds.items() if v > 0),
-        f"runs   {p.micro_batches} micro-batches of {s.micro} on each of {s.ranks} data-parallel ranks, recomputation "
-        f"{s.remat}; a stage's mesh {mesh}",
+        f"runs   {p.micro_batches} {batches} of {s.micro} on each of {s.ranks} data-parallel ranks, "
+        f"recomputation {s.remat}; a stage's mesh {mesh}",
     ]
     if p.pipeline is not None:
         lines.append(

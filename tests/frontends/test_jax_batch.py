@@ -15,6 +15,8 @@ from pase.compiler.variants import Variant, graph_of
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.registry import NotInParts
+from pase.ir import named, simplify
+from pase.ir.blocks import mixes_examples
 
 W, X = ShapeDtypeStruct((8, 8), "float32"), ShapeDtypeStruct((16, 8), "float32")
 Loss = Callable[[Array, Array], Array]
@@ -91,3 +93,17 @@ def test_what_is_no_mean_is_refused(name):
 def test_compile_says_how_to_write_it():
     with pytest.raises(PaseError, match=r"mean of its micro-batches' losses: .*jnp\.mean"):
         pase.compile(OTHERS["sum"][0], W, X, devices=2, accumulate=4)
+
+
+def test_what_sorts_each_example_alone_runs_in_micro_batches():
+    def choice(w, x):
+        return jnp.mean(jax.lax.top_k(x @ w, 2)[0])
+
+    def order(w, x):
+        return jnp.mean(jnp.sort(x @ w, axis=0))
+
+    graph_of(trace(choice, W, X), Variant(accumulate=4))
+    assert mixes_examples(named(simplify(trace(choice, W, X).graph))) is None
+    assert "sort" in str(mixes_examples(named(simplify(trace(order, W, X).graph))))
+    with pytest.raises(NotInParts, match="meet in sort"):
+        graph_of(trace(order, W, X), Variant(accumulate=4))
