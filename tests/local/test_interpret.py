@@ -50,7 +50,7 @@ def branching(p, x):
     """Values that several nodes read, transposed and not."""
     h = jnp.exp(jnp.tanh(x @ p["square"]))
     mixed = jnp.einsum("bsd,btd->bst", h, h + p["bias"])
-    return jnp.sum(jnp.tanh(jnp.swapaxes(mixed, 1, 2) @ h @ p["up"]) * (h @ p["up"]))
+    return jnp.mean(jnp.tanh(jnp.swapaxes(mixed, 1, 2) @ h @ p["up"]) * (h @ p["up"]))
 
 
 def imaging(p, x):
