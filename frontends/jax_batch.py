@@ -12,7 +12,7 @@ import numpy as np
 
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_blocks import batch_size, split_inputs
-from pase.frontends.jax_types import Eqn, Var
+from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, opened
 from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Op
@@ -144,14 +144,15 @@ class _Numbers:
     ) -> bool:
         """Walk what an equation calls; False if it calls nothing."""
         name = small.primitive.name
+        pairs: list[tuple[Jaxpr, Jaxpr, Sequence[int | str | None], str]]
         if name in INLINED:
             pairs = [(inner_jaxpr(big)[0], inner_jaxpr(small)[0], numbers, prefix)]
             if (name in KEPT_WHOLE or name in _OWN_RULE) and not inside:
                 inside = prefix[:-1]
         elif name == "scan":
             few = small.params["num_consts"]
-            bound = [*numbers[:few], *["data"] * (len(numbers) - few)]
-            pairs = [(opened(big.params["jaxpr"])[0], opened(small.params["jaxpr"])[0], bound, prefix)]
+            told = [*numbers[:few], *["data"] * (len(numbers) - few)]
+            pairs = [(opened(big.params["jaxpr"])[0], opened(small.params["jaxpr"])[0], told, prefix)]
         elif name == "cond":
             several = zip(big.params["branches"], small.params["branches"], strict=True)
             pairs = [

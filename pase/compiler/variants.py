@@ -18,7 +18,7 @@ from pase.ir.blocks import (
     once_text,
     rematerialised,
 )
-from pase.ir.precision import in_fp8
+from pase.ir.precision import FP8, in_fp8
 from pase.once import once
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     graph = named(simplify(rematerialised(raw, variant.blocks), raw))
     if variant.accumulate > 1:
         _check_micro(traced, graph, variant.accumulate)
-    exact = in_fp8(graph) if variant.precision == "fp8" else graph
+    exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     return accumulated(exact, variant.accumulate, variant.once)
 
 
