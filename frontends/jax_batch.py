@@ -33,7 +33,7 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
     part: the model on one of them; graph: its simplified graph.
     """
     try:
-        sums = batch_sums(graph, _cut(whole), _Numbers(whole=whole, part=part, k=k).power)
+        sums = batch_sums(graph, _cut(whole), _BothPrograms(whole=whole, part=part, k=k).power)
     except ExamplesMeet as e:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"
@@ -59,7 +59,7 @@ def _cut(traced: TracedJax) -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Numbers:
+class _BothPrograms:
     """The numbers in the program of the whole batch beside those of a micro-batch's: by which power of k they are
     larger; None: by no power of it."""
 
