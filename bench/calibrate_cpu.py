@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 CASES = (("mlp", 256), ("mlp", 2048), ("gpt2", 32), ("alexnet", 32))
 """(reduced zoo model, batch)."""
-STEPS = 9
+STEPS, ROUNDS = 5, 5
+"""Timed steps of a strategy each time that its turn comes, and turns."""
 DISTURBED, TRIES = 0.2, 5
 """Cores that other programs may take while a step is measured, and how often it is tried."""
 KEPT = {
@@ -107,37 +109,48 @@ def predicted_and_measured(
 
     rows = []
     for model, batch in cases:
-        for cell in planned(model, batch, devices, file, folder):
-            if cell.same_as is None:
-                rows.append(
-                    {
-                        "model": model,
-                        "batch": batch,
-                        "strategy": cell.strategy,
-                        "mesh": list(cell.mesh),
-                        "predicted_s": cell.predicted_s,
-                        "predicted_compute_s": cell.predicted_compute_s,
-                        **alone(Running(cell, "auto")),
-                    }
-                )
+        cells = [c for c in planned(model, batch, devices, file, folder) if c.same_as is None]
+        for cell, steps in zip(cells, in_rounds([Running(c, "auto") for c in cells]), strict=True):
+            rows.append(
+                {
+                    "model": model,
+                    "batch": batch,
+                    "strategy": cell.strategy,
+                    "mesh": list(cell.mesh),
+                    "predicted_s": cell.predicted_s,
+                    "predicted_compute_s": cell.predicted_compute_s,
+                    **steps,
+                }
+            )
     return rows
 
 
-def alone(running: Running) -> dict[str, float]:
-    """The median step, its spread, and how many cores other programs took meanwhile: the least disturbed of a few
-    tries."""
+def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
+    """Of each strategy the median step, its spread, and how many cores other programs took meanwhile. All run in turn,
+    a few times over: the machine's speed changes by the minute, and that must not decide their order."""
+    visits = [[visit(r) for r in running] for _ in range(ROUNDS)]
+    out = []
+    for own in zip(*visits, strict=True):
+        low, middle, high = statistics.quantiles([t for times, _ in own for t in times], n=4)
+        taken = statistics.mean(others for _, others in own)
+        out.append({"measured_s": middle, "spread": (high - low) / middle, "others_cores": taken})
+    return out
+
+
+def visit(running: Running) -> tuple[list[float], float]:
+    """(some steps' seconds, cores that other programs took meanwhile): the least disturbed of a few tries. One step
+    goes before, since another program's arrays are in the caches."""
     from pase.calibrate.here import others_s
 
-    found: list[dict[str, float]] = []
-    while not found or (found[-1]["others_cores"] > DISTURBED and len(found) < TRIES):
+    found: list[tuple[list[float], float]] = []
+    while not found or (found[-1][1] > DISTURBED and len(found) < TRIES):
+        running.run(1)
         running.times.clear()
         began, others = time.perf_counter(), others_s()
         running.run(STEPS)
         took = time.perf_counter() - began
-        low, middle, high = (sorted(running.times)[i] for i in (2, 4, 6))
-        taken = max(others_s() - others, 0.0) / took
-        found.append({"measured_s": middle, "spread": (high - low) / middle, "others_cores": taken})
-    return min(found, key=lambda f: f["others_cores"])
+        found.append((list(running.times), max(others_s() - others, 0.0) / took))
+    return min(found, key=lambda f: f[1])
 
 
 def tau(a: list[float], b: list[float]) -> float:

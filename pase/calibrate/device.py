@@ -167,13 +167,14 @@ def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
     return local
 
 
-def sets_of(task: Task, shapes: _OpOperands) -> int:
-    """How many sets of operands an op takes in turn. In a step, other arrays pass between two uses of one: of weights
-    above all. What is measured on one set alone finds them in the core's own cache, and takes half as long where it is
-    small. Collectives and ops that are about something else than operands have one."""
+def sets_of(task: Task, arrays: _OpOperands) -> int:
+    """How many sets of operands an op takes in turn, from one set's operands and results. In a step, other arrays pass
+    between two uses of one: of weights above all. What is measured on one set alone finds them in the core's own cache,
+    and takes half as long where it is small. Collectives and ops that are about something else than operands have
+    one."""
     if task.ways or task.op in ("vector", "launch", "dispatch"):
         return 1
-    nbytes = sum(math.prod(shape) * (4 if dtype == "float32" else 2) for shape, dtype in shapes)
+    nbytes = sum(math.prod(shape) * (4 if dtype == "float32" else 2) for shape, dtype in arrays)
     return max(1, min(_MOST_SETS, math.ceil(_PASSED_BYTES / nbytes)))
 
 
@@ -356,9 +357,7 @@ class Devices:
             whole = (len(self.here.devices), *shape)
             return jax.make_array_from_callback(whole, sharding, lambda _: mine)
 
-        fill = 0.0 if task.ways else 0.25
-        count = sets_of(task, shapes)
-        sets = [[filled(shape, dtype, fill) for shape, dtype in shapes] for _ in range(count)]
+        one = [jax.ShapeDtypeStruct((len(self.here.devices), *shape), dtype) for shape, dtype in shapes]
         result_shapes = jax.eval_shape(
             jax.shard_map(
                 lambda *xs: jax.tree.map(lambda y: y[None], op(*(x[0] for x in xs))),
@@ -367,8 +366,12 @@ class Devices:
                 out_specs=spec,
                 check_vma=False,
             ),
-            *sets[0],
+            *one,
         )
+        made = [(r.shape[1:], str(r.dtype)) for r in jax.tree.leaves(result_shapes)]
+        count = sets_of(task, [*shapes, *made])
+        fill = 0.0 if task.ways else 0.25
+        sets = [[filled(shape, dtype, fill) for shape, dtype in shapes] for _ in range(count)]
         results = [
             jax.tree.map(lambda r: filled(r.shape[1:], str(r.dtype), 0.0), result_shapes)
             for _ in range(count)

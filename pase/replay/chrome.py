@@ -24,16 +24,16 @@ _CATEGORIES = {
     "kernel": _K["kernel"],
     "gpu_memcpy": _K["memcpy"],
     "gpu_memset": _K["memset"],
-    "cuda_runtime": _K["runtime"],
-    "cuda_driver": _K["runtime"],
-    "hip_runtime": _K["runtime"],
-    "xpu_runtime": _K["runtime"],
     "runtime": _K["runtime"],
+    "mtia_ccp_events": _K["kernel"],
+    "hpu_op": _K["kernel"],
     "cpu_op": _K["host"],
     "operator": _K["host"],
     "python_function": _K["annotation"],
     "user_annotation": _K["annotation"],
 }
+_MTIA_KINDS = {"dma_request": _K["memcpy"], "event_wait": _K["annotation"], "event_record": _K["annotation"]}
+"""Of the events of an MTIA's queue, by name, those that are no kernels: a queue that waits does no work."""
 _SKIPPED = {"gpu_user_annotation", "Trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "overhead"}
 _DTYPE_BYTES = {
     **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "c10::float32", "f32", "s32"), 4),
@@ -57,6 +57,18 @@ _OPERANDS = 64
 """Ops with more operands (lists of a whole model's tensors) are no products: their shapes are not kept."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
 _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
+
+
+def _kind_of(category: object, name: str) -> int:
+    """Index in KINDS by Kineto's category, −1 for one that is not Kineto's. Calls into a driver are "cuda_runtime",
+    "xpu_driver", "mtia_runtime", "privateuse1_runtime" and so on, one pair for each kind of device."""
+    if not isinstance(category, str):
+        return -1
+    if category.endswith(("_runtime", "_driver")):
+        return _K["runtime"]
+    if category == "mtia_ccp_events" and name in _MTIA_KINDS:
+        return _MTIA_KINDS[name]
+    return _CATEGORIES.get(category, -1)
 
 
 def collective_operation(text: str) -> int:
@@ -208,7 +220,7 @@ class _Feed:
         text = e.get("name")
         text = text if isinstance(text, str) else str(text)[:80]
         cat = e.get("cat")
-        kind = _CATEGORIES.get(cat, -1) if isinstance(cat, str) else -1
+        kind = _kind_of(cat, text)
         device = kind in (_K["kernel"], _K["memcpy"], _K["memset"])
         if kind < 0:
             kind, device = self._jax_kind(e, args)
@@ -231,8 +243,9 @@ class _Feed:
                 ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
                 number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
                 self.executions.add(number, module, str(args.get("run_id", ""))[:40], start, start + duration)
-            if isinstance(args.get("bytes"), int):
-                nbytes = args["bytes"]
+            stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
+            if isinstance(stated, int):
+                nbytes = stated
         elif kind == _K["annotation"]:
             if text.startswith("gloo:"):
                 # On a worker thread of its own: what a device's queue is to NCCL.

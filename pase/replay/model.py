@@ -16,7 +16,7 @@ from pase.replay.iterations import LONGER, Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
 from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
-from pase.replay.types import COLLECTIVE, Timeline
+from pase.replay.types import COLLECTIVE, GPU_KINDS, Timeline
 
 __all__ = ["Measured", "OwnTimes", "estimate", "measure", "own_times"]
 
@@ -80,10 +80,7 @@ def measure(t: Timeline) -> Measured:
         programs[at] = extract(t, mark, programs.get((mark.rank, mark.iteration - 1)))
         begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
     if not programs:
-        raise PaseError(
-            "no rank has a whole iteration with device ops, so there is nothing to replay; record the device as well "
-            "(torch.profiler: ProfilerActivity.CUDA), from before a step to after it"
-        )
+        raise PaseError(f"{_nothing(t)}, so there is nothing to replay")
     return Measured(
         timeline=t,
         programs=programs,
@@ -93,6 +90,16 @@ def measure(t: Timeline) -> Measured:
         iteration_of=of,
         start_ns=begins,
     )
+
+
+def _nothing(t: Timeline) -> str:
+    """Why no iteration can be taken apart, and what to record instead."""
+    if not np.isin(t["kind"], GPU_KINDS).any():
+        return (
+            "no op of a device is in the trace; record the device too (torch.profiler: the activity of your device "
+            "beside ProfilerActivity.CPU, for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)"
+        )
+    return "no rank has a whole iteration with device ops; record from before a step to after it"
 
 
 def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int, tuple[object, ...]]]:

@@ -235,8 +235,20 @@ def test_between_points_straight_in_the_logarithms():
     assert mid == pytest.approx((2e-5 * 5e-5) ** 0.5)
     # Below: the floor. Above: the last rate.
     assert curve_s(c, np.array([1.0, 4e9])) == pytest.approx([2e-5, 8e-2])
-    rate = matmul_flops_per_s(TABLE, np.array(128.0 * 8**0.5), np.array(128.0), np.array(64.0))
-    assert float(rate) == pytest.approx((1e12 * 5e12) ** 0.5)
+
+
+def test_a_product_between_points_takes_seconds_straight_in_each_extent():
+    """Launch, operands, result and multiply-adds: what such a law says at the corners, it says in between."""
+
+    def seconds(m, n, k):
+        return 1e-6 + 1e-9 * (m * n + 2 * n * k + 3 * m * k) + 1e-11 * m * n * k
+
+    extents = (8, 128, 2048)
+    rates = tuple(m * n * k * 2 / seconds(m, n, k) for m in extents for n in extents for k in extents)
+    table = MatmulTable(dtype="float32", m=extents, n=extents, k=extents, flops_per_s=rates)
+    for m, n, k in ((8, 128, 2048), (24, 500, 129), (2000, 9, 1024)):
+        rate = matmul_flops_per_s(table, *(np.array(float(x)) for x in (m, n, k)))
+        assert float(rate) == pytest.approx(2 * m * n * k / seconds(m, n, k))
     assert float(matmul_flops_per_s(TABLE, np.array(1e9), np.array(1.0), np.array(1.0))) == pytest.approx(
         8e12
     )
