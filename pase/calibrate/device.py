@@ -52,7 +52,7 @@ def _matmul(task: Task) -> OpProgram:
     return [((*b, *left), task.dtype), ((*b, *right), task.dtype)], product, 1
 
 
-def _convolution(task: Task) -> OpProgram:
+def _convolution(task: Task, on_cpu: bool) -> OpProgram:
     import jax
     from jax import lax
 
@@ -67,6 +67,23 @@ def _convolution(task: Task) -> OpProgram:
         return [(x_shape, task.dtype), (w_shape, task.dtype)], conv, 1
     which = 0 if task.op == "conv.input" else 1
     other = (w_shape, x_shape)[which]
+    if on_cpu:
+        # XLA's CPU compiler brings convolutions into the one form that its kernels know only where they are not inside
+        # of a loop (ConvCanonicalization). In a step they are not, so here they are written in that form.
+        if which == 0:
+            return (
+                [(y_shape, task.dtype), (w_shape, task.dtype)],
+                lambda y, w: conv(y, lax.rev(w, (0, 1)).transpose(0, 1, 3, 2)),
+                1,
+            )
+        edge = (window // 2, (window - 1) // 2)
+
+        def filters(y: Array, x: Array) -> Array:
+            kernel, image = y.transpose(1, 2, 0, 3), x.transpose(3, 1, 2, 0)
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return lax.conv_general_dilated(image, kernel, (1, 1), (edge, edge), dimension_numbers=numbers)
+
+        return [(y_shape, task.dtype), (x_shape, task.dtype)], filters, 1
 
     def gradient(y: Array, operand: Array) -> Array:
         given = jax.ShapeDtypeStruct((x_shape, w_shape)[which], task.dtype)
@@ -96,14 +113,14 @@ def _window(task: Task) -> OpProgram:
     return [(shape, task.dtype) for shape in shapes], both, 1
 
 
-def local_program(task: Task) -> OpProgram:
-    """What a task runs on one device."""
+def local_program(task: Task, on_cpu: bool = False) -> OpProgram:
+    """What a task runs on one device. on_cpu: as XLA's CPU compiler runs it in a step."""
     import jax.numpy as jnp
 
     if task.op.startswith("matmul"):
         return _matmul(task)
     if task.op.startswith("conv"):
-        return _convolution(task)
+        return _convolution(task, on_cpu)
     if task.op == "window":
         return _window(task)
     elements = max(task.nbytes // 4, 1)
@@ -334,10 +351,11 @@ class Devices:
             return self._launches(task)
         ways = task.ways or tuple(level.ways for level in self.here.levels)
         mesh, members = self._mesh(ways)
+        on_cpu = self.here.platform == "cpu"
         if task.ways:
-            shapes, op, ops = _collective_program(task, members, self.here.platform == "cpu")
+            shapes, op, ops = _collective_program(task, members, on_cpu)
         else:
-            shapes, op, ops = local_program(task)
+            shapes, op, ops = local_program(task, on_cpu)
         spec = PartitionSpec(mesh.axis_names)
         sharding = NamedSharding(mesh, spec)
         # check_vma: the values are of no interest, and where they vary neither.

@@ -13,6 +13,7 @@ from pase.calibrate.smooth import smoothed
 from pase.calibrate.suite import SMALLEST_EXTENT
 from pase.calibrate.types import (
     COLLECTIVE_OPS,
+    CONV_OPS,
     FORMS,
     LIGHT_BYTES,
     Level,
@@ -31,7 +32,6 @@ _FILLED_AT_MOST = 0.25
 _SLACK = 0.15
 _LEAST_LIGHT = 0.01
 _FASTEST_CONV = 8.0
-_CONVS: tuple[MeasuredOp, ...] = ("conv.forward", "conv.input", "conv.filter")
 _SLOWEST_LAUNCH_S = 0.1
 _TOO_FAST = 10.0
 _SMALL_PRODUCT_SLACK = 1.0
@@ -293,13 +293,12 @@ def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[Collectiv
 def _conv_efficiency(work: _Fitting, table: MatmulTable | None, on_cpu: bool) -> float | None:
     """How far convolutions stay below the table's matmuls of the same extents.
 
-    Never above 1, but on a CPU: there direct convolutions are faster than thin matmuls. And there forward speaks for
-    all: in a program, gradients are rearranged into fast ones; in a loop of one alone they are not, 150 times slower.
+    Never above 1, but on a CPU: there direct convolutions are faster than thin matmuls.
     """
     if table is None:
         return None
     ratios = []
-    for t, s in work.of(*_CONVS[: 1 if on_cpu else 3], dtype=table.dtype):
+    for t, s in work.of(*CONV_OPS, dtype=table.dtype):
         images, side, c_in, c_out, window = t.extents
         m, n, k = images * side * side, c_out, c_in * window * window
         if t.op == "conv.input":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pase.calibrate.journal import Journal
 from pase.calibrate.session import Settings, measure
-from pase.calibrate.types import COLLECTIVE_OPS, FORMS, Bench, Level, Task
+from pase.calibrate.types import COLLECTIVE_OPS, CONV_OPS, FORMS, Bench, Level, Task
 
 __all__ = ["Target", "budgeted", "ladder", "suite", "ways_of"]
 
@@ -131,11 +131,10 @@ def suite(target: Target) -> list[Task]:
         Task(op="light"),
         # Of their kind these are the coarsest: a short budget must not end before them.
         *(Task(op="window", extents=w, rank=1) for w in _WINDOWS),
-        *(Task(op="conv.forward", extents=c, rank=1) for c in _CONVS),
+        *(Task(op=op, extents=c, rank=1) for c in _CONVS for op in CONV_OPS),
         *_memory(target),
         *_matmuls(target),
         *_collectives(target),
-        *(Task(op=op, extents=c, rank=2) for c in _CONVS for op in ("conv.input", "conv.filter")),
     ]
     unique: dict[str, Task] = {}
     for task in sorted(tasks, key=lambda t: t.rank):

@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 __all__ = [
     "COLLECTIVE_OPS",
+    "CONV_OPS",
     "FORMS",
     "LIGHT_BYTES",
     "LIGHT_SHAPES",
@@ -44,6 +45,7 @@ MeasuredOp = Literal[
 ]
 FORMS: tuple[MeasuredOp, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
 """[m,k]x[k,n] of forward, [m,k]x[n,k] of the input's gradient, [k,m]x[k,n] of the weight's."""
+CONV_OPS: tuple[MeasuredOp, ...] = ("conv.forward", "conv.input", "conv.filter")
 COLLECTIVE_OPS: tuple[MeasuredOp, ...] = (
     "all_reduce",
     "all_gather",

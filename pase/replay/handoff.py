@@ -38,6 +38,7 @@ def add_handoffs(
     main = main_lane(t, mark)
     if main < 0 and threads:
         main = min(threads, key=lambda x: int(x.busy[0, 0])).lane
+    started_by: dict[int, set[int]] = {x.lane: {x.lane} for x in threads}
     for a in threads:
         # Seen from the thread that starts the others; seen from them, the same alternation would close a circle.
         begins = np.r_[mark.start_ns, t.end_ns[a.calls]] if len(a.calls) else np.zeros(0, np.int64)
@@ -49,7 +50,7 @@ def add_handoffs(
             if gap is None:
                 continue
             for b in threads:
-                if b.lane == a.lane or b.lane == main or (a.lane != main and (k == 0 or c < 0)):
+                if b.lane in started_by[a.lane] or b.lane == main or (a.lane != main and (k == 0 or c < 0)):
                     continue
                 inside = b.calls[(t["start_ns"][b.calls] >= gap[0]) & (t.end_ns[b.calls] <= gap[1])]
                 if not len(inside):
@@ -96,6 +97,9 @@ def add_handoffs(
                         p.end[y] = max(p.end[y], p.start[y])
                 p.edge(final, ending, "program")
                 p.edge(ending, after, "handoff")
+                for lanes in started_by.values():
+                    if b.lane in lanes:
+                        lanes |= started_by[a.lane]
                 break
 
 

@@ -199,6 +199,15 @@ def launch_of(t: Timeline, calls: np.ndarray, ops: np.ndarray) -> np.ndarray:
     return out[len(calls) :]
 
 
+def _launched_before(t: Timeline, ops: np.ndarray, linked: np.ndarray) -> np.ndarray:
+    """Which device ops were launched before the trace began: a stream runs in order, so those without a call in front
+    of its first one with a call."""
+    first = np.full(len(t.lanes), np.iinfo(np.int64).min)
+    first[t["lane"][ops[linked]]] = np.iinfo(np.int64).max
+    np.minimum.at(first, t["lane"][ops[linked]], t["start_ns"][ops[linked]])
+    return ~linked & (t["start_ns"][ops] < first[t["lane"][ops]])
+
+
 def _label_iterations(t: Timeline) -> Timeline:
     """Give every event the iteration that it belongs to, and every rank marks.
 
@@ -238,6 +247,7 @@ def _label_iterations(t: Timeline) -> Timeline:
         ops = np.flatnonzero(here & gpu & (t["correlation"] >= 0))
         call = launch_of(t, calls, ops)
         iteration[ops[call >= 0]] = iteration[call[call >= 0]]
+        iteration[ops[_launched_before(t, ops, call >= 0)]] = -1
     return replace(
         t,
         columns={**t.columns, "iteration": iteration},

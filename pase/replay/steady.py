@@ -92,7 +92,8 @@ def evaluate(g: DataflowGraph) -> dict[int, float]:
 
 def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> np.ndarray | None:
     """Length (ns) of each iteration on each rank, float64 [iterations, ranks], replayed one after the other, each with
-    times of its own.
+    times of its own. In front of the first run the last ones: a CPU that is ahead of its device in all but one of them
+    is so in front of that one, too.
 
     own_ns: float64 [iterations, tasks]; own_lag_ns: float64 [iterations, edges]. Of a graph so large that not all would
     fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
@@ -100,7 +101,7 @@ def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarra
     fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _SETTLE)
     if fit < 2 or not (g.root or len(g.carried.src)):
         return None
-    rows = [0] * _SETTLE + list(range(fit))
+    rows = [k % fit for k in range(-_SETTLE, fit)]
     long = unroll(g, len(rows))
     inside = len(rows) * len(g.src)  # behind them come the edges from one iteration to the next
     lag = np.concatenate([own_lag_ns[rows].ravel(), long.lag_ns[inside:]])

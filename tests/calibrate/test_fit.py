@@ -13,7 +13,7 @@ from pase.calibrate import Journal, Refused, Settings, Task, fit, session, suite
 from pase.calibrate.device import block_loss
 from pase.calibrate.fit import Ceilings, fit_line
 from pase.calibrate.smooth import smoothed
-from pase.calibrate.types import LIGHT_BYTES, LIGHT_SHAPES
+from pase.calibrate.types import CONV_OPS, LIGHT_BYTES, LIGHT_SHAPES
 from pase.machine import COLLECTIVES, Mesh, dumps, parse
 from pase.tables.build import work_price
 from pase.tables.work import Work
@@ -170,6 +170,21 @@ def test_the_light_ops_are_those_of_the_blocks_own_step():
     want = [loss, normed, jax.nn.gelu(hidden), after, d_logits * loss, d_hidden, dx]
     for a, b in zip(got, want, strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("extents", [(2, 8, 3, 5, 3), (2, 6, 4, 2, 1), (2, 9, 3, 4, 5)])
+@pytest.mark.parametrize("op", CONV_OPS[1:])
+def test_gradients_of_convolutions_as_a_cpu_runs_them_are_the_gradients(op, extents):
+    from pase.calibrate.device import local_program
+
+    shapes, plain, _ = local_program(Task(op=op, extents=extents))
+    same, on_cpu, _ = local_program(Task(op=op, extents=extents), on_cpu=True)
+    rng = np.random.default_rng(0)
+    operands = [rng.normal(size=shape).astype(np.float32) for shape, _ in shapes]
+    want, got = np.asarray(plain(*operands)), np.asarray(on_cpu(*operands))
+    if op == "conv.filter":  # stored as the compiler makes it: channels in, rows, columns, channels out
+        got = got.transpose(1, 2, 0, 3)
+    assert same == shapes and np.allclose(got, want, atol=1e-4)
 
 
 def test_operands_are_taken_in_turn_and_no_op_is_skipped():

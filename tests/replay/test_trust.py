@@ -35,8 +35,9 @@ def _measured(tmp_path: Path, run: ImaginedRun) -> Measured:
     return measure(align(load(write(run, tmp_path / "traces"))))
 
 
-def _ahead(tmp_path: Path, wobble: bool = True) -> tuple[Path, list[float]]:
-    """One stream of 100 kernels of 1 ms a step; the CPU launches a step in 10 to 60 ms. Lengths in ms."""
+def _ahead(tmp_path: Path, wobble: bool = True, slow: int = -1) -> tuple[Path, list[float]]:
+    """One stream of 100 kernels of 1 ms a step; the CPU launches a step in 10 to 60 ms; or in 10 ms, and one of
+    them (``slow``) in 260, half of it work. Lengths in ms."""
     events: list[dict[str, Any]] = []
     rng = np.random.default_rng(3)
     host, device, number = 0.0, 0.0, 0
@@ -50,6 +51,8 @@ def _ahead(tmp_path: Path, wobble: bool = True) -> tuple[Path, list[float]]:
     for step in range(8):
         begun = host
         pause = float(rng.uniform(100, 600)) if wobble else 300.0
+        if slow >= 0:
+            pause = 2600.0 if step == slow else 100.0
         for k in range(100):
             number += 1
             span("cpu_op", "aten::mm", 1, host, pause / 2)
@@ -81,6 +84,15 @@ def test_a_cpu_that_runs_ahead_does_not_change_what_is_measured(tmp_path: Path) 
     )
     faster = max(evaluate(apply(run.graph, [("op", "gemm", 0.8)])).values())
     assert faster == pytest.approx(0.8 * run.replayed_ns, rel=0.01)
+
+
+def test_a_slow_launch_behind_others_that_are_ahead_starves_no_device(tmp_path: Path) -> None:
+    """Whichever iteration is held out: the one that the CPU launches slower than the device works is not replayed as if
+    all before it had been so slow."""
+    path, truth = _ahead(tmp_path, wobble=False, slow=2)
+    run = Run(measured=measure(load(path)))
+    assert truth == pytest.approx([truth[0]] * len(truth), rel=1e-3)
+    assert run.error(worst=True) < 2e-3
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason=f"no shared traces at {SHARED}")
@@ -454,3 +466,30 @@ def test_a_cut_file_leaves_its_last_iteration_out(tmp_path: Path) -> None:
         json.dump({**document, "traceEvents": kept}, f)
     m = measure(load(folder))
     assert 3 in m.left_out and "no device op" in m.left_out[3]
+
+
+@pytest.mark.parametrize("seed", [31, 44, 51])
+def test_a_pool_of_threads_starts_no_circle(tmp_path: Path, seed: int) -> None:
+    """Workers that launch by turns: each idles while another works, so that each might have started the other."""
+    rng = np.random.default_rng(seed)
+    events: list[dict[str, Any]] = []
+
+    def span(cat: str, name: str, tid: int, ts: float, dur: float, **args: Any) -> None:
+        events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        )
+
+    for tid in (2, 3, 4):
+        at = float(rng.uniform(0, 500))
+        for _ in range(6):
+            works = float(rng.uniform(100, 900))
+            span("cpu_op", "aten::mm", tid, at, works)
+            for call in (at + 10, at + works - 30):
+                number = len(events)
+                span("cuda_runtime", "cudaLaunchKernel", tid, call, 5, correlation=number)
+                span("kernel", f"k{number}", 7 + tid, call + 8, 20, stream=7 + tid, correlation=number)
+            at += works + float(rng.uniform(50, 1500))
+    path = tmp_path / "pool.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    run = Run(measured=measure(load(path)))
+    assert run.replayed_ns == pytest.approx(run.measured_ns, rel=0.1) or run.doubts
