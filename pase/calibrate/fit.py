@@ -17,7 +17,6 @@ from pase.calibrate.types import (
     FORMS,
     LIGHT_BYTES,
     Level,
-    MeasuredOp,
     Sample,
     Task,
 )
