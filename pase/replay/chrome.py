@@ -23,7 +23,9 @@ _K = {k: i for i, k in enumerate(KINDS)}
 _CATEGORIES = {
     "kernel": _K["kernel"],
     "gpu_memcpy": _K["memcpy"],
+    "memcpy": _K["memcpy"],
     "gpu_memset": _K["memset"],
+    "memset": _K["memset"],
     "runtime": _K["runtime"],
     "mtia_ccp_events": _K["kernel"],
     "hpu_op": _K["kernel"],
@@ -61,9 +63,13 @@ _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
 
 def _kind_of(category: object, name: str) -> int:
     """Index in KINDS by Kineto's category, −1 for one that is not Kineto's. Calls into a driver are "cuda_runtime",
-    "xpu_driver", "mtia_runtime", "privateuse1_runtime" and so on, one pair for each kind of device."""
+    "xpu_driver", "mtia_runtime", "privateuse1_runtime" and so on, one pair for each kind of device. PyTorch before 1.10
+    wrote "Kernel", "Memcpy", "Operator", and steps as operators."""
     if not isinstance(category, str):
         return -1
+    category = category.lower()
+    if category == "operator" and _STEP.match(name):
+        return _K["annotation"]
     if category.endswith(("_runtime", "_driver")):
         return _K["runtime"]
     if category == "mtia_ccp_events" and name in _MTIA_KINDS:

@@ -22,7 +22,7 @@ _ROW = 4
 """Iterations in a row. A CPU ahead of its device, or a device behind it, has settled by then."""
 
 _SETTLE = 3
-"""Iterations in front of the first that counts, where each has times of its own."""
+"""Iterations in front of the first that counts, where each has times of its own; these have the medians."""
 MAX_TASKS = 4_000_000
 """Fewer iterations are replayed in a row where there would be more tasks than that in all."""
 
@@ -92,8 +92,8 @@ def evaluate(g: DataflowGraph) -> dict[int, float]:
 
 def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> np.ndarray | None:
     """Length (ns) of each iteration on each rank, float64 [iterations, ranks], replayed one after the other, each with
-    times of its own. In front of the first run the last ones: a CPU that is ahead of its device in all but one of them
-    is so in front of that one, too.
+    times of its own. In front of the first the run is as usual (medians): how far a CPU is ahead of its device does
+    not follow from that one iteration.
 
     own_ns: float64 [iterations, tasks]; own_lag_ns: float64 [iterations, edges]. Of a graph so large that not all would
     fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
@@ -101,12 +101,15 @@ def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarra
     fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _SETTLE)
     if fit < 2 or not (g.root or len(g.carried.src)):
         return None
-    rows = [k % fit for k in range(-_SETTLE, fit)]
-    long = unroll(g, len(rows))
-    inside = len(rows) * len(g.src)  # behind them come the edges from one iteration to the next
-    lag = np.concatenate([own_lag_ns[rows].ravel(), long.lag_ns[inside:]])
-    r = replay_graph(replace(long, duration_ns=own_ns[rows].ravel(), lag_ns=lag))
-    finish = r.finish_ns.reshape(len(rows), len(g))
+    count = _SETTLE + fit
+    long = unroll(g, count)
+    inside = count * len(g.src)  # behind them come the edges from one iteration to the next
+    duration, lag = (
+        np.concatenate([np.tile(np.median(own[:fit], axis=0), _SETTLE), own[:fit].ravel()])
+        for own in (own_ns, own_lag_ns)
+    )
+    r = replay_graph(replace(long, duration_ns=duration, lag_ns=np.concatenate([lag, long.lag_ns[inside:]])))
+    finish = r.finish_ns.reshape(count, len(g))
     ranks = [g.rank == k for k in g.ranks]
     done = np.stack([finish[:, mine].max(axis=1) for mine in ranks if mine.any()], axis=1)
     return np.diff(done, axis=0)[_SETTLE - 1 :]
