@@ -375,17 +375,12 @@ class Devices:
             whole = (len(self.here.devices), *shape)
             return jax.make_array_from_callback(whole, sharding, lambda _: mine)
 
+        def mapped(*xs: Array) -> Tree:
+            return jax.tree.map(lambda y: y[None], op(*(x[0] for x in xs)))
+
         one = [jax.ShapeDtypeStruct((len(self.here.devices), *shape), dtype) for shape, dtype in shapes]
-        result_shapes = jax.eval_shape(
-            jax.shard_map(
-                lambda *xs: jax.tree.map(lambda y: y[None], op(*(x[0] for x in xs))),
-                mesh=mesh,
-                in_specs=spec,
-                out_specs=spec,
-                check_vma=False,
-            ),
-            *one,
-        )
+        whole = jax.shard_map(mapped, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        result_shapes = jax.eval_shape(whole, *one)
         made = [(r.shape[1:], str(r.dtype)) for r in jax.tree.leaves(result_shapes)]
         count = sets_of(task, [*shapes, *made])
         fill = 0.0 if task.ways else 0.25

@@ -88,19 +88,24 @@ def add_handoffs(
                     last - s0,
                 )
                 p.edge(before, head, "handoff")
-                for (x, y), kind in list(p.edges.items()):
-                    # What followed the last call on its own thread now follows the task that hands back.
-                    if x == final and kind == _E["program"]:
-                        del p.edges[(x, y)]
-                        p.edges[(ending, y)] = kind
-                        p.start[y] = max(p.start[y], last - s0)
-                        p.end[y] = max(p.end[y], p.start[y])
-                p.edge(final, ending, "program")
+                _put_behind(p, final, ending)
                 p.edge(ending, after, "handoff")
                 for lanes in started_by.values():
                     if b.lane in lanes:
                         lanes |= started_by[a.lane]
                 break
+
+
+def _put_behind(p: RankProgram, final: int, ending: int) -> None:
+    """The task that hands back goes behind the thread's last call in the gap; what followed that on its own thread now
+    follows the task that hands back."""
+    for (x, y), kind in list(p.edges.items()):
+        if x == final and kind == _E["program"]:
+            del p.edges[(x, y)]
+            p.edges[(ending, y)] = kind
+            p.start[y] = max(p.start[y], p.end[ending])
+            p.end[y] = max(p.end[y], p.start[y])
+    p.edge(final, ending, "program")
 
 
 def _tail(p: RankProgram, a: Thread) -> int:

@@ -20,7 +20,6 @@ LONGER = {
     "pase/zoo/cnn_branched.py:inception": (87, "the network's table of layers, in the paper's order"),
     "pase/replay/clocks_dpro.py:align_dpro": (73, "the paper's program: constraints, start, objective"),
     "pase/replay/_twin.py:simulate": (66, "the twin of a compiled kernel, read beside it"),
-    "pase/replay/handoff.py:add_handoffs": (63, "one pass over a trace's events"),
     "pase/search/kernels_numba.py:_min_plus_rows": (62, "a compiled loop, unrolled by hand"),
     "pase/schedule/engine_loop.py:loop": (61, "one source that runs as Python and compiled"),
     "bench/schedule_training.py:main": (87, "a bench: its cells, one after another"),
