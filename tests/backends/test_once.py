@@ -132,7 +132,7 @@ def test_what_cannot_be_sent_once_is_refused(drawn):
 def branching(params, x):
     """A branch that computes its own part again in backward."""
     again = jax.checkpoint(lambda h: jnp.tanh(jnp.sin(h)))
-    y = jax.lax.cond(x[0, 0] > 0, again, lambda h: h, x @ params["w"])
+    y = jax.lax.cond(params["v"][0, 0] > 0, again, lambda h: h, x @ params["w"])
     return jnp.mean((y @ params["v"]) ** 2)
 
 
