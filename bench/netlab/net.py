@@ -76,7 +76,7 @@ def unavailable() -> str | None:
     missing = [p for p in ("ip", "tc") if shutil.which(p) is None]
     if missing:
         return f"no {' or '.join(missing)}: install iproute2"
-    probe = f"{PREFIX}probe"
+    probe = f"{PREFIX}probe{os.getpid()}"  # a killed run may have left its own
     tried = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     if tried.returncode:
         return f"network namespaces cannot be made here: {tried.stderr.strip()}"
