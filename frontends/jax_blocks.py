@@ -16,7 +16,7 @@ from pase.frontends.jax_versions import is_literal
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
-__all__ = ["batch_size", "blocks_of", "loops_of", "micro"]
+__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch"]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
@@ -102,10 +102,18 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
     is the batch (the first dim that most inputs have). PaseError if it does not divide."""
-    import jax
-
     if micro_batches == 1:
         return traced
+    size = batch_size(traced)
+    if size % micro_batches:
+        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
+    return on_batch(traced, size // micro_batches)
+
+
+def on_batch(traced: TracedJax, examples: int) -> TracedJax:
+    """The model traced on a batch of this size. PaseError if it was not traced from a function."""
+    import jax
+
     if traced.fn is None:
         raise PaseError(
             f"'{traced.graph.name}' was not traced from a function, so it cannot be traced on a part of a batch"
@@ -113,10 +121,8 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.jaxpr.in_avals]
     n = len(traced.param_paths)
     size = batch_size(traced)
-    if size % micro_batches:
-        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
     part = [
-        jax.ShapeDtypeStruct((size // micro_batches, *a.shape[1:]), a.dtype) if split else a
+        jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype) if split else a
         for a, split in zip(avals[n:], split_inputs(traced), strict=True)
     ]
     params, *batch = combine(jax.tree.unflatten(traced.in_tree, [*avals[:n], *part]), traced.kept)
@@ -134,7 +140,7 @@ def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     if not traced.padding:
         return made
     cut = dict(zip(traced.input_paths, split_inputs(traced), strict=True))
-    given = {p: (s[0] // micro_batches, *s[1:]) if cut.get(p) else s for p, s in traced.unpadded.items()}
+    given = {p: (s[0] * examples // size, *s[1:]) if cut.get(p) else s for p, s in traced.unpadded.items()}
     return replace(made, padding=traced.padding, unpadded=given)
 
 

@@ -78,6 +78,7 @@ OTHERS: dict[str, tuple[Loss, str]] = {
 def test_a_mean_runs_in_micro_batches(name):
     whole = trace(MEANS[name], W, X)
     graph_of(whole, Variant(accumulate=4))
+    graph_of(whole, Variant(accumulate=16))  # of one example each
     w, x = (np.random.default_rng(i).normal(size=s.shape) for i, s in enumerate((W, X)))
     parts = [float(MEANS[name](w, x[i::4])) for i in range(4)]
     assert np.mean(parts) == pytest.approx(float(MEANS[name](w, x)), rel=1e-4)
@@ -86,8 +87,9 @@ def test_a_mean_runs_in_micro_batches(name):
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_mean_is_refused(name):
     loss, told = OTHERS[name]
-    with pytest.raises(NotInParts, match=told):
-        graph_of(trace(loss, W, X), Variant(accumulate=4))
+    for micro_batches in (4, 16):
+        with pytest.raises(NotInParts, match=told):
+            graph_of(trace(loss, W, X), Variant(accumulate=micro_batches))
 
 
 def test_compile_says_how_to_write_it():
