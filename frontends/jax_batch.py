@@ -13,7 +13,7 @@ import numpy as np
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_blocks import batch_size, split_inputs
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import is_literal, opened
+from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Op
 from pase.ir.batch_sums import ExamplesMeet, batch_sums
@@ -150,7 +150,7 @@ class _BothPrograms:
             if (name in KEPT_WHOLE or name in _OWN_RULE) and not inside:
                 inside = prefix[:-1]
         elif name == "scan":
-            few = small.params["num_consts"]
+            few, _ = scan_groups(small)
             told = [*numbers[:few], *["data"] * (len(numbers) - few)]
             pairs = [(opened(big.params["jaxpr"])[0], opened(small.params["jaxpr"])[0], told, prefix)]
         elif name == "cond":
