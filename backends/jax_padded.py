@@ -19,8 +19,6 @@ def with_padding(
     """(params, *batch), or the first of them, with zeros where padding is missing. shapes: of all leaves, padded."""
     import jax
 
-    if not traced.padding:
-        return args
     leaves, tree = jax.tree.flatten(arrays(args))
     paths = (*traced.param_paths, *traced.input_paths)
     made = [

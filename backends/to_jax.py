@@ -235,6 +235,8 @@ class JaxPlan:
     def padded(self, args: tuple[Tree, ...], full: bool = True) -> tuple[Tree, ...]:
         """(params, *batch) with zeros in the plan's padding, where that is missing. full: of the whole batch, or of a
         micro-batch."""
+        if not self.traced.padding:  # every step asks
+            return args
         return with_padding(self.traced, args, self._wide_shapes(full))
 
     def unpadded(self, params: Tree) -> Tree:

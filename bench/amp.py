@@ -188,8 +188,8 @@ def once_s(run: StatedStep, blocks: int, first: bool, last: bool) -> float:
     """Seconds after a stage's last backward: sums of gradients, and the update."""
     p = run.parts
     of = [(p.block, blocks), (p.first, int(first)), (p.last, int(last))]
-    moved = PROGRAM.executor.update_bytes / run.memory_rate
-    return sum(k * (run.sum_s(part) + part.update_s + part.parameters * moved) for part, k in of)
+    moved = sum(k * part.parameters for part, k in of) * PROGRAM.executor.update_bytes
+    return sum(k * (run.sum_s(part) + part.update_s) for part, k in of) + run.copying_s(moved)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
