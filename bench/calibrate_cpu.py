@@ -99,7 +99,7 @@ def calibrated(file: Path, devices: int, budget_s: float, max_spread: float) -> 
 
 def predicted_and_measured(
     cases: list[tuple[str, int]], file: Path, devices: int, folder: Path
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """One row a model: predicted and measured seconds of each of its strategies on host devices."""
     import jax
 

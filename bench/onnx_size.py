@@ -93,12 +93,11 @@ def blocks(count: int, d: int, weights: bool) -> Any:
         h = op("Mul", op("Mul", h, "scale"), op("Add", g, "scale"))
         x = op("Add", x, op("Add", op("MatMul", h, weight(f"{i}.d", 4 * d, d)), weight(f"{i}.db", d)))
     tensors.append(numpy_helper.from_array(np.array(0.5, np.float32), "scale"))
-    value = helper.make_tensor_value_info
     graph = helper.make_graph(
         nodes,
         "blocks",
-        [value("x", TensorProto.FLOAT, ["batch", 32, d])],
-        [value(x, TensorProto.FLOAT, None)],
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 32, d])],
+        [helper.make_tensor_value_info(x, TensorProto.FLOAT, None)],
         tensors,
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])

@@ -176,7 +176,8 @@ def alignment(path: Path) -> dict[str, Any]:
     t = load(path)
     base = align(t)
     rng = np.random.default_rng(0)
-    skew_error, drift_error = [], []
+    skew_error: list[float] = []
+    drift_error: list[float] = []
     for trial in range(10):
         skew = rng.uniform(-5e6, 5e6, len(t.ranks))
         drift = rng.uniform(-50e-6, 50e-6, len(t.ranks)) * (trial % 2)

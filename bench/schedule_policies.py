@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 from bench.arguments import parser, wanted
 from bench.cases.schedules import BETA, PROFILES, link, profile, random_problem, vgg19
@@ -23,7 +24,7 @@ from pase.schedule.types import ScheduleProblem
 BANDWIDTHS = (5e9, 1e9, 2.5e8)
 
 
-def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, object]:
+def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, Any]:
     """The row of a problem: every policy's period over ours, the bound, the exact optimum where it is small enough."""
     seconds = float("inf")
     for _ in range(3):  # the least of three: what runs beside only adds
@@ -35,7 +36,7 @@ def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, object]:
         if policy.delays or name == "ours":
             continue
         others[name] = plain_iteration_s(problem, policy.make(problem, Options()))
-    row: dict[str, object] = {
+    row: dict[str, Any] = {
         "problem": problem.name,
         "tensors": len(problem.tensors),
         "links": len(problem.links),
@@ -56,7 +57,7 @@ def one(problem: ScheduleProblem, exact_up_to: int) -> dict[str, object]:
     return row
 
 
-def large_plan() -> dict[str, object]:
+def large_plan() -> dict[str, Any]:
     """CPU seconds from a 405B-parameter model's plan on 512 devices to its bucket plan, the problem's building
     included; the third of three, so that nothing is compiled any more.
     """
@@ -108,7 +109,7 @@ def main() -> None:
     for p in wanted(((p.name, p) for p in problems), args.only):
         rows.append(one(p, 8 if quick else 12))
         r = rows[-1]
-        exact, ms = r.get("gap_to_exact", float("nan")), r["cpu_seconds"] * 1e3  # type: ignore[operator]
+        exact, ms = r.get("gap_to_exact", float("nan")), r["cpu_seconds"] * 1e3
         print(
             f"{r['problem']:22s} n={r['tensors']:5d} links={r['links']} gap {r['gap_to_bound']:8.4%} preemptive "
             f"{r['gap_to_preemptive']:8.4%} exact {exact:8.4%} {ms:6.1f} ms"
@@ -139,18 +140,18 @@ def main() -> None:
                 "updates_per_iteration": e.updates_per_iteration,
             }
     large = [r["cpu_seconds"] for r in rows if r["tensors"] == 2000]
-    known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]  # type: ignore[union-attr]
+    known = [r["gap_to_exact"] for r in rows if r.get("exact", {}).get("proven")]
     out = {
-        "median_cpu_seconds_2000_tensors": statistics.median(large) if large else None,  # type: ignore[type-var]
-        "most_cpu_seconds_2000_tensors": max(large, default=None),  # type: ignore[type-var]
+        "median_cpu_seconds_2000_tensors": statistics.median(large) if large else None,
+        "most_cpu_seconds_2000_tensors": max(large, default=None),
         "plan_405b": None if args.only else large_plan(),
-        "largest_gap_to_proven_optimum": max(known, default=None),  # type: ignore[type-var]
+        "largest_gap_to_proven_optimum": max(known, default=None),
         "proven": len(known),
         "largest_gap_to_preemptive_where_not_proven": max(
             (
                 r["gap_to_preemptive"]
                 for r in rows
-                if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6  # type: ignore[union-attr, operator]
+                if not r.get("exact", {}).get("proven") and r["gap_to_bound"] > 1e-6
             ),
             default=None,
         ),

@@ -104,7 +104,12 @@ def seen(browser: Any, path: Path, screen: str, look: str, pictures: Path) -> di
     faults: list[str] = []
     page.on("console", lambda m: faults.append(f"console: {m.text}"))
     page.on("pageerror", lambda e: faults.append(f"error: {e}"))
-    page.on("request", lambda r: r.url.startswith(("file:", "data:")) or faults.append(f"request: {r.url}"))
+
+    def asked(url: str) -> None:
+        if not url.startswith(("file:", "data:")):
+            faults.append(f"request: {url}")
+
+    page.on("request", lambda r: asked(r.url))
     start = time.perf_counter()
     page.goto(path.resolve().as_uri())
     opened = time.perf_counter() - start

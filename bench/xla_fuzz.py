@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -207,7 +207,8 @@ def program(case: int, kinds: list[str]) -> RandomProgram:
     rng = np.random.default_rng(case)
     image = "conv" in kinds and (kinds == ["conv"] or rng.random() < 0.7)
     shape: tuple[int, ...] = (8, 8, 8, int(rng.choice([4, 8, 16]))) if image else (8, 16, 16)
-    first, words, params, steps = shape, [], {}, []
+    first, words, steps = shape, [], []
+    params: dict[str, Any] = {}
     for k in range(int(rng.integers(1, 5))):
         fitting = [n for n in kinds if n != "conv" or len(shape) == 4]
         if not fitting:
@@ -240,11 +241,12 @@ def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowe
     import jax
 
     from bench.cases.plans import case_of
+    from pase.backends.to_jax import JaxPlan
 
     p = program(case, kinds)
     mesh = MESHES[case % len(MESHES)]
     plan = case_of(p.loss, p.params, p.batch, name=f"case {case}").plan(f"random{case}@{mesh}")
-    assert plan is not None
+    assert plan is not None and isinstance(plan.jax, JaxPlan)
     if show:
         print(" -> ".join(p.words), plan, plan.strategy, sep="\n", file=sys.stderr)
     graded, shardings = plan.jax.value_and_grad(lowering=lowering), plan.jax.in_shardings()
@@ -330,7 +332,7 @@ def main() -> None:
     )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    kinds, lowering = given.kinds.split(","), cast("Lowering", "manual" if given.manual else "annotated")
+    kinds, lowering = given.kinds.split(","), "manual" if given.manual else "annotated"
     if given.child or given.show:
         child(given.cases, kinds, given.show, lowering)
         return

@@ -34,7 +34,7 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
         finally:
             dist.destroy_process_group()
 
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     threaded._install_threaded_pg()
     try:
         threads = [threading.Thread(target=main, args=(r,)) for r in range(count)]
@@ -45,7 +45,7 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     finally:
         threaded.ProcessLocalGroup.reset()
         threaded._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     if errors:
         raise errors[0]
     return results

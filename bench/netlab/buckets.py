@@ -72,9 +72,8 @@ def batches(mesh: Any, count: int, samples: int) -> list[tuple[Any, Any]]:
         means = random.normal(size=(samples, 1, WIDTH))
         x = (means + 0.3 * random.normal(size=(samples, ROWS // samples * HOSTS, WIDTH))).astype(np.float32)
         y = np.tanh(means[:, 0] @ teacher / np.sqrt(WIDTH)).astype(np.float32)
-        out.append(
-            tuple(jax.make_array_from_callback(a.shape, sharding, lambda i, a=a: a[i]) for a in (x, y))
-        )
+        here = [jax.make_array_from_callback(a.shape, sharding, a.__getitem__) for a in (x, y)]
+        out.append((here[0], here[1]))
     return out
 
 

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -260,7 +261,7 @@ class Network:
 
 
 @contextlib.contextmanager
-def interruptible():
+def interruptible() -> Iterator[None]:
     """SIGTERM and SIGHUP end the program as Ctrl-C does, so that what stands is taken down."""
 
     def stop(number: int, frame: FrameType | None) -> None:
