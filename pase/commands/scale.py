@@ -31,6 +31,7 @@ _WIDTH = 40
     "remat",
     "precision",
     "overlap",
+    "decompose",
 )
 def scale(
     model: ModelName,

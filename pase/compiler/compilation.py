@@ -85,6 +85,7 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
             limit is not None,
             options.precision,
             options.once,
+            options.decompose,
         )
     )
     if tries[0][0] != Variant():
@@ -133,7 +134,7 @@ def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     problem = SplitProblem.of(
         traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target
     )
-    _check_precision(problem, o)
+    _check_machine(problem, o)
     return problem
 
 
@@ -174,7 +175,7 @@ def _compile_staged(
         options.optimizer,
         options.overlap,
     )
-    _check_precision(problem, options)
+    _check_machine(problem, options)
     seconds = {"trace": time.perf_counter() - start}
     found = search_pipelines(problem, traced, options, say)
     seconds |= found.seconds | {"total": time.perf_counter() - start}
@@ -182,11 +183,17 @@ def _compile_staged(
     return Compiled(plan=plan, problem=problem, traced=traced, given=())
 
 
-def _check_precision(problem: SplitProblem, options: CompileOptions) -> None:
+def _check_machine(problem: SplitProblem, options: CompileOptions) -> None:
     if options.precision == "fp8" and FP8 not in problem.machine.device.peak_flops:
         raise PaseError(
             f"machine '{problem.machine.name}' has no rate for fp8 products ({FP8} in [device.peak_flops]): "
             f"leave out precision='fp8' or name another machine"
+        )
+    if options.decompose != "none" and not (problem.machine.overlaps and problem.model.unit == "s"):
+        raise PaseError(
+            f"decompose='{options.decompose}' runs collectives beside compute, which machine '{problem.machine.name}' "
+            f"under cost model '{problem.model.name}' does not: leave it out, or name a machine whose file says so "
+            "(overlaps)"
         )
 
 

@@ -177,6 +177,13 @@ class CompileOptions:
         "overlap with compute. 'none': nothing; compute and communication are added up.",
         "--overlap",
     )
+    decompose: Literal["none", "products"] = _option(
+        "none",
+        "Which collectives between compute the executor takes apart. 'products': gathers and scatters beside products "
+        "with weights run during them, piece by piece (collective matmul, async tensor parallelism); what a piece does "
+        "not hide is priced. Your executor has to do it. 'none': they are waited for.",
+        "--decompose",
+    )
     target: PlanTarget = _option(  # noqa: RUF009 it is a field
         "any",
         "Search only what this program can express. 'dtensor': TensorFlow DTensor splits each dim of a tensor along "
@@ -238,6 +245,11 @@ class CompileOptions:
         if self.pipeline != "none" and self.once in ("gathers", "all"):
             raise PaseError(
                 f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
+            )
+        if self.decompose != "none" and self.overlap == "none":
+            raise PaseError(
+                f"decompose='{self.decompose}' runs collectives beside compute, and overlap='none' runs nothing beside "
+                "it: leave out one of them"
             )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:

@@ -5,6 +5,8 @@ not. But a maximum is at least every mean of its two sides, so
 
     min over strategies of the step  >=  min over strategies of its mean at (f, b),  for any weights f, b in [0, 1].
 
+With several micro-batches the first one's forward is a pass of its own (``pase.tables.beside``), and there are three.
+
 The tables at such weights mix the prices of the parts. Their exact optima are bounds, and their solutions, priced
 exactly, are candidates. The next weights are those where the planes of the solutions known so far promise the highest
 bound. This is the Lagrangian dual of the two maxima, solved by cutting planes. If it leaves a gap, labels
@@ -25,12 +27,15 @@ from pase.search.excess import Excess
 from pase.search.labels import HeldAlong, label_choices
 from pase.search.priced import prepare
 from pase.tables import CostTables
-from pase.tables.beside import BACKWARD, FORWARD, GATHERS, MOVED, StepTables, between
+from pase.tables.beside import Passes, StepTables
 
 __all__ = ["Beside", "SolveMean", "SolveWithin"]
 
-SolveMean = Callable[[CostTables, tuple[float, float]], Solution]
-"""Solves the tables for given weights of the two passes' compute: (tables, weights)."""
+Weights = tuple[float, ...]
+"""For each pass, the weight of compute."""
+
+SolveMean = Callable[[CostTables, Weights], Solution]
+"""Solves the tables for given weights of the passes' compute: (tables, weights)."""
 
 SolveWithin = Callable[[CostTables, Known], Solution]
 """Solves tables under a memory limit: (tables, what is known of them)."""
@@ -42,28 +47,31 @@ _LABELS = 100_000
 
 @dataclass(kw_only=True, eq=False)
 class Beside:
-    """The search of one mesh. slow: the part of the device that collectives occupy while they run.
+    """The search of one mesh. passes: which parts of a step overlap.
 
     means: weights -> the optimum of their tables, without a limit. best: the weights with the highest bound.
     """
 
     tables: StepTables
-    slow: float
-    means: dict[tuple[float, float], Solution] = field(default_factory=dict)
-    best: tuple[float, float] = (1.0, 1.0)
-    _made: dict[tuple[float, float], CostTables] = field(default_factory=dict)
+    passes: Passes
+    means: dict[Weights, Solution] = field(default_factory=dict)
+    best: Weights = ()
+    _made: dict[Weights, CostTables] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.best = self.best or self.passes.longest
 
     def cost(self, choice: np.ndarray) -> float:
         """The cost of a choice: one config index per node."""
-        return self.tables.of_choice(choice).total(self.slow)
+        return self.tables.of_choice(choice).total(self.passes.slow, self.passes.first)
 
-    def at(self, weights: tuple[float, float]) -> CostTables:
+    def at(self, weights: Weights) -> CostTables:
         """The tables of the mean for given weights of the passes' compute, built once."""
         if weights not in self._made:
-            self._made[weights] = self.tables.at(between(weights, self.slow))
+            self._made[weights] = self.tables.at(self.passes.between(weights))
         return self._made[weights]
 
-    def mean(self, tables: CostTables, weights: tuple[float, float]) -> Solution:
+    def mean(self, tables: CostTables, weights: Weights) -> Solution:
         """The optimum of the tables for given weights, computed once."""
         if weights not in self.means:
             self.means[weights] = solve(tables)
@@ -74,7 +82,7 @@ class Beside:
         one: SolveMean,
         below: float = np.inf,
         enough: float = _EXACT,
-        likely: Sequence[tuple[float, float]] = (),
+        likely: Sequence[Weights] = (),
     ) -> Solution:
         """The best strategy found, and the proven bound. below: strategies of that cost or more need not be found.
         likely: weights to try before others, such as the best ones of a similar mesh.
@@ -85,7 +93,7 @@ class Beside:
         """
         found: Solution | None = None
         planes: list[tuple[float, np.ndarray]] = []
-        bound, w, tried = -np.inf, self.best, set[tuple[float, float]]()
+        bound, w, tried = -np.inf, self.best, set[Weights]()
         while w not in tried and len(tried) < _MOST_WEIGHTS:
             tried.add(w)
             s = one(self.at(w), w)
@@ -96,10 +104,10 @@ class Beside:
                     return s
                 break
             parts = self.tables.of_choice(s.choice)
-            cost = parts.total(self.slow)
+            cost = parts.total(self.passes.slow, self.passes.first)
             if found is None or cost < found.cost:
                 found = replace(s, cost=cost)
-            planes.append((parts.waited + parts.gathers + parts.moved, parts.ahead(self.slow)))
+            planes.append((float(self.passes.moved @ parts.row), self.passes.ahead @ parts.row))
             height, w = _highest(planes)
             if min(found.cost, below, height) <= bound * (1 + enough):
                 break
@@ -118,13 +126,13 @@ class Beside:
 
         below: strategies of that cost or more need not be found.
         """
-        excess = self.excess()
-        priced = prepare(self.at(self.best), excess.held, "numba", 2, 0)
+        excess, sums = self.excess(), len(self.best)
+        priced = prepare(self.at(self.best), excess.held, "numba", sums, 0)
         if priced is None:
             return found
-        _, least, pool = priced.at(np.zeros(2))
+        _, least, pool = priced.at(np.zeros(sums))
         below = min(found.cost, below)
-        room = np.full(2, np.inf)
+        room = np.full(sums, np.inf)
         labels = label_choices(
             priced, pool, excess.weights, least, room, below - least, _LABELS, excess.along
         )
@@ -163,7 +171,7 @@ class Beside:
 
         def ahead(parts: np.ndarray) -> np.ndarray:
             if id(parts) not in made:
-                made[id(parts)] = np.ascontiguousarray(np.moveaxis(_ahead(parts, self.slow), 0, -1))
+                made[id(parts)] = np.ascontiguousarray(np.tensordot(parts, self.passes.ahead, (0, 1)))
             return made[id(parts)]
 
         along = (
@@ -174,29 +182,23 @@ class Beside:
         return Excess(weights=np.array(self.best), held=tuple(map(ahead, t.nodes)), along=tuple(along))
 
 
-def _ahead(parts: np.ndarray, slow: float) -> np.ndarray:
-    """By how much compute takes longer than collectives in forward and backward: float64 [2, …]; parts: [5, …]."""
-    forward = parts[FORWARD] + (slow - 1) * parts[GATHERS]
-    return np.stack([forward, parts[BACKWARD] + (slow - 1) * parts[MOVED]])
+def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, Weights]:
+    """(height, weights) of the highest point below all planes over [0, 1]^n. A plane: its height at 0, its n slopes.
 
-
-def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, tuple[float, float]]:
-    """(height, weights) of the highest point below all planes over [0, 1]². A plane: its height at (0, 0), its slopes.
-
-    The highest point is where three of the planes and sides meet.
+    The highest point is where n + 1 of the planes and sides meet.
     """
-    rows = [(1.0, -d[0], -d[1], c) for c, d in planes]  # height - slopes·weights <= c
-    rows += [(0.0, 1.0, 0.0, 1.0), (0.0, -1.0, 0.0, 0.0), (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, -1.0, 0.0)]
-    a = np.array(rows)
+    n = len(planes[0][1])
+    lower, upper = np.zeros((n, n + 2)), np.zeros((n, n + 2))
+    lower[:, 1:-1], upper[:, 1:-1], upper[:, -1] = -np.eye(n), np.eye(n), 1.0
+    below = [
+        np.array([1.0, *-slopes, height]) for height, slopes in planes
+    ]  # height - slopes·weights <= height at 0
+    a = np.vstack([*below, lower, upper])
     scale = max(float(np.abs(a[: len(planes)]).max()), 1e-300)
     a[: len(planes), 1:] /= scale
-    best, at = -np.inf, (1.0, 1.0)
-    for three in itertools.combinations(range(len(rows)), 3):
-        m = a[list(three)]
-        if abs(np.linalg.det(m[:, :3])) < 1e-12:
-            continue
-        x = np.linalg.solve(m[:, :3], m[:, 3])
-        if (a[:, :3] @ x <= a[:, 3] + 1e-12).all() and x[0] > best:
-            f, b = np.clip(x[1:], 0.0, 1.0)
-            best, at = float(x[0]), (float(f), float(b))
-    return best * scale, at
+    meet = a[np.array(list(itertools.combinations(range(len(a)), n + 1)))]
+    meet = meet[np.abs(np.linalg.det(meet[:, :, :-1])) >= 1e-12]
+    points = np.linalg.solve(meet[:, :, :-1], meet[:, :, -1:])[:, :, 0]
+    points = points[(points @ a[:, :-1].T <= a[:, -1] + 1e-12).all(axis=1)]
+    best = points[points[:, 0].argmax()]
+    return float(best[0]) * scale, tuple(map(float, np.clip(best[1:], 0.0, 1.0)))

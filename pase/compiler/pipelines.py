@@ -155,7 +155,19 @@ def _candidates(
             out.unseen = len(tried) - i
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
-        some = tuple(next(variants(traced, problem.graph, m, options.remat, limited, options.precision)))
+        some = tuple(
+            next(
+                variants(
+                    traced,
+                    problem.graph,
+                    m,
+                    options.remat,
+                    limited,
+                    options.precision,
+                    decompose=options.decompose,
+                )
+            )
+        )
         least = menu_of(made.all(some[:1], mesh, place.sites), m, place).least_s()
         yield Candidate(
             ranks=ranks,

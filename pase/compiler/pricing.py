@@ -17,8 +17,9 @@ from pase.registry import Registry
 from pase.search import Known, Solution, solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
-from pase.tables.beside import StepTables, between, edges_at, nodes_at, slowed
+from pase.tables.beside import StepTables, edges_at, nodes_at, passes_of
 from pase.tables.build import Space, build, edge_tables, phase_costs
+from pase.tables.pieces import slowed
 from pase.tables.types import EdgeTable
 
 __all__ = ["PRICINGS", "BesideCompute", "Solver", "Summed"]
@@ -117,7 +118,8 @@ class BesideCompute(Summed):
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
         super().__init__(graph, model, optimizer)
         self._searches: dict[tuple[int, ...], Beside] = {}
-        self._cheapest, self._weights = np.inf, (1.0, 1.0)
+        self._passes = passes_of(graph, self.beside)
+        self._cheapest, self._weights = np.inf, self._passes.longest
 
     @property
     def beside(self) -> float:
@@ -127,7 +129,7 @@ class BesideCompute(Summed):
         """The search of a mesh, with its prices by part."""
         if mesh.sizes not in self._searches:
             tables = StepTables.of(self.graph, mesh, self.model, self.optimizer)
-            self._searches[mesh.sizes] = Beside(tables=tables, slow=self.beside)
+            self._searches[mesh.sizes] = Beside(tables=tables, passes=self._passes)
         return self._searches[mesh.sizes]
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
@@ -190,12 +192,12 @@ class BesideCompute(Summed):
         if first.bound >= below:
             return first
         parts = StepTables.of(self.graph, mesh, self.model, self.optimizer, among)
-        search = Beside(tables=parts, slow=self.beside, best=self._weights)
+        search = Beside(tables=parts, passes=self._passes, best=self._weights)
         return search.close(search.solve(search.mean, below), below)
 
     @property
     def _between(self) -> np.ndarray:
-        return between(self._weights, self.beside)
+        return self._passes.between(self._weights)
 
     def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
         found = self.search(mesh)

@@ -157,7 +157,17 @@ def search_shares(
             skipped += 1
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
-        ways = next(variants(traced, problem.graph, m, options.remat, limited, options.precision))
+        ways = next(
+            variants(
+                traced,
+                problem.graph,
+                m,
+                options.remat,
+                limited,
+                options.precision,
+                decompose=options.decompose,
+            )
+        )
         group = [_OnOneGroup(site, problem, options, made, ways) for site in groups]
         counts = best_shares(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
         least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))

@@ -13,7 +13,7 @@ from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.machine import CostModel, GroupedMachine, Machine, Mesh, mesh_from, meshes
-from pase.tables.beside import slowed
+from pase.tables.pieces import slowed
 
 __all__ = ["Arrangement", "RankSite", "arrangements", "groups_of", "rank_meshes"]
 

@@ -68,7 +68,7 @@ class TablesMade:
 
     def _chain(self, variant: Variant) -> UnitChain | None:
         """The chain of a model without equal blocks, the same for all ways to run as many micro-batches."""
-        plain = replace(variant, blocks=(), once="none", precision="model")
+        plain = replace(variant, blocks=(), once="none", precision="model", decompose="none")
         if plain == variant:
             return None
         if plain not in self._graphs:

@@ -20,6 +20,7 @@ from pase.ir.blocks import (
 )
 from pase.ir.precision import FP8, in_fp8
 from pase.once import once
+from pase.tables.pieces import Decompose, decomposed
 
 if TYPE_CHECKING:
     from pase.frontends.from_jax import TracedJax
@@ -36,13 +37,15 @@ ProductPrecision = Literal["model", "fp8"]
 class Variant:
     """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights.
 
-    once: what of parameters is sent once a step, not for each micro-batch and for each time that it is read.
+    once: what of parameters is sent once a step, not for each micro-batch and for each time that it is read. decompose:
+    which collectives the executor takes apart.
     """
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
     precision: ProductPrecision = "model"
     once: Once = "none"
+    decompose: Decompose = "none"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
@@ -61,6 +64,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
     if variant.accumulate > 1:
         _check_micro(traced, graph, variant.accumulate)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
+    exact = decomposed(exact) if variant.decompose == "products" else exact
     return accumulated(exact, variant.accumulate, variant.once)
 
 
@@ -144,6 +148,7 @@ def variants(
     limited: bool,
     precision: ProductPrecision = "model",
     once: Once | Literal["auto"] = "none",
+    decompose: Decompose = "none",
 ) -> Iterator[list[Variant]]:
     """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
     no other takes less time, but those that differ in ``once`` alone.
@@ -176,7 +181,7 @@ def variants(
     asked = _asked_once(once, traced, trained)
     groups = [
         [
-            Variant(accumulate=k, blocks=b, precision=precision, once=o)
+            Variant(accumulate=k, blocks=b, precision=precision, once=o, decompose=decompose)
             for b in regions
             for o in _sent_once(asked, k, bool(b) or marked)
         ]

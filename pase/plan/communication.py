@@ -140,7 +140,7 @@ def _scheduled(plan: PlanData) -> Iterator[Collective]:
     times = {n.name: n.times for n in plan.nodes}
     parameters = {n.name for n in plan.nodes if n.op == "parameter"}
     mine = [c for c in plan.collectives if c.source in parameters and c.node in times]
-    return _gathers_with_users(mine, parameters, times)
+    return _gathers_with_users(mine, parameters, times, plan.accumulate)
 
 
 def _passes(n: NodePlan) -> dict[str, float]:
@@ -185,9 +185,10 @@ def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Execution]:
 
 
 def _gathers_with_users(
-    collectives: list[Collective], parameters: set[str], times: dict[str, int]
+    collectives: list[Collective], parameters: set[str], times: dict[str, int], micro_batches: int
 ) -> Iterator[Collective]:
-    """Gathers of updated parameters, assigned to the first users. The plan lists them with the parameters."""
+    """Gathers of updated parameters, assigned to the first users, in the first micro-batch. The plan lists them with
+    the parameters."""
     users: dict[str, Collective] = {}
     for c in collectives:
         if c.node not in parameters:
@@ -197,7 +198,7 @@ def _gathers_with_users(
             yield c
         elif c.source in users:
             user = users[c.source]
-            n = times[user.node]
+            n = max(times[user.node] // micro_batches, 1)
             yield replace(
                 c, node=user.node, tensor=user.tensor, phase="update", nbytes=c.nbytes // n, times=n
             )
@@ -239,8 +240,9 @@ def _tensors(
     out: list[tuple[Transfer, TransferOrigin]] = []
     for (node, source, tensor), members in groups.items():
         backward = [c for c in members if c.phase == "backward"]
-        forward = [c for c in members if c.phase != "backward"]
+        every = [c for c in members if c.phase != "backward"]
         for r in range(times[node]):
+            forward = [c for c in every if c.phase != "update" or r < c.times]
             at = place[_Execution(node=node, repeat=r)]
             name = f"{source}[{r}]" if times[node] > 1 else source
             dtype = dtypes.get(source, "float32")

@@ -301,6 +301,7 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem import SplitProblem
     from pase.compiler.variants import ProductPrecision, Variant
+    from pase.tables.pieces import Decompose
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
     overlap = "none" if plan.beside is None else "parameters"
@@ -308,7 +309,14 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
         traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, overlap, target
     )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
-    variant = Variant(accumulate=plan.accumulate, blocks=plan.remat, precision=precision, once=plan.once)
+    decompose: Decompose = "products" if plan.provenance.get("decompose") == "products" else "none"
+    variant = Variant(
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
+        precision=precision,
+        once=plan.once,
+        decompose=decompose,
+    )
     return problem if variant == Variant() else problem.varied(traced, variant)
 
 

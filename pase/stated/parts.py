@@ -196,9 +196,30 @@ class _PartsInTheMaking:
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
         if n.kind == "attention":
             self.add_around(n)
-        executor = self.program.executor
+        executor, more = self.program.executor, self.experts_apart(n, cfg)
         for i, phase in enumerate(_PHASES):
-            part.host_s[i] += launches(self.graph, n, executor)[phase] / many * executor.host_s[i]
+            kernels = launches(self.graph, n, executor)[phase] / many
+            part.host_s[i] += (kernels + more * (i + 1)) * executor.host_s[i]
+
+    def experts_apart(self, n: Node, cfg: np.ndarray) -> float:
+        """How many more products the host launches forward, for the experts of a device after the first; backward has
+        two for each. Products that read the same tokens are one."""
+        op = n.main
+        if not self.program.experts.apart or op.kind != "matmul" or len(op.reads) < 2:
+            return 0.0
+        x, w = (set(a.map.dims) for a in op.factors)
+        out = set(op.writes[0].map.dims)
+        groups = (w - x - out) if len(op.reads) > 2 else (x & w & out)
+        tokens, weight = (self.graph.producer.get(a.tensor) for a in op.factors)
+        if not groups or weight is None or weight.kind != "parameter":
+            return 0.0
+        if tokens is not None and tokens.kind == "copy":
+            readers = (m for m in self.graph.nodes for _, a in m.reads if a.tensor in tokens.internal)
+            if next(m for m in readers if m.kind == "matmul") is not n:
+                return 0.0
+        every = np.prod([number(n.space[d].size, n.name) for d in groups])
+        here = every / shards(cfg, dim_index(n, tuple(groups)), self.placed.mesh)[0]
+        return max(float(here) - 1.0, 0.0)
 
     def add_around(self, n: Node) -> None:
         """What the program does around an attention's kernel."""

@@ -66,10 +66,12 @@ class AroundAttention:
 @dataclass(frozen=True, kw_only=True)
 class AroundExperts:
     """What a program does around the products of a mixture's experts. forward, backward: passes over an array of all
-    tokens that are sent to experts, a token once for each of its experts."""
+    tokens that are sent to experts, a token once for each of its experts. apart: each expert's product is a kernel of
+    its own, which the host launches."""
 
     forward: float = 0.0
     backward: float = 0.0
+    apart: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,7 +305,7 @@ for _p in (
         sends_parts=True,
         in_pieces=_USERBUFFERS,
         zero_in_stages=1,
-        experts=AroundExperts(forward=5.0, backward=5.0),
+        experts=AroundExperts(forward=5.0, backward=5.0, apart=True),
         logits=1.0,
         fp8_passes=0.0,
         keeps_fp8=True,
@@ -313,6 +315,8 @@ for _p in (
         "megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher: tokens are written in "
         "their experts' order (permute), and around the experts' products sorted and sorted back (sort_chunks_by_idxs: "
         "read and written each time); the weighted sum at the end is the model's own. Backward moves as much. "
+        "apart: GroupedLinear calls cuBLAS for one expert after the other (transformer_engine/common/gemm/"
+        "cublaslt_gemm.cu, nvte_multi_tensor_gemm), gate and up in one. "
         "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
         "--use-torch-fsdp2 asserts one stage)",
     ),

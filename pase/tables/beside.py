@@ -3,6 +3,10 @@
     step = waited + beside(forward, gathers) + beside(backward, moved)
     beside(compute, moved) = max(compute + slow * moved, moved)
 
+With several micro-batches, parameters that are updated in part are gathered once, during the first one's forward:
+
+    step = waited + beside(forward / n, gathers / n + updated) + (n - 1) / n * beside(forward, gathers) + ...
+
 Collectives of parameters overlap with the compute of their pass. Parameters are gathered before their readers run,
 gradients are summed during backward, and with recomputation parameters are also gathered in backward. The collectives
 run one after another. While they run, compute is slower by the part of the device that they occupy. Because of their
@@ -23,12 +27,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from pase.ir import Graph
 from pase.ir.blocks import once_of, turns_of
-from pase.machine import CostModel, Machine, Mesh
+from pase.machine import CostModel, Mesh
 from pase.once import once
 from pase.tables.build import Space, config_space, edge_costs, facts_along, phase_costs
 from pase.tables.charges import Flow
@@ -38,21 +43,15 @@ from pase.tables.types import CostTables, EdgeTable
 
 __all__ = [
     "Alone",
+    "Passes",
     "StepParts",
     "StepTables",
     "alone",
     "beside",
-    "between",
     "edges_at",
     "nodes_at",
-    "slowed",
+    "passes_of",
 ]
-
-
-def slowed(machine: Machine) -> float:
-    """The part of the device's compute units that collectives occupy while they run."""
-    units = machine.device.compute_units
-    return machine.collective_units / units if units else 0.0
 
 
 def beside(compute: float, moved: float, slow: float) -> float:
@@ -70,6 +69,7 @@ class StepParts:
 
     waited: what overlaps with nothing. forward, backward: compute. gathers: collectives that overlap with forward.
     moved: collectives that overlap with backward, which are sums of gradients and the gathers for recomputation.
+    updated: gathers of updated parameters, once a step, which overlap with the first micro-batch's forward.
     """
 
     waited: float = 0.0
@@ -77,34 +77,73 @@ class StepParts:
     gathers: float = 0.0
     backward: float = 0.0
     moved: float = 0.0
+    updated: float = 0.0
 
-    def total(self, slow: float) -> float:
-        """The cost of the step. slow: the part of the device that collectives occupy while they run."""
-        return (
-            self.waited + beside(self.forward, self.gathers, slow) + beside(self.backward, self.moved, slow)
-        )
+    def total(self, slow: float, first: float = 1.0) -> float:
+        """The cost of the step. slow: the part of the device that collectives occupy while they run. first: the part
+        of forward that runs in the first micro-batch."""
+        forward = beside(first * self.forward, first * self.gathers + self.updated, slow)
+        rest = (1 - first) * beside(self.forward, self.gathers, slow)
+        return self.waited + forward + rest + beside(self.backward, self.moved, slow)
 
     @property
     def summed(self) -> float:
         """The cost of the step if nothing overlaps."""
-        return self.waited + self.forward + self.gathers + self.backward + self.moved
+        return float(self.row.sum())
 
-    def ahead(self, slow: float) -> np.ndarray:
-        """By how much compute takes longer than the collectives, in forward and in backward; float64 [2]."""
-        forward = self.forward + (slow - 1) * self.gathers
-        return np.array([forward, self.backward + (slow - 1) * self.moved])
-
-
-_PARTS = 5
-WAITED, FORWARD, GATHERS, BACKWARD, MOVED = range(_PARTS)
+    @property
+    def row(self) -> np.ndarray:
+        """float64 [6]"""
+        return np.array([self.waited, self.forward, self.gathers, self.backward, self.moved, self.updated])
 
 
-def between(compute: Sequence[float], slow: float) -> np.ndarray:
-    """Weights of the parts, float64 [5]. With them, a step's price is linear and never above its real cost, because
-    the larger of two numbers is at least any mean of them. compute: for each pass the weight of compute, in [0, 1].
+_PARTS = 6
+WAITED, FORWARD, GATHERS, BACKWARD, MOVED, UPDATED = range(_PARTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Which parts of a step overlap: in each pass, compute with collectives.
+
+    slow: the part of the device that collectives occupy while they run. first: the part of forward that runs in the
+    first micro-batch, which is a pass of its own if there are more.
     """
-    f, b = compute
-    return np.array([1.0, f, f * slow + 1 - f, b, b * slow + 1 - b])
+
+    slow: float
+    first: float = 1.0
+
+    @cached_property
+    def ahead(self) -> np.ndarray:
+        """With the parts, by how much compute takes longer than collectives in each pass; float64 [passes, 6]."""
+        behind = self.slow - 1
+        rows = np.zeros((3, _PARTS))
+        rows[0, [FORWARD, GATHERS, UPDATED]] = self.first, self.first * behind, behind
+        rows[1, [BACKWARD, MOVED]] = 1.0, behind
+        rows[2, [FORWARD, GATHERS]] = 1 - self.first, (1 - self.first) * behind
+        return rows[: 2 if self.first == 1 else 3]
+
+    @cached_property
+    def moved(self) -> np.ndarray:
+        """The parts that a step takes at least: what is waited for and what is sent; float64 [6]."""
+        out = np.ones(_PARTS)
+        out[[FORWARD, BACKWARD]] = 0.0
+        return out
+
+    @property
+    def longest(self) -> tuple[float, ...]:
+        """The weights at which compute is what counts in every pass."""
+        return (1.0,) * len(self.ahead)
+
+    def between(self, compute: Sequence[float]) -> np.ndarray:
+        """Weights of the parts, float64 [6]. With them, a step's price is linear and never above its real cost,
+        because the larger of two numbers is at least any mean of them. compute: for each pass the weight of compute, in
+        [0, 1]."""
+        return np.asarray(self.moved + np.array(compute) @ self.ahead)
+
+
+def passes_of(graph: Graph, slow: float) -> Passes:
+    """What is gathered each time before a micro-batch overlaps with all of them, what is sent once with one."""
+    return Passes(slow=slow, first=1 / turns_of(graph) if once_of(graph) == "none" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +194,7 @@ def alone(graph: Graph) -> Alone:
 class StepTables:
     """The prices on a mesh, by the parts of a step. They give tables at any weights, and the parts of any choice.
 
-    nodes: float64 [5, K] each. edges: as in cost tables, without overlap. parts: for each edge float64 [5, classes of
+    nodes: float64 [6, K] each. edges: as in cost tables, without overlap. parts: for each edge float64 [6, classes of
     src, classes of dst], or None if its reader waits for all of it. Equal nodes and edges of repeated layers share
     arrays.
     """
@@ -186,7 +225,7 @@ class StepTables:
         )
 
     def at(self, weights: np.ndarray) -> CostTables:
-        """The tables at weights of the parts, float64 [5]."""
+        """The tables at weights of the parts, float64 [6]."""
         at = _Weighing(weights)
         return CostTables(
             node_costs=tuple(map(at.of, self.nodes)),
@@ -221,7 +260,7 @@ def nodes_at(
 ) -> list[np.ndarray]:
     """The costs of each node's configs at weights of the parts, float64 [K]; equal nodes share an array.
 
-    among: per node its configs, int8 [K, axes]. weights: float64 [5].
+    among: per node its configs, int8 [K, axes]. weights: float64 [6].
     """
     parts, at = list(_parted_nodes(graph, mesh, model, optimizer, among)), _Weighing(weights)
     return [at.of(p) for p in parts]
@@ -238,21 +277,21 @@ def edges_at(
     """Tables of some of the edges, if they cost something, with some of the configs, at weights of the parts.
 
     among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
-    weights: float64 [5].
+    weights: float64 [6].
     """
     made = list(_parted_edges(graph, among, mesh, model, along))
     return _weighed([e for e, _ in made], [p for _, p in made], _Weighing(weights))
 
 
 class _Weighing:
-    """Arrays of parts at weights, float64 [5]. What is one array stays one."""
+    """Arrays of parts at weights, float64 [6]. What is one array stays one."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = weights
         self._made: dict[int, np.ndarray] = {}
 
     def of(self, parts: np.ndarray) -> np.ndarray:
-        """parts: float64 [5, …], which the caller keeps."""
+        """parts: float64 [6, …], which the caller keeps."""
         if id(parts) not in self._made:
             self._made[id(parts)] = np.tensordot(self.weights, parts, 1)
         return self._made[id(parts)]
@@ -287,7 +326,7 @@ def _parted_edges(
 def _parted_nodes(
     graph: Graph, mesh: Mesh, model: CostModel, optimizer: str, configs: Sequence[np.ndarray]
 ) -> Iterator[np.ndarray]:
-    """The parts of each node, float64 [5, K]."""
+    """The parts of each node, float64 [6, K]."""
     at = alone(graph)
     made: dict[tuple[int, float, float, float], np.ndarray] = {}
     readers = _first_readers(graph)
@@ -298,7 +337,7 @@ def _parted_nodes(
             out = np.zeros((_PARTS, n.waited.size))
             out[WAITED] = n.waited + f * n.forward + b * n.backward + gathered * n.gathers
             out[FORWARD], out[BACKWARD] = (1 - f) * n.forward, (1 - b) * n.backward
-            out[GATHERS] = (1 - gathered) * n.gathers
+            out[UPDATED] = (1 - gathered) * n.gathers
             made[key] = out
         yield made[key]
 

@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 
 from pase.ir import Graph
-from pase.machine import COLLECTIVES, CostModel, Mesh
+from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
 from pase.tables.charges import Charge, Flow, node_charges
 from pase.tables.facts import EdgeFacts, Facts, facts
 from pase.tables.layouts import LayoutRule, access_rules, configs
+from pase.tables.pieces import TAKEN_APART, in_pieces
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 from pase.tables.work import Work, node_work
@@ -76,7 +77,13 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
         alone = np.where(nbytes < bucket, full * (nbytes / bucket), alone)
     if charge.behind is not None:
         alone = np.maximum(alone - work_price(charge.behind, model) / (charge.turns + 1), 0.0)
+    if charge.during:
+        alone = np.minimum(alone, _in_pieces(charge, model, mesh))
     return charge.times * charge.turns * alone
+
+
+def _in_pieces(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
+    return in_pieces(c.during, c.kind, c.back, c.axes, c.nbytes, c.whole, mesh, model)
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
@@ -303,8 +310,14 @@ def edge_costs(
             flows = []
             for f in known.flows[e.flows]:
                 a, b = ends[id(src.rows), id(dst.rows), f.back]
-                one = plans[id(a), id(b)].cost(price.of(f))
-                flows.append((f, one.T if f.back else one))
+                pairs = plans[id(a), id(b)]
+                one = pairs.cost(price.of(f))
+                one = one.T if f.back else one
+                for kind in TAKEN_APART if f.read or f.made else ():
+                    saved = pairs.cost_of_single(price.saved(f, kind))
+                    on = f.during(kind, src.rows, mesh)
+                    one = one - np.where(on[:, None], saved.T if f.back else saved, 0.0)
+                flows.append((f, one))
             memo[where] = tuple(flows)
         yield (
             e,
@@ -353,6 +366,8 @@ class _Prices:
         kind, axes, split = (used - 1) >> 2 * n, (used - 1) >> n & (1 << n) - 1, (used - 1) & (1 << n) - 1
         fraction = 1.0 / np.array([mesh.ways(s) for s in range(1 << n)], dtype=float)[split]
         self.rows: dict[tuple[int, bool], np.ndarray] = {}
+        self.mesh, self.model, self.used = mesh, model, used
+        self.kind, self.axes, self.fraction = kind, axes, fraction
         for bucketed in (False, True):
             sizes = sorted({f.nbytes for f in flows if f.bucketed == bucketed})
             table = np.zeros((len(sizes), 1 + len(COLLECTIVES) << 2 * n))
@@ -373,3 +388,23 @@ class _Prices:
     def of(self, flow: Flow) -> np.ndarray:
         """Cost of every code for this flow, for all its times in a step; 0 for code 0."""
         return flow.times * self.rows[flow.nbytes, flow.bucketed]
+
+    def saved(self, flow: Flow, taken_apart: CollectiveKind) -> np.ndarray:
+        """By how much every code of a kind costs less if it runs beside the flow's products; 0 of other kinds."""
+        out = np.zeros_like(self.rows[flow.nbytes, flow.bucketed])
+        on = self.kind == COLLECTIVES.index(taken_apart)
+        if (products := flow.beside(taken_apart)) and on.any():
+            c = Charge(
+                kind=taken_apart,
+                axes=self.axes[on],
+                nbytes=flow.nbytes * self.fraction[on],
+                tensor="",
+                phase=flow.phase,
+                times=flow.times,
+                during=products,
+                whole=float(flow.nbytes),
+                back=flow.back,
+            )
+            alone = charge_price(replace(c, during=()), self.model, self.mesh)
+            out[self.used[on]] = alone - charge_price(c, self.model, self.mesh)
+        return out

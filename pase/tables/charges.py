@@ -37,6 +37,7 @@ from pase.tables.layouts import (
     shards,
     state_index,
 )
+from pase.tables.pieces import TAKEN_APART, Products, made_by, read_by, sums_apart
 from pase.tables.reshard import reshard
 from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, runs_of
 
@@ -53,6 +54,8 @@ class Charge:
     turns: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
     which overlaps with each collective. Only the rest of a collective is waited for.
     within: inside a node, the op and the read or write that it is for. None: of an edge, or of the whole node.
+    during: of one pair of layouts, the products whose pieces run beside it (``Flow.beside``); none: it is waited for.
+    whole: bytes of the whole tensor. back: of the gradient.
     """
 
     kind: CollectiveKind
@@ -65,6 +68,9 @@ class Charge:
     turns: np.ndarray | float = 1.0
     behind: Work | None = None
     within: OwnAccess | None = None
+    during: Products = ()
+    whole: float = 0.0
+    back: bool = False
 
 
 @dataclass(frozen=True)
@@ -188,7 +194,8 @@ class Flow:
     """A tensor, or its gradient, that is sent along an edge: bytes of the whole tensor, and how often in a step,
     including recomputation.
 
-    back: it is the gradient, which comes from the reader. again: 2 if recomputation needs it once more.
+    back: it is the gradient, which comes from the reader. again: 2 if recomputation needs it once more. read, made: the
+    products that read the tensor, and that make it, where their pieces may run beside its gather or its scatter.
     """
 
     phase: Phase
@@ -197,12 +204,31 @@ class Flow:
     times: float
     bucketed: bool
     again: int = 1
+    read: Products = ()
+    made: Products = ()
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The layouts before and after. src: from write_states. dst: from read_states."""
         if not self.back:
             return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
         return dst, gradient_states(src)
+
+    def beside(self, kind: CollectiveKind) -> Products:
+        """The products whose pieces may run beside a collective of this kind that is the whole way of the tensor."""
+        if kind not in TAKEN_APART:
+            return ()
+        return self.read if self.of_reader(kind) else self.made
+
+    def of_reader(self, kind: CollectiveKind) -> bool:
+        """Is a gather or a scatter next to the tensor's reader, rather than to its maker?"""
+        return (kind == "all_gather") != self.back
+
+    def during(self, kind: CollectiveKind, src: np.ndarray, mesh: Mesh) -> np.ndarray:
+        """From which of the layouts written (write_states, [S, axes]) it may run beside them; bool [S]."""
+        products = self.beside(kind)
+        if not products or self.of_reader(kind):
+            return np.full(len(src), bool(products))
+        return sums_apart(products[0], src, mesh)
 
 
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
@@ -220,6 +246,7 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
     once = once_of(graph) if bucketed else "none"
     again = 2 if edge.access.again and once == "none" else 1
     turns = turns_of(graph)
+    read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
     phase: Phase = "forward" if bucketed else phase_of(edge.op)
     there = Flow(
         phase=phase,
@@ -228,18 +255,24 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
         times=times * again / (1 if once == "none" else turns),
         bucketed=bucketed,
         again=again,
+        read=read,
+        made=made,
     )
     if not (tensor.needs_grad and edge.op.differentiable):
         return (there,)
     summed = times / (turns if once == "all" else 1)
-    back = Flow(phase="backward", back=True, nbytes=nbytes, times=summed, bucketed=bucketed)
+    back = Flow(
+        phase="backward", back=True, nbytes=nbytes, times=summed, bucketed=bucketed, read=read, made=made
+    )
     return (back,) if edge.access.gradient else (there, back)
 
 
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
     """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
     for flow in edge_flows(graph, edge):
-        for step in reshard(*flow.ends(src, dst), mesh):
+        steps = reshard(*flow.ends(src, dst), mesh)
+        single = len(src) == len(dst) == len(steps) == 1
+        for step in steps:
             axes, fraction = (step.axes.T, step.fraction.T) if flow.back else (step.axes, step.fraction)
             yield Charge(
                 kind=step.kind,
@@ -249,4 +282,7 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
                 phase=flow.phase,
                 times=flow.times,
                 bucketed=flow.bucketed,
+                during=flow.beside(step.kind) if single and flow.during(step.kind, src, mesh)[0] else (),
+                whole=float(flow.nbytes),
+                back=flow.back,
             )

@@ -48,6 +48,11 @@ class Plans:
         """[S, D], given the price of each code."""
         return price[self.codes].sum(axis=1)[self.index]
 
+    def cost_of_single(self, price: np.ndarray) -> np.ndarray:
+        """[S, D], where a plan is a single move; 0 elsewhere."""
+        single = (self.codes > 0).sum(axis=1) == 1
+        return np.where(single, price[self.codes].sum(axis=1), 0.0)[self.index]
+
 
 def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
     """Steps from each src layout to each dst layout: int64 [S, axes], [D, axes] -> arrays [S, D].
