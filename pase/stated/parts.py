@@ -6,6 +6,7 @@ weights. These are the graph's own work and collectives (``pase.tables``), price
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -203,23 +204,17 @@ class _PartsInTheMaking:
 
     def experts_apart(self, n: Node, cfg: np.ndarray) -> float:
         """How many more products the host launches forward, for the experts of a device after the first; backward has
-        two for each. Products that read the same tokens are one."""
-        op = n.main
-        if not self.program.experts.apart or op.kind != "matmul" or len(op.reads) < 2:
+        two for each."""
+        op, graph = n.main, self.graph
+        if not self.program.experts.apart or op.kind != "matmul" or len(op.reads) != 2:
             return 0.0
-        x, w = (set(a.map.dims) for a in op.factors)
-        out = set(op.writes[0].map.dims)
-        groups = (w - x - out) if len(op.reads) > 2 else (x & w & out)
-        tokens, weight = (self.graph.producer.get(a.tensor) for a in op.factors)
-        if not groups or weight is None or weight.kind != "parameter":
+        sources = [graph.producer.get(a.tensor) for a in op.factors]
+        groups = set.intersection(*(set(a.map.dims) for a in (*op.factors, *op.writes)))
+        stored = [m is not None and m.kind == "parameter" for m in sources]
+        if sum(stored) != 1:
             return 0.0
-        if tokens is not None and tokens.kind == "copy":
-            readers = (m for m in self.graph.nodes for _, a in m.reads if a.tensor in tokens.internal)
-            if next(m for m in readers if m.kind == "matmul") is not n:
-                return 0.0
-        every = np.prod([number(n.space[d].size, n.name) for d in groups])
-        here = every / shards(cfg, dim_index(n, tuple(groups)), self.placed.mesh)[0]
-        return max(float(here) - 1.0, 0.0)
+        every = math.prod(number(n.space[d].size, n.name) for d in groups)
+        return float(every / shards(cfg, dim_index(n, tuple(groups)), self.placed.mesh)[0]) - 1.0
 
     def add_around(self, n: Node) -> None:
         """What the program does around an attention's kernel."""
