@@ -6,7 +6,7 @@ Each row's configuration, priced as ``bench/published_steps.py`` prices it, is c
 that is cheaper and fits (``pase.stated.better``): executor, precision, batch, model and devices stay. As the search
 begins with the published configuration, the answer is never above it, unless that does not fit by the price: then what
 fits comes first. What changes is said in words. Rows of all sources in turn; --resume goes on with rows that the result
-file lacks, for at most so many minutes of CPU.
+file lacks, for at most so many minutes of CPU. With --only, these rows are priced again.
 """
 
 from __future__ import annotations
@@ -100,6 +100,8 @@ def main() -> None:
     done: dict[str, dict[str, Any]] = {}
     if args.resume and Path(args.o).exists():
         done = json.loads(Path(args.o).read_text(encoding="utf-8"))["runs"]
+        if args.only:
+            done = {k: v for k, v in done.items() if not k.startswith(args.only)}
     for row in _in_turn(r for r in read(args.file) if r.id.startswith(args.only) and r.id not in done):
         if time.process_time() > 60 * args.minutes:
             break
