@@ -141,6 +141,20 @@ def test_a_program_that_sorts_tokens_pays_for_its_passes():
     assert MEGATRON.experts.forward > 0 and PROGRAMS["xla"].experts == AroundExperts()
 
 
+@pytest.mark.parametrize(("ways", "here"), [(8, 2), (4, 4), (1, 16)])
+def test_each_experts_product_is_launched_by_itself(ways, here):
+    """Gate and up are one product, down another; backward has two for each."""
+    s = replace(parse(f"dp=8,ep={ways}" if ways > 1 else "dp=8", 8), micro=2, remat="none")
+    one_by_one, together = (
+        parts_of(
+            GRAPH, place(GRAPH, s, MODEL), s, replace(MEGATRON, experts=AroundExperts(apart=a)), MODEL
+        ).block
+        for a in (True, False)
+    )
+    more = np.subtract(one_by_one.host_s, together.host_s) / MEGATRON.executor.host_s
+    np.testing.assert_allclose(more, [2 * (here - 1), 4 * (here - 1)])
+
+
 def test_an_exchange_beside_another_micro_batch_costs_what_is_longer_than_its_compute():
     ahead = replace(MEGATRON, executor=replace(MEGATRON.executor, host_s=(1e-9, 1e-9)))
     apart, beside = (price("dp=8,ep=8", program=replace(ahead, exchange_beside=b)) for b in (False, True))
