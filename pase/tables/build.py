@@ -310,11 +310,11 @@ def edge_costs(
             flows = []
             for f in known.flows[e.flows]:
                 a, b = ends[id(src.rows), id(dst.rows), f.back]
-                pairs = plans[id(a), id(b)]
-                one = pairs.cost(price.of(f))
+                ways = plans[id(a), id(b)]
+                one = ways.cost(price.of(f))
                 one = one.T if f.back else one
                 for kind in TAKEN_APART if f.read or f.made else ():
-                    saved = pairs.cost_of_single(price.saved(f, kind))
+                    saved = ways.cost_of_single(price.saved(f, kind))
                     on = f.during(kind, src.rows, mesh)
                     one = one - np.where(on[:, None], saved.T if f.back else saved, 0.0)
                 flows.append((f, one))

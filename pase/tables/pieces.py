@@ -20,10 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pase.ir import Access, Edge, Graph, Node, Op
 from pase.ir.precision import operand_bytes
-from pase.machine import CostModel, Machine, Mesh
+from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.once import once
 from pase.tables.layouts import PARTIAL, number, tensor_dim
 
@@ -62,7 +63,7 @@ def slowed(machine: Machine) -> float:
     return machine.collective_units / units if units else 0.0
 
 
-TAKEN_APART = ("all_gather", "reduce_scatter")
+TAKEN_APART: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 """Kinds of collectives that run piece by piece."""
 
 
@@ -83,15 +84,11 @@ class PieceProduct:
     made_bytes: float
     weighted: frozenset[int] = frozenset()
 
-    def seconds(
-        self, rows: np.ndarray, columns: np.ndarray, depth: np.ndarray, model: CostModel
-    ) -> np.ndarray:
+    def seconds(self, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, model: CostModel) -> np.ndarray:
         """Seconds of the product, or of the one for its operand's gradient, with local extents."""
-        rows, columns, depth = (np.maximum(x, 1.0) for x in (rows, columns, depth))
-        nbytes = rows * depth * self.read_bytes + depth * columns * self.weight_bytes
-        nbytes = nbytes + rows * columns * self.made_bytes
-        mnk = (rows, columns, depth)
-        return model.compute("matmul", self.dtype, 2.0 * rows * columns * depth, nbytes, mnk=mnk)
+        m, n, k = (np.maximum(x, 1.0) for x in (rows, columns, depth))
+        nbytes = m * k * self.read_bytes + k * n * self.weight_bytes + m * n * self.made_bytes
+        return model.compute("matmul", self.dtype, 2.0 * m * n * k, nbytes, mnk=(m, n, k))
 
 
 Products = tuple[PieceProduct, ...]
@@ -171,7 +168,7 @@ def sums_apart(product: PieceProduct, written: np.ndarray, mesh: Mesh) -> np.nda
 
 def in_pieces(
     products: Products,
-    kind: str,
+    kind: CollectiveKind,
     back: bool,
     axes: np.ndarray,
     nbytes: np.ndarray,
@@ -192,7 +189,8 @@ def in_pieces(
     full = piece = np.zeros(())
     for p in products:
         rows = p.rows * np.where(parts > 0, 1 / np.maximum(parts, 1e-300), 0.0)
-        columns, depth = (p.columns / others, p.depth) if read else (p.columns, p.depth / others)
+        columns = p.columns / others if read else np.full_like(others, p.columns)
+        depth = np.full_like(others, p.depth) if read else p.depth / others
         inner, outer = (columns, depth) if back else (depth, columns)
         full = full + p.seconds(rows, outer, inner, model)
         piece = piece + p.seconds(rows / ways, outer, inner, model)

@@ -10,7 +10,7 @@ from pase import costmodels, machine, zoo
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.ir import Graph, named, simplify
-from pase.machine import Mesh, mesh_from
+from pase.machine import CollectiveKind, Mesh, mesh_from
 from pase.questions.explain import explain
 from pase.search.check import cost_of
 from pase.tables.build import build
@@ -50,7 +50,9 @@ def simulated(n: int, piece: float, added: float, hop: float, slow: float) -> fl
     ("kind", "back"),
     [("all_gather", False), ("all_gather", True), ("reduce_scatter", False), ("reduce_scatter", True)],
 )
-def test_the_price_is_that_of_pieces_hop_by_hop(rows: int, ways: int, kind: str, back: bool) -> None:
+def test_the_price_is_that_of_pieces_hop_by_hop(
+    rows: int, ways: int, kind: CollectiveKind, back: bool
+) -> None:
     mesh = mesh_from(str(ways), ways)
     p = PieceProduct(
         rows=rows, columns=8192, depth=4096, dtype="bfloat16", read_bytes=2, weight_bytes=2, made_bytes=2
