@@ -31,10 +31,10 @@ from pase.tables.beside import Passes, StepTables
 
 __all__ = ["Beside", "SolveMean", "SolveWithin"]
 
-Weights = tuple[float, ...]
+PassWeights = tuple[float, ...]
 """For each pass, the weight of compute."""
 
-SolveMean = Callable[[CostTables, Weights], Solution]
+SolveMean = Callable[[CostTables, PassWeights], Solution]
 """Solves the tables for given weights of the passes' compute: (tables, weights)."""
 
 SolveWithin = Callable[[CostTables, Known], Solution]
@@ -54,9 +54,9 @@ class Beside:
 
     tables: StepTables
     passes: Passes
-    means: dict[Weights, Solution] = field(default_factory=dict)
-    best: Weights = ()
-    _made: dict[Weights, CostTables] = field(default_factory=dict)
+    means: dict[PassWeights, Solution] = field(default_factory=dict)
+    best: PassWeights = ()
+    _made: dict[PassWeights, CostTables] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.best = self.best or self.passes.longest
@@ -65,13 +65,13 @@ class Beside:
         """The cost of a choice: one config index per node."""
         return self.tables.of_choice(choice).total(self.passes.slow, self.passes.first)
 
-    def at(self, weights: Weights) -> CostTables:
+    def at(self, weights: PassWeights) -> CostTables:
         """The tables of the mean for given weights of the passes' compute, built once."""
         if weights not in self._made:
             self._made[weights] = self.tables.at(self.passes.between(weights))
         return self._made[weights]
 
-    def mean(self, tables: CostTables, weights: Weights) -> Solution:
+    def mean(self, tables: CostTables, weights: PassWeights) -> Solution:
         """The optimum of the tables for given weights, computed once."""
         if weights not in self.means:
             self.means[weights] = solve(tables)
@@ -82,7 +82,7 @@ class Beside:
         one: SolveMean,
         below: float = np.inf,
         enough: float = _EXACT,
-        likely: Sequence[Weights] = (),
+        likely: Sequence[PassWeights] = (),
     ) -> Solution:
         """The best strategy found, and the proven bound. below: strategies of that cost or more need not be found.
         likely: weights to try before others, such as the best ones of a similar mesh.
@@ -93,7 +93,7 @@ class Beside:
         """
         found: Solution | None = None
         planes: list[tuple[float, np.ndarray]] = []
-        bound, w, tried = -np.inf, self.best, set[Weights]()
+        bound, w, tried = -np.inf, self.best, set[PassWeights]()
         while w not in tried and len(tried) < _MOST_WEIGHTS:
             tried.add(w)
             s = one(self.at(w), w)
@@ -182,7 +182,7 @@ class Beside:
         return Excess(weights=np.array(self.best), held=tuple(map(ahead, t.nodes)), along=tuple(along))
 
 
-def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, Weights]:
+def _highest(planes: Sequence[tuple[float, np.ndarray]]) -> tuple[float, PassWeights]:
     """(height, weights) of the highest point below all planes over [0, 1]^n. A plane: its height at 0, its n slopes.
 
     The highest point is where n + 1 of the planes and sides meet.
