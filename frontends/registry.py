@@ -49,7 +49,8 @@ class UnknownOp(PaseError):
 
 
 class NotInParts(PaseError):
-    """A model that cannot be traced on a micro-batch, because its code contains the batch size."""
+    """A model that cannot run on micro-batches: its code contains the batch size, its examples meet, or its frontend
+    traces it once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from pase.compiler.ties import least_stored
 from pase.compiler.uneven import or_padded
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
+from pase.frontends.registry import NotInParts
 from pase.garbage import seldom_collected
 from pase.ir.precision import FP8
 from pase.memory.live import is_trained
@@ -206,8 +207,11 @@ def _or_staged(
     )  # what does not fit is beaten by anything that does
     try:
         found = search_pipelines(problem, traced, options, say, below)
-    except Infeasible:  # the model cannot be cut, or no pipeline fits either
-        return plan
+    except (
+        Infeasible,
+        NotInParts,
+    ) as e:  # the model cannot be cut or run in parts, or no pipeline fits either
+        return replace(plan, skipped={**plan.skipped, "stages": str(e)})
     if found.best is None:
         bound = min(plan.bound, found.bound)
         optimal = plan.optimal and not found.unseen and bound >= plan.cost * (1 - 1e-9)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pase.errors import PaseError
+from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
     Once,
@@ -125,7 +126,7 @@ class BlockWays(Protocol):
 
 
 def block_ways(traced: Traced) -> BlockWays:
-    """Those of the frontend that read it. Raises PaseError for a frontend that has none."""
+    """Those of the frontend that read it. Raises NotInParts for a frontend that has none."""
     if traced.frontend == "jax":
         from pase.frontends import jax_blocks
 
@@ -134,7 +135,7 @@ def block_ways(traced: Traced) -> BlockWays:
         from pase.frontends import torch_blocks
 
         return torch_blocks
-    raise PaseError(
+    raise NotInParts(
         f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches, recomputation and stages "
         f"need a JAX function or a PyTorch module"
     )
@@ -174,7 +175,7 @@ def variants(
             )
     mixed = _meet(traced, graph)
     if accumulate not in (None, 1) and mixed:
-        raise PaseError(
+        raise NotInParts(
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]

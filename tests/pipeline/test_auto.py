@@ -1,0 +1,24 @@
+"""``pipeline="auto"`` on every model of the zoo: never slower than the plan without stages, and no error."""
+
+from __future__ import annotations
+
+import pytest
+
+import pase
+from pase import zoo
+
+MEET = "examples of the batch meet"
+WITHOUT = dict.fromkeys(("bert_base", "densenet121", "inception_v3", "resnet101"), MEET)
+WITHOUT["rnnlm"] = "2 loops of 16 turns"
+"""Why a model has no stages: micro-batches would give other numbers, or its loops run over time."""
+
+
+@pytest.mark.parametrize("name", zoo.names())
+def test_auto_is_never_slower_than_no_stages(name):
+    m = zoo.reduced(name)
+    asked = {"devices": 4, "machine": "v100x8", "max_axes": 1, "baselines": False, "work": 5.0}
+    plain = pase.compile(m.loss_fn, m.params, m.batch, **asked)
+    auto = pase.compile(m.loss_fn, m.params, m.batch, pipeline="auto", **asked)
+    assert auto.cost <= plain.cost * (1 + 1e-9) and auto.bound <= auto.cost
+    assert WITHOUT.get(name, "") in auto.skipped.get("stages", "")
+    assert (name in WITHOUT) == ("stages" in auto.skipped)
