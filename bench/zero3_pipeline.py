@@ -5,41 +5,34 @@ the faster one?
 
 Narayanan et al. 2021 (arXiv 2104.04473), table 2: a GPT of 174.6B (96 layers of 12,288, vocabulary 51,200, sequences of
 2,048, batch 1,536, everything recomputed), ZeRO-3 by DeepSpeed without model parallelism and PTD-P with 8-way tensor
-parallelism in 12 stages. TFLOP/s count recomputation, by that paper's formula. Nothing is fitted.
+parallelism in 12 stages. TFLOP/s count recomputation, by that paper's formula. Both run Megatron-LM's own layers, with
+its fused kernels (section 4.2), in float16. Nothing is fitted.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 from typing import Any
 
 from bench.provenance import RESULTS, save
+from bench.vtrain import graph_of
+from pase import costmodels
+from pase.machine import load
+from pase.stated.price import Priced, price_strategy
+from pase.stated.program import PROGRAMS, Program
+from pase.stated.strategy import Strategy, parse
 
 LAYERS, WIDTH, VOCABULARY, SEQUENCE, BATCH = 96, 12288, 51200, 2048, 1536
 MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0))
 """GPUs, ZeRO-3's micro-batch, TFLOP/s of a GPU under ZeRO-3 and under PTD-P."""
 
-
-def model() -> tuple[Any, ...]:
-    """(loss function, shapes of parameters, shapes of the batch)."""
-    from pase.zoo.layers import shapes
-    from pase.zoo.transformers import gpt
-
-    built = gpt(
-        batch=BATCH,
-        seq=SEQUENCE,
-        layers=LAYERS,
-        vocab=VOCABULARY,
-        dtype="bfloat16",
-        attention="plain",
-        scan=1,
-        remat=0,
-        d=WIDTH,
-        heads=96,
-        context=SEQUENCE,
-    )
-    return built.loss_fn, shapes(built.params, built.stored), shapes(built.batch, built.stored)
+MEGATRON = PROGRAMS["megatron_2021"]
+DEEPSPEED = replace(MEGATRON, one_by_one=True, copied=(8.0, 0.0))
+"""DeepSpeed of spring 2021 gathers each parameter by itself, and waits for the device before each gather, so that none
+runs beside compute (runtime/zero/partition_parameters.py; DeepSpeed#1069 and #1188, June 2021). What was gathered is
+copied twice: by torch.distributed.all_gather into its list, and from there into the parameter (#1188, point 3)."""
 
 
 def flops() -> float:
@@ -48,22 +41,33 @@ def flops() -> float:
     return of_layers * (1 + SEQUENCE / (6 * WIDTH) + VOCABULARY / (16 * LAYERS * WIDTH))
 
 
+def priced(s: Strategy, program: Program) -> Priced:
+    """The step of a strategy on A100 by a program."""
+    at_once = (s.micro or 1) * s.ranks
+    graph = graph_of(at_once, SEQUENCE, LAYERS, WIDTH, 96, VOCABULARY, recompute="none")
+    return price_strategy(graph, s, program, costmodels.get("analytic", load("a100x8")), BATCH)
+
+
 def rows() -> list[dict[str, Any]]:
     """For each number of GPUs, both runs as measured and as priced, and whether the order is right."""
-    import pase
-
-    out, priced = [], model()
+    out = []
     for gpus, micro, zero3, piped in MEASURED:
         ways = (
-            (f"fsdp={gpus},micro={micro},remat=full", "eager", zero3),
-            (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", "megatron_2021", piped),
+            (f"fsdp={gpus},micro={micro},remat=full", DEEPSPEED, zero3),
+            (f"dp={gpus // 96},tp=8,pp=12,micro=1,remat=full", MEGATRON, piped),
         )
         steps = []
-        for strategy, executor, tflops in ways:
-            found = pase.price(*priced, devices=gpus, strategy=strategy, executor=executor, machine="a100x8")
+        for text, program, tflops in ways:
+            found = priced(parse(text, gpus), program)
             measured = flops() / gpus / tflops / 1e12
             steps.append(
-                {"strategy": strategy, "executor": executor, "measured_s": measured, "priced_s": found.step_s}
+                {
+                    "strategy": text,
+                    "measured_s": measured,
+                    "priced_s": found.step_s,
+                    "error": found.step_s / measured - 1,
+                    "seconds": dict(found.seconds),
+                }
             )
         first, second = steps
         right = (first["measured_s"] < second["measured_s"]) == (first["priced_s"] < second["priced_s"])
