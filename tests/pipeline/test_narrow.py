@@ -8,7 +8,6 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import pase
@@ -29,19 +28,9 @@ from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import peak_bytes, simulate
 from pase.pipeline.types import StageTimes
 from pase.search.check import cost_of
+from tests.pipeline.small import BATCH, MICRO, OPTIMIZER, SEQ, VOCAB, D, norm
 
-D, VOCAB, SEQ, BATCH, MICRO = 8, 16, 4, 16, 4
-OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))
-
-
-@pytest.fixture(autouse=True)
-def _double():
-    with jax.enable_x64(True):
-        yield
-
-
-def norm(x, scale):
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
+pytestmark = pytest.mark.usefixtures("double")
 
 
 def attend(x, y, p):
@@ -79,6 +68,40 @@ def classify(params, batch):
     return jnp.mean((x - batch["labels"]) ** 2)
 
 
+def captions(params, batch):
+    """A vision tower before a language model of another width: patches, then text, through one loop each."""
+    b, side = batch["images"].shape[:2]
+    x = batch["images"].reshape(b, side, -1) @ params["patch"]
+    x = jax.lax.scan(lambda h, p: (feed(attend(h, h, p), p), None), x, params["tower"])[0]
+    x = jnp.concatenate([x @ params["join"], params["table"][batch["text"]]], axis=1)
+    x = jax.lax.scan(lambda h, p: (feed(attend(h, h, p), p), None), x, params["language"])[0][:, side:]
+    logits = norm(x, params["scale"]) @ params["table"].T
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][..., None], -1))
+
+
+def convolved(x, w, stride=1):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
+
+
+def group_norm(x):
+    y = x.reshape(*x.shape[:3], 2, -1)
+    y = (y - y.mean((1, 2, 4), keepdims=True)) * jax.lax.rsqrt(y.var((1, 2, 4), keepdims=True) + 1e-3)
+    return y.reshape(x.shape)
+
+
+def wide_resnet(params, batch):
+    """Residual blocks that grow wider as they get coarser (Zagoruyko & Komodakis 2016), normed within an example."""
+    x = convolved(batch["images"], params["stem"])
+    for p in params["blocks"]:
+        stride = 1 if p["first"].shape[2] == p["first"].shape[3] else 2
+        y = jax.nn.relu(group_norm(x))
+        skip = x if stride == 1 else convolved(y, p["skip"], stride)
+        y = convolved(y, p["first"], stride)
+        x = skip + convolved(jax.nn.relu(group_norm(y)), p["second"])
+    return jnp.mean((jnp.mean(jax.nn.relu(group_norm(x)), (1, 2)) @ params["head"] - batch["labels"]) ** 2)
+
+
 def arguments(model):
     rng = np.random.default_rng(0)
 
@@ -91,6 +114,23 @@ def arguments(model):
     def stack():
         return attention() | {"up": leaf(3, D, 4 * D), "down": leaf(3, 4 * D, D), "scale": leaf(3, D)}
 
+    if model is captions:
+        wide = 2 * D
+        language = {name: leaf(3, wide, wide) for name in "qkv"}
+        language |= {"up": leaf(3, wide, 4 * wide), "down": leaf(3, 4 * wide, wide), "scale": leaf(3, wide)}
+        params = {"patch": leaf(12, D), "tower": stack(), "join": leaf(D, wide), "language": language}
+        params |= {"table": leaf(VOCAB, wide), "scale": leaf(wide)}
+        ids = {k: jnp.asarray(rng.integers(VOCAB, size=(BATCH, SEQ))) for k in ("text", "labels")}
+        return params, {"images": leaf(BATCH, 4, 4, 3), **ids}
+    if model is wide_resnet:
+        widths = (4, 4, 4, 8, 8, 16, 16)
+        blocks = [
+            {"first": leaf(3, 3, a, b), "second": leaf(3, 3, b, b)}
+            | ({"skip": leaf(1, 1, a, b)} if a != b else {})
+            for a, b in itertools.pairwise(widths)
+        ]
+        params = {"stem": leaf(3, 3, 3, 4), "blocks": blocks, "head": leaf(16, 8)}
+        return params, {"images": leaf(BATCH, 8, 8, 3), "labels": leaf(BATCH, 8)}
     if model is translate:
         params = {"table": leaf(VOCAB, D), "scale": leaf(D)}
         params |= {"encoder": stack(), "decoder": stack() | {"cross": attention()}}
@@ -119,7 +159,7 @@ def planned(model, ranks=2, **more):
         )
 
 
-@pytest.mark.parametrize(("model", "ranks"), [(translate, 2), (classify, 4)])
+@pytest.mark.parametrize(("model", "ranks"), [(translate, 2), (classify, 4), (captions, 2), (wide_resnet, 4)])
 def test_stages_of_unequal_units_equal_the_unsharded_step(model, ranks):
     plan = planned(model, ranks)
     assert plan.pipeline.narrow and "units a stage" in str(plan) and plan.bound <= plan.cost
