@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Never
 
+from pase.backends.jax_circular import JaxCircular, circular_of
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
 from pase.backends.jax_stage_homes import StageHomes
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from pase.backends.jax_stage_arrays import StackCut
     from pase.frontends.from_jax import TracedJax
 
-__all__ = ["JaxPipeline", "StagedStep", "pipeline_of"]
+__all__ = ["JaxPipeline", "StagedStep", "one_program_of", "pipeline_of"]
 
 
 _OF_ONE_PROGRAM = frozenset(
@@ -78,20 +79,6 @@ class JaxPipeline:
         import jax
 
         registered()
-        traced = self.traced
-        if traced.mode != "train":
-            raise PaseError(
-                f"the plan was compiled with mode='{traced.mode}', but stages run only a loss and its gradients"
-            )
-        if traced.carried:
-            raise PaseError(
-                "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
-            )
-        if self.schedule.lockstep:
-            raise PaseError(
-                f"schedule '{self.schedule.name}' runs as one program in lockstep, which "
-                "pase does not support yet: choose another"
-            )
         if jax.process_count() > 1:
             raise PaseError(
                 "one process that sees all devices must run the stages: for several processes compile with "
@@ -128,7 +115,7 @@ class JaxPipeline:
     @cached_property
     def lanes(self) -> Lanes | None:
         """Where gradients are summed over the batch's devices once a step, and not at each micro-batch."""
-        return lanes_of(self)
+        return lanes_of(self.pipeline, self.splits, self.chain)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
@@ -261,24 +248,43 @@ class StagedStep:
 def pipeline_of(
     traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
 ) -> JaxPipeline:
-    """A pipeline in JAX's terms. traced: the model on one micro-batch. logical_mesh: of one rank. remat: what is
-    computed again where the pipeline does not say it."""
-
-    def split(i: int) -> JaxPlan:
-        strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, remat)
-        m = pipeline.micro_batches
-        graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
-        configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
-        states = access_states(graph, logical_mesh, configs)
-        return JaxPlan(
-            traced=traced,
-            accumulate=m,
-            blocks=blocks,
-            accesses=equation_layouts(graph, states),
-            strategy=strategy,
-            logical_mesh=logical_mesh,
-            constraints=constraints(graph, logical_mesh, states),
-        )
-
-    splits = tuple(split(i) for i in range(len(pipeline.strategies)))
+    """A pipeline in JAX's terms, stage by stage. traced: the model on one micro-batch. logical_mesh: of one rank.
+    remat: what is computed again where the pipeline does not say it."""
+    many = range(len(pipeline.strategies))
+    splits = tuple(_split(traced, pipeline, logical_mesh, remat, i) for i in many)
     return JaxPipeline(pipeline=pipeline, splits=splits)
+
+
+def one_program_of(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+) -> JaxCircular:
+    """As ``pipeline_of``, for a schedule that runs as one program."""
+    return circular_of(_split(traced, pipeline, logical_mesh, remat, pipeline.stages[0].strategy), pipeline)
+
+
+def _split(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...], i: int
+) -> JaxPlan:
+    """The model on one rank's mesh, by one of the pipeline's strategies."""
+    if traced.mode != "train":
+        raise PaseError(
+            f"the plan was compiled with mode='{traced.mode}', but stages run only a loss and its gradients"
+        )
+    if traced.carried:
+        raise PaseError(
+            "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
+        )
+    strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, remat)
+    m = pipeline.micro_batches
+    graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
+    configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
+    states = access_states(graph, logical_mesh, configs)
+    return JaxPlan(
+        traced=traced,
+        accumulate=m,
+        blocks=blocks,
+        accesses=equation_layouts(graph, states),
+        strategy=strategy,
+        logical_mesh=logical_mesh,
+        constraints=constraints(graph, logical_mesh, states),
+    )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_pipeline import JaxPipeline, StagedStep, pipeline_of
+from pase.backends.jax_circular import JaxCircular
+from pase.backends.jax_pipeline import JaxPipeline, StagedStep, one_program_of, pipeline_of
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_plans import traced_by_jax
 from pase.backends.jax_stage_arrays import StackCut, is_cut
@@ -23,6 +24,7 @@ from pase.errors import PaseError
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays
 from pase.machine import Mesh
+from pase.pipeline.registry import SCHEDULES
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
@@ -272,12 +274,13 @@ def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: NamedSharding) 
     return mine[0] if len(mine) == 1 else jnp.concatenate(mine)
 
 
-def in_stages(plan: PlanData) -> JaxPipeline | JaxReplicas:
+def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
     """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
     p = plan.pipeline
     assert p is not None
     if not p.replicas:
-        return pipeline_of(traced_by_jax(plan), p, plan.mesh, plan.remat)
+        of = one_program_of if SCHEDULES[p.schedule].lockstep else pipeline_of
+        return of(traced_by_jax(plan), p, plan.mesh, plan.remat)
     traced = traced_by_jax(plan, sum(r.micro_batches for r in p.replicas))
     return JaxReplicas(
         replicas=tuple(

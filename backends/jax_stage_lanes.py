@@ -8,6 +8,7 @@ after the last micro-batch. This holds for the losses that micro-batches hold fo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,8 @@ from pase.ir.blocks import rematerialised
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from pase.backends.jax_pipeline import JaxPipeline
+    from pase.ir.narrow import UnitChain
+    from pase.plan.pipeline import PipelinePlan
 
 __all__ = ["Lanes", "lanes_of"]
 
@@ -53,21 +55,22 @@ class Lanes:
         return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
 
 
-def lanes_of(plan: JaxPipeline) -> Lanes | None:
-    """The pipeline's lanes; None if it sums at each micro-batch, or if no axis splits the batch alone."""
-    p, traced = plan.pipeline, plan.traced
+def lanes_of(p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None) -> Lanes | None:
+    """A pipeline's lanes; None if it sums at each micro-batch, or if no axis splits the batch alone. of: the model
+    under each of its strategies. chain: the units between which it is cut, if these are not equal blocks."""
+    traced = of[0].traced
     if p.micro_batches == 1 or traced.has_aux or any(s.weights == "each" for s in p.stages):
         return None
-    mesh = plan.splits[0].logical_mesh
+    mesh = of[0].logical_mesh
     used = {s.strategy for s in p.stages}
-    axes = tuple(a for a in mesh.names if all(_splits_batch(plan.splits[i], a) for i in used))
+    axes = tuple(a for a in mesh.names if all(_splits_batch(of[i], a) for i in used))
     many = math.prod(mesh.sizes[mesh.names.index(a)] for a in axes)
     if many == 1 or batch_size(traced) % many:
         return None
     small = micro(traced, many)
-    splits = tuple(replace(s, traced=small, lanes=frozenset(axes)) for s in plan.splits)
+    splits = tuple(replace(s, traced=small, lanes=frozenset(axes)) for s in of)
     again = [b for s in splits for b in s.blocks]
-    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again, plan.chain)
+    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again, chain)
     return Lanes(axes=axes, many=many, splits=splits, stages=stages)
 
 

@@ -248,19 +248,20 @@ class JaxPlan:
         n = len(self.traced.param_paths)
         return [*(tuple(a.shape) for a in self.traced.jaxpr.in_avals[:n]), *self.input_shapes(full)]
 
-    def checked(self, args: Tree) -> list[Array]:
-        """The arguments' arrays, leaf by leaf, with the plan's padding. Raises PaseError if they are not those of the
-        plan."""
+    def checked(self, args: Tree, full: bool = False) -> list[Array]:
+        """The arguments' arrays, leaf by leaf, with the plan's padding. full: of the whole batch, or of a micro-batch.
+        Raises PaseError if they are not those of the plan."""
         import jax
 
         leaves, tree = jax.tree.flatten(arrays(args))
         if tree != self.traced.in_tree:
             raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
-        leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full=False))
+        leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full))
         paths = (*self.traced.param_paths, *self.traced.input_paths)
-        for leaf, aval, path in zip(leaves, self.traced.jaxpr.in_avals, paths, strict=True):
+        dtypes = [a.dtype for a in self.traced.jaxpr.in_avals]
+        for leaf, shape, dtype, path in zip(leaves, self._wide_shapes(full), dtypes, paths, strict=True):
             got = shape_and_dtype(leaf)
-            for what, is_, was in zip(("shape", "dtype"), got, (aval.shape, aval.dtype), strict=True):
+            for what, is_, was in zip(("shape", "dtype"), got, (shape, dtype), strict=True):
                 if is_ != was:
                     raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
         return leaves
@@ -271,7 +272,6 @@ class JaxPlan:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
         gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
         stacked, except that values that ``carry`` threads are those of the last micro-batch."""
-        import jax
 
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
@@ -291,7 +291,15 @@ class JaxPlan:
                     f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
                 )
             return graded_once(Manual(plan=self, mesh=mesh))
-        kept, fn, aux = self.gradient_shardings(mesh), self._constrained(mesh), self.traced.has_aux
+        graded = self.graded(self._constrained(mesh), mesh)
+        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
+        return made if self.accumulate == 1 else summed(self, made, self.gradient_shardings(mesh), mesh)
+
+    def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
+        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
+        import jax
+
+        kept, aux = self.gradient_shardings(mesh), self.traced.has_aux
 
         def graded(params: Tree, *batch: Tree) -> Tree:
             rest = untrained(arrays(params))
@@ -302,8 +310,7 @@ class JaxPlan:
             value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
             return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
-        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
-        return made if self.accumulate == 1 else summed(self, made, kept, mesh)
+        return graded
 
     def _require_mode(self, mode: str, what: str) -> None:
         if self.traced.mode != mode:

@@ -16,6 +16,7 @@ from pase.plan.types import PlanData
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
+    from pase.backends.jax_circular import JaxCircular
     from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.jax_replicas import JaxReplicas
     from pase.backends.to_jax import JaxPlan
@@ -137,7 +138,7 @@ class Plan(PlanData):
         return with_buckets(self, policy=policy, options=options)
 
     @cached_property
-    def jax(self) -> JaxPlan | JaxPipeline | JaxReplicas:
+    def jax(self) -> JaxPlan | JaxPipeline | JaxCircular | JaxReplicas:
         """The plan in JAX: shardings, the constrained loss and a train step. A pipelined plan has a step that runs its
         stages.
 

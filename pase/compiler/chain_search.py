@@ -54,7 +54,7 @@ class ChainMenu(StageMenu):
         return {}
 
     def schedules(self) -> Iterator[tuple[Discipline, int]]:
-        yield from ((d, v) for d, v in super().schedules() if v <= _MOST_CHUNKS)
+        yield from ((d, v) for d, v in super().schedules() if v <= _MOST_CHUNKS and not d.lockstep)
 
     def crossing(self, a: StageSplit) -> tuple[tuple[str, str], ...]:
         assert a.role.units is not None

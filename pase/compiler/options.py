@@ -198,6 +198,12 @@ class CompileOptions:
         "--pipeline",
         metavar="none|auto|N",
     )
+    schedule: str = _option(
+        "auto",
+        "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage; or one of "
+        "them, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
+        "--stage-schedule",
+    )
     work: float = _option(
         60.0,
         "Work for the searches under a memory limit and over pipelines: about what a quiet core does in so many "
@@ -251,6 +257,14 @@ class CompileOptions:
                 f"decompose='{self.decompose}' runs collectives beside compute, and overlap='none' runs nothing beside "
                 "it: leave out one of them"
             )
+        if self.schedule != "auto":
+            from pase.pipeline.registry import SCHEDULES
+
+            _ = SCHEDULES[self.schedule]
+            if self.pipeline == "none":
+                raise PaseError(
+                    f"schedule='{self.schedule}' is of stages: give pipeline=N or 'auto' (--pipeline)"
+                )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:
                 *most, last = map(repr, choices)

@@ -25,6 +25,7 @@ from pase.compiler.stage_candidates import Candidate, TablesMade, menu_of, searc
 from pase.compiler.stage_search import Staged, StageMenu
 from pase.compiler.variants import block_ways, variants
 from pase.errors import Infeasible, PaseError
+from pase.pipeline.registry import SCHEDULES
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -122,7 +123,8 @@ def search_pipelines(
     if out.best is None and math.isinf(below):
         limit = options.limit_bytes(problem.machine) or math.inf
         raise Infeasible(
-            f"no pipeline found that fits {limit / 2**30:.4g} GiB a device: use more devices or a smaller batch"
+            f"no pipeline found{_under(options)} that fits {limit / 2**30:.4g} GiB a device: use more devices or a "
+            f"smaller batch"
         )
     return out
 
@@ -175,6 +177,7 @@ def _candidates(
             mesh=mesh,
             least=least,
             place=place,
+            schedule=options.schedule,
             tables=partial(made.all, some, mesh, place.sites),
         )
 
@@ -198,3 +201,16 @@ def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterat
         yield options.accumulate
         return
     yield from (ranks * k for k in MICRO_BATCHES if examples % (ranks * k) == 0 and examples >= 2 * ranks * k)
+
+
+def _under(options: CompileOptions) -> str:
+    """What the schedule that was asked for needs, in words."""
+    if options.schedule == "auto":
+        return ""
+    d = SCHEDULES[options.schedule]
+    equal = (
+        " equal stages of equal blocks, as many micro-batches as ranks or a multiple, and"
+        if d.lockstep
+        else ""
+    )
+    return f" under schedule '{d.name}'{' with' if equal else ''}{equal}"

@@ -140,10 +140,11 @@ def search_shares(
 ) -> SharesSearched:
     """For each number of micro-batches the best replicas, one on each of the machine's groups.
 
-    Nothing if the machine has no groups, or if the ranks or their mesh are given.
+    Nothing if the machine has no groups, or if the ranks, their mesh or their schedule are given.
     """
     machine = problem.machine
-    if not isinstance(machine, GroupedMachine) or options.ranks is not None or options.mesh is not None:
+    given = options.ranks is not None or options.mesh is not None or options.schedule != "auto"
+    if not isinstance(machine, GroupedMachine) or given:
         return SharesSearched()
     groups = groups_of(problem, options)
     frontend = block_ways(traced)

@@ -32,6 +32,7 @@ class Candidate:
     """A number of ranks, a number of micro-batches, a mesh, and where the ranks lie.
 
     least: seconds that none of its pipelines beats. tables: for each way to run the step, made on demand.
+    schedule: the one to try, or "auto".
     """
 
     ranks: int
@@ -40,9 +41,10 @@ class Candidate:
     least: float
     place: Arrangement
     tables: Callable[[], tuple[StageTables, ...]]
+    schedule: str = "auto"
 
     def menu(self, tables: Sequence[StageTables]) -> StageMenu:
-        return menu_of(tables, self.micro_batches, self.place)
+        return menu_of(tables, self.micro_batches, self.place, self.schedule)
 
     def __str__(self) -> str:
         return (
@@ -103,10 +105,13 @@ class TablesMade:
         return made
 
 
-def menu_of(tables: Sequence[StageTables], micro_batches: int, place: Arrangement) -> StageMenu:
-    """The ways to split the stages of ranks that lie there. tables: of all their sites."""
+def menu_of(
+    tables: Sequence[StageTables], micro_batches: int, place: Arrangement, schedule: str = "auto"
+) -> StageMenu:
+    """The ways to split the stages of ranks that lie there. tables: of all their sites. schedule: the one to try, or
+    "auto"."""
     made = ChainMenu if isinstance(tables[0].places, UnitPlaces) else StageMenu
-    return made(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between)
+    return made(tables, len(place.ranks), micro_batches, place.limits, place.numbers, place.between, schedule)
 
 
 def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:

@@ -276,6 +276,26 @@ class StageTables:
         self.spent.operations += found.work + self.features.entries
         return found
 
+    def least_sum(self, *of: tuple[np.ndarray, float, float]) -> Solution:
+        """The choice of configs whose sum is least of (features, their weight in what comes before and after the
+        blocks, their weight in all blocks)."""
+        made = [
+            self.features.weighted(
+                weights,
+                [
+                    max(blocks if p == "block" else ends for p in self.places.parts[n.name])
+                    for n in self.graph.nodes
+                ],
+            )
+            for weights, ends, blocks in of
+        ]
+        each = zip(*(t.node_costs for t in made), strict=True)
+        known: dict[tuple[int, ...], np.ndarray] = {}  # equal layers keep sharing their arrays
+        costs = tuple(known.setdefault(tuple(map(id, cs)), sum(cs[1:], cs[0])) for cs in each)
+        found = solve(replace(made[0], node_costs=costs, edges=tuple(e for t in made for e in t.edges)))
+        self.spent.operations += found.work + self.features.entries
+        return found
+
     def _tables(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
         share, parts = blocks / self.places.blocks, self.places.parts
         return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])

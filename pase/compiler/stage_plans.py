@@ -90,7 +90,7 @@ def plan_staged(
         nodes=tuple(_shared(n, 1 / s.schedule.ranks, run, sent) for n in plan.nodes),
         collectives=tuple(replace(c, cost=c.cost * part / s.schedule.ranks) for c, part in counted),
         pipeline=replace(
-            _pipeline(s, menu, mesh, _scope(found), _names(problem)),
+            _pipeline(s, menu, mesh, _scope(found, menu.only), _names(problem)),
             replicas=() if found.shares is None else _replicas(found.shares, found, _names(problem)),
             sum_s=None if found.shares is None else found.shares.sum_s,
             equal_s=_equal_s(s, found, isinstance(problem.machine, GroupedMachine)),
@@ -144,7 +144,7 @@ def _replicas(shares: Shares, found: Pipelines, names: tuple[str, ...]) -> tuple
                 micro_batches=r.micro_batches,
                 step_s=r.staged.step_s,
                 mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
-                pipeline=_pipeline(r.staged, r.menu, mesh, _scope(found), names),
+                pipeline=_pipeline(r.staged, r.menu, mesh, _scope(found, r.menu.only), names),
             )
         )
     return tuple(out)
@@ -194,7 +194,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
     )
     others = {}
-    for d, chunks in menu.schedules():
+    for d, chunks in () if s.schedule.lockstep else menu.schedules():
         if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
             other, _ = menu.staged(d, chunks)
             if other is not None:
@@ -226,7 +226,8 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
     )
 
 
-def _scope(found: Pipelines) -> str:
+def _scope(found: Pipelines, only: str) -> str:
+    schedules = "all schedules but 'circular'" if only == "auto" else f"schedule '{only}'"
     counted = (
         (found.left, "of them were bounded only"),
         (found.loose, "of them are bounded by the mean work of their ranks alone"),
@@ -236,7 +237,7 @@ def _scope(found: Pipelines) -> str:
     return (
         f"the bound is over {found.tried} choices of ranks, micro-batches ({', '.join(map(str, MICRO_BATCHES))} times "
         f"the ranks, or as given) and meshes of at most two axes{left}; it holds for every cut, and every split of "
-        f"each stage, under all schedules but 'circular', within the memory limit; ranks are the outermost axis"
+        f"each stage, under {schedules}, within the memory limit; ranks are the outermost axis"
     )
 
 
@@ -252,6 +253,8 @@ def _memory(s: Staged) -> list[Memory]:
     """Memory on a device of each rank."""
     counts = np.array(s.cuts.counts)
     active = peak_bytes(s.schedule, *_kept(s))
+    if s.schedule.lockstep:  # the ends' micro-batches are divided over the ranks, and kept until backward
+        active += s.micro_batches / s.schedule.ranks * s.splits[0].fixed("kept")
     out = []
     for r in range(s.schedule.ranks):
         mine = [k for k, rank in enumerate(s.schedule.rank_of) if rank == r]

@@ -14,6 +14,7 @@ import numpy as np
 
 from pase.compiler.stage_bounds import StageBounds
 from pase.compiler.stage_choice import StageChoice, aligned, choose_stages
+from pase.compiler.stage_circular import circular_bound_s, circular_staged
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.ir import Graph
@@ -66,7 +67,8 @@ class StageMenu:
     """Ways to split the stages on some devices. They are found once, and each schedule chooses among them.
 
     tables: of every site. limit: bytes on a device of every rank, or of each one. sites: the site of each rank; empty:
-    all are equal. between: prices what ranks of different sites send each other.
+    all are equal. between: prices what ranks of different sites send each other. only: the one schedule to try; "auto":
+    all but those of one program.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class StageMenu:
         limit: float | np.ndarray,
         sites: Sequence[int] = (),
         between: CostModel | None = None,
+        only: str = "auto",
     ) -> None:
         self.tables, self.ranks, self.micro_batches = tables, ranks, micro_batches
         self.limits = np.broadcast_to(np.asarray(limit, float), (ranks,))
         self.sites, self.between = tuple(sites) or (0,) * ranks, between
+        self.only = only
         self.models: dict[int, CostModel] = {t.site: t.model for t in tables}
         self.places: Places = tables[0].places
         self.graph: Graph = tables[0].graph
@@ -143,9 +147,10 @@ class StageMenu:
         if self.ranks == 1:
             yield SCHEDULES["1f1b"], 1
             return
-        for d in sorted(disciplines(), key=lambda d: -d.chunks[0]):
+        for d in sorted(disciplines(self.only), key=lambda d: -d.chunks[0]):
             for chunks in chunks_of(d, self.places.blocks, self.ranks):
-                if not d.refuses(self.ranks, self.micro_batches, chunks):
+                one = not d.lockstep or (chunks == 1 and self.micro_batches % self.ranks == 0)
+                if one and not d.refuses(self.ranks, self.micro_batches, chunks):
                     yield d, chunks
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
@@ -157,12 +162,15 @@ class StageMenu:
             tables=once + [t.sent_each() for t in once if limited],
             ranks=self.ranks,
             limit=self.limits,
-            send_s=self._least_send_s(),
+            send_s=self.least_send_s(),
             sites=self.sites,
         )
         best, least = None, below
         for d, chunks in self.schedules():
             s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+            if s.lockstep:
+                least = min(least, circular_bound_s(self, s))
+                continue
             roles = self._roles(s)
             begin = self.problem(s, tuple(self.splits(role)[0] for role in roles))
             mine = self.bounds.least_s(begin, below)
@@ -173,7 +181,7 @@ class StageMenu:
                     best, below = found, found.step_s
         return min(least, below), best
 
-    def _least_send_s(self) -> float:
+    def least_send_s(self) -> float:
         """Seconds to send one micro-batch's activations to the next stage, however they are split."""
         space, nbytes = self.tables[0].features.space, 0.0
         for name, tensor in self.places.crossing:
@@ -194,6 +202,8 @@ class StageMenu:
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
         """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+        if s.lockstep:
+            return circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
         chosen = self.chosen(s)
         if chosen is None:
             return None, False
@@ -372,9 +382,6 @@ def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:
     return np.stack([np.concatenate([x[:-2], np.zeros(most - len(x)), x[-2:]]) for x in of], axis=1)
 
 
-def disciplines() -> list[Discipline]:
-    """Schedules to try: all that the ranks run by themselves.
-
-    A single program that runs in lockstep is left out, because autodiff keeps other bytes there.
-    """
-    return [d for d in SCHEDULES.values() if not d.lockstep]
+def disciplines(only: str = "auto") -> list[Discipline]:
+    """Schedules to try: the one that is named, or all that the ranks run by themselves, stage by stage."""
+    return [d for d in SCHEDULES.values() if (not d.lockstep if only == "auto" else d.name == only)]

@@ -150,9 +150,8 @@ def lines(plan: PlanData) -> list[str]:
     elif plan.provenance.get("frontend") == "torch":
         runs_in = "'pase emit --to torch-schedule' writes its list of actions, which torch.distributed.pipelining runs"
     else:
-        runs_in = (
-            "plan.jax.train_step(optimizer) runs it in JAX, stage by stage; pase emit does not take it yet"
-        )
+        way = "as one program" if p.schedule == "circular" else "stage by stage"
+        runs_in = f"plan.jax.train_step(optimizer) runs it in JAX, {way}; pase emit does not take it yet"
     out.append(f"note   {runs_in}")
     return out
 

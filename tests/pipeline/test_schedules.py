@@ -73,7 +73,7 @@ def test_interleaved_and_circular(f, b, v, p, k):
     # Of stages of v chunks: p (1 + (p - 1) / (p v)), at most all of them.
     first = peak_bytes(schedule("interleaved", p, m, v), np.ones(p * v))[0]
     assert first == min(p * v + p - 1, m * v)
-    assert (peak_bytes(schedule("circular", p, m, v), np.ones(p * v)) == m * v).all()
+    assert (peak_bytes(schedule("circular", p, m, v), np.ones(p * v)) == m * v + p - 1).all()
 
 
 def period_s(name, p, m, v, f, i, w):  # type: ignore[no-untyped-def]
