@@ -160,11 +160,11 @@ def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
     activations each stage holds, and of those that its weight gradients still need in part. In lockstep a rank's idle
     turns count, as micro-batches of its first stage."""
     change = np.zeros((len(schedule.orders[rank]), 2, schedule.stages))
-    if schedule.lockstep:  # a scan keeps what each turn made, that of idle turns too
-        change[0, 0, schedule.orders[rank][0].stage] += schedule.ranks - 1
     for row, a in zip(change, schedule.orders[rank], strict=True):
         row[0, a.stage] = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}[a.kind]
         row[1, a.stage] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}[a.kind]
+    if schedule.lockstep:  # a scan keeps what each turn made, that of idle turns too
+        change[0, 0, schedule.orders[rank][0].stage] += schedule.ranks - 1
     return np.cumsum(change, axis=0)
 
 
