@@ -50,7 +50,7 @@ class JaxCircular(JaxPlan):
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
         _annotated(lowering)
         self._functions.append("loss")
-        return _Program(plan=self, mesh=self.mesh() if mesh is None else mesh)
+        return _CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh)
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
@@ -59,7 +59,7 @@ class JaxCircular(JaxPlan):
         _annotated(lowering)
         self._functions.append("value_and_grad")
         mesh = self.mesh() if mesh is None else mesh
-        return self.graded(_Program(plan=self, mesh=mesh), mesh)
+        return self.graded(_CircularLoss(plan=self, mesh=mesh), mesh)
 
     def gathered(self, tree: Tree) -> Tree:
         """A tree of parameters, gradients or an optimizer's state on the host, as of a plan in stages."""
@@ -144,7 +144,7 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Program:
+class _CircularLoss:
     """loss(params, *batch) on a mesh. Values of stages have leading dims [ranks, lanes] (no lanes: [ranks])."""
 
     plan: JaxCircular

@@ -7,7 +7,7 @@ nodes and edges with a weight of its own for each kind of seconds, and one searc
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,22 +20,29 @@ from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule
 
 if TYPE_CHECKING:
-    from pase.compiler.stage_search import Staged, StageMenu
+    from pase.compiler.stage_search import StageMenu
 
-__all__ = ["circular_bound_s", "circular_problem", "circular_staged"]
+__all__ = ["CircularStages", "circular_bound_s", "circular_problem", "circular_staged"]
 
 _HELD_A_TURN = 4
 """Activations that cross between stages and are held for each turn besides what backward needs: what is fed to the scan
 and what its turns return, and the gradients of both."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CircularStages:
+    """split: of every stage. problem: its times and bytes."""
+
+    split: StageSplit
+    problem: CutProblem
+    cuts: Cuts
+
+
 def circular_staged(
     menu: StageMenu, s: Schedule, below: float, prices: tuple[float, ...]
-) -> tuple[Staged | None, bool]:
-    """As ``StageMenu.staged``: (the best split under the schedule, if it takes less than ``below``; whether any fits).
-    prices: of bytes, as multiples of the step for all of a device's memory."""
-    from pase.compiler.stage_search import Staged
-
+) -> tuple[CircularStages | None, bool]:
+    """(the best split under the schedule, if it takes less than ``below``; whether any fits). prices: of bytes, as
+    multiples of the step for all of a device's memory."""
     n, rest = divmod(menu.places.blocks, s.stages)
     if rest or len(set(menu.sites)) > 1:
         return None, True
@@ -52,14 +59,7 @@ def circular_staged(
             if done.step_s < below:
                 below = done.step_s
                 cuts = Cuts(counts=(n,) * s.stages, simulated=done, bound=done.step_s, simulations=1)
-                best = Staged(
-                    schedule=s,
-                    problem=problem,
-                    cuts=cuts,
-                    splits=(w,) * s.stages,
-                    mesh=menu.mesh,
-                    micro_batches=menu.micro_batches,
-                )
+                best = CircularStages(split=w, problem=problem, cuts=cuts)
     return best, fits
 
 

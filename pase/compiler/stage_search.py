@@ -203,7 +203,7 @@ class StageMenu:
         """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if s.lockstep:
-            return circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
+            return self._one_program(s, below)
         chosen = self.chosen(s)
         if chosen is None:
             return None, False
@@ -226,6 +226,21 @@ class StageMenu:
             micro_batches=self.micro_batches,
         )
         return found, True
+
+    def _one_program(self, s: Schedule, below: float) -> tuple[Staged | None, bool]:
+        """As ``staged``, for a schedule in lockstep."""
+        found, fits = circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
+        if found is None:
+            return None, fits
+        made = Staged(
+            schedule=s,
+            problem=found.problem,
+            cuts=found.cuts,
+            splits=(found.split,) * s.stages,
+            mesh=self.mesh,
+            micro_batches=self.micro_batches,
+        )
+        return made, True
 
     def _roles(self, s: Schedule) -> list[StageRole]:
         """Of each stage."""

@@ -135,7 +135,7 @@ def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
         best, _ = circular_staged(menu, s, np.inf, ())
         assert best.cuts.counts == (4 // ranks,) * ranks
         if ranks == 1:
-            assert best.step_s == pytest.approx(circular_bound_s(menu, s), rel=1e-9)
+            assert best.cuts.simulated.step_s == pytest.approx(circular_bound_s(menu, s), rel=1e-9)
         for _ in range(10):
             choice = np.array([rng.integers(len(c)) for c in t.features.space.configs])
             step = step_of(menu, s, t.split_by(ONLY, choice))
