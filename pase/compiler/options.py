@@ -198,7 +198,7 @@ class CompileOptions:
         "--pipeline",
         metavar="none|auto|N",
     )
-    schedule: str = _option(
+    stage_schedule: str = _option(
         "auto",
         "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage; or one of "
         "them, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
@@ -257,13 +257,13 @@ class CompileOptions:
                 f"decompose='{self.decompose}' runs collectives beside compute, and overlap='none' runs nothing beside "
                 "it: leave out one of them"
             )
-        if self.schedule != "auto":
+        if self.stage_schedule != "auto":
             from pase.pipeline.registry import SCHEDULES
 
-            _ = SCHEDULES[self.schedule]
+            _ = SCHEDULES[self.stage_schedule]
             if self.pipeline == "none":
                 raise PaseError(
-                    f"schedule='{self.schedule}' is of stages: give pipeline=N or 'auto' (--pipeline)"
+                    f"stage_schedule='{self.stage_schedule}' is of stages: give pipeline=N or 'auto' (--pipeline)"
                 )
         for name, choices in _choices().items():
             if getattr(self, name) not in choices:

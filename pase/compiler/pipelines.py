@@ -177,7 +177,7 @@ def _candidates(
             mesh=mesh,
             least=least,
             place=place,
-            schedule=options.schedule,
+            schedule=options.stage_schedule,
             tables=partial(made.all, some, mesh, place.sites),
         )
 
@@ -205,9 +205,9 @@ def _micro_batches(options: CompileOptions, ranks: int, examples: int) -> Iterat
 
 def _under(options: CompileOptions) -> str:
     """What the schedule that was asked for needs, in words."""
-    if options.schedule == "auto":
+    if options.stage_schedule == "auto":
         return ""
-    d = SCHEDULES[options.schedule]
+    d = SCHEDULES[options.stage_schedule]
     equal = (
         " equal stages of equal blocks, as many micro-batches as ranks or a multiple, and"
         if d.lockstep

@@ -143,7 +143,7 @@ def search_shares(
     Nothing if the machine has no groups, or if the ranks, their mesh or their schedule are given.
     """
     machine = problem.machine
-    given = options.ranks is not None or options.mesh is not None or options.schedule != "auto"
+    given = options.ranks is not None or options.mesh is not None or options.stage_schedule != "auto"
     if not isinstance(machine, GroupedMachine) or given:
         return SharesSearched()
     groups = groups_of(problem, options)

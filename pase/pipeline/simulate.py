@@ -164,7 +164,9 @@ def in_flight(schedule: Schedule, rank: int) -> np.ndarray:
         row[0, a.stage] = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1, Kind.WEIGHT: 0}[a.kind]
         row[1, a.stage] = {Kind.FORWARD: 0, Kind.BACKWARD: 0, Kind.INPUT: 1, Kind.WEIGHT: -1}[a.kind]
     if schedule.lockstep:  # a scan keeps what each turn made, that of idle turns too
-        change[0, 0, schedule.orders[rank][0].stage] += schedule.ranks - 1
+        first, idle = schedule.orders[rank][0].stage, schedule.ranks - 1
+        change[0, 0, first] += idle
+        change[-1, 0, first] -= idle
     return np.cumsum(change, axis=0)
 
 

@@ -104,7 +104,7 @@ def asked(**more):
     with jax.enable_x64(True):
         of = {
             "pipeline": 2,
-            "schedule": "circular",
+            "stage_schedule": "circular",
             "mesh": "2x2",
             "accumulate": MICRO,
             "memory_limit": "none",
@@ -147,11 +147,11 @@ def step_of(menu, s, split):
 
 
 def test_what_cannot_be_one_program_is_refused():
-    with pytest.raises(PaseError, match="schedule='circular' is of stages"):
-        pase.compile(gpt, *arguments(True), devices=8, schedule="circular")
+    with pytest.raises(PaseError, match="stage_schedule='circular' is of stages"):
+        pase.compile(gpt, *arguments(True), devices=8, stage_schedule="circular")
     with pytest.raises(Infeasible, match="under schedule 'circular' with equal stages of equal blocks"):
         pase.compile(
-            gpt, *arguments(True), devices=2, pipeline=2, schedule="circular", mesh="1", accumulate=1
+            gpt, *arguments(True), devices=2, pipeline=2, stage_schedule="circular", mesh="1", accumulate=1
         )
     with pytest.raises(PaseError, match="needs one loop over its layers"):
         _ = pase.compile(
@@ -159,7 +159,7 @@ def test_what_cannot_be_one_program_is_refused():
             *arguments(False),
             devices=2,
             pipeline=2,
-            schedule="circular",
+            stage_schedule="circular",
             mesh="1",
             accumulate=MICRO,
             remat="none",
