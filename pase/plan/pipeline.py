@@ -12,7 +12,7 @@ from pase.ir.blocks import Block
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["PipelinePlan", "ReplicaPlan", "StagePlan", "lines"]
+__all__ = ["PipelinePlan", "ReplicaPlan", "StagePlan", "lines", "unequal"]
 
 EQUAL = 1e-3
 """Relative: what cuts are searched to. Steps that differ by less are as good."""
@@ -117,6 +117,10 @@ class PipelinePlan:
             return self.again[strategy]
         return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
 
+    def rank_name(self, rank: int) -> str:
+        """The rank, with the group of devices in which it lies if there are several."""
+        return f"rank {rank} ({self.groups[rank]})" if self.groups else f"rank {rank}"
+
     def __str__(self) -> str:
         chunks = f" of {self.chunks} stages each" if self.chunks > 1 else ""
         micro = _many(self.micro_batches, "micro-batch", "micro-batches")
@@ -137,7 +141,7 @@ def lines(plan: PlanData) -> list[str]:
         + (f" · {' · '.join(how)}" if how else ""),
         f"cuts   {runs(p.cuts)} {'units' if p.narrow else 'blocks'} a stage; the mesh is one rank's",
     ]
-    out += _unequal(p, plan.cost)
+    out += unequal(p, plan.cost)
     slower = sorted((s, name) for name, s in p.others.items())
     if slower:
         texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
@@ -156,7 +160,7 @@ def lines(plan: PlanData) -> list[str]:
     return out
 
 
-def _unequal(p: PipelinePlan, step_s: float) -> list[str]:
+def unequal(p: PipelinePlan, step_s: float) -> list[str]:
     """Which groups of unequal devices do what, and what equal shares would take."""
     if not p.groups:
         return []

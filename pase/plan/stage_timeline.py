@@ -122,7 +122,10 @@ def stage_timeline(plan: PlanData) -> Timeline | None:
         ),
         marks=tuple(Mark(rank=r, iteration=0, start_ns=0, end_ns=end) for r in range(p.degree)),
     )
-    return replace(made, hosts={r: f"devices {r * each} to {(r + 1) * each - 1}" for r in range(p.degree)})
+    group = [f" of {name}" for name in p.groups] or [""] * p.degree
+    return replace(
+        made, hosts={r: f"devices {r * each} to {(r + 1) * each - 1}{group[r]}" for r in range(p.degree)}
+    )
 
 
 def _between(a: int, b: int) -> str:

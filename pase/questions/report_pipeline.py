@@ -8,6 +8,7 @@ from pase.files.json_values import JsonObject
 from pase.pages.parts import bar, table
 from pase.pages.streams import StreamBox, drawn_streams
 from pase.pipeline.types import Kind
+from pase.plan.pipeline import unequal
 from pase.plan.stage_timeline import action_name, simulated_stages
 from pase.plan.table import bytes_text, cost_text
 from pase.plan.types import PlanData
@@ -28,7 +29,7 @@ def stages_table(plan: PlanData) -> str:
     rows = [
         (
             str(k),
-            f"{s.rank}",
+            p.rank_name(s.rank).removeprefix("rank "),
             f"{s.rank * each} to {(s.rank + 1) * each - 1}",
             str(s.blocks),
             cost_text(s.forward_s, plan.unit),
@@ -39,7 +40,8 @@ def stages_table(plan: PlanData) -> str:
         for k, s in enumerate(p.stages)
     ]
     head = ["stage", "rank", "devices", "blocks>", "forward>", "backward>", "rank's memory>", "|"]
-    out = f"<h3>{escape(str(p))}</h3>" + table("Stages", head, rows[:_MOST_STAGES])
+    shares = "".join(f"<p class='soft'>{escape(line)}</p>" for line in unequal(p, plan.cost))
+    out = f"<h3>{escape(str(p))}</h3>{shares}" + table("Stages", head, rows[:_MOST_STAGES])
     if len(rows) > _MOST_STAGES:
         rest = table("The other stages", head, rows[_MOST_STAGES:])
         out += f"<details><summary>{len(rows) - _MOST_STAGES} more stages</summary>{rest}</details>"
@@ -76,14 +78,14 @@ def drawn_schedule(plan: PlanData) -> JsonObject | None:
     if stages is None:
         return None
     p = stages.pipeline
-    streams: dict[str, list[StreamBox]] = {f"rank {r}": [] for r in range(p.degree)}
+    streams: dict[str, list[StreamBox]] = {p.rank_name(r): [] for r in range(p.degree)}
     for a, rank, start, end in stages.actions():
         drawn = 0 if a.kind is Kind.FORWARD else 2 if a.kind is Kind.WEIGHT else 1
         box = StreamBox(label=action_name(a), kind=drawn, start_ns=start, length_ns=end - start)
-        streams[f"rank {rank}"].append(box)
+        streams[p.rank_name(rank)].append(box)
     for name, rank, start, end in stages.once():
         box = StreamBox(label=name, kind=3, start_ns=start, length_ns=end - start)
-        streams[f"rank {rank}"].append(box)
+        streams[p.rank_name(rank)].append(box)
     return drawn_streams(
         "Schedule of the stages",
         streams,

@@ -28,6 +28,7 @@ from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.plan.layout import from_json, to_json
 from pase.plan.pipeline import lines
+from pase.questions.report_pipeline import stages_table
 
 MODEL = "zoo:gpt2?layers=6&batch=16&seq=128&vocab=2048&remat=0"
 
@@ -147,6 +148,9 @@ def test_where_equal_shares_are_as_good_it_says_so():
     )
     assert plan.pipeline is not None and plan.pipeline.cuts == (1, 1)
     assert any("equal  numbers of blocks are as good" in line for line in lines(plan))
+    page, names = stages_table(plan), {plan.pipeline.rank_name(r) for r in range(2)}
+    assert "numbers of blocks are as good" in page and all(n.removeprefix("rank ") in page for n in names)
+    assert len(names) == 2 and all("(" in n for n in names) and set(plan.timeline.hosts) == {0, 1}
     assert plan.baselines["replicas on the groups"] >= plan.cost >= plan.bound
 
 
