@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
 from pase.frontends.from_jax import TracedJax
@@ -11,13 +9,6 @@ from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
 
 __all__ = ["jax_plan", "traced_by_jax"]
-
-_WAITS = (
-    "the plan's price has gathers and scatters run during the products beside them (decompose='products'), and this "
-    "program waits for them: lower it with lowering='annotated' and let XLA take them apart "
-    "(--xla_gpu_threshold_for_windowed_einsum_mib=0 --xla_gpu_multi_streamed_windowed_einsum=true; on TPU "
-    "--xla_tpu_decompose_all_gather_einsum=true --xla_tpu_decompose_einsum_reduce_scatter=true)"
-)
 
 
 def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
@@ -37,8 +28,6 @@ def jax_plan(plan: PlanData) -> JaxPlan:
     """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
     pipeline. (For a pipeline, see ``in_stages``.)"""
     plan.check_emitted()
-    if plan.provenance.get("decompose") == "products":
-        warnings.warn(_WAITS, stacklevel=3)
     traced = traced_by_jax(plan)
     names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
     return JaxPlan(

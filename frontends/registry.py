@@ -154,7 +154,8 @@ def trace(
         return frontend.trace(model, *args, name=name, unknown=unknown, dims=dims, **given)
     if not frontend.programs:
         raise PaseError(
-            f"mode='{mode}', carry and chances are for JAX functions, not for a {type(model).__name__}"
+            f"mode='{mode}', carry and chances are for JAX functions, not for "
+            f"{repr(model) if isinstance(model, str) else f'a {type(model).__name__}'}"
         )
     return frontend.trace(
         model, *args, name=name, unknown=unknown, dims=dims, mode=mode, carry=carry, chances=chances

@@ -149,6 +149,11 @@ class Plan(PlanData):
 
         if self.traced is None and self.model.startswith("zoo:"):
             return attached(self, resolve(self.model)).jax
+        self._warn_of_waits(
+            "with lowering='annotated' XLA takes them apart (--xla_gpu_threshold_for_windowed_einsum_mib=0 "
+            "--xla_gpu_multi_streamed_windowed_einsum=true; on TPU --xla_tpu_decompose_all_gather_einsum=true "
+            "--xla_tpu_decompose_einsum_reduce_scatter=true)"
+        )
         return jax_plan(self) if self.pipeline is None else in_stages(self)
 
     @cached_property
@@ -157,7 +162,16 @@ class Plan(PlanData):
         from pase.backends.torch_plan import torch_plan
 
         self.check_emitted()
+        self._warn_of_waits("run the strategy in a program that takes them apart, such as torchtitan's")
         return torch_plan(self)
+
+    def _warn_of_waits(self, instead: str) -> None:
+        if self.provenance.get("decompose") == "products":
+            warnings.warn(
+                "the plan's price has gathers and scatters run during the products beside them (decompose='products'), "
+                f"and this program waits for them: {instead}",
+                stacklevel=3,
+            )
 
 
 @takes_options

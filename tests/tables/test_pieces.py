@@ -144,7 +144,7 @@ def test_a_plan_says_who_has_to_take_them_apart() -> None:
     assert plan.baselines[name] <= waited.baselines[name]
     node = next(n.name for n in plan.nodes if n.cost.communication > 0)
     assert explain(plan, node)
-    with pytest.warns(UserWarning, match="this program waits for them: lower it with lowering='annotated'"):
+    with pytest.warns(UserWarning, match="this program waits for them: with lowering='annotated' XLA takes"):
         assert plan.jax
 
 
