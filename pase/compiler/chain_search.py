@@ -6,7 +6,8 @@ equal blocks does with numbers of blocks (``stage_search``) is done with ranges.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -96,7 +97,7 @@ class ChainMenu(StageMenu):
         """The ways to split a range: at no price of bytes first, the fastest first of them."""
         if role not in self._ways:
             t = self._at(role.site)[0]
-            self._ways[role] = [t.cheapest(role, 0.0, step=step) for step in t.steps]
+            self._ways[role] = _once(t.cheapest(role, 0.0, step=step) for step in t.steps)
         return self._ways[role]
 
     def _sparing(self, role: StageRole) -> list[StageSplit]:
@@ -106,54 +107,59 @@ class ChainMenu(StageMenu):
             free = t.cheapest(role, 0.0)
             each = free.step_s(0.0, self.micro_batches) / self.limits[rank]
             out = [*out, free, *(t.cheapest(role, 0.0, p * each, self.ranks) for p in PRICES if each)]
-        return list({id(w): w for w in out}.values())
+        return _once(out)
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if self.places.blocks < s.stages:
             return None, False
-        limited = bool(np.isfinite(self.limits).any())
-        found, fits = self._chosen(s, chunks, below, limited, sparing=False)
-        if not fits and limited:
-            found, fits = self._chosen(s, chunks, below, limited, sparing=True)
-        return found, fits
-
-    def _chosen(
-        self, s: Schedule, chunks: int, below: float, limited: bool, *, sparing: bool
-    ) -> tuple[Staged | None, bool]:
-        """(the best pipeline, whether any was found that fits). sparing: with the ways that need less memory."""
-        work = self._least_work
         first = tuple(
             self.splits(self._role(units, s.rank_of[k]))[0]
-            for k, units in enumerate(least_partition(work, s.stages))
+            for k, units in enumerate(least_partition(self._least_work, s.stages))
         )
-        if not sparing and self._fits(s, first):
-            below = min(below, simulate(s, self._exact(s, first)).step_s * (1 + 1e-9))
-        open_ = partitions_below(work, s.stages, below)
-        ways = list[list[StageSplit]]()
-        for k, of in enumerate(open_):
-            roles = [self._role(units, s.rank_of[k]) for units in of]
-            ways.append(
-                [w for role in roles for w in (self._sparing(role) if sparing else self.splits(role))]
-            )
-        if not all(ways):
-            return None, True
-        problem = RangeProblem(
+        best = None
+        if self._fits(s, first):
+            done = simulate(s, self._exact(s, first))
+            best = self._made(s, first, Ranges(choice=(), simulated=done, bound=done.step_s, simulations=1))
+        top = min(below, np.inf if best is None else best.step_s)
+        open_ = partitions_below(self._least_work, s.stages, top)
+        if all(open_):
+            ways = self._offered(s, chunks, open_)
+            try:
+                found = best_ranges(self._problem(s, chunks, ways), top, SIMULATIONS, GAP, NODES)
+            except Infeasible:
+                return (best if best is not None and best.step_s < below else None), best is not None
+            self.spent.cells += found.cells
+            if found.choice is not None:
+                best = self._made(s, tuple(ways[k][i] for k, i in enumerate(found.choice)), found)
+            elif best is not None:
+                best = replace(best, cuts=replace(best.cuts, bound=min(found.bound, best.step_s)))
+        return (best if best is not None and best.step_s < below else None), True
+
+    def _offered(
+        self, s: Schedule, chunks: int, open_: Sequence[Sequence[UnitRange]]
+    ) -> list[list[StageSplit]]:
+        """For each stage the ways to run these ranges: also those that spare memory, where the fast ones may reach the
+        limit of the stage's rank."""
+        roles = [[self._role(units, s.rank_of[k]) for units in of] for k, of in enumerate(open_)]
+        fast = [[w for role in of for w in self.splits(role)] for of in roles]
+        rows, room = self._problem(s, chunks, fast).memory_rows
+        begins = np.cumsum([0, *map(len, fast[:-1])])
+        most = np.maximum.reduceat(rows, begins, axis=1)
+        tight = (most[most.sum(axis=1) > room] > 0).any(axis=0)
+        return [
+            [w for role in of for w in self._sparing(role)] if tight[k] else fast[k]
+            for k, of in enumerate(roles)
+        ]
+
+    def _problem(self, s: Schedule, chunks: int, ways: Sequence[Sequence[StageSplit]]) -> RangeProblem:
+        return RangeProblem(
             schedule=s,
             units=self.places.blocks,
             ways=[[self._way(w, chunks, s) for w in of] for of in ways],
             exact=lambda choice: self._exact(s, tuple(ways[k][i] for k, i in enumerate(choice))),
             limits=self.limits,
         )
-        try:
-            found = best_ranges(problem, below, SIMULATIONS, GAP, NODES)
-        except Infeasible:
-            return None, not limited
-        self.spent.cells += found.cells
-        if found.choice is None:
-            return None, True
-        splits = tuple(ways[k][i] for k, i in enumerate(found.choice))
-        return self._made(s, splits, found), True
 
     def _ranks_by_site(self) -> list[int]:
         return [self.sites.index(i) for i in dict.fromkeys(self.sites)]
@@ -281,6 +287,11 @@ class ChainMenu(StageMenu):
                 some = [*some, *(t.sent_each() for t in tables)]
             self._least[key] = min(t.least(role, 0.0, weights / size) for t in some)
         return size * self._least[key]
+
+
+def _once(ways: Iterable[StageSplit]) -> list[StageSplit]:
+    """Each of them once."""
+    return list(dict.fromkeys(ways))
 
 
 def _many(w: StageSplit) -> int:

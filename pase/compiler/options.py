@@ -286,6 +286,10 @@ class CompileOptions:
             return float(machine.device.usable_bytes)
         if isinstance(self.memory_limit, str):
             return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
+        if not self.memory_limit > 0:
+            raise PaseError(
+                f"memory limit {self.memory_limit}: expected a size such as 80GiB, 16e9, machine or none"
+            )
         return float(self.memory_limit)
 
 

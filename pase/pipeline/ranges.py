@@ -98,11 +98,6 @@ class RangeProblem:
                     room.append(float(self.limits[r]))
         return np.array(rows).reshape(len(rows), len(stage)), np.array(room)
 
-    def fits(self, choice: Sequence[int]) -> bool:
-        rows, room = self.memory_rows
-        picked = np.array([choice[k] == i for k, i in self.columns], float)
-        return bool((rows @ picked <= room * (1 + 1e-9)).all())
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Ranges:
@@ -123,30 +118,37 @@ def best_ranges(
     gap: float = TOLERANCE,
     nodes: int | None = None,
 ) -> Ranges:
-    """The choice with the shortest step; arguments as of ``best_cuts``. Infeasible if no choice fits."""
+    """The choice with the shortest step; arguments as of ``best_cuts``. Infeasible if no choice fits.
+
+    What a way adds to a path is a bound, so a choice may take longer than its known paths: once simulated it is left
+    out of the program, whose bound is then that of all others.
+    """
     s = problem.schedule
     if problem.units < s.stages:
         raise Infeasible(f"{problem.units} units do not fill {s.stages} stages")
-    known = [problem.row(p) for p in paths(s)]
-    best: tuple[tuple[int, ...], Simulated] | None = None
-    bound, tried, cells, seen = 0.0, 0, 0, set[tuple[int, ...]]()
-    while tried < most:
-        choice, least = shortest(s, problem.units, problem.ways, known, problem.memory_rows, gap / 2, nodes)
+    known, done = [problem.row(p) for p in paths(s)], dict[tuple[int, ...], Simulated]()
+    bound, cells, top = 0.0, 0, below
+    while len(done) < most:
+        try:
+            choice, least = shortest(
+                s, problem.units, problem.ways, known, problem.memory_rows, gap / 2, nodes, apart=list(done)
+            )
+        except Infeasible:
+            if not done:
+                raise
+            choice, least = None, np.inf  # every choice that fits was simulated
         cells += (len(known) + len(problem.memory_rows[1]) + problem.units) * len(problem.columns)
         bound = max(bound, least)
-        top = below if best is None else min(below, best[1].step_s)
-        if choice is None or bound >= top * (1 - gap) or choice in seen:
+        if choice is None or bound >= top * (1 - gap):
             break
-        seen.add(choice)
-        done = simulate(s, problem.exact(choice))
-        tried += 1
-        if best is None or done.step_s < best[1].step_s:
-            best = choice, done
-        known.append(problem.row(done.path))
-    if best is None or best[1].step_s >= below:
-        return Ranges(choice=None, simulated=None, bound=bound, simulations=tried, cells=cells)
-    bound = min(bound, best[1].step_s)
-    return Ranges(choice=best[0], simulated=best[1], bound=bound, simulations=tried, cells=cells)
+        done[choice] = simulate(s, problem.exact(choice))
+        top = min(top, done[choice].step_s)
+        known.append(problem.row(done[choice].path))
+    best = min(done, key=lambda c: done[c].step_s, default=None)
+    bound = bound if best is None else min(bound, done[best].step_s)
+    if best is None or done[best].step_s >= below:
+        return Ranges(choice=None, simulated=None, bound=bound, simulations=len(done), cells=cells)
+    return Ranges(choice=best, simulated=done[best], bound=bound, simulations=len(done), cells=cells)
 
 
 def shortest(
@@ -157,9 +159,11 @@ def shortest(
     memory: tuple[np.ndarray, np.ndarray] | None = None,
     gap: float = TOLERANCE,
     nodes: int | None = None,
+    apart: Sequence[tuple[int, ...]] = (),
 ) -> tuple[tuple[int, ...] | None, float]:
     """(the choice whose longest known path is shortest, a lower bound for all of them); None if the nodes were spent
-    before any was found. known: what each way adds to each path, stage by stage. Infeasible if none fits."""
+    before any was found. known: what each way adds to each path, stage by stage. apart: choices to leave out.
+    Infeasible if none fits."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     columns, many = [(k, i) for k, of in enumerate(ways) for i in range(len(of))], schedule.stages
@@ -179,6 +183,9 @@ def shortest(
     if memory is not None and len(memory[1]):
         held = memory[0] / memory[1][:, None]
         rules.append(LinearConstraint(np.hstack([held, np.zeros((len(held), 1))]), -np.inf, 1.0))
+    if apart:
+        among = np.array([[float(choice[k] == i) for k, i in columns] + [0.0] for choice in apart])
+        rules.append(LinearConstraint(among, -np.inf, many - 1.0))
     limits: Any = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0}
     limits |= {} if nodes is None else {"node_limit": nodes}
     most = [float(k + 1 < many or ways[k][i].end == units) for k, i in columns]

@@ -9,7 +9,7 @@ the peak rate of each product's precision, divided by the step time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Op
@@ -129,15 +129,24 @@ def _looks_up(graph: Graph, table: str, indices: str) -> bool:
         first = graph.producer.get(first.ops[0].reads[0].tensor)
     if first is None or first.kind != "parameter":
         return False
-    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
-    left, found = [indices], False
+    makers, found = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}, False
+    for op in _before(makers, indices):
+        if op.kind not in ("input", "constant", "copy", "view", "elementwise"):
+            return False
+        found |= op.kind == "input"
+    return found
+
+
+def _before(makers: Mapping[str, Op], tensor: str) -> Iterator[Op]:
+    """What makes a tensor, and what makes its operands, each tensor's op once. makers: of each tensor."""
+    left, seen = [tensor], {tensor}
     while left:
         op = makers.get(left.pop())
-        if op is not None and op.kind not in ("input", "constant", "copy", "view", "elementwise"):
-            return False
-        found |= op is not None and op.kind == "input"
-        left += [] if op is None else [a.tensor for a in op.reads]
-    return found
+        if op is not None:
+            yield op
+            new = dict.fromkeys(a.tensor for a in op.reads if a.tensor not in seen)
+            seen.update(new)
+            left += new
 
 
 def _indices(graph: Graph, op: Op) -> int | None:

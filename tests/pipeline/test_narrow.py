@@ -303,11 +303,11 @@ def test_the_bound_holds_for_every_division_and_schedule():
     t = tables_of("zoo:alexnet?batch=32")
     menu = ChainMenu([t], 2, 4, np.inf)
     found = [menu.staged(d, v)[0] for d, v in menu.schedules()]
-    best = min(f.step_s for f in found if f is not None)
+    best = min(f.step_s for f in found)
     least, _ = menu.bounded(best)
     assert menu.least_s() <= least <= best
     for f in found:
-        if f is None or f.schedule.stages > 2:
+        if f.schedule.stages > 2:
             continue
         n = t.places.blocks
         steps = []

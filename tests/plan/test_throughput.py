@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,7 +15,7 @@ from pase.compiler.variants import Variant, graph_of
 from pase.frontends.from_jax import trace
 from pase.ir import named, simplify
 from pase.plan.layout import from_json, to_json
-from pase.plan.throughput import step_work
+from pase.plan.throughput import _before, step_work
 
 D, FF, B = 64, 128, 32
 
@@ -70,6 +72,23 @@ def test_tokens_are_what_is_looked_up_also_where_the_table_is_tied():
         assert work.tokens == tokens, name
     work = step_work(named(simplify(resolve("zoo:alexnet").graph)), H100)
     assert work.tokens is None and work.examples == 128
+
+
+def test_indices_hashed_many_times_are_followed_once():
+    """Each of 24 rounds reads the one before twice, so there are 2 ** 24 ways back to the batch."""
+
+    def loss(table, ids):  # type: ignore[no-untyped-def]
+        for _ in range(24):
+            ids = (ids * 3 + jnp.abs(ids)) % 64
+        return jnp.mean(table[ids] ** 2)
+
+    shapes = jax.ShapeDtypeStruct((64, 8), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.int32)
+    graph = named(simplify(trace(loss, *shapes).graph))
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    look_up = next(op for op in makers.values() if op.kind == "gather")
+    followed = list(islice(_before(makers, look_up.reads[1].tensor), len(makers) + 1))
+    assert 24 < len(followed) == len({id(op) for op in followed})
+    assert step_work(graph, H100).tokens == 8 * 4
 
 
 def test_a_plan_says_it_and_its_layout_keeps_it():
