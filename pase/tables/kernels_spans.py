@@ -5,10 +5,11 @@ arrays made on the way.
 
 ``w``, int64 [rows, axes]: ``NOW`` on its way to ``GOAL``; the ``SIZE`` of each axis; ``HELD``, which axes hold a
 part of what it wants (a bit set, as all sets of axes are). ``CHANGE``, ``TRIAL`` and ``LEFT`` are what axes change
-to, ``KEEP`` for those that keep theirs. ``ORDER`` and ``TAKEN`` are lists of axes.
+to, ``KEEP`` for those that keep theirs. ``ORDER`` and ``TAKEN`` are lists of axes. ``TURN``: when each takes what it
+changes to. ``BEFORE`` the last move, and its kind in the slot ``LAST``.
 
 ``s``, int64 [slots, places, 3]: lists of spans (tensor dim, low, high). The slot ``LENGTH`` has the length of each
-list and the number of moves, ``EXTENT`` the extent of each tensor dim.
+list, the number of moves and the last one's kind, ``EXTENT`` the extent of each tensor dim.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pase.compiled import jit
 from pase.tables.layouts import _DIM
 
 __all__ = [
+    "BEFORE",
     "BITS",
     "CHANGE",
     "EVEN",
@@ -25,6 +27,7 @@ __all__ = [
     "HAS",
     "HELD",
     "KEEP",
+    "LAST",
     "LEFT",
     "LENGTH",
     "MASK",
@@ -37,22 +40,28 @@ __all__ = [
     "TANGLES",
     "TOOK",
     "TRIAL",
+    "TURN",
     "WANTS",
     "add_spans",
+    "apart",
     "changed",
     "clear",
+    "fit_together",
+    "hanging",
+    "hold",
     "in_order",
     "joined",
     "minus",
     "nested",
+    "stays_solid",
     "tile",
 ]
 
 KEEP = -1 << 60
 BITS, MASK = _DIM.bit_length() - 1, _DIM - 1  # a digit is a tensor dim and a stride
-NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, ROWS = range(10)
+NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, TURN, BEFORE, ROWS = range(12)
 HAS, WANTS, CUT, EXTENT, TANGLES, LENGTH, SLOTS = range(7)
-MOVES, ORDERED, TOOK, EVEN = 3, 4, 5, 6  # places in LENGTH behind those of the lists of spans
+MOVES, ORDERED, TOOK, EVEN, LAST = 3, 4, 5, 6, 7  # places in LENGTH behind those of the lists of spans
 
 
 @jit()
@@ -194,3 +203,62 @@ def tile(w, s, slot, begin, whole, row):
             w[TAKEN, s[LENGTH, TOOK, 0]] = found
             s[LENGTH, TOOK, 0] += 1
     return True
+
+
+@jit()
+def apart(w, a, x, b, y, even):
+    """Whether axes a and b can hold the digits x and y together: as ``reshard_path._beside``, or ``_disjoint``."""
+    if x < 0 or y < 0 or x >> BITS != y >> BITS:
+        return True
+    low, high = x & MASK, (x & MASK) * w[SIZE, a]
+    other, top = y & MASK, (y & MASK) * w[SIZE, b]
+    if even:
+        return low % top == 0 if low > other else other % high == 0
+    return low >= top or other >= high
+
+
+@jit()
+def fit_together(w, row, even):
+    """Whether all axes can hold their digits together after the change."""
+    n, fits = w.shape[1], True
+    for a in range(n):
+        x = w[row, a] if w[row, a] != KEEP else w[NOW, a]
+        for b in range(a):
+            y = w[row, b] if w[row, b] != KEEP else w[NOW, b]
+            fits &= apart(w, a, x, b, y, even)
+    return fits
+
+
+@jit()
+def hold(w, s):
+    """What follows from ``NOW``."""
+    n, even = w.shape[1], s[LENGTH, EVEN, 0] != 0
+    for a in range(n):
+        held = 0
+        for b in range(n):
+            if w[GOAL, a] >= 0 and b != a and not apart(w, a, w[GOAL, a], b, w[NOW, b], even):
+                held |= 1 << b
+        w[HELD, a] = held
+
+
+@jit()
+def hanging(w, s, row):
+    """A bit set, as ``_LayoutWalk._hanging``; row ``NOW``: without a change."""
+    n, out = w.shape[1], 0
+    for a in range(n):
+        state = w[row, a] if w[row, a] != KEEP else w[NOW, a]
+        if state >= 0:
+            high = (state & MASK) * w[SIZE, a]
+            fits = high == s[EXTENT, state >> BITS, 0]
+            for b in range(n):
+                other = w[row, b] if w[row, b] != KEEP else w[NOW, b]
+                fits |= other == state - (state & MASK) + high
+            if not fits:
+                out |= 1 << a
+    return out
+
+
+@jit()
+def stays_solid(w, s, row):
+    hung = hanging(w, s, NOW) & ~changed(w, row)
+    return hanging(w, s, row) & ~hung == 0

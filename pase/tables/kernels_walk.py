@@ -10,6 +10,7 @@ import numpy as np
 from pase.compiled import jit
 from pase.machine import COLLECTIVES
 from pase.tables.kernels_spans import (
+    BEFORE,
     BITS,
     CHANGE,
     EVEN,
@@ -18,6 +19,7 @@ from pase.tables.kernels_spans import (
     HAS,
     HELD,
     KEEP,
+    LAST,
     LEFT,
     LENGTH,
     MASK,
@@ -30,21 +32,26 @@ from pase.tables.kernels_spans import (
     TANGLES,
     TOOK,
     TRIAL,
+    TURN,
     WANTS,
     add_spans,
     changed,
     clear,
+    fit_together,
+    hanging,
+    hold,
     in_order,
     joined,
     minus,
     nested,
+    stays_solid,
     tile,
 )
 from pase.tables.layouts import PARTIAL, REPLICATED
 
 __all__ = ["walk_cases"]
 
-_SLICE = -1
+_NONE, _SLICE = -2, -1
 _REDUCE_SCATTER = COLLECTIVES.index("reduce_scatter")
 _ALL_TO_ALL = COLLECTIVES.index("all_to_all")
 _PERMUTE = COLLECTIVES.index("permute")
@@ -97,7 +104,7 @@ def _step(w, s, done, step):
 def _begin(w, s, case):
     """Blocks become strides."""
     n = w.shape[1]
-    s[LENGTH, MOVES, 0] = 0
+    s[LENGTH, MOVES, 0], s[LENGTH, LAST, 0] = 0, _NONE
     for t in range(2 * n):
         s[EXTENT, t, 0] = 1
     for k in range(1, 3):
@@ -115,8 +122,8 @@ def _begin(w, s, case):
             if state >= 0:
                 state += s[EXTENT, state >> BITS, 0] // (state & MASK) - (state & MASK)
             w[NOW if k == 1 else GOAL, a] = state
-    s[LENGTH, EVEN, 0] = _fits(w, NOW, True) and _fits(w, GOAL, True)
-    _hold(w, s)
+    s[LENGTH, EVEN, 0] = fit_together(w, NOW, True) and fit_together(w, GOAL, True)
+    hold(w, s)
 
 
 @jit()
@@ -140,42 +147,6 @@ def _unsettled(w):
 
 
 @jit()
-def _apart(w, a, x, b, y, even):
-    """Whether axes a and b can hold the digits x and y together: as ``reshard_path._beside``, or ``_disjoint``."""
-    if x < 0 or y < 0 or x >> BITS != y >> BITS:
-        return True
-    low, high = x & MASK, (x & MASK) * w[SIZE, a]
-    other, top = y & MASK, (y & MASK) * w[SIZE, b]
-    if even:
-        return low % top == 0 if low > other else other % high == 0
-    return low >= top or other >= high
-
-
-@jit()
-def _fits(w, row, even):
-    """Whether all axes can hold their digits together after the change."""
-    n, fits = w.shape[1], True
-    for a in range(n):
-        x = w[row, a] if w[row, a] != KEEP else w[NOW, a]
-        for b in range(a):
-            y = w[row, b] if w[row, b] != KEEP else w[NOW, b]
-            fits &= _apart(w, a, x, b, y, even)
-    return fits
-
-
-@jit()
-def _hold(w, s):
-    """What follows from ``NOW``."""
-    n, even = w.shape[1], s[LENGTH, EVEN, 0] != 0
-    for a in range(n):
-        held = 0
-        for b in range(n):
-            if w[GOAL, a] >= 0 and b != a and not _apart(w, a, w[GOAL, a], b, w[NOW, b], even):
-                held |= 1 << b
-        w[HELD, a] = held
-
-
-@jit()
 def _split(w):
     bits = 0
     for a in range(w.shape[1]):
@@ -186,20 +157,29 @@ def _split(w):
 
 @jit()
 def _move(w, s, done, kind, row):
-    axes, split = changed(w, row), _split(w)
-    if axes == 0:
+    if changed(w, row) == 0:
         return False
+    at, split, axes = s[LENGTH, MOVES, 0], _split(w), 0
+    if kind == s[LENGTH, LAST, 0] and kind in (_SLICE, _REDUCE_SCATTER, _PERMUTE):  # two in a row are one
+        if kind != _SLICE:
+            at -= 1
+            split = done[at, 2] if at < done.shape[0] else 0
+    else:
+        for a in range(w.shape[1]):
+            w[BEFORE, a] = w[NOW, a]
     for a in range(w.shape[1]):
         if w[row, a] != KEEP:
             w[NOW, a] = w[row, a]
-    _hold(w, s)
+        if w[NOW, a] != w[BEFORE, a]:
+            axes |= 1 << a
+    hold(w, s)
+    s[LENGTH, LAST, 0] = kind if axes else _NONE
     if kind != _SLICE:
-        at = s[LENGTH, MOVES, 0]
         if at < done.shape[0]:
-            done[at, 0] = kind
-            done[at, 1] = axes
-            done[at, 2] = _split(w) if kind == _ALL_GATHER else split
-        s[LENGTH, MOVES, 0] = at + 1
+            done[at, 0] = kind if axes else -1
+            done[at, 1] = axes if axes else -1
+            done[at, 2] = (_split(w) if kind == _ALL_GATHER else split) if axes else -1
+        s[LENGTH, MOVES, 0] = at + 1 if axes else at
     return True
 
 
@@ -228,29 +208,6 @@ def _gather(w, s, done, axes):
 
 
 @jit()
-def _hanging(w, s, row):
-    """A bit set, as ``_LayoutWalk._hanging``; row ``NOW``: without a change."""
-    n, out = w.shape[1], 0
-    for a in range(n):
-        state = w[row, a] if w[row, a] != KEEP else w[NOW, a]
-        if state >= 0:
-            high = (state & MASK) * w[SIZE, a]
-            fits = high == s[EXTENT, state >> BITS, 0]
-            for b in range(n):
-                other = w[row, b] if w[row, b] != KEEP else w[NOW, b]
-                fits |= other == state - (state & MASK) + high
-            if not fits:
-                out |= 1 << a
-    return out
-
-
-@jit()
-def _solid(w, s, row):
-    hung = _hanging(w, s, NOW) & ~changed(w, row)
-    return _hanging(w, s, row) & ~hung == 0
-
-
-@jit()
 def _enter(w, s, done, kind, state, solid):
     n, free = w.shape[1], 0
     clear(w, CHANGE)
@@ -261,11 +218,11 @@ def _enter(w, s, done, kind, state, solid):
     if free == 0:
         return False
     while solid:
-        hanging = _hanging(w, s, CHANGE) & changed(w, CHANGE)
-        if hanging == 0:
+        hung = hanging(w, s, CHANGE) & changed(w, CHANGE)
+        if hung == 0:
             break
         for a in range(n):
-            if hanging >> a & 1:
+            if hung >> a & 1:
                 w[CHANGE, a] = KEEP
     left = free & ~changed(w, CHANGE)
     for a in range(n):
@@ -287,7 +244,7 @@ def _place_on_top(w, s, a):
     tile(w, s, WANTS, max(s[LENGTH, WANTS, 0] - 1, 0), False, LEFT)
     if w[LEFT, a] != KEEP:
         w[CHANGE, a] = w[LEFT, a]
-        if not (_solid(w, s, CHANGE) and _fits(w, CHANGE, s[LENGTH, EVEN, 0] != 0)):
+        if not (stays_solid(w, s, CHANGE) and fit_together(w, CHANGE, s[LENGTH, EVEN, 0] != 0)):
             w[CHANGE, a] = KEEP
 
 
@@ -312,7 +269,7 @@ def _all_to_all(w, s, done, solid):
     for first in range(w.shape[1]):
         if _departing(w, first):
             apart = w[NOW, first] >> BITS != w[GOAL, first] >> BITS
-            if not solid or (apart and _solid(w, s, CHANGE)):
+            if not solid or (apart and stays_solid(w, s, CHANGE)):
                 return _move(w, s, done, _ALL_TO_ALL, CHANGE)
     return False
 
@@ -336,7 +293,7 @@ def _sink(w, s, done):
             w[TRIAL, a] = w[CHANGE, a] if w[CHANGE, a] != KEEP else w[LEFT, a]
             if w[LEFT, a] == w[NOW, a]:
                 w[LEFT, a] = KEEP
-        if _solid(w, s, TRIAL):
+        if stays_solid(w, s, TRIAL):
             return _move(w, s, done, _PERMUTE, LEFT)
     return False
 
@@ -382,38 +339,77 @@ def _exchange(w, s, done, group, movers):
         return False
     minus(s, WANTS, HAS)
     in_order(w, s, enter, more)
-    if not tile(w, s, WANTS, 0, True, CHANGE) or (movers and not _solid(w, s, CHANGE)):
+    if not tile(w, s, WANTS, 0, True, CHANGE) or not _turns(w, s):
         return False
     joined(w, s, WANTS, GOAL, group)
     add_spans(w, s, WANTS, NOW, changed(w, CHANGE))
     minus(s, HAS, WANTS)
-    took = s[LENGTH, TOOK, 0]
-    for i in range(took):  # what is left is tiled next
-        w[TRIAL, i] = w[TAKEN, i]
     in_order(w, s, rest, 0)
     if not tile(w, s, HAS, 0, True, LEFT):
         return False
-    for i in range(took):
-        w[TAKEN, i] = w[TRIAL, i]
-    _take(w, s, done, took)
+    _take(w, s, done)
     _permute(w, s, done, group, group)
     return True
 
 
 @jit()
-def _take(w, s, done, took):
-    """Axes ``TAKEN`` take what ``CHANGE`` says: those that hold nothing together, the others one by one."""
-    for kind in (_SLICE, _REDUCE_SCATTER):
+def _turns(w, s):
+    """As ``_LayoutWalk._turns``: ``TURN`` of the axes ``TAKEN``, -1 for others, 0 for those that hold nothing."""
+    left, group, turn = 0, 0, 0
+    clear(w, TRIAL)
+    for a in range(w.shape[1]):
+        w[TURN, a] = -1
+        if w[CHANGE, a] != KEEP and w[NOW, a] >= 0:
+            left |= 1 << a
+        elif w[CHANGE, a] != KEEP:
+            group |= 1 << a
+    hung, moves, tried = hanging(w, s, TRIAL), left != 0, 0
+    while True:  # those that enter, then group after group of those that move
         for a in range(w.shape[1]):
-            enters = w[NOW, a] == (REPLICATED if kind == _SLICE else PARTIAL)
-            w[TRIAL, a] = w[CHANGE, a] if enters else KEEP
+            if group >> a & 1:
+                w[TURN, a], w[TRIAL, a] = turn, w[CHANGE, a]
+        now = hanging(w, s, TRIAL) if moves else 0
+        if now & ~(hung & ~group) == 0:
+            hung, left, tried, turn = now, left & ~group, 0, turn + 1
+        elif turn == 0:
+            return False
+        else:
+            tried |= group
+            for a in range(w.shape[1]):
+                if group >> a & 1:
+                    w[TRIAL, a] = KEEP
+        if left == 0:
+            return True
+        group = 0
+        for i in range(s[LENGTH, TOOK, 0]):
+            if group == 0 and (left & ~tried) >> w[TAKEN, i] & 1:
+                group = _together(w, w[TAKEN, i], left)
+        if group == 0:
+            return False
+
+
+@jit()
+def _together(w, first, axes):
+    """Those of the axes that ``CHANGE`` as ``first`` does: from one tensor dim to one."""
+    group = 0
+    for a in range(w.shape[1]):
+        alike = (
+            w[NOW, a] >> BITS == w[NOW, first] >> BITS and w[CHANGE, a] >> BITS == w[CHANGE, first] >> BITS
+        )
+        if axes >> a & 1 and alike:
+            group |= 1 << a
+    return group
+
+
+@jit()
+def _take(w, s, done):
+    """Axes take what ``CHANGE`` says: those that hold nothing together, the others by turns."""
+    for turn in range(-1, w.shape[1] + 1):
+        kind = _SLICE if turn < 0 else _REDUCE_SCATTER if turn == 0 else _ALL_TO_ALL
+        for a in range(w.shape[1]):
+            mine = w[TURN, a] == max(turn, 0) and (turn > 0 or (w[NOW, a] == REPLICATED) == (turn < 0))
+            w[TRIAL, a] = w[CHANGE, a] if mine and w[NOW, a] != w[CHANGE, a] else KEEP
         _move(w, s, done, kind, TRIAL)
-    for i in range(took):
-        a = w[TAKEN, i]
-        if w[NOW, a] != w[CHANGE, a]:
-            clear(w, TRIAL)
-            w[TRIAL, a] = w[CHANGE, a]
-            _move(w, s, done, _ALL_TO_ALL, TRIAL)
 
 
 @jit()

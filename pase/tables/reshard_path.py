@@ -179,6 +179,9 @@ def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
     return w, extent
 
 
+_ONE = ("slice", "reduce_scatter", "permute")
+"""Of these, two in a row are one."""
+
 Span = tuple[int, int, int]
 """What digits select from: (tensor dim, low, high); a digit of stride s and n ways is (dim, s, s * n)."""
 
@@ -199,6 +202,8 @@ class _LayoutWalk:
         # Ends whose digits do not go beside each other, though each device has as much (halves beside thirds of other
         # digits), keep only whole digits apart.
         self._apart = _beside if _even(now, sizes) and _even(goal, sizes) else _disjoint
+        self._last: MoveKind | None = None
+        self._before = now  # the last of them
         # What follows from ``now``, until the next move.
         self._holders: list[list[int]] | None = None
         self._tangled: list[list[int]] | None = None
@@ -244,10 +249,15 @@ class _LayoutWalk:
 
     def _departures(self) -> dict[tuple[int, int], dict[int, int]]:
         """Axes that are free to move, and their digits, by the tensor dims they leave and go to."""
+        return self._together(
+            {a: self.goal[a] for a in self.axes if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a)}
+        )
+
+    def _together(self, digits: dict[int, int]) -> dict[tuple[int, int], dict[int, int]]:
+        """Digits that axes move to, by the tensor dims they leave and go to."""
         out: dict[tuple[int, int], dict[int, int]] = {}
-        for a in self.axes:
-            if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a):
-                out.setdefault((self.now[a] // _DIM, self.goal[a] // _DIM), {})[a] = self.goal[a]
+        for a, s in digits.items():
+            out.setdefault((self.now[a] // _DIM, s // _DIM), {})[a] = s
         return out
 
     def exchange(self, *, movers: bool) -> bool:
@@ -310,7 +320,8 @@ class _LayoutWalk:
                 return False
             enter += more
         taken = _tile(_minus(wanted, held), enter, self.sizes)
-        if taken is None or (movers and not self._solid(taken)):
+        turns = None if taken is None else self._turns(taken)
+        if taken is None or turns is None:
             return False
         spare = _minus(held, wanted + self._spans(self.now, taken))
         left = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
@@ -318,11 +329,27 @@ class _LayoutWalk:
             return False
         self._move("slice", {a: digit for a, digit in taken.items() if self.now[a] == REPLICATED})
         self._move("reduce_scatter", {a: digit for a, digit in taken.items() if self.now[a] == PARTIAL})
-        for a, digit in taken.items():
-            if self.now[a] != digit:
-                self._move("all_to_all", {a: digit})
+        for change in turns:
+            self._move("all_to_all", change)
         self._permute(group, {a: self.goal[a] for a in group if self.goal[a] >= 0} | left)
         return True
+
+    def _turns(self, taken: dict[int, int]) -> list[dict[int, int]] | None:
+        """All-to-alls by which axes take their digits, after those that hold nothing; None where shards would not stay
+        as contiguous as they are all the way."""
+        left = self._together({a: digit for a, digit in taken.items() if self.now[a] >= 0})
+        done = {a: digit for a, digit in taken.items() if self.now[a] < 0}
+        if left and not self._solid(done):
+            return None
+        turns = []
+        while left:
+            hung = self._hanging(done)
+            solid = (k for k, change in left.items() if self._hanging(done | change) <= hung - change.keys())
+            if (k := next(solid, None)) is None:
+                return None
+            turns.append(left.pop(k))
+            done |= turns[-1]
+        return turns
 
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
         span = self._spans(self.now, [a])
@@ -388,12 +415,19 @@ class _LayoutWalk:
     def _move(self, kind: MoveKind, change: dict[int, int]) -> bool:
         if not change:
             return False
-        before = self._split()
+        if kind in _ONE and kind == self._last:
+            split = self.done.pop()[2]
+        else:
+            split, self._before = self._split(), self.now.copy()
         for a, state in change.items():
             self.now[a] = state
-        split = self._split() if kind == "all_gather" else before
+        if kind == "all_gather":
+            split = self._split()
         self._holders = self._tangled = self._hung = None
-        self.done.append((kind, _bits(change), split, tuple(self.now)))
+        self._last = None
+        if axes := _bits(a for a in self.axes if self.now[a] != self._before[a]):
+            self._last = kind
+            self.done.append((kind, axes, split, tuple(self.now)))
         return True
 
     def _split(self) -> int:

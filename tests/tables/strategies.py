@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from random import Random
 
 from hypothesis import strategies as st
 
@@ -37,6 +38,19 @@ def layouts(
         skips = [k for k in (1, 2, 3) if left[t] % (mesh.sizes[a] * k) == 0]
         left[t] //= mesh.sizes[a] * (1 if contiguous else draw(st.sampled_from([1, *skips])))
         out[a] = t * _DIM + shape[t] // left[t]
+    return tuple(out)
+
+
+def random_layout(rng: Random, sizes: tuple[int, ...], dims: int, partial: float) -> tuple[int, ...]:
+    """A contiguous layout of a tensor whose dims all divide; partial: how often an axis is."""
+    out, blocks = [REPLICATED] * len(sizes), [1] * dims
+    for a in rng.sample(range(len(sizes)), len(sizes)):
+        t = rng.randrange(-1, dims)
+        if rng.random() < partial:
+            out[a] = PARTIAL
+        elif t >= 0:
+            blocks[t] *= sizes[a]
+            out[a] = t * _DIM + blocks[t]
     return tuple(out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import numpy as np
@@ -15,7 +16,7 @@ from pase.tables.distinct import hashed, in_order
 from pase.tables.layouts import _DIM, PARTIAL
 from pase.tables.reshard import _canonical, compare, reshard
 from pase.tables.reshard_path import moves
-from tests.tables.strategies import layouts, meshes
+from tests.tables.strategies import layouts, meshes, random_layout
 
 SHAPES = st.sampled_from([(8,), (24, 4), (8, 8), (12, 12), (4, 4, 4), (16, 6)])
 Rows = list[tuple[int, ...]]
@@ -62,6 +63,14 @@ def test_compiled_walks_are_those_of_the_definition(case: tuple[Mesh, Rows, Rows
     rows = (np.resize(np.array(x), (many, len(mesh.sizes))) for x in (src, dst))
     found, _ = _canonical(*rows, np.array(mesh.sizes))
     np.testing.assert_array_equal(walks.compiled(found), walks.one_by_one(found))
+
+
+def test_compiled_walks_of_six_axes_are_those_of_the_definition() -> None:
+    rng, sizes = random.Random(0), (2, 3, 2, 4, 2, 3)
+    for dims in (1, 2, 3, 4):
+        rows = [np.array([random_layout(rng, sizes, dims, p) for _ in range(2000)]) for p in (0.2, 0.1)]
+        found, _ = _canonical(*rows, np.array(sizes))
+        np.testing.assert_array_equal(walks.compiled(found), walks.one_by_one(found))
 
 
 def test_walks_of_many_moves_find_room(monkeypatch: pytest.MonkeyPatch) -> None:

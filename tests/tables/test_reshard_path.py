@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise, product
 from typing import Any
 
@@ -14,7 +15,7 @@ from pase.machine import Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 from pase.tables.reshard_path import moves, overlap, path
 from tests.tables.holdings import check, held, larger
-from tests.tables.strategies import layouts, meshes, nested
+from tests.tables.strategies import layouts, meshes, nested, random_layout
 
 SHAPES = st.sampled_from([(8,), (24, 4), (8, 8), (12, 12), (4, 4, 4), (16, 6)])
 
@@ -129,3 +130,19 @@ def test_shards_stay_contiguous_on_the_way() -> None:
 def test_tensor_dims_are_gathered_one_by_one() -> None:
     assert kinds([at(0, 4), at(1, 4)], [REPLICATED] * 2, 2, 2) == [("all_gather", 2), ("all_gather", 1)]
     assert kinds([at(0, 4), at(0, 2)], [REPLICATED] * 2, 2, 2) == [("all_gather", 3)]
+
+
+def test_legs_of_random_pairs_are_single_collectives() -> None:
+    """Many more pairs than hypothesis draws, up to six axes, with sums left standing: paths whose axes leave a dim one
+    by one, that move axes in two circles, or that sum in two steps were once other collectives alone than on the way.
+    """
+    rng = random.Random(0)
+
+    for _ in range(6000):
+        sizes = tuple(rng.choice((2, 2, 2, 3, 4)) for _ in range(rng.randint(3, 6)))
+        mesh, dims = Mesh(names=tuple("abcdef"[: len(sizes)]), sizes=sizes), rng.randint(1, 4)
+        src, dst = (random_layout(rng, sizes, dims, p) for p in (0.2, rng.choice((0.0, 0.2))))
+        whole = [(m.kind, m.axes, m.split) for m in moves(src, dst, sizes)]
+        rows = path(src, dst, mesh)
+        legs = [[(m.kind, m.axes, m.split) for m in moves(*leg, sizes)] for leg in pairwise(rows)]
+        assert [m for leg in legs for m in leg] == whole, (sizes, src, dst)
