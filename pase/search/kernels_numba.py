@@ -13,6 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from pase.compiled import jit
+from pase.tables.distinct import numbered
 
 __all__ = ["min_plus", "row_classes", "segment_min"]
 
@@ -179,47 +180,7 @@ def segment_min(
     return out
 
 
-@jit("int64(uint64[:,::1], int32[::1], int32[::1])")
-def _row_classes(bits, cls, first):
-    rows, cols = bits.shape
-    size = 16
-    while size < 2 * rows:
-        size *= 2
-    slots = np.full(size, -1, np.int32)
-    count = 0
-    for r in range(rows):
-        # Four sums at once, for speed; any hash will do, since equality is checked.
-        h0 = np.uint64(1469598103934665603)
-        h1 = np.uint64(1099511628211)
-        for c in range(cols):
-            h0 = (h0 ^ bits[r, c]) * np.uint64(1099511628211)
-        h1 = h0 ^ (h0 >> np.uint64(29))
-        slot = np.int64(h1 & np.uint64(size - 1))
-        while True:
-            k = slots[slot]
-            if k < 0:
-                slots[slot] = count
-                first[count] = r
-                cls[r] = count
-                count += 1
-                break
-            same = True
-            f = first[k]
-            for c in range(cols):
-                if bits[f, c] != bits[r, c]:
-                    same = False
-                    break
-            if same:
-                cls[r] = k
-                break
-            slot = (slot + 1) & (size - 1)
-    return count
-
-
 def row_classes(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Equal rows of a [R, C] matrix: (class int32 [R], first row of each class int32 [classes])."""
-    bits = np.ascontiguousarray(matrix, dtype=np.float64).view(np.uint64)
-    cls = np.empty(matrix.shape[0], np.int32)
-    first = np.empty(matrix.shape[0], np.int32)
-    count = _row_classes(bits, cls, first)
-    return cls, first[:count].copy()
+    first, cls = numbered(np.ascontiguousarray(matrix, dtype=np.float64).view(np.uint64))
+    return cls, first.astype(np.int32)

@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 
-__all__ = ["distinct"]
+__all__ = ["distinct", "numbered"]
 
 
 def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -28,9 +28,15 @@ def in_order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def hashed(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """``distinct`` by the kernel."""
-    from pase.tables.kernels_distinct import number_keys
+    return numbered(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64).reshape(-1, 1))
 
-    slots = np.full(2 << keys.size.bit_length(), -1, np.int32)
-    index, first = np.empty(keys.size, np.int32), np.empty(keys.size, np.int64)
-    many = number_keys(np.ascontiguousarray(keys, dtype=np.int64), slots, index, first)
-    return first[:many].copy(), index
+
+def numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``distinct`` rows, by the kernel; they are numbered by their first place. rows: uint64 [R, C]."""
+    from pase.tables.kernels_distinct import number_rows
+
+    many = len(rows)
+    slots = np.full(2 << many.bit_length(), -1, np.int32)
+    index, first = np.empty(many, np.int32), np.empty(many, np.int64)
+    count = number_rows(rows, slots, index, first)
+    return first[:count].copy(), index
