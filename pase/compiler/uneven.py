@@ -32,7 +32,8 @@ def or_padded(
     """What was compiled as written, or with dims padded if that is cheaper. compiled: compiles another trace.
     micro_batches: those that the user asks for.
 
-    The bound holds for the model as written and for every padding that was searched. Raises PaseError if the model
+    The bound holds for the model as written and for every padding that was searched; the plan says how many
+    (``provenance["paddings"]``). Raises PaseError if the model
     cannot be padded.
     """
     plan = whole.plan
@@ -63,12 +64,14 @@ def or_padded(
     seconds = {k: sum(c.plan.seconds.get(k, 0.0) for c in tried) for k in best.plan.seconds}
     others = {} if best is whole else {"no_padding": plan.cost}
     memory = {} if best is whole or not best.plan.baseline_memory else {"no_padding": plan.memory.total}
+    scope = {"paddings": str(len(seen))} if seen else {}
     chosen = replace(
         best.plan,
         bound=min(p.bound for p in rivals),
         optimal=best.plan.optimal and all(p.optimal or p.bound >= best.plan.cost for p in rivals),
         work=plan.work,
         seconds=seconds,
+        provenance={**best.plan.provenance, **scope},
         baselines={**best.plan.baselines, **others},
         baseline_memory={**best.plan.baseline_memory, **memory},
     )

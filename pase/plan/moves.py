@@ -47,7 +47,7 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]
     """Every parameter of which some device must receive a part, the largest first.
 
     Both plans are of one model. Devices have the same numbers in both, so that a plan for more devices starts with the
-    devices of the other.
+    devices of the other. Only one may pad dims: padding is zeros, which nobody has to receive.
 
     Raises PaseError if the parameters differ.
     """
@@ -58,28 +58,30 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]
     found = []
     for name, t in old.parameters.items():
         to = new.parameters[name]
-        if (t.shape, t.dtype) != (to.shape, to.dtype):
+        own, its = (tuple(p.unpadded or p.shape) for p in (t, to))
+        if (own, t.dtype) != (its, to.dtype):
             raise PaseError(
-                f"'{name}' is {t.dtype}{list(t.shape)} in one plan and {to.dtype}{list(to.shape)} in the other"
+                f"'{name}' is {t.dtype}{list(own)} in one plan and {to.dtype}{list(its)} in the other"
             )
-        received = _received(t, _boxes(t, t.storage, old.mesh), _boxes(t, to.storage, new.mesh), ways)
+        received = _received(t, _boxes(t, old.mesh), _boxes(to, new.mesh), ways)
         if any(received):
             found.append(ParameterMove(parameter=name, old=t.storage, new=to.storage, received=received))
     return sorted(found, key=lambda m: -m.nbytes)
 
 
-def _boxes(t: TensorPlan, placed: Placement, mesh: Mesh) -> list[Box]:
-    """For each device, the part of the tensor that it holds."""
+def _boxes(t: TensorPlan, mesh: Mesh) -> list[Box]:
+    """For each device, the part of the tensor that it holds, without padding."""
     size: Mapping[str, int] = dict(zip(mesh.names, mesh.sizes, strict=True))
     out = []
     for place in itertools.product(*map(range, mesh.sizes)):
         at = dict(zip(mesh.names, place, strict=True))
         box = []
-        for extent, axes in zip(t.shape, (*placed, *((),) * len(t.shape)), strict=False):
+        splits = (*t.storage, *((),) * len(t.shape))
+        for extent, own, axes in zip(t.shape, t.unpadded or t.shape, splits, strict=False):
             index, parts = 0, 1
             for a in axes:
                 index, parts = index * size[a] + at[a], parts * size[a]
-            box.append((index * extent // parts, (index + 1) * extent // parts))
+            box.append((min(index * extent // parts, own), min((index + 1) * extent // parts, own)))
         out.append(tuple(box))
     return out
 

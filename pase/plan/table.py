@@ -122,6 +122,8 @@ def headline(plan: PlanData) -> list[str]:
     proof = "optimal (certified)" if plan.optimal else f"best found; bound {cost_text(plan.bound, plan.unit)}"
     if every := plan.provenance.get("meshes"):
         proof += f", over {every} meshes of the devices" if plan.optimal else f"; proven over meshes: {every}"
+    if paddings := plan.provenance.get("paddings"):
+        proof += f", over the model as written and {paddings} padding{'' if paddings == '1' else 's'} of it"
     s = plan.seconds
     times = ", ".join(f"{k} {s[k]:.2f} s" for k in ("trace", "tables", "search") if k in s)
     edges = plan.provenance.get("edges", "?")

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import pytest
 import pase
 from pase import machine
 from pase.backends.truth import unsharded_step
+from pase.commands.run import step_against_unsharded
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_padding import extents
 from pase.frontends.padding import as_padded
 from pase.plan.layout import from_json, to_json
+from pase.plan.moves import moves
+from tests.command import reported
 
 
 def slow():
@@ -57,6 +61,8 @@ def test_31_by_63_by_61_is_split():
     assert {n.name: n.split for n in plan.nodes}["up:dot"] == {"b": ("data",)}
     assert "padded 31 to 32 (+3.2%) in 0, 1" in str(plan)
     assert whole.padding == {}
+    assert f"over the model as written and {plan.provenance['paddings']} padding" in str(plan)
+    assert "paddings" not in whole.provenance
     assert plan.work == whole.work  # of what the user asks for
 
 
@@ -128,6 +134,45 @@ def test_the_vocabulary_of_gpt2_is_padded_where_that_is_cheaper():
     assert plan.parameters["wte"].unpadded == (50257, 768)
     assert plan.cost < whole.cost
     assert plan.memory.total < whole.memory.total
+
+
+def test_padded_plans_reshard_to_plans_without_padding():
+    """What devices receive, counted element by element; padding is not sent."""
+    args = arguments(31, 63, 61)
+    padded = planned(args, uneven="padded", mesh="8")
+    wide = replace(
+        padded.parameters["up"], shape=(64, 61), unpadded=(63, 61), storage=((padded.mesh.names[0],), ())
+    )
+    new = replace(padded, parameters={**padded.parameters, "up": wide})
+    old = planned(args, mesh="8")
+    assert old.parameters["up"].storage == ((), ())  # every device has it
+    m = machine.load("h100x8")
+    assert moves(old, new, m) == []
+    (found,) = moves(new, old, m)
+    # Seven devices hold eight of 63 rows, the last one seven: which receives 56.
+    assert found.nbytes == 56 * 61 * 4
+
+
+def test_pase_run_compares_a_padded_step_with_the_unsharded_one():
+    params, *batch = arguments(62, 31, 61)
+
+    def fn(p, pair):
+        return loss(p, *pair)
+
+    plan = pase.compile(
+        fn, params, tuple(batch), devices=8, machine=slow(), memory_limit="none", uneven="padded"
+    )
+    assert plan.padding
+    model = SimpleNamespace(loss_fn=fn, init=lambda seed: (params, tuple(batch)))
+    result = step_against_unsharded(plan, model, seed=0)
+    assert result["agrees"], result
+
+
+def test_padded_plans_are_emitted_in_padded_shapes(tmp_path):
+    plan = pase.compile("zoo:gpt2?batch=2", devices=8, uneven="padded", baselines=False)
+    plan.save(tmp_path / "layout.json")
+    reported("emit", str(tmp_path / "layout.json"), "--to", "names", "-o", str(tmp_path / "out.json"))
+    assert "50258" in (tmp_path / "out.json").read_text()
 
 
 def test_what_cannot_be_padded_says_why():
