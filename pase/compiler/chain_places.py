@@ -26,7 +26,8 @@ _MOST_BESIDE = 0.5
 class UnitPlaces(Places):
     """chain: of the model. ranges: node -> the units that have it. Several ranges, one for each reader, for a parameter
     and for what is computed from parameters or from the batch alone. by_turn: nodes of which each turn of a loop has
-    its part. parameters: trained ones.
+    its part; a stack that several loops read is there whole in each stage with a turn of one of them, as it is run.
+    parameters: trained ones.
     """
 
     chain: UnitChain
@@ -39,6 +40,11 @@ class UnitPlaces(Places):
         if node in self.by_turn:
             return sum(_overlap(r, units) / (r[1] - r[0]) for r in self.ranges[node])
         return float(any(_overlap(r, units) for r in self.ranges[node]))
+
+    def apart(self, node: str, unit: int) -> float:
+        """How much of a node's work is this unit's and never another's."""
+        alone = [b - a for a, b in self.ranges[node]] == [1]
+        return self.share(node, (unit, unit + 1)) if alone or node in self.by_turn else 0.0
 
     def within(self, units: UnitRange) -> Places:
         """The places of what a stage with these units has. What several of them read is there once."""
@@ -142,7 +148,7 @@ def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRan
         if n.name in out:
             continue
         around = {loop[s.path] for op in n.ops for s in op.scope[:1] if s.path in loop}
-        if around and all(op.scope or op is n.ops[0] for op in n.ops):
+        if len(around) == 1 and all(op.scope or op is n.ops[0] for op in n.ops):
             out[n.name] = frozenset(around)
             by_turn.add(n.name)
         else:

@@ -6,6 +6,7 @@ equal blocks does with numbers of blocks (``stage_search``) is done with ranges.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from pase.pipeline.ranges import (
     Ranges,
     RangeWay,
     best_ranges,
+    least_divided,
     least_partition,
     partitions_below,
     runs_of,
@@ -80,11 +82,12 @@ class ChainMenu(StageMenu):
 
     def least_s(self) -> float:
         """The work of all units, each by itself, divided so that no rank waits."""
-        rates = []
-        for rank in range(self.ranks):
-            t = self._at(self.sites[rank])[0]
-            rates.append(1 / max(t.least_apart(t.step), 1e-30))
-        return 1 / sum(rates)
+        many = Counter(self.sites)
+        if len(many) == 1:
+            t = self._at(self.sites[0])[0]
+            return t.least_apart(t.step) / self.ranks
+        each = [t.least_of_units(t.step) for t in (self._at(site)[0] for site in many)]
+        return least_divided(np.array(each), np.array(list(many.values())))
 
     def ranges(self) -> list[UnitRange]:
         n = self.places.blocks

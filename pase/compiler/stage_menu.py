@@ -268,6 +268,14 @@ class StageTables:
         self.spent.operations += found.work + self.features.entries
         return float(found.bound)
 
+    def least_of_units(self, weights: np.ndarray) -> np.ndarray:
+        """What no splits of a chain have less of in each unit, without what several of them may share; float64
+        [units]."""
+        places = self.places
+        assert isinstance(places, UnitPlaces)
+        of = [tuple(places.apart(n.name, u) for n in self.graph.nodes) for u in range(places.blocks)]
+        return np.array([float(self._solved_of(shares, weights).bound) for shares in of])
+
     def solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
         """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
         if role.units is not None:
@@ -301,9 +309,12 @@ class StageTables:
         return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])
 
     def _solved_units(self, units: UnitRange, weights: np.ndarray) -> Solution:
-        """The same for a range of unequal units. Nodes that it neither has nor reads are as in the whole model."""
+        """The same for a range of unequal units."""
         assert isinstance(self.places, UnitPlaces)
-        shares = tuple(self.places.share(n.name, units) for n in self.graph.nodes)
+        return self._solved_of(tuple(self.places.share(n.name, units) for n in self.graph.nodes), weights)
+
+    def _solved_of(self, shares: tuple[float, ...], weights: np.ndarray) -> Solution:
+        """With these shares of the nodes. Nodes that it neither has nor reads are as in the whole model."""
         key = shares, weights.tobytes()
         if key not in self._ranges:
             tables = self.features.weighted(weights, list(shares))

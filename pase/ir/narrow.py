@@ -25,8 +25,9 @@ _STORED = ("parameter", "input", "constant")
 @dataclass(frozen=True, kw_only=True)
 class UnitChain:
     """units: how many. of: node -> its units, [first, end): several for what a loop over layers holds; only nodes that
-    work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there;
-    the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an equation -> its unit.
+    work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there, with
+    or without gradients; the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an
+    equation -> its unit.
     """
 
     units: int
@@ -178,7 +179,7 @@ class _ChainFinder:
         """What is made before ``cut`` and read from there on. Between a loop's turns its carry is."""
         out = dict[tuple[str, str], None]()
         for e in self.graph.edges:
-            if e.src not in of or e.dst not in of or not self.graph.tensors[e.tensor].needs_grad:
+            if e.src not in of or e.dst not in of:
                 continue
             first, end = of[e.dst]
             end = end if e.op.scope else first + 1  # what a loop begins with is read in its first turn

@@ -25,6 +25,7 @@ __all__ = [
     "RangeWay",
     "Ranges",
     "best_ranges",
+    "least_divided",
     "least_partition",
     "partitions_below",
     "runs_of",
@@ -203,6 +204,27 @@ def shortest(
         return None, least
     picked = {k: i for (k, i), x in zip(columns, found.x, strict=False) if x > 0.5}
     return tuple(picked[k] for k in range(many)), least
+
+
+def least_divided(work: np.ndarray, ranks: np.ndarray) -> float:
+    """No rank is done earlier than the last one if any part of any unit may be anywhere, up to ``TOLERANCE``. work:
+    seconds of each unit on a rank of each kind, float64 [kinds, units]. ranks: of each kind, [kinds].
+
+    >>> round(least_divided(np.array([[1, 10.0], [10, 1]]), np.array([1, 1])), 9)
+    0.999999
+    """
+    from scipy.optimize import linprog
+
+    kinds, units = work.shape
+    unit = float(work.max()) or 1.0
+    busy = np.zeros((kinds, kinds * units + 1))
+    for k in range(kinds):
+        busy[k, k * units : (k + 1) * units] = work[k] / unit
+    busy[:, -1] = -ranks
+    done = np.hstack([np.tile(np.eye(units), kinds), np.zeros((units, 1))])
+    goal = np.append(np.zeros(kinds * units), 1.0)
+    found = linprog(goal, A_ub=busy, b_ub=np.zeros(kinds), A_eq=done, b_eq=np.ones(units))
+    return float(found.fun or 0.0) * unit * (1 - TOLERANCE)
 
 
 def least_partition(work: np.ndarray, stages: int) -> list[tuple[int, int]]:

@@ -12,14 +12,20 @@ import pytest
 import pase
 from pase.compiler.chain_places import UnitPlaces, divided
 from pase.compiler.chain_search import ChainMenu
+from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
+from pase.compiler.sites import arrangements, groups_of
+from pase.compiler.spent import Spent
+from pase.compiler.stage_candidates import TablesMade, menu_of
 from pase.compiler.stage_menu import StageRole, StageTables
 from pase.compiler.stage_search import GAP
 from pase.compiler.variants import Variant, graph_of
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_blocks import blocks_of
-from pase.machine import Mesh
+from pase.machine import LinkLevel, Mesh, load
+from pase.machine.groups import grouped
+from pase.machine.scale import scaled
 from pase.pipeline.registry import SCHEDULES, schedule
 from pase.pipeline.simulate import simulate
 
@@ -64,6 +70,21 @@ def two_stacks():
     return loss, ({"s": s, "m": leaf(d, d // 2), "t": t, "o": leaf(d // 2, d)}, pair(16, d))
 
 
+def stack_read_twice():
+    """Two loops over the layers of one stack."""
+
+    def turn(h, p):
+        return jnp.tanh(h @ p["a"]) @ p["b"] + h, None
+
+    def loss(params, batch):
+        x = jax.lax.scan(turn, batch["x"], params["s"])[0]
+        x = jax.lax.scan(turn, jnp.sin(x), params["s"])[0]
+        return jnp.mean((jnp.tanh(x @ params["o"]) - batch["y"]) ** 2)
+
+    d = 1024
+    return loss, ({"s": {"a": leaf(2, d, d), "b": leaf(2, d, d)}, "o": leaf(d, d)}, pair(16, d))
+
+
 def products(b=4096, d=512):
     def loss(params, batch):
         x = batch["x"]
@@ -97,7 +118,7 @@ def shortest_of_all(menu, s, ways):
     return best
 
 
-@pytest.mark.parametrize("model", [skip, two_stacks])
+@pytest.mark.parametrize("model", [skip, two_stacks, stack_read_twice])
 def test_no_schedule_has_a_better_division_than_the_one_found(model):
     """For some, the division of equal work is the best: it is kept though nothing beats it."""
     menu, every = ChainMenu([tables(model())], 2, MICRO, np.inf), []
@@ -109,6 +130,71 @@ def test_no_schedule_has_a_better_division_than_the_one_found(model):
         assert found.cuts.bound <= every[-1] * (1 + 1e-6)
         assert menu.staged(d, v, every[-1] * 0.999) == (None, True)
     assert max(menu.least_s(), menu.bounded(min(every) * 10)[0]) <= min(every)
+
+
+def test_a_stack_that_two_loops_read_is_there_once_in_a_stage_and_whole():
+    t = tables(stack_read_twice())
+    n = t.places.blocks
+    for units in itertools.combinations(range(n + 1), 2):
+        split, role = t.cheapest(StageRole(units=units), 0.0), StageRole(units=units)
+        runs = ("forward", "input", "weight", "again")
+        got = MICRO * split.fixed(*runs, *(f"{k}_sent" for k in runs)) + split.fixed("after")
+        got += t.slow * split.fixed("before", "sums")
+        assert got == pytest.approx(t.solved(role, 0.0, t.step).bound)
+    menu = ChainMenu([t], 2, MICRO, np.inf)
+    parts = [menu.splits(StageRole(units=u))[0] for u in ((0, 1), (1, n), (0, n))]
+    one, both = (w.parts["once"].memory["parameters"] for w in parts[::2])
+    assert 0 < one <= both  # as in the backend, each stage with a turn has all rows
+    assert (menu.tied_after(schedule("1f1b", 2, MICRO, 1), parts[:2]) > 0).all()
+
+
+def test_activations_without_gradients_cross_too():
+    def loss(params, batch):
+        h = jnp.tanh(batch["x"] @ params[0])
+        mask = jax.lax.stop_gradient(jnp.sign(h))
+        for w in params[1:]:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h * mask - batch["y"]) ** 2)
+
+    d = 256
+    t = tables(
+        (loss, ([leaf(d, 2 * d), leaf(2 * d, d), leaf(d, 2 * d)], {"x": leaf(64, d), "y": leaf(64, 2 * d)}))
+    )
+    crossing = t.places.chain.crossing
+    masks = [[not t.graph.tensors[tensor].needs_grad for _, tensor in of] for of in crossing]
+    assert all(any(of) for of in masks[1:]), crossing
+
+
+def test_the_least_time_holds_for_units_that_suit_different_devices():
+    """Products with small weights on devices of ten times the FLOP/s, large weights on those of ten times the bytes a
+    second: no rank has to do what the other does better."""
+    a, b = (scaled(load("h100x8"), {"flops": f, "memory": m}) for f, m in ((10, 1), (1, 10)))
+    link = LinkLevel(name="net", latency_s=1e-6, bandwidth_bytes_per_s=1e12)
+    machine = grouped("mixed", [(a, 2), (b, 2)], link, {})
+
+    def loss(params, batch):
+        x = batch["x"]
+        for w in params["compute"]:
+            x = jnp.einsum("bsd,de->bse", x, w)
+        x = x.mean(1)
+        for w in params["memory"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    k = 4096
+    params = {"compute": [leaf(k, k)] * 2, "memory": [leaf(k, 4 * k), leaf(4 * k, 4 * k), leaf(4 * k, k)]}
+    traced = trace(loss, params, {"x": leaf(8, 512, k)})
+    asked = CompileOptions(
+        devices=4, machine=machine, memory_limit="none", remat="none", pipeline=2, mesh="2", accumulate=MICRO
+    )
+    problem = SplitProblem.of(traced.graph, 4, machine, "analytic", "adam", asked.overlap)
+    made = TablesMade(traced, blocks_of(traced), "adam", keep=True, spent=Spent())
+    mesh = Mesh(names=("x",), sizes=(2,))
+    for place in arrangements(problem, groups_of(problem, asked), 2):
+        menu = menu_of(made.all([Variant(accumulate=MICRO)], mesh, place.sites), MICRO, place)
+        found = [menu.staged(d, v)[0] for d, v in menu.schedules()]
+        assert len(set(menu.sites)) == 2
+        assert 0 < menu.least_s() <= min(f.step_s for f in found if f is not None)
 
 
 def test_under_a_limit_fast_and_sparing_ways_are_mixed():
