@@ -123,7 +123,7 @@ def arguments(model):
         ids = {k: jnp.asarray(rng.integers(VOCAB, size=(BATCH, SEQ))) for k in ("text", "labels")}
         return params, {"images": leaf(BATCH, 4, 4, 3), **ids}
     if model is wide_resnet:
-        widths = (4, 4, 4, 8, 8, 16, 16)
+        widths = (4, 4, 8, 16)
         blocks = [
             {"first": leaf(3, 3, a, b), "second": leaf(3, 3, b, b)}
             | ({"skip": leaf(1, 1, a, b)} if a != b else {})
