@@ -1,9 +1,9 @@
 """Pipelines: what each schedule takes on equal stages, how near the bounds are, how many simulations prove cuts, and
 Llama-3 405B on 16,384 H100 with the published shape among the choices, and a GPT of 39B on 64 V100.
 
-    python -m bench.pipelines [--compile] [--out bench/results/pipelines.json]
+    python -m bench.pipelines [--compile llama3_405b|gpt_39b] [--out FILE]
 
-``--compile`` searches both models, which takes a minute or two of CPU.
+``--compile`` searches one model, to a file of its own; 405B takes more than a minute of CPU.
 """
 
 from __future__ import annotations
@@ -160,18 +160,22 @@ def searched(asked: str, model: tuple[Any, ...], devices: int, **options: Any) -
 
 
 def main() -> None:
-    """Writes bench/results/pipelines.json: schedules, bounds and cuts; with --compile also both models."""
+    """Writes bench/results/pipelines.json: schedules, bounds and cuts. With --compile a model's searches alone, to a file
+    of its own, such as bench/results/pipelines_gpt_39b.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--out", default=str(RESULTS / "pipelines.json"))
+    searches = {"llama3_405b": llama, "gpt_39b": gpt_39b}
+    parser.add_argument("--compile", choices=list(searches))
+    parser.add_argument("--out")
     args = parser.parse_args()
-    result: dict[str, Any] = {"schedules": schedules(), "bounds": bounds(), "cuts": cuts()}
+    out = args.out or RESULTS / (f"pipelines_{args.compile}.json" if args.compile else "pipelines.json")
+    result: dict[str, Any]
     if args.compile:
-        result["llama3_405b"] = llama()
-        result["gpt_39b"] = gpt_39b()
-    print(save(result, args.out))
+        result = {args.compile: searches[args.compile]()}
+    else:
+        result = {"schedules": schedules(), "bounds": bounds(), "cuts": cuts()}
+    print(save(result, str(out)))
     for key, rows in result.items():
         print(key)
         for row in rows.items() if isinstance(rows, dict) else rows:
