@@ -160,8 +160,8 @@ def searched(asked: str, model: tuple[Any, ...], devices: int, **options: Any) -
 
 
 def main() -> None:
-    """Writes bench/results/pipelines.json: schedules, bounds and cuts. With --compile a model's searches alone, to a file
-    of its own, such as bench/results/pipelines_gpt_39b.json."""
+    """Writes bench/results/pipelines.json: schedules, bounds and cuts. With --compile: a model's searches alone, to a
+    file of its own, such as bench/results/pipelines_gpt_39b.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
