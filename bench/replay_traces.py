@@ -9,6 +9,9 @@ when something is changed (``bench/replay_whatif.py``): other_ranks predicts eac
 other ranks only. first_and_other: of the replays from the first iteration and one other, the one that lies farthest
 outside of what these two took. few_iterations: what is said of the first one, two and three iterations alone.
 own_ops_and_gaps_of_others: each iteration from what its own ops took and the others' gaps, beside the others' mean.
+distance_from_mean: of an iteration from the mean of all, in the median. Whatever tells one length for all of a run's
+iterations is off by as much, so a run is called steady where it is below 1%. halves: the mean of every second iteration
+from the other ones, which is what published errors of replays are of: a run's mean step.
 gaps: what delays between tasks are of the replayed iteration, the longest of them, and how many are above 20 ms.
 findings: what pase diagnose says first. optimize: where it begins and ends, beside the replayed iteration. device_only
 is the error of a replay that leaves the CPU out.
@@ -29,7 +32,8 @@ from bench.cases import SHARED
 from bench.provenance import save
 from pase.replay import align, estimate, load, measure, optimize_graph
 from pase.replay.diagnose import diagnose_run
-from pase.replay.predict import held_out_ranks
+from pase.replay.model import own_times
+from pase.replay.predict import held_out_ranks, mean_lengths
 from pase.replay.simulate import subgraph
 from pase.replay.steady import evaluate
 from pase.replay.trust import Run
@@ -89,6 +93,9 @@ def one_run(path: Path) -> dict[str, Any]:
         "measured_ms": run.measured_ns / 1e6,
         "replayed_ms": run.replayed_ns / 1e6,
         "steady_iterations": run.iterations,
+        "lengths_ms": (run.lengths_ns / 1e6).tolist(),
+        "distance_from_mean": float(np.median(np.abs(run.lengths_ns / run.measured_ns - 1))),
+        "halves": halves(run),
         "left_out": run.measured.left_out,
         "ranks": by_rank,
         "own_ops_and_gaps_of_others": dict(
@@ -113,6 +120,18 @@ def one_run(path: Path) -> dict[str, Any]:
             "ended": plan.ended,
         },
     }
+
+
+def halves(run: Run) -> list[float] | None:
+    """Errors of the mean of every second iteration as the others predict it; None of fewer than four."""
+    if len(run.iterations) < 4:
+        return None
+    out = []
+    for k in (0, 1):
+        seen, asked = run.iterations[k::2], run.iterations[1 - k :: 2]
+        replayed = max(mean_lengths(own_times(run.measured, seen)).values())
+        out.append(replayed / statistics.fmean(run.length_ns(i) for i in asked) - 1)
+    return out
 
 
 def gaps(run: Run) -> dict[str, float]:

@@ -152,7 +152,7 @@ def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
         call=call,
         stream_edge=stream_edge,
         heavy_ns=np.sort(r.start_ns[heavy]),
-        fixed_ns=split_cost(g),
+        fixed_ns=split_cost(g).fixed_ns,
         signature=signature,
     )
 

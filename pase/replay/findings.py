@@ -367,7 +367,7 @@ def _late_evidence(s: Scene, rank: int) -> tuple[Evidence, ...]:
 def _small_collectives(s: Scene) -> list[Finding]:
     """Collectives that are mostly latency."""
     g = s.graph
-    fixed = split_cost(g)
+    fixed = split_cost(g).fixed_ns
     comm = g.kind == COLLECTIVE
     small = comm & (fixed > 0.5 * g.duration_ns)
     per_rank = np.bincount(g.rank[small], minlength=max(g.ranks) + 1)

@@ -13,7 +13,16 @@ from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
 
-__all__ = ["KNOBS", "WireLine", "apply", "balanced_rows", "collective_line", "parse_knob", "split_cost"]
+__all__ = [
+    "KNOBS",
+    "CollectiveParts",
+    "WireLine",
+    "apply",
+    "balanced_rows",
+    "collective_line",
+    "parse_knob",
+    "split_cost",
+]
 
 KNOBS = {
     "bandwidth": "bandwidth=2: collectives move bytes twice as fast",
@@ -63,21 +72,30 @@ def parse_knob(text: str) -> tuple[str, str, float]:
     return name, pattern, number
 
 
-def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.ndarray:
-    """The fixed part (ns) of each collective's duration, 0 for other tasks; the rest scales with bytes.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CollectiveParts:
+    """What each collective's time consists of, float64 [tasks] in ns, 0 for other tasks. What is in neither grows with
+    the bytes, and a faster link does not shorten it: copies and sums, and what a link loses of its rate."""
+
+    fixed_ns: np.ndarray
+    """Startups: what a collective of no bytes would take."""
+    link_ns: np.ndarray
+    """What scales with the link's rate."""
+
+
+def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> CollectiveParts:
+    """Fixed part and link's part of each collective's time.
+
+    If bytes are known and differ, the fixed part comes from a line through (bytes, duration) of the smaller collectives
+    of that operation, and is at most the shortest of them. Otherwise the trace cannot separate the two parts: the fixed
+    part is the shortest duration, but at most 20 µs, which is what small NCCL messages take. It never exceeds the
+    duration itself. All the rest is the link's.
 
     wire_bytes_per_s: the bandwidth of a rank's link in each direction, if known. It gives the time for the bytes that a
-    collective puts on the link (ring rules); startups, copies and sums on the CPU are the fixed part. Collectives of a
-    rank that run at the same time share its link: each scales by the share of their total time that the link's bytes
-    account for.
-
-    Without it, if bytes are known and differ, the fixed part comes from a line through (bytes, duration) of the smaller
-    collectives of that operation, and is at most the shortest of them. Otherwise the trace cannot separate the two
-    parts: the fixed part is the shortest duration, but at most 20 µs, which is what small NCCL messages take. It never
-    exceeds the duration itself.
+    collective puts on the link (ring rules), and only that is the link's. Collectives of a rank that run at the same
+    time share its link: of each, the share of their total time that the link's bytes account for.
     """
     fixed = np.zeros(len(g))
-    known_part = _on_the_wire(g, wire_bytes_per_s) if wire_bytes_per_s else np.full(len(g), np.nan)
     for operation in np.unique(g.operation[g.kind == COLLECTIVE]).tolist():
         mine = np.flatnonzero((g.kind == COLLECTIVE) & (g.operation == operation))
         d, b = g.duration_ns[mine], g.nbytes[mine].astype(np.float64)
@@ -90,7 +108,12 @@ def split_cost(g: DataflowGraph, wire_bytes_per_s: float | None = None) -> np.nd
             # Noise on sizes that hardly differ can put the line's intercept above the durations it was fitted to.
             base = min(_intercept(b[small], d[small], base), float(d[known].min()))
         fixed[mine] = np.minimum(d, max(base, 0.0))
-    return np.where(np.isfinite(known_part), g.duration_ns * (1.0 - np.nan_to_num(known_part)), fixed)
+    link = np.where(g.kind == COLLECTIVE, g.duration_ns - fixed, 0.0)
+    if wire_bytes_per_s:
+        part = _on_the_wire(g, wire_bytes_per_s)
+        link = np.where(np.isfinite(part), g.duration_ns * np.nan_to_num(part), link)
+        fixed = np.minimum(fixed, np.where(g.kind == COLLECTIVE, g.duration_ns - link, 0.0))
+    return CollectiveParts(fixed_ns=fixed, link_ns=link)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +136,7 @@ def collective_line(g: DataflowGraph) -> WireLine | None:
     mine = np.flatnonzero((g.kind == COLLECTIVE) & of_sum & np.isfinite(sent) & (np.nan_to_num(sent) > 0))
     if not len(mine):
         return None
-    fixed = split_cost(g)[mine]
+    fixed = split_cost(g).fixed_ns[mine]
     per_byte = (g.duration_ns[mine] - fixed) / sent[mine]
     step = fixed / (g.ways[mine] - 1)
     return WireLine(step_ns=float(np.median(step)), ns_per_wire_byte=float(np.median(per_byte)))
@@ -171,16 +194,15 @@ def apply(
         if name == "data":
             _check_one_group(g)
         if name in ("bandwidth", "latency", "ranks", "data"):
-            fixed = split_cost(g, wire_bytes_per_s)
-            moved = duration - fixed
+            parts = split_cost(g, wire_bytes_per_s)
             if name == "bandwidth":
-                moved = moved / value
+                duration += parts.link_ns * (1 / value - 1)
             elif name == "latency":
-                fixed = fixed * value
+                duration += parts.fixed_ns * (value - 1)
             else:
                 more, steps = _ring_growth(g, value)
-                moved, fixed = moved * more, fixed * steps
-            duration[comm] = (fixed + moved)[comm]
+                grown = parts.fixed_ns * steps + (duration - parts.fixed_ns) * more
+                duration = np.where(comm, grown, duration)
         elif name == "host":
             duration[np.isin(g.kind, _HOST_KINDS)] *= value
             hand = EDGES.index("handoff")
