@@ -250,45 +250,85 @@ def _ring_growth(g: DataflowGraph, ranks: float) -> tuple[np.ndarray, np.ndarray
 
 
 def _balanced(g: DataflowGraph) -> DataflowGraph:
-    """No task takes longer than on the median rank, and no rank starts later than the first: delays only shrink.
+    """No rank takes longer than the median rank, and none starts later than the first: delays only shrink.
 
-    Of an even number of ranks the median is the lower one of the two in the middle.
+    A rank is slow where its tasks together, on its host or its device, take longer than the median rank's, and late
+    where its delays together do; then those of its tasks (delays) that are longer than on the median rank are cut, to
+    the median rank's sum. Task by task it would be the shorter of two noisy times, which is no rank's usual one. Of an
+    even number of ranks the median is the lower one of the two in the middle.
     """
-    duration, free, release = g.duration_ns.copy(), g.device_free_ns.copy(), g.release_ns.copy()
-    lag, carried = g.lag_ns.copy(), g.carried.lag_ns.copy()
+    free, release = g.device_free_ns.copy(), g.release_ns.copy()
     groups = twins(g)
     of = np.full(len(g), -1, dtype=np.int64)
+    work: _Shares = {}
     for n, by_rank in enumerate(groups.values()):
         members = list(by_rank.values())
         of[members] = n
         if g.kind[members[0]] != COLLECTIVE:
-            usual = np.sort(g.duration_ns[members])[(len(members) - 1) // 2]
-            duration[members] = np.minimum(duration[members], usual)
+            part = "device" if g.kind[members[0]] in GPU_KINDS else "host"
+            work.setdefault((part, *sorted(by_rank)), []).append({r: [i] for r, i in by_rank.items()})
         release[members] = np.minimum(release[members], g.release_ns[members].min())
-    for dst, kind, out in ((g.dst, g.edge_kind, lag), (g.carried.dst, g.carried.kind, carried)):
+
+    def evened(dst: np.ndarray, kind: np.ndarray, lag: np.ndarray) -> np.ndarray:
         # By what waits, not by what for: a rank that is late may wait for another of the ops that ended before.
         into: dict[tuple[int, int], dict[int, list[int]]] = {}
         for e, (task, why) in enumerate(zip(dst.tolist(), kind.tolist(), strict=True)):
             if of[task] >= 0:
                 into.setdefault((int(of[task]), why), {}).setdefault(int(g.rank[task]), []).append(e)
-        for by in into.values():
-            longest = sorted(float(out[edges].max()) for edges in by.values())
-            for edges in by.values():
-                out[edges] = np.minimum(out[edges], longest[(len(longest) - 1) // 2])
+        waits: _Shares = {}
+        for (_, why), by in into.items():
+            waits.setdefault((EDGES[why], *sorted(by)), []).append(by)
+        return _as_the_median_rank(lag, waits)
+
     by_name: dict[str, list[int]] = {}
     for i, d in enumerate(g.devices):
         by_name.setdefault(d.name, []).append(i)
     for same in by_name.values():
         free[same] = g.device_free_ns[same].min()
+    c = g.carried
     return replace(
         g,
-        duration_ns=duration,
+        duration_ns=_as_the_median_rank(g.duration_ns, work),
         device_free_ns=free,
         release_ns=release,
-        lag_ns=lag,
-        carried=replace(g.carried, lag_ns=carried),
+        lag_ns=evened(g.dst, g.edge_kind, g.lag_ns),
+        carried=replace(c, lag_ns=evened(c.dst, c.kind, c.lag_ns)),
         even=True,
     )
+
+
+_Shares = dict[tuple[object, ...], list[dict[int, list[int]]]]
+"""What is summed over together and which ranks have it → of each of its parts, rank → places of its times, of which
+the longest counts."""
+
+
+def _as_the_median_rank(ns: np.ndarray, shares: _Shares) -> np.ndarray:
+    """The times with each sum cut to the median rank's; none becomes longer."""
+    out = ns.copy()
+    for parts in shares.values():
+        ranks = list(parts[0])
+        own = np.array([[ns[by[r]].max() for r in ranks] for by in parts])  # [parts, ranks]
+        middle = (len(ranks) - 1) // 2
+        usual, total = np.sort(own, axis=1)[:, middle], float(np.sort(own.sum(axis=0))[middle])
+        for k in np.flatnonzero(own.sum(axis=0) > total).tolist():
+            for by, most in zip(parts, _cut(own[:, k], usual, total), strict=True):
+                out[by[ranks[k]]] = np.minimum(out[by[ranks[k]]], most)
+    return out
+
+
+def _cut(own: np.ndarray, usual: np.ndarray, total: float) -> np.ndarray:
+    """min(own, s · usual) with that s for which they sum to ``total``, less than the sum of ``own``.
+
+    >>> _cut(np.array([10.0, 4.0]), np.array([2.0, 4.0]), 9.0)
+    array([5., 4.])
+    """
+    times = np.divide(own, usual, out=np.full(len(own), np.inf), where=usual > 0)
+    order = np.argsort(times)
+    below = np.concatenate([[0.0], np.cumsum(own[order])[:-1]])  # whole, where all from here on are cut
+    rest = np.cumsum(usual[order][::-1])[::-1]
+    s = np.divide(total - below, rest, out=np.full(len(own), np.inf), where=rest > 0)
+    at = int(np.argmax(s <= times[order])) if (s <= times[order]).any() else len(own) - 1
+    return np.minimum(own, np.multiply(usual, s[at], out=np.zeros(len(own)), where=usual > 0))
 
 
 def balanced_rows(
