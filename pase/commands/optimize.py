@@ -100,4 +100,4 @@ def _print_plan(report: JsonObject) -> None:
             f" {mark}memory {o['name']}: {o['iteration_s'] * 1e3:.2f} ms, peak {o['peak_bytes'] / 2**30:.2f} GiB"
         )
     for p in report["problems"]:
-        out.print(f"[yellow]note[/yellow] {p}")
+        out.print(f"note: {p}")

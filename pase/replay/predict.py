@@ -14,6 +14,9 @@ from pase.replay.steady import evaluate, lengths_in_a_row
 __all__ = ["HeldOut", "held_out", "held_out_ranks", "mean_lengths", "typical"]
 
 
+_BETTER = 1.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """One iteration of one rank, predicted without looking at it. Times in ns."""
@@ -78,9 +81,9 @@ def _lengths(e: OwnTimes, one: Callable[[np.ndarray], float]) -> dict[int, float
 
 
 def typical(lengths: np.ndarray) -> float:
-    """What one more iteration is expected to take: the mean of those there are or their median, whichever tells each
-    of them better from the others (in the median of errors). A single long one pulls the mean; iterations of two kinds
-    have no middle one.
+    """What one more iteration is expected to take: the mean of those there are, or their median if that tells each of
+    them better from the others by half (in the median of errors). A single long one pulls the mean; iterations of
+    two kinds have no middle one.
 
     >>> typical(np.array([10.0, 10.1, 9.9, 10.0, 16.0])), typical(np.array([1.0, 3.0, 1.0, 3.0]))
     (10.0, 2.0)
@@ -90,7 +93,7 @@ def typical(lengths: np.ndarray) -> float:
         float(np.median(np.abs([one(x) for x in others] / lengths - 1))) if others else 0.0
         for one in (np.mean, np.median)
     )
-    return float(np.median(lengths) if median < mean else lengths.mean())
+    return float(np.median(lengths) if _BETTER * median < mean else lengths.mean())
 
 
 def held_out_ranks(m: Measured, g: DataflowGraph, iterations: list[int]) -> list[HeldOut]:
