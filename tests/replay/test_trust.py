@@ -200,8 +200,8 @@ def test_balance_takes_turns_at_being_late_away(tmp_path: Path) -> None:
 
 
 def test_balance_takes_no_noise_away(tmp_path: Path) -> None:
-    """Of even ranks each task's shorter time, 1.1% less with 2% noise on two ranks, is no rank's usual one. What is left
-    is the waiting for the rank whose noise adds up to more."""
+    """Of even ranks each task's shorter time, 1.1% less with 2% noise on two ranks, is no rank's usual one. What
+    is left is the waiting for the rank whose noise adds up to more."""
     even = {"ranks": 2, "iterations": 16, "noise": 0.02, "kernel_us": 200.0, "between_us": 4.0}
     run = Run(measured=_measured(tmp_path, simulate(ImaginedRun(**even))))
     balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
