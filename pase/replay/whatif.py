@@ -260,7 +260,7 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
     free, release = g.device_free_ns.copy(), g.release_ns.copy()
     groups = twins(g)
     of = np.full(len(g), -1, dtype=np.int64)
-    work: _Shares = {}
+    work: _RankSums = {}
     for n, by_rank in enumerate(groups.values()):
         members = list(by_rank.values())
         of[members] = n
@@ -275,7 +275,7 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
         for e, (task, why) in enumerate(zip(dst.tolist(), kind.tolist(), strict=True)):
             if of[task] >= 0:
                 into.setdefault((int(of[task]), why), {}).setdefault(int(g.rank[task]), []).append(e)
-        waits: _Shares = {}
+        waits: _RankSums = {}
         for (_, why), by in into.items():
             waits.setdefault((EDGES[why], *sorted(by)), []).append(by)
         return _as_the_median_rank(lag, waits)
@@ -297,12 +297,12 @@ def _balanced(g: DataflowGraph) -> DataflowGraph:
     )
 
 
-_Shares = dict[tuple[object, ...], list[dict[int, list[int]]]]
+_RankSums = dict[tuple[object, ...], list[dict[int, list[int]]]]
 """What is summed over together and which ranks have it → of each of its parts, rank → places of its times, of which
 the longest counts."""
 
 
-def _as_the_median_rank(ns: np.ndarray, shares: _Shares) -> np.ndarray:
+def _as_the_median_rank(ns: np.ndarray, shares: _RankSums) -> np.ndarray:
     """The times with each sum cut to the median rank's; none becomes longer."""
     out = ns.copy()
     for parts in shares.values():

@@ -14,7 +14,6 @@ import pytest
 from bench.cases.timelines import ImaginedRun, simulate, write
 from bench.replay_whatif import answered, questions
 from pase.errors import Infeasible
-from pase.replay import whatif
 from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
 from pase.replay.diagnose import diagnose_run
@@ -197,26 +196,6 @@ def test_balance_takes_turns_at_being_late_away(tmp_path: Path) -> None:
     balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
     none = _mean_ns(_in_turns(chance_us=0.0), run.iterations)
     assert none < balanced < even < run.replayed_ns
-
-
-def test_balance_takes_no_noise_away(tmp_path: Path) -> None:
-    """Of even ranks each task's shorter time, 1.1% less with 2% noise on two ranks, is no rank's usual one. What
-    is left is the waiting for the rank whose noise adds up to more."""
-    even = {"ranks": 2, "iterations": 16, "noise": 0.02, "kernel_us": 200.0, "between_us": 4.0}
-    run = Run(measured=_measured(tmp_path, simulate(ImaginedRun(**even))))
-    balanced = run.changed_ns(apply(run.graph, [("balance", "", 1.0)]))
-    assert run.replayed_ns * 0.992 < balanced <= run.replayed_ns
-
-
-def test_a_sum_is_cut_to_what_is_allowed_and_no_time_becomes_longer() -> None:
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        n = int(random.integers(1, 8))
-        own, usual = random.exponential(size=n), random.exponential(size=n) * (random.random(n) < 0.8)
-        total = float(own.sum() * random.random())
-        cut = whatif._cut(own, usual, total)
-        assert (cut <= own + 1e-12).all() and (cut[usual == 0] == 0).all()
-        assert cut.sum() == pytest.approx(min(total, own[usual > 0].sum()))
 
 
 def test_gaps_that_depend_on_ops_call_a_run_into_question() -> None:
