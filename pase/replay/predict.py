@@ -35,6 +35,7 @@ class HeldOut:
 
 def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) -> list[HeldOut]:
     """Predictions of the steady iterations: times and structure from the others, then compared.
+
     Up to ``folds`` iterations each is predicted from all others; of more, each from those outside its fold (every
     folds-th iteration). With one iteration there is nothing to hold out, and the list is empty.
     """
