@@ -77,14 +77,14 @@ class LocalWalk:
         barred = replace(self.arrivals, given=None, found={}, wide={}, barred=what)
         return replace(self, arrivals=barred)
 
-    def _arriving(self, key: str, number: int, make: Callable[[], Tree], begin: Callable[[], Array]) -> Tree:
+    def _arriving(self, key: str, number: int, make: Callable[[], Tree], value: DeviceValue) -> Tree:
         """The result of a transfer, or of the gradient's way back through it."""
         if self.arrivals is None or number not in self.arrivals.numbers:
             return make()
         t = self.program.transfers[number]
         op = next(op for op in self.program.ops if op.node == t.src)
         stored = self.traced.graph.tensors[op.results[0].tensor].dtype
-        return self.arrivals.of(key, t, stored, make, begin)
+        return self.arrivals.of(key, t, stored, make, value)
 
     @cached_property
     def _scheduled(self) -> Mapping[str | None, Sequence[int]]:
@@ -336,7 +336,7 @@ class LocalWalk:
                 str(number),
                 number,
                 lambda: self._sent(self._out_of_copy(value, t, cache), t),
-                lambda: value.array if value.shadow is None else value.shadow,
+                value,
             )
         return cache.arrived[number]
 
@@ -411,7 +411,7 @@ class LocalWalk:
             f"{handed.transfer} back",
             handed.transfer,
             lambda: self._sent(self._out_of_copy(value, t, cache), t, zeros),
-            lambda: value.array if value.shadow is None else value.shadow,
+            value,
         )
 
     def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
 from pase.frontends.from_jax import TracedJax
+from pase.plan.buckets import model_of
 from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
 
@@ -39,6 +40,7 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         strategy=plan.strategy,
         schedule=ProgramSchedule.of(plan),
         gathers_ahead=plan.beside is not None,
+        model=model_of(plan),
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},

@@ -55,6 +55,11 @@ class Training:
         updates, opt_state = self.optimizer.update(grads, opt_state, mine)
         return combine(kept(optax.apply_updates(mine, updates)), untrained(params)), opt_state
 
+    def shardings(self) -> tuple[Tree, Tree]:
+        """Of parameters and of the optimizer's state."""
+        stored = self.plan._in_shardings(self.mesh)[0]
+        return stored, self.plan.state_shardings(self.optimizer, self.mesh)
+
     def stepper(
         self,
         run: Callable[..., Tree],
@@ -64,8 +69,8 @@ class Training:
     ) -> Stepper:
         """A jitted step(params, opt_state, *held, *batch) -> (params, opt_state, *left, value). held, left: shardings
         of what it takes and returns beside. overwrites: whether what it takes is the step's to overwrite, too."""
-        stored, *arrive = self.plan._in_shardings(self.mesh)
-        state = self.plan.state_shardings(self.optimizer, self.mesh)
+        arrive = self.plan._in_shardings(self.mesh)[1:]
+        stored, state = self.shardings()
         fixed, fixed_out = self.plan.traced.kept[0], self.plan.traced.kept_out
 
         def whole(out: Tree) -> Tree:

@@ -69,8 +69,8 @@ class Arrivals:
 
     numbers: the transfers that bring them. given: None in the walk that finds them. wide: for each one found, the dtype
     in which its gradients are added, empty if it has none. barred: the construct that this walk is inside of, if
-    nothing can be gathered outside of it. begins: what is found are pairs, of the parameter as it is read and the array
-    from which it is moved there, which takes its gradient.
+    nothing can be gathered outside of it. begins: three arrays of each are found: the parameter as it is read, what
+    takes its gradient, and the parameter before it is moved there.
     """
 
     numbers: frozenset[int] = frozenset()
@@ -86,10 +86,10 @@ class Arrivals:
         transfer: LocalTransfer,
         stored: str,
         make: Callable[[], Tree],
-        begin: Callable[[], Array],
+        value: DeviceValue,
     ) -> Tree:
-        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it. begin: the array from
-        which it is gathered."""
+        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it. value: what it is gathered
+        from."""
         if self.barred:
             raise PaseError(
                 f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step: "
@@ -98,7 +98,8 @@ class Arrivals:
         if self.given is not None:
             return self.given[key]
         if key not in self.found:
-            self.found[key] = (make(), begin()) if self.begins else make()
+            takes = value.array if value.shadow is None else value.shadow
+            self.found[key] = (make(), takes, value.array) if self.begins else make()
             self.wide[key] = "" if transfer.backward is None else stored
         return self.found[key][0] if self.begins else self.found[key]
 

@@ -5,14 +5,14 @@ of the turn in its middle, and a message that joins several turns, or what is in
 cut between them. A second gather for backward is part of the rematerialised region, which runs the first one again;
 what backward needs not again is in messages of its own.
 
-If gradients are applied in later steps (delayed, merged), they wait outside of loops. Messages are then sent behind the
-gradients of a step, as the bucket plan joins and cuts them, for each turn of a loop.
+If gradients are sent or applied in later steps, they wait outside of loops. Messages are then sent before and behind a
+step's computation, as the bucket plan joins and cuts them, for each turn of a loop.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -20,14 +20,14 @@ from pase.ir import Scope
 from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
 from pase.plan.buckets import schedule_of
 from pase.plan.communication import TransferOrigin, transfer_origins
-from pase.schedule.plan import BucketPlan, Update
+from pase.schedule.plan import BucketPlan, Message, Update
 from pase.schedule.preserver import TrainingState, judge
 from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
     from pase.plan.types import PlanData
 
-__all__ = ["ProgramSchedule"]
+__all__ = ["ProgramSchedule", "iterations_late", "outside_messages", "with_updates"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +58,15 @@ class ProgramSchedule:
     def delayed(self) -> bool:
         """Whether any gradient is applied in a later step than its own, or together with another step's."""
         return self.plan.period > 1 or self.plan.staleness > 0
+
+    @property
+    def crosses(self) -> bool:
+        """Whether any gradient is sent in a later step than its own."""
+        late = iterations_late(self.problem, self.plan, across=True)
+        return any(n and not self._gathers(m) for n, m in zip(late, self.plan.messages, strict=True))
+
+    def _gathers(self, message: Message) -> bool:
+        return not any(self.origins[p.tensor].gradient for p in message.pieces)
 
     def later(self) -> str:
         """What to know of a step with delayed updates: that it computes other numbers, and whether they are expected to
@@ -103,46 +112,30 @@ class ProgramSchedule:
         free = (replace(m, after="") if early else m for m, early in zip(messages, bound, strict=True))
         return replace(program, messages=tuple(free))
 
-    def placed_later(self, program: LocalProgram, waits: Callable[[int], bool]) -> LocalProgram:
-        """The program with the messages of gradients that wait for later steps: each in the iteration in which the
-        steady run starts it, but before its update is applied. waits: whether the gradient on a transfer can wait;
-        others are summed in their own step, each by itself, and then wait."""
-        from pase.schedule.simulate import evaluate
-
-        late = evaluate(self.problem, self.plan, timeline=False, check=False).late
+    def placed_later(
+        self, program: LocalProgram, waits: Callable[[int], bool], across: bool = False
+    ) -> LocalProgram:
+        """The program with messages that are sent outside of its computation: those of parameters before it, those of
+        gradients behind it, in the iterations of ``iterations_late``. waits: whether the gradient on a transfer can
+        wait; others are summed in their own step, each by itself, and then wait."""
+        late = iterations_late(self.problem, self.plan, across=across)
         found = self._transfers(program).items()
         outside = {key: number for key, (number, _) in found if waits(number)}
-        messages = []
+        messages: list[LocalMessage] = []
         for message, behind in zip(self.plan.messages, late, strict=True):
-            pieces = []
+            ways: dict[MoveWay, list[LocalPiece]] = {"there": [], "back": []}
             for p in message.pieces:
                 origin = self.origins[p.tensor]
                 number = outside.get((origin.node, origin.source, origin.tensor))
-                if number is None or not origin.gradient:
+                if number is None or origin.again or origin.updated:
                     continue
                 turn = origin.repeat if origin.times > 1 else None
-                pieces.append(
-                    LocalPiece(
-                        transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes, turn=turn
-                    )
+                piece = LocalPiece(
+                    transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes, turn=turn
                 )
-            update = self.plan.updates[message.update]
-            if pieces:
-                messages.append(
-                    LocalMessage(
-                        way="back",
-                        link=self.problem.links[message.link].name,
-                        pieces=tuple(pieces),
-                        update=message.update,
-                        late=min(max(behind, message.iteration), update.at - update.last),
-                    )
-                )
-        messages.sort(key=lambda m: m.late)
-        begin = self.plan.updates[0].first
-        updates = tuple(
-            Update(first=u.first - begin, last=u.last - begin, at=u.at - begin) for u in self.plan.updates
-        )
-        return replace(program, messages=tuple(messages), period=self.plan.period, updates=updates)
+                ways["back" if origin.gradient else "there"].append(piece)
+            messages += outside_messages(self.problem, message, behind, ways)
+        return with_updates(replace(program, messages=tuple(messages)), self.plan)
 
     def _transfers(
         self, program: LocalProgram
@@ -179,6 +172,44 @@ class ProgramSchedule:
             ):  # a block of backward has another name
                 out[sent.message] = self.nodes[begun[-1].name]
         return out
+
+
+def iterations_late(problem: ScheduleProblem, plan: BucketPlan, *, across: bool) -> list[int]:
+    """How many iterations after its update's last one each message is sent: where the plan has it or the steady run
+    starts it, and before its update is applied. across: what a plan without delays sends during the next forward is
+    sent in the next iteration, and not at the end of its own."""
+    from pase.schedule.simulate import evaluate
+
+    late = evaluate(problem, plan, timeline=False, check=False).late
+    plain = plan.period == 1 and plan.staleness == 0 and not plan.barrier
+    out = []
+    for m, behind in zip(plan.messages, late, strict=True):
+        u = plan.updates[m.update]
+        out.append(min(max(behind, m.iteration), u.at - u.last + (across and plain)))
+    return out
+
+
+def outside_messages(
+    problem: ScheduleProblem, message: Message, late: int, ways: Mapping[MoveWay, Sequence[LocalPiece]]
+) -> Iterator[LocalMessage]:
+    """A bucket plan's message where messages are sent outside of a step's computation. What parameters send does not
+    depend on updates; it is that of the first."""
+    link = problem.links[message.link].name
+    for way, pieces in ways.items():
+        if pieces and (way == "back" or message.update == 0):
+            back = way == "back"
+            yield LocalMessage(
+                way=way, link=link, pieces=tuple(pieces), update=message.update * back, late=late * back
+            )
+
+
+def with_updates(program: LocalProgram, plan: BucketPlan) -> LocalProgram:
+    """The program with a bucket plan's updates, counted from its first batch, and its messages in the order in which
+    they are sent."""
+    begin = plan.updates[0].first
+    updates = tuple(Update(first=u.first - begin, last=u.last - begin, at=u.at - begin) for u in plan.updates)
+    messages = tuple(sorted(program.messages, key=lambda m: m.late))
+    return replace(program, messages=messages, period=plan.period, updates=updates)
 
 
 def _counted(n: int, what: str) -> str:

@@ -27,9 +27,10 @@ from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
+from pase.local.forms import in_forms
 from pase.local.lower import program_of
 from pase.local.types import LocalProgram
-from pase.machine import Mesh
+from pase.machine import CostModel, Mesh
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
 from pase.pytree import Tree
@@ -78,6 +79,12 @@ class JaxPlan:
     """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
     gathers_ahead: bool = False
     """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
+    across: bool = False
+    """Whether a step that is lowered by hand sends what the bucket plan sends during the next forward in the next step,
+    before its forward."""
+    model: CostModel | None = None
+    """Prices the forms of moves where the step is lowered by hand (``pase.local.forms``). None: each is one
+    collective."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -87,15 +94,19 @@ class JaxPlan:
             accumulated(named(simplify(raw)), self.accumulate, self.once), self.logical_mesh, self.strategy
         )
         if self.delays and self.schedule is not None:
-            return self.schedule.placed_later(made, lambda k: waits(made, self.traced, self.blocks, k))
-        return made if self.schedule is None or self.once != "none" else self.schedule.placed(made)
+            made = self.schedule.placed_later(
+                made, lambda k: waits(made, self.traced, self.blocks, k), across=self.across
+            )
+        elif self.schedule is not None and self.once == "none":
+            made = self.schedule.placed(made)
+        return made if self.model is None else in_forms(made, self.model)
 
     @property
     def delays(self) -> bool:
-        """Whether a step that is lowered by hand applies gradients in later steps (``jax_delayed``)."""
+        """Whether a step that is lowered by hand sends or applies gradients in later steps (``jax_delayed``)."""
         return (
             self.schedule is not None
-            and self.schedule.delayed
+            and (self.schedule.delayed or (self.across and self.schedule.crosses))
             and self.once == "none"
             and self.accumulate == 1
         )
@@ -477,7 +488,8 @@ class JaxPlan:
         return combine(found, self.traced.kept[0])
 
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """Parameters and batch in the plan's storage layouts, as global arrays (each process has all values)."""
+        """Parameters and batch in the plan's storage layouts, as global arrays (each process has all values). Arguments
+        behind the first ones may be left out."""
         import jax
         import numpy as np
 
@@ -492,9 +504,6 @@ class JaxPlan:
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        if self.traced.programs and len(given) < len(
-            shardings
-        ):  # arguments that prefill makes may be left out
-            shardings = shardings[: len(given)]
+        shardings = shardings[: len(given)]  # the batch, or what prefill makes, may be left out
         placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

@@ -1,56 +1,66 @@
-"""A bucket plan run in JAX: explicit collectives, bucket by bucket, in one order on every device.
+"""A bucket plan run in JAX: explicit collectives, message by message, in one order on every device.
 
-A jitted step consists of manual regions. First, parameters that are stored split over the data axes (ZeRO, FSDP) are
-gathered as the plan's messages say; this region is manual over all axes. Second, each device computes the gradient of
-its share of the batch and keeps it unreduced; this region is manual over the data axes alone, and the other mesh axes
-stay with XLA and the plan's shardings. Third, the local shards are cut and joined as the plan says, and reduced or
-scattered bucket by bucket; this region is manual over all axes. Each link is a chain: a bucket's buffer depends on the
-result of the previous one, so XLA can neither reorder nor combine them. All ranks issue one order and cannot deadlock.
+A plan that pase compiled runs as its own step, lowered by hand (``step_from_plan``). ``BucketRunner`` runs a loss
+function, a problem and a bucket plan that were not made by compile. Its jitted step consists of manual regions. First,
+parameters that are stored split over the data axes (ZeRO, FSDP) are gathered as the plan's messages say; this region is
+manual over all axes. Second, each device computes the gradient of its share of the batch and keeps it unreduced; this
+region is manual over the data axes alone, and the other mesh axes stay with XLA and the function's shardings. Third,
+gradients are sent as messages of a local program (``parameter_program``), as in any step that is lowered by hand.
 
 What the plan sends during the next forward is sent by the next step's program, before its gradients. The updated
 parameter is then needed only where forward first reads it, and the compiler may overlap the two. The numbers do not
-change. Until then, the parameters of a state are one update behind; `BucketRunner.finish` applies what is pending.
+change. Until then, the parameters of a state are one update behind; ``finish`` applies what is pending.
 
-Delayed and merged updates: a generation's gradients are summed locally, reduced when its messages are due, divided by
-batches times devices, and applied once. Between updates the optimizer is not called.
+Delayed and merged updates: gradients are summed locally, reduced when their messages are due, divided by batches times
+devices, and applied once. Between updates the optimizer is not called.
 
-Not executed: a second gather for backward (the parameter gathered for forward is kept), and moves of parameters that do
-not lead from whole to stored in contiguous blocks over data axes. Those are left to XLA, and `left_to_xla` names them.
+Not executed: a second gather for backward (the parameter gathered for forward is kept). Moves of parameters that do not
+lead from whole to stored over data axes are not in messages; ``left_over`` names them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax_delayed import DelayedState, DelayedStepper
+from pase.backends.jax_messages import Sending
+from pase.backends.jax_moves import moved
 from pase.backends.jax_plans import jax_plan
-from pase.backends.to_jax_buckets_moves import ManualRegion, Moves, moves_of, path_of, placement_of
+from pase.backends.jax_updates import DelayedIteration, OpenUpdate, WaitingGradients, settled
+from pase.backends.parameter_program import ParameterProgram, StoredParameter, parameter_program
 from pase.errors import PaseError
+from pase.machine import Mesh
+from pase.plan.constraints import Placement
 from pase.pytree import Tree
 from pase.schedule.plan import BucketPlan, check_plan
 from pase.schedule.types import ScheduleProblem
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
     from optax import GradientTransformation
 
+    from pase.backends.jax_step import Stepper
+    from pase.backends.to_jax import JaxPlan
     from pase.plan.types import PlanData
 
-__all__ = ["BucketRunner", "RunState", "gradient_problem", "step_from_plan"]
+__all__ = ["BucketRunner", "PlanRunner", "RunState", "gradient_problem", "step_from_plan"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state between iterations. generations: (number, unreduced gradient sum, buffers by message) of open
-    updates.
+    """The state between iterations. waiting: the gradients of open updates, the oldest first
+    (``jax_updates.WaitingGradients``).
     """
 
     params: Tree
     opt_state: Tree
     iteration: int = 0
-    generations: tuple[tuple[int, Tree, Mapping[int, Tree]], ...] = ()
+    waiting: tuple[WaitingGradients, ...] = ()
 
 
 def gradient_problem(
@@ -68,10 +78,10 @@ def gradient_problem(
     total = sum(x.size for _, x in leaves)
     layers = [
         Layer(
-            name=path_of(path),
+            name=_path_of(path),
             forward_s=forward_s * x.size / total,
             backward_s=backward_s * x.size / total,
-            parameters=((path_of(path), x.size * x.dtype.itemsize),),
+            parameters=((_path_of(path), x.size * x.dtype.itemsize),),
         )
         for path, x in leaves
     ]
@@ -84,46 +94,91 @@ def step_from_plan(
     optimizer: GradientTransformation,
     *,
     buckets: tuple[ScheduleProblem, BucketPlan] | None = None,
-    mesh: Mesh | None = None,
-    reduction: Literal["mean", "sum"] = "mean",
+    mesh: JaxMesh | None = None,
     overlap: bool = True,
-) -> BucketRunner:
-    """A runner that trains as the plan says, and sends gradients as its bucket plan says.
+) -> PlanRunner:
+    """A runner that trains as the plan says, and sends what parameters need as its bucket plan says: the plan's step,
+    lowered by hand.
 
     loss_fn: the function that the plan was compiled for. buckets: (problem, bucket plan) instead of the plan's own, as
     `pase.plan.buckets.scheduled` makes them. mesh: a jax.sharding.Mesh; None uses the plan's over jax.devices().
-    reduction: whether the loss is a mean or a sum over the batch.
+    overlap: what the plan sends during the next forward is sent by the next step's program.
 
-    Parameters are stored in the layout of their gradients and optimizer states. A gather after the update in the plan
-    becomes a gather for the next forward. The data axes are those that split the batch and along which only parameters
-    and the loss are sent. Raises PaseError if there is none, or if the model is another program at a shard's batch
-    size.
+    Raises PaseError if the plan moves no parameter, or was compiled for another program than loss_fn.
     """
-    import jax
-
-    from pase.backends.to_jax_buckets_plan import batch_specs, data_axes_of, local_loss
-    from pase.plan.buckets import schedule_of
+    from pase.plan.buckets import schedule_of, stored
 
     made = buckets if buckets is not None else schedule_of(plan)
     if made is None:
         raise PaseError(
             f"the plan for '{plan.model}' moves no parameter, so it needs no buckets: use plan.jax.train_step"
         )
-    axes = data_axes_of(plan)
-    jp = jax_plan(plan)
-    return BucketRunner(
-        loss_fn=local_loss(plan, loss_fn, axes),
-        problem=made[0],
-        plan=made[1],
-        optimizer=optimizer,
-        mesh=mesh if mesh is not None else jp.mesh(),
-        data_axes=axes,
-        specs=jax.tree.map(lambda s: s.spec, jp.gradient_shardings(jp.mesh())),
-        batch_specs=batch_specs(plan, axes),
-        reduction=reduction,
-        overlap=overlap,
-        lenient=True,
-    )
+    jp = replace(jax_plan(replace(plan, buckets=stored(*made))), across=overlap)
+    _require_same(jp, loss_fn)
+    mesh = mesh if mesh is not None else jp.mesh()
+    step = jp.train_step(optimizer, mesh, donate=False, lowering="manual")
+    return PlanRunner(jax=jp, optimizer=optimizer, mesh=mesh, stepper=step)
+
+
+def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
+    """Raise PaseError unless the plan's program is that of the function."""
+    import jax
+
+    from pase.frontends.from_jax import trace
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
+    args = jax.tree.unflatten(jp.traced.in_tree, shapes)
+    found = trace(loss_fn, *args, name=jp.traced.graph.name, unknown="replicate")
+    if (found.operands, found.results) != (jp.traced.operands, jp.traced.results):
+        raise PaseError(
+            f"the plan for '{jp.traced.graph.name}' was compiled for another program than this loss_fn"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRunner:
+    """Trains by a plan that pase compiled, as its bucket plan says; made by ``step_from_plan``."""
+
+    jax: JaxPlan
+    optimizer: GradientTransformation
+    mesh: JaxMesh
+    stepper: Stepper | DelayedStepper
+
+    def init(self, params: Tree) -> RunState:
+        """Parameters (arrays anywhere) in the plan's layouts, and the optimizer's first state."""
+        (placed,) = self.jax.device_put(params, mesh=self.mesh)
+        return RunState(params=placed, opt_state=self.jax.init(self.optimizer, params, self.mesh))
+
+    def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
+        """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
+        if not isinstance(self.stepper, DelayedStepper):
+            params, opt_state, value = self.stepper(state.params, state.opt_state, *batch)
+            after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1)
+        else:
+            params, held, value = self.stepper(state.params, _held(state), *batch)
+            after = RunState(
+                params=params, opt_state=held.optimizer, iteration=held.iteration, waiting=held.waiting
+            )
+        return after, value[0] if self.jax.traced.has_aux else value
+
+    def finish(self, state: RunState) -> tuple[Tree, Tree]:
+        """(parameters, optimizer state) after applying the updates that are due after the last step."""
+        if not isinstance(self.stepper, DelayedStepper):
+            return state.params, state.opt_state
+        return self.stepper.finish(state.params, _held(state))
+
+    def left_over(self) -> tuple[str, ...]:
+        """Parameters that no message carries: each is sent by itself, where it is read."""
+        program = self.jax.program
+        carried = {program.transfers[p.transfer].src for m in program.messages for p in m.pieces}
+        moved = {
+            t.src for t in program.transfers if t.src in program.parameters and (t.backward or t.forward)
+        }
+        return tuple(sorted(moved - carried))
+
+
+def _held(state: RunState) -> DelayedState:
+    return DelayedState(optimizer=state.opt_state, waiting=state.waiting, iteration=state.iteration)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +190,14 @@ class BucketRunner:
     which each parameter is stored; None stores all of them whole. batch_specs: a tree for each batch argument, of data
     axes alone; None splits along the first dim. overlap: messages that the plan sends during the
     next step are sent by that step's program.
-    lenient: parameters that the problem does not name are left to the compiler.
+    lenient: parameters that the problem does not name are sent by themselves.
     """
 
     loss_fn: Callable[..., Tree]
     problem: ScheduleProblem
     plan: BucketPlan
     optimizer: GradientTransformation
-    mesh: Mesh
+    mesh: JaxMesh
     data_axes: tuple[str, ...]
     specs: Tree = None
     batch_specs: tuple[Tree, ...] | None = None
@@ -150,7 +205,7 @@ class BucketRunner:
     overlap: bool = True
     lenient: bool = False
     _steps: dict[Tree, Tree] = field(default_factory=dict, repr=False, compare=False)
-    _moves: dict[Tree, Moves] = field(default_factory=dict, repr=False, compare=False)
+    _programs: dict[Tree, ParameterProgram] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         from pase.schedule.simulate import as_sequence
@@ -173,24 +228,35 @@ class BucketRunner:
             n *= self.mesh.shape[a]
         return n
 
-    @cached_property
-    def late(self) -> frozenset[int]:
-        """Messages that the plan sends after the backward of their iteration. The next step's program sends them."""
-        from pase.schedule.simulate import evaluate
-
-        plain = self.plan.period == 1 and self.plan.staleness == 0
-        if not self.overlap or not plain or self.plan.barrier:
-            return frozenset()
-        e = evaluate(self.problem, self.plan, timeline=False, check=False)
-        assert e.starts_s is not None
-        return frozenset(i for i, s in enumerate(e.starts_s.tolist()) if s >= e.ends_s * (1 - 1e-12))
-
-    def left_to_xla(self, params: Tree) -> tuple[str, ...]:
-        """Parameters whose gradients (and gathers) are left to XLA."""
+    def parameters(self, params: Tree) -> ParameterProgram:
+        """The local program of these parameters (or shapes)."""
         import jax
 
-        paths = [path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-        return tuple(paths[i] for i in sorted(self.moves(params).left))
+        found = jax.tree_util.tree_leaves_with_path(params)
+        key = tuple((_path_of(path), x.shape) for path, x in found)
+        if key not in self._programs:
+            specs = [_placement_of(s) for s in self._leaf_specs([x for _, x in found])]
+            self._programs[key] = parameter_program(
+                self.problem,
+                self.plan,
+                [
+                    StoredParameter(path=p, shape=shape, placement=(*s, *((),) * (len(shape) - len(s))))
+                    for (p, shape), s in zip(key, specs, strict=True)
+                ],
+                mesh=Mesh(names=tuple(self.mesh.axis_names), sizes=tuple(self.mesh.axis_sizes)),
+                data_axes=self.data_axes,
+                across=self.overlap,
+                lenient=self.lenient,
+            )
+        return self._programs[key]
+
+    def left_over(self, params: Tree) -> tuple[str, ...]:
+        """Parameters that no message carries: each is sent by itself."""
+        import jax
+
+        program = self.parameters(params)
+        paths = [_path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
+        return tuple(p for p, of in zip(paths, program.numbers, strict=True) if of[0] not in program.carried)
 
     def init(self, params: Tree) -> RunState:
         """Parameters (arrays anywhere) in the layouts of this runner, and the optimizer's first state."""
@@ -202,119 +268,65 @@ class BucketRunner:
 
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
         """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
-        plan, it = self.plan, state.iteration
-        period, position = divmod(it, plan.period)
-        active = tuple(g for g, _, _ in state.generations)
-        base = period * len(plan.updates)
-        structure = tuple((g - base, tuple(sorted(bufs))) for g, _, bufs in state.generations)
-        key = (position, structure)
-        if key not in self._steps:
-            self._steps[key] = self.program(it, active)
-        fn, after = self._steps[key]
-        given = tuple((acc, dict(bufs)) for _, acc, bufs in state.generations)
-        params, opt_state, kept, loss = fn(state.params, state.opt_state, given, *batch)
-        generations = tuple((g + base, acc, bufs) for g, (acc, bufs) in zip(after, kept, strict=True))
-        return (
-            RunState(params=params, opt_state=opt_state, iteration=it + 1, generations=generations),
-            loss,
-        )
+        fn = self.program(state.params, state.iteration)
+        params, opt_state, waiting, loss = fn(state.params, state.opt_state, state.waiting, *batch)
+        after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1, waiting=waiting)
+        return after, loss
 
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after applying the updates that are due after the last step."""
         import jax
 
-        due = [g for g, _, _ in state.generations if self._generation(g)[3] < state.iteration]
-        if not due:
+        program = self.parameters(state.params)
+        iteration = DelayedIteration(program=program.local, number=state.iteration)
+        if not iteration.overdue:
             return state.params, state.opt_state
-        # The program depends only on which update it is, and on what was already sent.
-        updates = tuple(g % len(self.plan.updates) for g in due)
-        given = [(acc, dict(bufs)) for g, acc, bufs in state.generations if g in due]
-        key = ("finish", updates, tuple(tuple(sorted(bufs)) for _, bufs in given))
-
-        def apply(params: Tree, opt_state: Tree, given: Tree) -> Tree:
-            for g, (acc, bufs) in zip(updates, given, strict=True):
-                params, opt_state = self._apply(params, opt_state, g, acc, bufs)
-            return params, opt_state
-
-        if key not in self._steps:
-            self._steps[key] = jax.jit(apply)
-        return self._steps[key](state.params, state.opt_state, given)  # type: ignore[no-any-return]
-
-    def _generation(self, g: int) -> tuple[int, int, int, int]:
-        """(update, first, last, at) of a generation, with iterations counted from the start of the run."""
-        period, u = divmod(g, len(self.plan.updates))
-        update, o = self.plan.updates[u], period * self.plan.period
-        return u, update.first + o, update.last + o, update.at + o
-
-    def program(self, it: int, active: tuple[int, ...] = ()) -> tuple[Tree, tuple[int, ...]]:
-        """The jitted step of iteration ``it`` with these open generations, and the ones that it leaves open, relative
-        to the period's first.
-        """
-        import jax
-        import jax.numpy as jnp
-
-        plan = self.plan
-        base = it // plan.period * len(plan.updates)
-        mine = next(
-            g
-            for g in range(base, base + len(plan.updates))
-            if self._generation(g)[1] <= it <= self._generation(g)[2]
+        return jax.jit(self._caught_up(program, iteration))(  # type: ignore[no-any-return]
+            state.params, state.opt_state, state.waiting
         )
-        opening = [g for g in active if self._generation(g)[3] < it]
-        order = [g for g in (active if mine in active else (*active, mine)) if g not in opening]
-        due = {g: self._due(g, it) for g in order}
-        closing = [g for g in order if self._generation(g)[3] == it and not self.late]
 
-        def run(params: Tree, opt_state: Tree, given: Tree, *batch: Tree) -> Tree:
-            open_ = {g: [acc, dict(bufs)] for g, (acc, bufs) in zip(active, given, strict=True)}
-            for g in opening:
-                params, opt_state = self._apply(params, opt_state, g, *open_.pop(g))
-            loss, grads = self._gradients(params, batch)
-            if mine in open_:
-                open_[mine][0] = jax.tree.map(jnp.add, open_[mine][0], grads)
-            else:
-                open_[mine] = [grads, {}]
-            for g in order:
-                if due[g]:
-                    u = self._generation(g)[0]
-                    open_[g][1].update(self._reduce(open_[g][0], open_[g][1], due[g], u))
-            for g in closing:
-                params, opt_state = self._apply(params, opt_state, g, *open_[g])
-            kept = tuple((open_[g][0], open_[g][1]) for g in order if g not in closing)
-            return params, opt_state, kept, loss
+    def program(self, params: Tree, number: int) -> Tree:
+        """The jitted step of an iteration: f(params, optimizer's state, waiting, *batch) -> (both, waiting, loss).
+        params: arrays or shapes."""
+        import jax
 
-        # Relative to the next period when this iteration ends one, as `step` adds that one's base.
-        left = tuple(g - base for g in order if g not in closing)
-        return jax.jit(run), left
+        program = self.parameters(params)
+        iteration = DelayedIteration(program=program.local, number=number)
 
-    def _due(self, g: int, it: int) -> list[int]:
-        """Messages of the generation that are sent in this iteration, in plan order."""
-        u, _, last, _ = self._generation(g)
-        return [
-            i
-            for i, m in enumerate(self.plan.messages)
-            if m.update == u and last + m.iteration == it and i not in self.late
-        ]
+        def run(params: Tree, opt_state: Tree, waiting: Tree, *batch: Tree) -> Tree:
+            late = len(iteration.overdue)
+            if late:
+                params, opt_state = self._caught_up(program, iteration)(params, opt_state, waiting)
+            loss, grads = self._gradients(program, params, batch)
+            left, sums = self._settled(program, iteration, iteration.current, waiting[late:], params, grads)
+            if sums is not None:
+                params, opt_state = self._updated(iteration.current[0], params, opt_state, sums)
+            return params, opt_state, tuple(left), loss
 
-    def _apply(
-        self, params: Tree, opt_state: Tree, g: int, acc: Tree, bufs: Mapping[int, Tree]
-    ) -> tuple[Tree, Tree]:
-        """Send the remaining messages of the generation, and apply its mean gradient."""
+        key = (id(program), iteration.key)
+        if key not in self._steps:
+            self._steps[key] = jax.jit(run)
+        return self._steps[key]
+
+    def _caught_up(self, program: ParameterProgram, iteration: DelayedIteration) -> Callable[..., Tree]:
+        """f(params, optimizer's state, waiting) -> both after the update that is applied before this iteration."""
+
+        def run(params: Tree, opt_state: Tree, waiting: Tree) -> Tree:
+            due = iteration.overdue
+            _, sums = self._settled(program, iteration, due, waiting[: len(due)], params, None)
+            return self._updated(due[0], params, opt_state, sums)
+
+        return run
+
+    def _updated(self, u: OpenUpdate, params: Tree, opt_state: Tree, sums: Tree) -> tuple[Tree, Tree]:
         import jax
         import optax
 
-        u, first, last, _ = self._generation(g)
-        owed = [i for i, m in enumerate(self.plan.messages) if m.update == u and i not in bufs]
-        bufs = {**bufs, **self._reduce(acc, bufs, owed, u)}
-        batches = (last - first + 1) * (self.ways if self.reduction == "mean" else 1)
-        mean = self._assemble(params, acc, bufs, u, batches)
+        count = (u.last - u.first + 1) * (self.ways if self.reduction == "mean" else 1)
+        mean = jax.tree.map(lambda g, x: (g / count).astype(x.dtype), sums, params)
         updates, opt_state = self.optimizer.update(mean, opt_state, params)
-        params = jax.tree.map(
-            lambda x, s: jax.lax.with_sharding_constraint(x, s),
-            optax.apply_updates(params, updates),
-            self._stored(params),
-        )
-        return params, opt_state
+        updated = optax.apply_updates(params, updates)
+        return jax.tree.map(jax.lax.with_sharding_constraint, updated, self._stored(params)), opt_state
 
     # --- regions -------------------------------------------------------------------------------------------
 
@@ -336,65 +348,36 @@ class BucketRunner:
     def _without_data(self, spec: Tree) -> Tree:
         from jax.sharding import PartitionSpec as P
 
-        return P(*(tuple(a for a in axes if a not in self.data_axes) or None for axes in placement_of(spec)))
+        return P(*(tuple(a for a in axes if a not in self.data_axes) or None for axes in _placement_of(spec)))
 
-    def moves(self, params: Tree) -> Moves:
-        """The plan's messages for this tree of parameters (or shapes)."""
-        import jax
-
-        found = jax.tree_util.tree_leaves_with_path(params)
-        key = tuple((path_of(p), x.shape) for p, x in found)
-        if key not in self._moves:
-            specs = self._leaf_specs([x for _, x in found])
-            self._moves[key] = moves_of(
-                self.problem,
-                self.plan,
-                paths=[p for p, _ in key],
-                ranks=[len(shape) for _, shape in key],
-                placements=[placement_of(s) for s in specs],
-                layers=[shape[0] if shape else 1 for _, shape in key],
-                sizes=dict(self.mesh.shape),
-                data_axes=self.data_axes,
-                lenient=self.lenient,
-            )
-        return self._moves[key]
-
-    def _gathered(self, params: Tree) -> Tree:
+    def _gathered(self, program: ParameterProgram, params: Tree) -> Tree:
         """Parameters gathered over the data axes."""
         import jax
-        from jax.sharding import NamedSharding
 
-        moves = self.moves(params)
-        todo = moves.messages(gradient=False)
         leaves, tree = jax.tree.flatten(params)
         specs = self._leaf_specs(leaves)
-        whole = [self._without_data(s) for s in specs]
-        free = [
-            jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, w))
-            if i in moves.left and s != w
-            else x
-            for i, (x, s, w) in enumerate(zip(leaves, specs, whole, strict=True))
-        ]
-        if not todo:
-            return jax.tree.unflatten(tree, free)
 
-        def local(*shards: Tree) -> tuple[Tree, ...]:
-            region = ManualRegion(moves, shards, {}, 0)
-            region.run(todo)
-            return tuple(region.built(gradient=False))
+        def local(*shards: Array) -> list[Array]:
+            sending = Sending(
+                program=program.local,
+                way="there",
+                values={(k, None): x for k, x in program.parts(shards).items()},
+                messages=[m for m in program.local.messages if m.way == "there"],
+            )
+            return program.joined({k: sending.finished((k, None)) for k in program.parts(shards)})
 
         made = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=tuple(
-                w if i in moves.left else s for i, (s, w) in enumerate(zip(specs, whole, strict=True))
-            ),
-            out_specs=tuple(whole),
+            in_specs=tuple(specs),
+            out_specs=[self._without_data(s) for s in specs],
             check_vma=False,
-        )(*free)
+        )(*leaves)
         return jax.tree.unflatten(tree, made)
 
-    def _gradients(self, params: Tree, batch: tuple[Tree, ...]) -> tuple[Tree, Tree]:
+    def _gradients(
+        self, program: ParameterProgram, params: Tree, batch: tuple[Tree, ...]
+    ) -> tuple[Tree, Tree]:
         """(loss, gradients of each data shard: leaves [ways, …] split over the data axes)."""
         import jax
         from jax.sharding import PartitionSpec as P
@@ -412,68 +395,71 @@ class BucketRunner:
             out_specs=(P(), split),
             axis_names=set(self.data_axes),
             check_vma=False,
-        )(self._gathered(params), *batch)  # type: ignore[no-any-return]
+        )(self._gathered(program, params), *batch)  # type: ignore[no-any-return]
 
-    def _shards(self, grads: Tree) -> tuple[list[Tree], tuple[Tree, ...]]:
-        """(leaves, specs) of unreduced gradients, for a region that is manual over all axes."""
+    def _settled(
+        self,
+        program: ParameterProgram,
+        iteration: DelayedIteration,
+        updates: Sequence[OpenUpdate],
+        held: Sequence[WaitingGradients],
+        params: Tree,
+        grads: Tree | None,
+    ) -> tuple[list[WaitingGradients], Tree | None]:
+        """(what still waits, the sums of the update that is due) once the iteration's messages for these updates are
+        sent. grads: the gradients of this iteration, unsummed; None before them."""
         import jax
         from jax.sharding import PartitionSpec as P
 
-        leaves = jax.tree.leaves(grads)
-        specs = tuple(P(self.data_axes, *self._without_data(s)) for s in self._leaf_specs(leaves))
-        return leaves, specs
+        leaves, tree = jax.tree.flatten(params)
+        specs = self._leaf_specs(leaves)
+        whole = program.local.mesh
 
-    def _reduce(self, grads: Tree, bufs: Mapping[int, Tree], todo: list[int], update: int) -> dict[int, Tree]:
-        """The buffers that these messages leave, summed but not divided. Gather messages leave none."""
-        import jax
-        from jax.sharding import PartitionSpec as P
+        def local(held: Tree, *shards: Array) -> Tree:
+            new = program.parts([x[0] for x in shards]) if shards else {}
 
-        moves = self.moves(jax.eval_shape(lambda t: jax.tree.map(lambda g: g[0], t), grads))
-        ours = [i for i in moves.messages(gradient=True, update=update) if i in todo]
-        leaves, specs = self._shards(grads)
-        if not ours:
-            return {}
-        given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
+            def merged(_: OpenUpdate, mine: WaitingGradients) -> WaitingGradients:
+                fresh: WaitingGradients = {"values": {}, "columns": {}, "sums": {}}
+                for k, g in new.items():
+                    if k in program.carried:
+                        fresh["values"][k, -1] = g
+                    else:
+                        shape = program.local.result(program.local.transfers[k].tensor).shape
+                        fresh["sums"][k,] = moved(g, program.local.moves(k, "back"), shape, "sum", whole)
+                if not mine:
+                    return fresh
+                return {**jax.tree.map(jax.numpy.add, {**mine, "columns": {}}, fresh)}
 
-        def local(given: dict[int, Tree], *shards: Tree) -> dict[int, Tree]:
-            return ManualRegion(moves, [s[0] for s in shards], given, update).run(ours)
+            kept, due = settled(iteration, updates, jax.tree.map(lambda x: x[0], list(held)), merged)
+            sums = []
+            if due is not None:
+                of = {k: x for (k, _), x in due.parts.items()} | {k: x for (k,), x in due.own.items()}
+                sums = program.joined(of)
+            return jax.tree.map(lambda x: x[None], kept), sums
 
         each = P(self.mesh.axis_names)
-        return jax.shard_map(  # type: ignore[no-any-return]
+        shards = [] if grads is None else jax.tree.leaves(grads)
+        due = any(u.due == iteration.number for u in updates)
+        kept, sums = jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(dict.fromkeys(given, each), *specs),
-            out_specs=dict.fromkeys(ours, each),
+            in_specs=(
+                each,
+                *(P(self.data_axes, *self._without_data(s)) for s, _ in zip(specs, shards, strict=False)),
+            ),
+            out_specs=(each, list(specs) if due else []),
             check_vma=False,
-        )(given, *leaves)
+        )(list(held), *shards)
+        return kept, jax.tree.unflatten(tree, sums) if due else None
 
-    def _assemble(self, params: Tree, acc: Tree, bufs: Mapping[int, Tree], update: int, count: int) -> Tree:
-        """The mean gradient, from the update's buffers, as a tree in the layouts in which parameters are stored."""
-        import jax
-        from jax.sharding import NamedSharding
-        from jax.sharding import PartitionSpec as P
 
-        moves = self.moves(params)
-        stored, tree = jax.tree.flatten(params)
-        leaves, specs = self._shards(acc)
-        outs = self._leaf_specs(stored)
-        ours = [i for i in range(len(leaves)) if i not in moves.left]
+def _path_of(keys: tuple[object, ...]) -> str:
+    """``blocks.0.w``: the name of a parameter in layouts and problems."""
+    import jax
 
-        def local(given: dict[int, Tree], *shards: Tree) -> tuple[Tree, ...]:
-            built = ManualRegion(moves, [s[0] for s in shards], given, update).built(gradient=True)
-            return tuple(built[i] for i in ours)
+    return jax.tree_util.keystr(keys, simple=True, separator=".")
 
-        given = {i: b for i, b in bufs.items() if self.plan.messages[i].update == update}
-        made: tuple[Tree, ...] = jax.shard_map(
-            local,
-            mesh=self.mesh,
-            in_specs=(dict.fromkeys(given, P(self.mesh.axis_names)), *specs),
-            out_specs=tuple(outs[i] for i in ours),
-            check_vma=False,
-        )(given, *leaves)
-        by_leaf = dict(zip(ours, made, strict=True))
-        for i in moves.left:
-            by_leaf[i] = jax.lax.with_sharding_constraint(
-                leaves[i].sum(axis=0), NamedSharding(self.mesh, outs[i])
-            )
-        return jax.tree.unflatten(tree, [(by_leaf[i] / count).astype(x.dtype) for i, x in enumerate(stored)])
+
+def _placement_of(spec: PartitionSpec) -> Placement:
+    """A PartitionSpec as axes per dim."""
+    return tuple(() if a is None else (a,) if isinstance(a, str) else tuple(a) for a in spec)

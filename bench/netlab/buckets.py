@@ -226,7 +226,7 @@ class _RunningPlan:
         self.state = runner.init(jax.tree.map(jax.numpy.asarray, params))
         self.times: list[float] = []
         self.losses: list[float] = []
-        # The first period opens generations, the second meets them, the third is steady.
+        # The first period opens updates, the second meets them, the third is steady.
         self.run(3 * runner.plan.period)
         self.times.clear()
 
@@ -239,8 +239,7 @@ class _RunningPlan:
             began = time.perf_counter()
             for _ in range(period):
                 self.state, loss = self.runner.step(self.state, *self.data[len(self.losses) % len(self.data)])
-                open_ = [(acc, bufs) for _, acc, bufs in self.state.generations]
-                jax.block_until_ready((self.state.params, open_, loss))
+                jax.block_until_ready((self.state.params, self.state.waiting, loss))
                 self.losses.append(float(loss))
             self.times.append((time.perf_counter() - began) / period)
 

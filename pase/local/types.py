@@ -189,7 +189,8 @@ class LocalMessage:
     often one after another, in the order of the program.
 
     way: of all its pieces. after: the node that must have begun before the message starts; "": none. update: whose
-    gradients it carries; late: how many iterations after the last of them was made (``LocalProgram.updates``).
+    gradients it carries; late: how many iterations after the last of them was made (``LocalProgram.updates``), at most
+    in the one after that in which they are applied.
     """
 
     way: MoveWay
@@ -207,8 +208,9 @@ class LocalProgram:
     originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step. messages: how
     transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is read.
 
-    updates: which gradients are applied when, in iterations of a period that repeats. Unless each step applies its own
-    (``delayed``), the gradients in messages wait on their devices, unsummed, and messages are sent in later steps.
+    updates: which gradients are applied when, in iterations of a period that repeats. Unless each step sends and
+    applies its own (``delayed``), the gradients in messages wait on their devices, unsummed, and messages are sent in
+    later steps, outside of all loops; so are those of parameters, at the begin of each step.
     """
 
     name: str
@@ -223,8 +225,15 @@ class LocalProgram:
 
     @property
     def delayed(self) -> bool:
-        """Whether any gradient is applied in a later step than its own, or together with another step's."""
-        return self.period > 1 or any(u.staleness for u in self.updates)
+        """Whether any gradient is sent or applied in a later step than its own, or together with another step's."""
+        late = any(m.late for m in self.messages)
+        return late or self.period > 1 or any(u.staleness for u in self.updates)
+
+    def behind(self, update: int) -> bool:
+        """Whether some of an update's messages are sent in the step after the one that it follows. It is then applied
+        there, before that step's forward."""
+        u = self.updates[update]
+        return any(m.update == update and m.late > u.at - u.last for m in self.messages)
 
     def moves(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
         """A transfer's moves there, or those of its gradient back."""

@@ -80,7 +80,8 @@ def _messages(program: LocalProgram) -> Iterator[str]:
         yield from _joinable(program, i, m)
         if m.after and (m.way == "back" or not program.can_wait(i, m.after)):
             yield f"message {i} waits for '{m.after}', which does not begin before what it or its link brings is read"
-    yield from _every_update(program, {(part, u) for part, _, u in sent} if program.delayed else set())
+    waiting = {(part, u) for part, way, u in sent if way == "back"} if program.delayed else set()
+    yield from _every_update(program, waiting)
     for ((number, turn), way, update), pieces in sent.items():
         what, last = f"'{program.transfers[number].tensor}' {way}", (0, -1)
         what += f" of turn {turn}" * (turn is not None) + f" for update {update}" * program.delayed
@@ -96,13 +97,15 @@ def _messages(program: LocalProgram) -> Iterator[str]:
 
 
 def _in_time(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
-    """It belongs to an update, and is sent before that is applied."""
+    """It belongs to an update, and is sent before the forward that follows it."""
     if not 0 <= m.update < len(program.updates):
         yield f"message {i} is for update {m.update}, and there are {len(program.updates)}"
-    elif m.late > program.updates[m.update].at - program.updates[m.update].last:
+    elif m.late > program.updates[m.update].at - program.updates[m.update].last + 1:
         yield f"message {i} is sent after update {m.update} is applied, whose gradients it carries"
-    if program.delayed and (m.way == "there" or m.after):
-        yield f"message {i} is no gradient's, where gradients wait for later steps"
+    if m.way == "there" and (m.update or m.late):
+        yield f"message {i} is no gradient's, so it cannot be late or of update {m.update}"
+    if program.delayed and m.after:
+        yield f"message {i} waits for '{m.after}', where messages are sent outside of the step's computation"
 
 
 def _every_update(program: LocalProgram, sent: set[tuple[TransferPart, int]]) -> Iterator[str]:

@@ -255,6 +255,22 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CompiledForm:
+    """What the machine's compiler makes of a collective that a program asks for at once.
+
+    kind: what is asked for. becomes: what runs instead, on the larger local buffer. levels: where it crosses so many
+    link levels or more. more_than: where it joins more devices than that. below_bytes: where its larger local buffer
+    is smaller; 0: of any size.
+    """
+
+    kind: CollectiveKind
+    becomes: CollectiveKind
+    levels: AtLeastOne = 1
+    more_than: Count = 0
+    below_bytes: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Devices joined by link levels, innermost first. ``sources`` names where each number is from.
 
@@ -272,6 +288,8 @@ class Machine:
     host: of the measured machine; None: not measured.
     collective_units: compute units that a collective's kernels occupy while they overlap with compute, which slows it.
     overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
+    forms: what the compiler makes of collectives that it does not run as they are written; empty: it runs them so.
+    Steps that are lowered by hand are written accordingly (``pase.local.forms``).
     """
 
     name: str
@@ -290,16 +308,26 @@ class Machine:
     host: Host | None = None
     collective_units: Count = 0
     overlaps: bool = False
+    forms: tuple[CompiledForm, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.digest)
 
+    def as_compiled(self, kind: CollectiveKind, levels: int, ways: int, nbytes: int) -> CollectiveKind:
+        """The collective that runs where a program asks for one of this kind at once, over so many link levels and
+        devices."""
+        for f in self.forms:
+            small = not f.below_bytes or nbytes < f.below_bytes
+            if f.kind == kind and levels >= f.levels and ways > f.more_than and small:
+                return f.becomes
+        return kind
+
     @cached_property
     def digest(self) -> str:
-        """sha256 of what prices anything: every field but name, title, sources and provenance."""
+        """sha256 of what prices a plan: every field but name, title, sources, provenance and forms."""
         content = dataclasses.asdict(self)
         # overlaps decides which price a plan is made for, not what anything costs; the plan records the price.
-        for key in ("name", "title", "sources", "provenance", "overlaps"):
+        for key in ("name", "title", "sources", "provenance", "overlaps", "forms"):
             del content[key]
         # These fields are newer than the digests in layouts: at their defaults, the digests stay as before.
         for f in dataclasses.fields(self):

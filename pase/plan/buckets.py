@@ -14,6 +14,7 @@ from pase.errors import Infeasible, PaseError
 from pase.files.json_values import Json, JsonObject
 
 if TYPE_CHECKING:
+    from pase.machine import CostModel
     from pase.plan.communication import CurveOf
     from pase.plan.types import PlanData
     from pase.replay.types import Timeline
@@ -25,6 +26,7 @@ P = TypeVar("P", bound="PlanData")
 
 __all__ = [
     "curves_of",
+    "model_of",
     "problem_of",
     "read_buckets",
     "schedule_of",
@@ -35,15 +37,14 @@ __all__ = [
 ]
 
 
-def curves_of(plan: PlanData) -> CurveOf | None:
-    """A cost curve and a link for each kind of collective over mesh axes.
+def model_of(plan: PlanData) -> CostModel | None:
+    """The cost model of a plan, on its machine.
 
     None if the machine is not the one that the plan was made for (the file has changed since, or is not available
     here), or if costs are not in seconds.
     """
     from pase import costmodels
     from pase.machine import load
-    from pase.plan.communication import curves_from_model
 
     if plan.unit != "s":
         return None
@@ -51,9 +52,15 @@ def curves_of(plan: PlanData) -> CurveOf | None:
         machine = load(plan.machine)
     except PaseError:
         return None
-    if machine.digest != plan.machine_digest:
-        return None
-    return curves_from_model(costmodels.get(plan.cost_model, machine), machine, plan.mesh)
+    return costmodels.get(plan.cost_model, machine) if machine.digest == plan.machine_digest else None
+
+
+def curves_of(plan: PlanData) -> CurveOf | None:
+    """A cost curve and a link for each kind of collective over mesh axes. None where ``model_of`` is."""
+    from pase.plan.communication import curves_from_model
+
+    model = model_of(plan)
+    return None if model is None else curves_from_model(model, model.machine, plan.mesh)
 
 
 def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProblem:

@@ -13,8 +13,8 @@ import pytest
 
 from bench.cases.plans import case_of, reduced
 from bench.cases.schedules import link
-from pase.backends.jax_delayed import DelayedIteration, waiting_bytes
-from pase.backends.to_jax_buckets import step_from_plan
+from pase.backends.jax_updates import DelayedIteration, waiting_bytes
+from pase.backends.to_jax_buckets import BucketRunner
 from pase.errors import PaseError
 from pase.local.interpret import loss_and_gradients
 from pase.local.text import program_from_text, program_text
@@ -184,7 +184,8 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
 
 @pytest.mark.parametrize("model", ["mlp", pytest.param("gpt2", marks=pytest.mark.minutes)])
 def test_deft_in_the_step_is_deft_by_the_runner(model):
-    """On a network that takes 1.7 times the compute: merged and late, cut and joined by its knapsacks."""
+    """On a network that takes 1.7 times the compute: merged and late, cut and joined by its knapsacks. The runner has
+    the loss function alone, and no plan of it."""
     case = reduced(model)
     plan = case.plan("data_parallel")
     problem = problem_of(plan)
@@ -196,7 +197,14 @@ def test_deft_in_the_step_is_deft_by_the_runner(model):
     verify_program(program)
     assert waiting_bytes(program) > 0
     params, batch = case.model.init(0)
-    runner = step_from_plan(plan, case.model.loss_fn, optimizer)
+    runner = BucketRunner(
+        loss_fn=case.model.loss_fn,
+        problem=problem,
+        plan=plan.bucket_plan,
+        optimizer=optimizer,
+        mesh=plan.jax.mesh(),
+        data_axes=("data",),
+    )
     with pytest.warns(UserWarning, match="late, in .* Preserver .* of gradients wait on each device"):
         step = plan.jax.train_step(optimizer)
     held, state, run = params, plan.jax.init(optimizer, params), runner.init(params)
@@ -247,7 +255,8 @@ def test_what_waits_for_ever_or_twice_is_refused(drawn):
         ((replace(first, late=9), *rest), "is sent after update 1 is applied"),
         ((replace(first, update=7), *rest), "is for update 7, and there are 3"),
         ((*program.messages, first), "do not carry each byte of move 0 of .* for update 1 once"),
-        ((replace(first, after="out"), *rest), "is no gradient's"),
+        ((replace(first, after="out"), *rest), "outside of the step's computation"),
+        ((replace(first, way="there", late=1), *rest), "is no gradient's"),
         (tuple(m for m in program.messages if m.update != 1), "in every update, each turn of its loop once"),
     ):
         with pytest.raises(PaseError, match=says):

@@ -15,10 +15,15 @@ import optax  # noqa: E402
 
 import pase  # noqa: E402
 from bench.cases.plans import Case, case_of, reduced  # noqa: E402
+from bench.cases.schedules import link  # noqa: E402
 from pase.api import Plan  # noqa: E402
 from pase.backends.to_jax_buckets import step_from_plan  # noqa: E402
-from pase.backends.to_jax_buckets_plan import data_axes_of, inputs_split  # noqa: E402
 from pase.errors import PaseError  # noqa: E402
+from pase.local.text import program_from_text, program_text  # noqa: E402
+from pase.local.verify import verify_program  # noqa: E402
+from pase.plan.buckets import problem_of  # noqa: E402
+from pase.schedule.registry import Options, get_policy  # noqa: E402
+from pase.schedule.simulate import as_sequence  # noqa: E402
 
 
 def by_hand(case: Case, optimizer: Any, steps: int) -> tuple[Any, list[float]]:
@@ -38,19 +43,16 @@ def by_hand(case: Case, optimizer: Any, steps: int) -> tuple[Any, list[float]]:
 
 
 def test_sequence_parallel_megatron_with_sharded_storage() -> None:
-    """GPT-2 on 4 data x 2 model, activations split by sequence over `model`, some parameters stored over `data`: the
-    plan's constraints hold inside of each data shard, its buckets outside.
-    """
+    """GPT-2 on 4 data x 2 model, activations split by sequence over `model`, some parameters stored over `data`."""
     case = reduced("gpt2")
     plan = case.plan("megatron_sp_fsdp_4x2")
-    assert plan is not None and data_axes_of(plan) == ("data",)
+    assert plan is not None
     kinds = {t.kind for t in plan.bucket_problem.tensors if t.axes.names == ("data",)}  # type: ignore[union-attr]
     assert {"reduce_scatter", "all_gather"} <= kinds
     optimizer = optax.adam(1e-2, eps=1e-3)
     runner = step_from_plan(plan, case.model.loss_fn, optimizer)
     params = case.model.init(0)[0]
-    # One bias is stored split over data above model, where no gather leads to what is used: XLA permutes it.
-    assert set(runner.left_to_xla(params)) <= {"blocks.ff.b1"}
+    assert runner.left_over() == ()
     state, loss = runner.step(runner.init(params), case.model.init(0)[1])
     got, _ = runner.finish(state)
     expected, plain = by_hand(case, optimizer, 1)
@@ -90,15 +92,17 @@ def planned(strategy: str, batch: int = 16) -> tuple[Any, Any, tuple[Any, Any], 
     return loss_fn, params, data, plan
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_zero_3_moves_what_the_plan_says(reduction: Any) -> None:
-    """FSDP: reduce-scatters and all-gathers, as many as the plan has messages, and no all-reduce but the loss's."""
-    loss_fn, params, data, plan = planned("fsdp")
-    assert all(any(t.state or t.storage) for t in plan.parameters.values())
-    scaled = loss_fn if reduction == "mean" else (lambda p, x, y: loss_fn(p, x, y) * x.shape[0])
-    optimizer = optax.sgd(0.1 if reduction == "mean" else 0.1 / 16)
-    runner = step_from_plan(plan, scaled, optimizer, reduction=reduction)
-    assert runner.left_to_xla(params) == ()
+@pytest.mark.parametrize("mean", [True, False])
+def test_zero_3_moves_what_the_plan_says(mean: bool) -> None:
+    """FSDP: reduce-scatters and all-gathers, as many as the plan has messages, and no all-reduce but the loss's. The
+    program itself says whether the loss is a mean over the batch or a sum."""
+    loss_fn, params, data = toy()
+    scaled = loss_fn if mean else (lambda p, x, y: loss_fn(p, x, y) * x.shape[0])
+    plan = case_of(scaled, params, *data).plan("fsdp")
+    assert plan is not None and all(any(t.state or t.storage) for t in plan.parameters.values())
+    optimizer = optax.sgd(0.1 if mean else 0.1 / 16)
+    runner = step_from_plan(plan, scaled, optimizer)
+    assert runner.left_over() == ()
     state = runner.init(params)
     for _ in range(2):
         state, loss = runner.step(state, *data)
@@ -110,28 +114,61 @@ def test_zero_3_moves_what_the_plan_says(reduction: Any) -> None:
         p = optax.apply_updates(p, updates)
     np.testing.assert_allclose(float(loss), float(plain), rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, p)
-    alone = replace(runner, overlap=False)
-    fn, _ = alone.program(0)
+    alone = step_from_plan(plan, scaled, optimizer, overlap=False)
     start = alone.init(params)
-    text = fn.lower(start.params, start.opt_state, (), *data).compile().as_text()
-    moves = alone.moves(params)
-    count = {
-        kind: len(re.findall(rf" {kind}(?:-start)?\(", text)) for kind in ("all-gather", "reduce-scatter")
-    }
-    assert count["all-gather"] == len(moves.messages(gradient=False)) > 0
-    assert count["reduce-scatter"] == len(moves.messages(gradient=True)) > 0
+    text = alone.stepper.lower(start.params, start.opt_state, *data).compile().as_text()
+    messages = alone.jax.program.messages
+    for kind, way in (("all-gather", "there"), ("reduce-scatter", "back")):
+        assert (
+            len(re.findall(rf" {kind}(?:-start)?\(", text)) == len([m for m in messages if m.way == way]) > 0
+        )
+
+
+def test_what_is_sent_during_the_next_forward_is_sent_by_the_next_step() -> None:
+    """On a slow network: sums of gradients fall behind backward and are sent by the next program, which gathers the
+    parameters as the plan joins them, after the update. The numbers are the plain step's."""
+    loss_fn, params, data = toy()
+    for strategy in ("data_parallel", "fsdp"):
+        plan = case_of(loss_fn, params, *data).plan(strategy)
+        nbytes = sum(t.nbytes for t in problem_of(plan).tensors)
+        slow = link("slow", alpha_s=1e-9, beta=0.9 * problem_of(plan).compute_s / nbytes)
+        problem = problem_of(plan, links=(slow,))
+        made = get_policy("bytescheduler").make(problem, Options(partition_elements=300))
+        optimizer = optax.adam(1e-2, eps=1e-3)
+        runner = step_from_plan(plan, loss_fn, optimizer, buckets=(problem, as_sequence(problem, made)))
+        program = runner.jax.program
+        late = [m for m in program.messages if m.late]
+        assert late and all(m.way == "back" for m in late)
+        verify_program(program)
+        assert program_from_text(program_text(program)) == program
+        state, wanted = runner.init(params), (params, optimizer.init(params))
+        for _ in range(3):
+            before = state
+            state, loss = runner.step(state, *data)
+            plain, grads = jax.value_and_grad(loss_fn)(wanted[0], *data)
+            updates, opt_state = optimizer.update(grads, wanted[1], wanted[0])
+            wanted = optax.apply_updates(wanted[0], updates), opt_state
+            np.testing.assert_allclose(float(loss), float(plain), rtol=1e-5)
+        got, _ = runner.finish(state)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), got, wanted[0])
+        counts = []
+        for number, given in ((0, runner.init(params)), (2, before)):
+            step = runner.stepper.at(number)
+            text = step.lower(given.params, given.opt_state, given.waiting, *data).compile().as_text()
+            counts.append(len(re.findall(r" (?:reduce-scatter|all-reduce)(?:-start)?\(", text)))
+            gathers = [m for m in program.messages if m.way == "there"]
+            assert len(re.findall(r" all-gather(?:-start)?\(", text)) == len(gathers)
+        assert counts[1] - counts[0] == len(late)
 
 
 def test_inputs_that_arrive_whole_are_split_as_their_readers_do() -> None:
     """A slice moves nothing, so that the search may leave inputs whole; parameters may lie split."""
     loss_fn, params, data = toy(2**14)
     plan = pase.compile(loss_fn, params, *data, devices=8, mesh="2x2x2", baselines=False)
-    axes = data_axes_of(plan)
-    assert len(axes) >= 2 and all(set(axes) <= set(split[0]) for split in inputs_split(plan).values())
     assert any(not t.storage[0] for t in plan.inputs.values())
     optimizer = optax.sgd(0.1)
     runner = step_from_plan(plan, loss_fn, optimizer)
-    assert runner.left_to_xla(params) == ()
+    assert runner.left_over() == ()
     state, loss = runner.step(runner.init(params), *data)
     got, _ = runner.finish(state)
     plain, grads = jax.value_and_grad(loss_fn)(params, *data)
@@ -141,25 +178,15 @@ def test_inputs_that_arrive_whole_are_split_as_their_readers_do() -> None:
     )
 
 
-def test_what_has_no_data_axis_is_said() -> None:
+def test_what_needs_no_runner_or_is_another_program_is_said() -> None:
     loss_fn, _, _, plan = planned("data_parallel")
-    assert data_axes_of(plan) == ("data",)
-    crossing = replace(plan.collectives[0], source="x", node="dot", tensor="t9", nbytes=4096)
-    crossed = replace(plan, collectives=(*plan.collectives, crossing))
-    with pytest.raises(
-        PaseError, match="over 'data' node 'dot' needs all_reduce of t9, which is not a parameter"
-    ):
-        data_axes_of(crossed)
-    whole = {k: replace(t, storage=((), ())) for k, t in plan.inputs.items()}
-    with pytest.raises(PaseError, match="'data' splits no input"):
-        data_axes_of(replace(plan, inputs=whole))
-    still = replace(plan, collectives=())
     with pytest.raises(PaseError, match="moves no parameter"):
-        step_from_plan(still, loss_fn, optax.sgd(0.1))
+        step_from_plan(replace(plan, collectives=()), loss_fn, optax.sgd(0.1))
+    with pytest.raises(PaseError, match="was compiled for another program than this loss_fn"):
+        step_from_plan(plan, lambda p, x, y: 2 * loss_fn(p, x, y) ** 3, optax.sgd(0.1))
 
 
 def test_a_fused_attention_runs_inside_of_a_bucketed_step() -> None:
-    """There the mesh has no devices of its own, and the data axes are those of the region around it."""
 
     def attended(fused: bool) -> Any:
         def loss(p: Any, x: Any) -> Any:

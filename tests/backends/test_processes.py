@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 
 from bench.cases.plans import DEVICES, reduced
 from pase.backends.truth import unsharded_step
+from pase.schedule.plan import Update
+from tests.backends.test_delayed import scheduled
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
@@ -39,7 +42,30 @@ for _ in range(2):
     params, state, loss = step(params, state, batch)
     print("loss", float(loss), flush=True)
 assert any(not leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
+
+from tests.backends.test_processes import delayed_losses
+for loss in delayed_losses():
+    print("late", loss, flush=True)
 """
+
+
+def delayed_losses():
+    """Of a step that merges two gradients and applies them one iteration late, on all devices that there are."""
+    plan, case = late_plan("mlp"), reduced("mlp")
+    optimizer = optax.adam(1e-2, eps=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step = plan.jax.train_step(optimizer, lowering="manual")
+    params, batch = plan.jax.device_put(*case.model.init(0))
+    state = plan.jax.init(optimizer, params)
+    for _ in range(5):
+        params, state, loss = step(params, state, batch)
+        yield float(loss)
+
+
+def late_plan(model):
+    """A data-parallel plan with a bucket plan that merges and delays."""
+    return scheduled(reduced(model).plan("data_parallel"), 2, (Update(first=0, last=1, at=2),))
 
 
 def _free_port():
@@ -70,6 +96,8 @@ def test_two_processes():
         [float(line.split()[1]) for line in out.splitlines() if line.startswith("loss")] for out, _ in said
     ]
     assert losses[0] == losses[1]
+    late = [[float(x.split()[1]) for x in out.splitlines() if x.startswith("late")] for out, _ in said]
+    assert late[0] == late[1] == pytest.approx(list(delayed_losses()), rel=1e-5)
 
     model = reduced("gpt2").model
     params, batch = model.init(0)

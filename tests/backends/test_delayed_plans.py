@@ -1,0 +1,72 @@
+"""Delayed updates under plans that gather parameters, compute in two dtypes or in micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pase
+from bench.cases.plans import case_of
+from pase.errors import PaseError
+from pase.schedule.plan import Update
+from tests.backends.test_delayed import DELAYED, drawn, looped, scheduled
+
+assert drawn  # a fixture
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+def test_plans_that_gather_parameters_refuse_delays(drawn, strategy):
+    """What is gathered is needed in its own step; a bucket plan of such a plan cannot delay, and says so."""
+    params, batches = drawn
+    period, updates = DELAYED["one, two, one"]
+    params, batch = jax.tree.map(lambda x: jnp.asarray(x, "float32"), (params, batches[0]))
+    plan = case_of(looped, params, batch).plan(strategy)
+    with pytest.raises(
+        PaseError, match="has tensors needed within their own iteration; delayed updates are for plain"
+    ):
+        scheduled(plan, period, updates)
+
+
+def test_gradients_of_casts_are_added_as_their_parameters_are_stored():
+    """Products in bfloat16 leave gradients in bfloat16. While they wait for others they are float32, so that the sum of
+    three is not rounded to what bfloat16 has."""
+    one = 1 + 2**-7
+
+    def loss(params, x):
+        return jnp.sum(x.astype("bfloat16") @ params["w"].astype("bfloat16")).astype("float32")
+
+    params = {"w": jnp.zeros((8, 4), "float32")}
+    batch = jnp.full((8, 8), one, "float32")
+    plan = scheduled(case_of(loss, params, batch).plan("data_parallel"), 4, (Update(first=0, last=3, at=3),))
+    optimizer = optax.sgd(1.0)
+    with pytest.warns(UserWarning, match="by design"):
+        step = plan.jax.train_step(optimizer, lowering="manual")
+    held, state = params, plan.jax.init(optimizer, params)
+    for k in range(3):
+        held, state, _ = step(held, state, batch)
+        (waiting,) = state.waiting
+        (value,) = waiting["values"].values()
+        assert value.dtype == jnp.float32
+        np.testing.assert_array_equal(value, (k + 1) * one)
+    held, state, _ = step(held, state, batch)
+    assert held["w"].dtype == jnp.float32 and state.waiting == ()
+    np.testing.assert_allclose(held["w"], -8 * one, rtol=2**-7)
+
+
+def test_micro_batches_apply_their_own_gradients_and_say_so():
+    def loss(params, x):
+        return jnp.mean((x @ params["w"]) ** 2)
+
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(32, 64)), "float32")}
+    batch = jnp.asarray(rng.normal(size=(2**14, 32)), "float32")
+    plan = pase.compile(loss, params, batch, devices=8, mesh="8", accumulate=2, baselines=False)
+    assert plan.accumulate == 2
+    plan = scheduled(plan, 1, (Update(first=0, last=0, at=1),))
+    optimizer = optax.sgd(0.1)
+    with pytest.warns(UserWarning, match="this step applies its own"):
+        step = plan.jax.train_step(optimizer, lowering="manual", donate=False)
+        held, _, _ = step(params, plan.jax.init(optimizer, params), batch)
+    expected = jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params, batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), held, expected)

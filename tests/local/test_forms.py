@@ -1,0 +1,147 @@
+"""Moves in the form that the machine's compiler runs best: the same values, the cheapest of all forms, in the program
+that XLA compiles."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from bench.cases.plans import case_of
+from pase import costmodels, machine
+from pase.errors import PaseError
+from pase.local.account import program_collectives
+from pase.local.forms import _forms, form_of, in_forms, price_of
+from pase.local.simulate import moved_all, whole_of
+from pase.local.types import LocalMove
+from pase.local.verify import verify_program
+from pase.machine import CompiledForm, mesh_from
+from tests.local.test_moves import SHAPE, cases, chain, held
+
+V5E = costmodels.get("analytic", machine.load("tpu_v5e"))
+BARE = costmodels.get("analytic", replace(machine.load("tpu_v5e"), forms=()))
+MESH = mesh_from("8x8", 64)
+
+
+def scattered(nbytes, mesh=MESH):
+    """A whole gradient that is summed and scattered over all axes, along one dim."""
+    blocks = [int(np.prod(mesh.sizes[: k + 1])) for k in range(len(mesh.sizes))]
+    after = tuple((0, b) for b in blocks)
+    before = ("partial",) * len(after)
+    return LocalMove(kind="reduce_scatter", axes=mesh.names, before=before, after=after, nbytes=nbytes)
+
+
+def gathered(nbytes, mesh=MESH):
+    """The way back."""
+    there = scattered(nbytes, mesh)
+    return replace(there, kind="all_gather", before=there.after, after=(None,) * len(mesh.sizes))
+
+
+def test_a_sum_over_both_dims_of_a_torus_goes_one_dim_at_a_time():
+    """At once it would be an all-reduce of the whole buffer; the second stage sends an eighth of the first."""
+    form = form_of(scattered(32 << 20), MESH, V5E)
+    assert [(m.kind, len(m.axes), m.nbytes) for m in form] == [
+        ("reduce_scatter", 1, 32 << 20),
+        ("reduce_scatter", 1, 4 << 20),
+    ]
+    assert price_of(form, MESH, V5E) < price_of((scattered(32 << 20),), MESH, V5E)
+    assert len(form_of(scattered(32 << 20), MESH, BARE)) == 1
+
+
+def test_wide_gathers_of_small_tensors_go_in_stages():
+    """Over 64 chips and below 20 MB; the last stage brings all of it. Over 32 chips, and above, it is one gather."""
+    form = form_of(gathered(4 << 20), MESH, V5E)
+    assert [(m.kind, m.nbytes) for m in form] == [("all_gather", 512 << 10), ("all_gather", 4 << 20)]
+    assert len(form_of(gathered(64 << 20), MESH, V5E)) == 1
+    narrow = mesh_from("4x8", 32)
+    assert len(form_of(gathered(4 << 20, narrow), narrow, V5E)) == 1
+
+
+@given(cases())
+def test_every_form_brings_the_same(case):
+    """In numpy on all devices, exactly: stages in every order, on dims that several axes split."""
+    mesh, src, dst, x = case
+    for move in chain(src, dst, mesh):
+        parts = held(x, move.before, mesh)
+        try:
+            wanted = moved_all(parts, [move], SHAPE, mesh)
+        except PaseError:
+            return
+        move = replace(move, nbytes=x.nbytes)
+        for form in _forms(move, mesh):
+            assert (form[0].before, form[-1].after) == (move.before, move.after)
+            got = moved_all(parts, form, SHAPE, mesh)
+            assert all((got[p] == wanted[p]).all() for p in wanted)
+            if len(form) > 1:  # the largest buffer is the move's
+                assert max(m.nbytes for m in form) == move.nbytes
+
+
+def test_only_what_the_compiler_changes_is_asked_for_otherwise():
+    m = replace(
+        machine.load("tpu_v5e"),
+        forms=(
+            CompiledForm(kind="all_gather", becomes="all_reduce", levels=2, more_than=8, below_bytes=100),
+        ),
+    )
+    for kind, levels, ways, nbytes in itertools.product(
+        ("all_gather", "reduce_scatter"), (1, 2), (8, 16), (99, 100)
+    ):
+        changed = (kind, levels, ways, nbytes) == ("all_gather", 2, 16, 99)
+        assert (m.as_compiled(kind, levels, ways, nbytes) == "all_reduce") == changed
+    assert m.digest == machine.load("tpu_v5e").digest  # a plan's price is that of the collectives it lists
+
+
+def step_of(params, x):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
+
+
+@pytest.fixture(scope="module")
+def stored_over_two():
+    """A plan that stores a parameter over two axes and gathers it over both at once."""
+    rng = np.random.default_rng(0)
+    params = {"a": rng.normal(size=(32, 64)) / 8, "b": rng.normal(size=(64, 32)) / 8}
+    params = jax.tree.map(lambda v: jnp.asarray(v, "float32"), params)
+    x = jnp.asarray(rng.normal(size=(16, 32)), "float32")
+    case = case_of(step_of, params, x)
+    for k in range(40):
+        plan = case.plan(f"random{k}@4x2")
+        found = [c for c in plan.collectives if c.kind == "reduce_scatter" and len(c.axes) == 2]
+        if found:
+            return plan, params, x
+    pytest.fail("no strategy scatters a sum over two axes")
+
+
+def test_the_step_sends_the_stages(stored_over_two):
+    """With 4 x 2 chips of a torus, XLA's text has a reduce-scatter for each stage, and the gradients stay the same."""
+    plan, params, x = stored_over_two
+    plain = plan.jax
+    staged = replace(plain, model=V5E)
+    verify_program(staged.program)
+    assert in_forms(plain.program, BARE) is plain.program
+    sums = [c for c in program_collectives(staged.program) if c.kind == "reduce_scatter"]
+    assert all(len(c.axes) == 1 for c in sums)
+    counts = []
+    for jp in (plain, staged):
+        graded = jax.jit(jp.value_and_grad(lowering="manual"))
+        placed = jp.device_put(params, x)
+        loss, grads = graded(*placed)
+        wanted, by_one = jax.value_and_grad(step_of)(params, x)
+        np.testing.assert_allclose(float(loss), float(wanted), rtol=1e-5)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), grads, by_one)
+        text = graded.lower(*placed).compile().as_text()
+        counts.append(len(re.findall(r" reduce-scatter(?:-start)?\(", text)))
+    assert counts[1] > counts[0] and counts[1] == len(sums)
+
+
+def test_parts_of_forms_are_whole(stored_over_two):
+    """What arrives is the tensor."""
+    mesh = mesh_from("2x4", 8)
+    move = gathered(1024, mesh)
+    x = np.arange(16 * 8.0).reshape(16, 8)
+    for form in _forms(move, mesh):
+        parts = moved_all(held(x, move.before, mesh), form, (16, 8), mesh)
+        assert (whole_of(parts, (16, 8), move.after, mesh) == x).all()
