@@ -33,6 +33,7 @@ __all__ = [
     "scheduled",
     "stored",
     "timeline_of",
+    "waiting_bytes_of",
     "with_buckets",
 ]
 
@@ -123,6 +124,17 @@ def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
     if plan.buckets is not None:
         return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
     return scheduled(plan)
+
+
+def waiting_bytes_of(plan: PlanData) -> int:
+    """Bytes of gradients that a device holds between steps, because the plan's bucket plan applies them in later ones:
+    unsummed, as they are sent, of every update that is open."""
+    made = None if plan.buckets is None else schedule_of(plan)
+    if made is None:
+        return 0
+    problem, buckets = made
+    sums = (t for t in problem.tensors if t.kind in ("all_reduce", "reduce_scatter") and not t.follows)
+    return sum(t.nbytes for t in sums) * buckets.open_updates
 
 
 def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = None) -> P:

@@ -116,6 +116,8 @@ def headline(plan: PlanData) -> list[str]:
         f"{bytes_text(m.parameters)} · gradients {bytes_text(m.gradients)} · optimizer {bytes_text(m.optimizer)} · "
         f"activations {bytes_text(m.activations)} · buffers {bytes_text(m.buffers)}"
     )
+    if plan.waiting_bytes:
+        lines.append(f"       and {bytes_text(plan.waiting_bytes)} of gradients that wait for later steps")
     if (warning := misfit_text(plan)) is not None:
         lines.append(f"WARNING {warning}")
     lines += [f"note   {remark}" for remark in plan.remarks]
@@ -161,7 +163,8 @@ def misfit_text(plan: PlanData) -> str | None:
     if plan.misfit is not None:
         return f"it does not fit: {plan.misfit}. This plan is the best without a limit"
     return (
-        f"it does not fit: {bytes_text(plan.memory.total)} predicted, {bytes_text(plan.memory_there)} there. "
+        f"it does not fit: {bytes_text(plan.memory.total + plan.waiting_bytes)} predicted, "
+        f"{bytes_text(plan.memory_there)} there. "
         f"--memory-limit machine searches for what does"
     )
 

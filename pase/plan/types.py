@@ -209,9 +209,16 @@ class PlanData:
         """Bytes of a device that a plan may use: the limit, or all of the device's memory if there is no limit."""
         return self.device_memory if self.memory_limit is None else self.memory_limit
 
+    @cached_property
+    def waiting_bytes(self) -> int:
+        """Bytes of gradients that wait on a device for later steps, beside ``memory`` (``pase.plan.buckets``)."""
+        from pase.plan.buckets import waiting_bytes_of
+
+        return waiting_bytes_of(self)
+
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.memory_there
+        return self.memory.total + self.waiting_bytes <= self.memory_there
 
     @property
     def too_large(self) -> tuple[str, ...]:

@@ -98,6 +98,14 @@ class BucketPlan:
     def updates_per_iteration(self) -> float:
         return len(self.updates) / self.period
 
+    @property
+    def open_updates(self) -> int:
+        """How many updates have gradients that wait between two iterations, at most, once the run is steady."""
+        p = self.period
+        return max(
+            sum((n - u.first) // p - (n - u.at) // p for u in self.updates) for n in range(self.period)
+        )
+
     def _repr_html_(self) -> str:
         """For notebooks: its messages in order; what they hold is numbered as the problem's tensors are."""
         from pase.pages.parts import in_notebook

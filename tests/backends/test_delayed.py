@@ -195,7 +195,10 @@ def test_deft_in_the_step_is_deft_by_the_runner(model):
     program, optimizer = plan.jax.program, optax.adam(1e-2, eps=1e-3)
     assert program.period > len(program.updates) and any(m.late for m in program.messages)
     verify_program(program)
-    assert waiting_bytes(program) > 0
+    assert waiting_bytes(program) == plan.waiting_bytes > 0
+    assert "of gradients that wait for later steps" in str(plan)
+    memory = plan.memory.total + plan.waiting_bytes
+    assert [replace(plan, memory_limit=memory + k).fits for k in (-1, 0)] == [False, True]
     params, batch = case.model.init(0)
     runner = BucketRunner(
         loss_fn=case.model.loss_fn,
