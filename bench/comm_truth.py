@@ -5,6 +5,7 @@
 .venv/bin/python -m bench.comm_truth --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
 .venv/bin/python -m bench.comm_truth --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
 .venv/bin/python -m bench.comm_truth --manual mlp gpt2:ours  # lowered by hand; with --32 compiled, not run
+.venv/bin/python -m bench.comm_truth --without=cse gpt2      # pairs by hand that are off, compiled without this pass
 .venv/bin/python -m bench.comm_truth --render           # docs/communication-truth.md from the results alone
 
 Writes bench/results/comm_truth.json and docs/communication-truth.md. The devices are 8 JAX host devices, or 32.
@@ -57,11 +58,18 @@ def main(arguments: list[str]) -> None:
         os.environ["XLA_FLAGS"] = (
             f"--xla_force_host_platform_device_count={32 if wide else 8} --xla_backend_optimization_level=0"
         )
+        without = next((a.partition("=")[2] for a in arguments if a.startswith("--without=")), "")
+        if without:
+            os.environ["XLA_FLAGS"] += f" --xla_disable_hlo_passes={without}"
         names = [a for a in arguments if not a.startswith("--")]
         if "--lines" in arguments:
             lines(*names, wide=wide)
             return
-        if "--manual" in arguments:
+        if without:
+            for name in names:
+                for row in rows_without(name, without, wide=wide):
+                    _keep_manual(row)
+        elif "--manual" in arguments:
             for model in names:
                 name, _, strategy = model.partition(":")
                 for row in manual_rows_of(name, (strategy,) if strategy else (), wide=wide):
@@ -251,6 +259,26 @@ def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> 
                 if r.predicted or r.compiled
             }
         }
+
+
+def rows_without(name: str, passes: str, *, wide: bool) -> Iterator[dict[str, Any]]:
+    """The rows of a model lowered by hand of which a pair is off, with the bytes of a program that XLA compiled without
+    some passes, "cse" or "cse,algsimp"."""
+    import optax
+
+    from bench.cases.plans import reduced
+    from pase.backends.truth import compare
+
+    devices = 32 if wide else 8
+    for row in json.loads(BY_HAND.read_text())["rows"]:
+        pairs = row.get("collectives", {})
+        off = {k for k, b in pairs.items() if b["predicted"] != b["compiled"]}
+        if (row["model"], row["devices"]) != (name, devices) or not off:
+            continue
+        plan = (wide_case(name) if wide else reduced(name)).plan(row["strategy"])
+        compiled = plan.jax.lower_train_step(optax.sgd(0.1, momentum=0.9), lowering="manual").compile()
+        found = {r.kind: r.compiled for r in compare(plan, compiled, "manual") if r.kind in off}
+        yield row | {"without": {**row.get("without", {}), passes: found}}
 
 
 def _keep_manual(row: dict[str, Any]) -> None:

@@ -129,6 +129,10 @@ def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -
             continue
         theirs = "" if a is None else f"{a['on_cpu']:,} → {a['compiled']:,}"
         by_hand = "exact" if b["predicted"] == b["compiled"] else f"{b['compiled']:,}"
+        for passes, found in r.get("without", {}).items():
+            if kind in found:
+                again = "exact" if found[kind] == b["predicted"] else f"{found[kind]:,}"
+                by_hand += f"; {again} without {passes}"
         out.append(
             f"| {r['model']} | {r['strategy'].split('/')[-1]} | {r['devices']} | {KINDS.get(kind, kind)} "
             f"| {b['predicted']:,} | {by_hand} | {theirs} |"
