@@ -32,6 +32,7 @@ from pase.backends.jax_plans import jax_plan
 from pase.backends.jax_updates import DelayedIteration, OpenUpdate, WaitingGradients, settled
 from pase.backends.parameter_program import ParameterProgram, StoredParameter, parameter_program
 from pase.errors import PaseError
+from pase.frontends.jax_leaves import combine
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
 from pase.pytree import Tree
@@ -126,8 +127,12 @@ def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
 
     from pase.frontends.from_jax import trace
 
+    if jp.traced.padding:
+        return  # the plan's program is padded, the function is not
+
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
-    args = jax.tree.unflatten(jp.traced.in_tree, shapes)
+    given = jax.tree.unflatten(jp.traced.in_tree, shapes)
+    args = [combine(x, kept) for x, kept in zip(given, jp.traced.kept, strict=True)]
     found = trace(loss_fn, *args, name=jp.traced.graph.name, unknown="replicate")
     if (found.operands, found.results) != (jp.traced.operands, jp.traced.results):
         raise PaseError(
