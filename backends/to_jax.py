@@ -80,11 +80,9 @@ class JaxPlan:
     gathers_ahead: bool = False
     """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
     across: bool = False
-    """Whether a step that is lowered by hand sends what the bucket plan sends during the next forward in the next step,
-    before its forward."""
+    """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
     model: CostModel | None = None
-    """Prices the forms of moves where the step is lowered by hand (``pase.local.forms``). None: each is one
-    collective."""
+    """Prices the forms of moves of a step lowered by hand (``pase.local.forms``). None: each is one collective."""
 
     @cached_property
     def program(self) -> LocalProgram:
