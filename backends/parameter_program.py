@@ -112,7 +112,7 @@ def parameter_program(
     next step. lenient: the problem need not name every parameter. Raises PaseError if the problem names a tensor that
     is not a parameter, or leaves one out.
     """
-    make = _Make(problem, stored, mesh, data_axes)
+    make = _ParametersToMove(problem, stored, mesh, data_axes)
     if lost := [p.path for p in stored if not lenient and p.path not in make.chains]:
         raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
     for p in stored:
@@ -139,7 +139,7 @@ def parameter_program(
     return ParameterProgram(local=program, numbers=make.numbers)
 
 
-class _Make:
+class _ParametersToMove:
     """A program in the making. places: tensor of the problem -> (way, transfer, stage)."""
 
     def __init__(
