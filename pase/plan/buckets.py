@@ -33,7 +33,6 @@ __all__ = [
     "scheduled",
     "stored",
     "timeline_of",
-    "waiting_bytes_of",
     "with_buckets",
 ]
 
@@ -102,6 +101,7 @@ def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
         "exposed_s": e.exposed_s,
         "staleness": e.staleness,
         "updates_per_iteration": e.updates_per_iteration,
+        "waiting_bytes": _waiting_bytes(problem, buckets),
     }
     return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
 
@@ -126,13 +126,9 @@ def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
     return scheduled(plan)
 
 
-def waiting_bytes_of(plan: PlanData) -> int:
-    """Bytes of gradients that a device holds between steps, because the plan's bucket plan applies them in later ones:
+def _waiting_bytes(problem: ScheduleProblem, buckets: BucketPlan) -> int:
+    """Bytes of gradients that a device holds between steps, because the bucket plan applies them in later ones:
     unsummed, as they are sent, of every update that is open."""
-    made = None if plan.buckets is None else schedule_of(plan)
-    if made is None:
-        return 0
-    problem, buckets = made
     sums = (t for t in problem.tensors if t.kind in ("all_reduce", "reduce_scatter") and not t.follows)
     return sum(t.nbytes for t in sums) * buckets.open_updates
 

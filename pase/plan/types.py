@@ -209,12 +209,12 @@ class PlanData:
         """Bytes of a device that a plan may use: the limit, or all of the device's memory if there is no limit."""
         return self.device_memory if self.memory_limit is None else self.memory_limit
 
-    @cached_property
+    @property
     def waiting_bytes(self) -> int:
-        """Bytes of gradients that wait on a device for later steps, beside ``memory`` (``pase.plan.buckets``)."""
-        from pase.plan.buckets import waiting_bytes_of
-
-        return waiting_bytes_of(self)
+        """Bytes of gradients that wait on a device for later steps under the bucket plan, beside ``memory``."""
+        figures = {} if self.buckets is None else self.buckets.get("evaluation")
+        nbytes = figures.get("waiting_bytes") if isinstance(figures, dict) else None
+        return nbytes if isinstance(nbytes, int) else 0
 
     @property
     def fits(self) -> bool:
