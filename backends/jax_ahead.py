@@ -45,13 +45,13 @@ _BROUGHT = ("all_gather", "all_to_all", "ppermute")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
-def gathers_ahead(fn: Callable[[Tree], Tree]) -> Callable[[Tree], Tree]:
+def gathers_ahead(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """The function, with the parameters that its loops read first gathered one turn ahead. fn: differentiated already;
-    from a pytree of arrays to one."""
+    from pytrees of arrays to one."""
     import jax
 
-    def ahead(given: Tree) -> Tree:
-        program, out = jax.make_jaxpr(fn, return_shape=True)(given)
+    def ahead(*given: Tree) -> Tree:
+        program, out = jax.make_jaxpr(fn, return_shape=True)(*given)
         made = _run(without_dead_code(program), jax.tree.leaves(given))
         return jax.tree.unflatten(jax.tree.structure(out), made)
 

@@ -1,12 +1,13 @@
 """Delayed updates under plans that gather parameters, compute in two dtypes or in micro-batches."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-import pase
 from bench.cases.plans import case_of
 from pase.errors import PaseError
 from pase.schedule.plan import Update
@@ -56,14 +57,14 @@ def test_gradients_of_casts_are_added_as_their_parameters_are_stored():
 
 def test_micro_batches_apply_their_own_gradients_and_say_so():
     def loss(params, x):
-        return jnp.mean((x @ params["w"]) ** 2)
+        return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"]) ** 2)
 
     rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(32, 64)), "float32")}
-    batch = jnp.asarray(rng.normal(size=(2**14, 32)), "float32")
-    plan = pase.compile(loss, params, batch, devices=8, mesh="8", accumulate=2, baselines=False)
-    assert plan.accumulate == 2
-    plan = scheduled(plan, 1, (Update(first=0, last=0, at=1),))
+    params = {"a": rng.normal(size=(32, 64)) / 8, "b": rng.normal(size=(64, 8)) / 8}
+    params = jax.tree.map(lambda x: jnp.asarray(x, "float32"), params)
+    batch = jnp.asarray(rng.normal(size=(32, 32)), "float32")
+    plan = scheduled(case_of(loss, params, batch).plan("data_parallel"), 1, (Update(first=0, last=0, at=1),))
+    plan = replace(plan, accumulate=2)
     optimizer = optax.sgd(0.1)
     with pytest.warns(UserWarning, match="this step applies its own"):
         step = plan.jax.train_step(optimizer, lowering="manual", donate=False)
