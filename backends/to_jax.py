@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed
@@ -82,32 +82,26 @@ class JaxPlan:
     across: bool = False
     """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
     model: CostModel | None = None
-    """Prices the forms of moves of a step lowered by hand (``pase.local.forms``). None: each is one collective."""
+    """Prices the forms of moves (``pase.local.forms``) in steps lowered by hand."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
         raw = rematerialised(self.traced.graph, self.blocks)
-        made = program_of(
-            accumulated(named(simplify(raw)), self.accumulate, self.once), self.logical_mesh, self.strategy
-        )
-        if self.delays and self.schedule is not None:
-            made = self.schedule.placed_later(
-                made, lambda k: waits(made, self.traced, self.blocks, k), across=self.across
-            )
-        elif self.schedule is not None and self.once == "none":
-            made = self.schedule.placed(made)
+        graph = accumulated(named(simplify(raw)), self.accumulate, self.once)
+        made = program_of(graph, self.logical_mesh, self.strategy)
+        if (s := self.schedule) is not None and self.delays:
+            made = s.placed_later(made, partial(waits, made, self.traced, self.blocks), across=self.across)
+        elif s is not None and self.once == "none":
+            made = s.placed(made)
         return made if self.model is None else in_forms(made, self.model)
 
     @property
     def delays(self) -> bool:
         """Whether a step that is lowered by hand sends or applies gradients in later steps (``jax_delayed``)."""
-        return (
-            self.schedule is not None
-            and (self.schedule.delayed or (self.across and self.schedule.crosses))
-            and self.once == "none"
-            and self.accumulate == 1
-        )
+        if self.schedule is None or self.once != "none" or self.accumulate > 1:
+            return False
+        return self.schedule.delayed or (self.across and self.schedule.crosses)
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
@@ -486,8 +480,7 @@ class JaxPlan:
         return combine(found, self.traced.kept[0])
 
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """Parameters and batch in the plan's storage layouts, as global arrays (each process has all values). Arguments
-        behind the first ones may be left out."""
+        """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""
         import jax
         import numpy as np
 
@@ -502,6 +495,6 @@ class JaxPlan:
             host = np.asarray(leaf)
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-        shardings = shardings[: len(given)]  # the batch, or what prefill makes, may be left out
+        shardings = shardings[: len(given)]
         placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))
