@@ -18,8 +18,6 @@ from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch import Tensor
     from torch.fx import Graph as FxGraph
@@ -40,36 +38,23 @@ class NodeIndex:
     @cached_property
     def paths(self) -> dict[FxNode, str]:
         """Node -> its place."""
-        return {n: path for n, path, _ in self._every(self.scope, "")}
+        return dict(self.scope.every())
 
     @cached_property
     def values(self) -> dict[FxNode, Value | list[Value | None]]:
         """Node -> what it was lowered to."""
-        return {n: v for scope in self._scopes for n, v in scope.values.items()}
+        return {n: v for scope in self.scope.scopes() for n, v in scope.values.items()}
 
     @cached_property
     def outer(self) -> dict[FxNode, FxNode]:
         """Placeholder of a decomposed op's graph -> the node outside."""
-        return {k: v for scope in self._scopes for k, v in scope.leaves.items()}
+        return {k: v for scope in self.scope.scopes() for k, v in scope.leaves.items()}
 
     @cached_property
     def modules(self) -> dict[FxGraph, GraphModule]:
         """Graph -> its module, which holds its constants."""
-        return {scope.module.graph: scope.module for scope in self._scopes if scope.module is not None}
-
-    @cached_property
-    def _scopes(self) -> list[TorchScope]:
-        found = [self.scope]
-        for scope in found:
-            found.extend(scope.inner.values())
-        return found
-
-    def _every(self, scope: TorchScope, prefix: str) -> Iterator[tuple[FxNode, str, TorchScope]]:
-        for i, n in enumerate(scope.nodes):
-            path = f"{prefix}{i}"
-            yield n, path, scope
-            if path in scope.inner:
-                yield from self._every(scope.inner[path], f"{path}.")
+        scopes = (s for s in self.scope.scopes() if s.module is not None)
+        return {n.graph: s.module for s in scopes for n in s.nodes[:1] if s.module is not None}
 
     def decided(self, n: FxNode) -> bool:
         """Whether the node depends on data."""
@@ -85,13 +70,17 @@ class NodeIndex:
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """Constants, computed when something reads them. buffers: placeholder -> tensor. seeds: place of a node -> seed."""
+    """Constants, computed when something reads them. buffers: placeholder -> tensor. seed_at: place of a node -> seed.
+
+    given: in a turn of a loop, placeholder of its body -> what it is in this turn.
+    """
 
     index: NodeIndex
     buffers: Mapping[str, Tensor]
     device: torch.device
     seed_at: Callable[[str], int]
     made: dict[FxNode, Tensor] = field(default_factory=dict)
+    given: Mapping[FxNode, Callable[[], Tensor]] = field(default_factory=dict)
 
     def of(self, n: FxNode) -> Tensor:
         """The whole value of a node."""
@@ -103,6 +92,8 @@ class Constants:
         import torch
 
         if n.op == "placeholder":
+            if n in self.given:
+                return self.given[n]()
             if n in self.index.outer:
                 return self.of(self.index.outer[n])
             if n.name not in self.buffers:

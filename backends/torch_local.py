@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.torch_constants import Constants, NodeIndex
+from pase.backends.torch_control import ControlNode
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
@@ -27,6 +28,7 @@ from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_lower import TorchScope, place_of, source_of
+from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Value
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders
@@ -68,6 +70,14 @@ class Body:
     sent: dict[int, Tensor] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
 
+    def within(
+        self, joined: Iterable[Sequence[int]], constants: Constants, keeping: Keeping | None = None
+    ) -> Body:
+        """The initial state of a block that is recomputed, of a loop's turn, or of a branch. joined: messages, which
+        are made once for all."""
+        sent = {n: self.sent[n] for numbers in joined for n in numbers if n in self.sent}
+        return Body(constants=constants, values=dict(self.values), sent=sent, keeping=keeping or self.keeping)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankWalk:
@@ -98,16 +108,22 @@ class RankWalk:
         return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
 
     @cached_property
-    def pairs(self) -> Mapping[str, list[OpPair]]:
-        """Place -> its ops that depend on data, in the order in which they were traced."""
-        found: dict[str, list[OpPair]] = {}
+    def borders(self) -> Mapping[Place, list[OpPair]]:
+        """Place -> its ops that depend on data, in the order in which they were traced; of loops and branches also the
+        places of what they make in addition to the nodes of their bodies."""
+        found: dict[Place, list[OpPair]] = {}
         maker = self.program.maker
-        for path, ops in self.ops.items():
+        for ops in self.ops.values():
             for op in ops:
                 local = next((maker[w.tensor] for w in op.writes if w.tensor in maker), None)
                 if local is not None:
-                    found.setdefault(path, []).append(OpPair(op, local))
+                    found.setdefault(op.eqn, []).append(OpPair(op, local))
         return found
+
+    @cached_property
+    def pairs(self) -> Mapping[str, list[OpPair]]:
+        """Path of a node -> its ops that depend on data."""
+        return {at.path: pairs for at, pairs in self.borders.items() if at.part is None}
 
     @cached_property
     def ops(self) -> Mapping[str, list[Op]]:
@@ -137,14 +153,18 @@ class RankWalk:
         """Run all nodes; their results are in ``body.values``."""
         for numbers in self.joined:
             body.sent.update(joined_values(numbers, self.program, body.values, self.groups))
-        scope, i = self.traced.scope, 0
+        self.steps(self.traced.scope, "", body)
+
+    def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
+        """Run a list of nodes, whose places have this prefix."""
+        i = 0
         while i < len(scope.nodes):
-            block = next((b for b in self.blocks if b.start == i and not b.prefix), None)
+            block = next((b for b in self.blocks if (b.prefix, b.start) == (prefix, i)), None)
             if block is None:
-                self._node(scope, i, "", body)
+                self._step(scope, i, prefix, body)
                 i += 1
                 continue
-            self._again(block, body)
+            self._again(block, scope, body)
             i = block.stop
 
     def count(self, body: Body) -> dict[str, Tensor]:
@@ -153,10 +173,10 @@ class RankWalk:
 
         with torch.no_grad():
             for i in range(len(self.traced.scope.nodes)):
-                self._node(self.traced.scope, i, "", body, counting=True)
+                self._step(self.traced.scope, i, "", body, counting=True)
         return {t: body.values[t].array for t in self.totals}
 
-    def _again(self, block: Block, body: Body) -> None:
+    def _again(self, block: Block, scope: TorchScope, body: Body) -> None:
         """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
         from torch.utils.checkpoint import (
             CheckpointPolicy,
@@ -171,14 +191,11 @@ class RankWalk:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
         made: list[RankValue] = []
-        joined = {n: body.sent[n] for numbers in self.joined for n in numbers if n in body.sent}
 
         def inside() -> tuple[Tensor, ...]:
-            mine = Body(
-                constants=body.constants, values=dict(body.values), sent=dict(joined), keeping=keeping
-            )
+            mine = body.within(self.joined, body.constants, keeping)
             for j in range(block.start, block.stop):
-                self._node(self.traced.scope, j, "", mine)
+                self._step(scope, j, block.prefix, mine)
             made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
             return tuple(v.array for v in made)
 
@@ -207,37 +224,45 @@ class RankWalk:
                     read[b] |= {self.program.original(o.tensor) for o in op.operands}
         return {b: frozenset(made[b] & read[b]) for b in self.blocks}
 
-    def _node(self, scope: TorchScope, i: int, prefix: str, body: Body, *, counting: bool = False) -> None:
+    def _step(self, scope: TorchScope, i: int, prefix: str, body: Body, *, counting: bool = False) -> None:
         import torch
 
         n, path = scope.nodes[i], f"{prefix}{i}"
         if n.op != "call_function" or n.target is operator.getitem:
             return
-        if path in scope.inner:
-            inner = scope.inner[path]
-            for j in range(len(inner.nodes)):
-                self._node(inner, j, f"{path}.", body, counting=counting)
-            return
-        if isinstance(n.target, torch._ops.HigherOrderOperator):
-            raise NotOnParts(
-                f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: pase prices it, and "
-                f"does not run it. Write it out, a loop for example in Python"
-            )
-        pairs = self.pairs.get(path)
-        if counting and pairs:
-            pairs = [p for p in pairs if any((p.op.eqn, w.tensor) in self.counting for w in p.op.writes)]
-        if not pairs:
-            return  # a view that its readers make, or a value that does not depend on data
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
-                node = NodeOps(walk=self, node=n, path=path, body=body)
-                node.count(pairs) if counting else node.run(pairs)
+                if isinstance(n.target, torch._ops.HigherOrderOperator):
+                    self._control(scope, n, path, body, counting)
+                elif path in scope.inner:
+                    inner = scope.inner[path]
+                    for j in range(len(inner.nodes)):
+                        self._step(inner, j, f"{path}.", body, counting=counting)
+                else:
+                    self._node(n, path, body, counting)
             except NotOnParts as e:
+                if e.told:
+                    raise
                 raise NotOnParts(
                     f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "
-                    f"another mesh or strategy"
+                    f"another mesh or strategy",
+                    told=True,
                 ) from e
+
+    def _control(self, scope: TorchScope, n: FxNode, path: str, body: Body, counting: bool) -> None:
+        if not counting:
+            ControlNode(walk=self, scope=scope, node=n, path=path, body=body).run()
+        elif any(at.path == path or at.path.startswith(f"{path}.") for at, _ in self.counting):
+            raise NotOnParts("its body counts what the loss is divided by, over all micro-batches")
+
+    def _node(self, n: FxNode, path: str, body: Body, counting: bool) -> None:
+        pairs = self.pairs.get(path)
+        if counting and pairs:
+            pairs = [p for p in pairs if any((p.op.eqn, w.tensor) in self.counting for w in p.op.writes)]
+        if pairs:  # else a view that its readers make, or a value that does not depend on data
+            node = NodeOps(walk=self, node=n, path=path, body=body)
+            node.count(pairs) if counting else node.run(pairs)
 
     # Values on their way.
 

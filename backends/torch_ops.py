@@ -70,17 +70,17 @@ class NodeOps:
             return
         before, work, after = partitioned(pairs)
         for pair in before:
-            self._nest(pair, iter(()))
+            self.nest(pair)
         if all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
             for pair in work:
-                self._nest(pair, iter(()))
+                self.nest(pair)
         elif self._closed(work):
             self._at_once(work, before, self._anchors(work), {})
         elif work and work[0].op.kind == "conv":  # what is added to it runs separately
             first = work[0].op.writes[0].tensor
             self._at_once(work[:1], before, [(first, ())], {"bias": None})
             for pair in work[1:]:
-                self._nest(pair, iter(()))
+                self.nest(pair)
         elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
             anchors = self._anchors(work)  # several independent ones: the parts of a split
             for pair in work:
@@ -90,7 +90,7 @@ class NodeOps:
         else:
             self._one_by_one(work)
         for pair in after:
-            self._nest(pair, iter(()))
+            self.nest(pair)
 
     def count(self, pairs: Sequence[OpPair]) -> None:
         """Run these ops of the node, which the sums over the batch need, and no others."""
@@ -117,7 +117,7 @@ class NodeOps:
         before, work, _ = partitioned(first)
         if work and "reduction" in self._arguments and self._closed(work):
             for pair in before:
-                self._nest(pair, iter(()))
+                self.nest(pair)
             total = work[-1].op.writes[0].tensor
             self._at_once(work, before, [(total, ())], {"reduction": _SUM})
         else:
@@ -293,6 +293,10 @@ class NodeOps:
                 if made.tensor is not None and made.tensor.name == tensor:
                     return led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
         return None
+
+    def nest(self, pair: OpPair) -> None:
+        """Run one of its ops that has no numbers, such as a view."""
+        self._nest(pair, iter(()))
 
     def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
         """Run one of its ops."""

@@ -169,6 +169,11 @@ class ParallelModule:
                 f"'{plan.program.name}' is computed again in backward, which a compiled step would not do: use "
                 f"compile=False, or compile the plan with remat='none'"
             )
+        if compile and any(s.kind == "branch" for op in plan.program.ops for s in op.op.scope):
+            raise PaseError(
+                f"'{plan.program.name}' has branches, of which data say which is taken, and a compiled step would take "
+                f"the same one always: use compile=False"
+            )
 
         first = next(module.parameters(), None)
         at = torch.device(device if device is not None else "cpu" if first is None else first.device)

@@ -30,7 +30,11 @@ __all__ = [
 
 
 class NotOnParts(PaseError):
-    """Why an op cannot be run on parts. The walk adds the name of the op and its place."""
+    """Why an op cannot be run on parts. The walk adds the name of the op and its place. told: it has."""
+
+    def __init__(self, why: str, *, told: bool = False) -> None:
+        super().__init__(why)
+        self.told = told
 
 
 @dataclass(frozen=True, kw_only=True)

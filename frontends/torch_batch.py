@@ -4,7 +4,7 @@ beside those of a micro-batch's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,7 +20,6 @@ from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums
 
 if TYPE_CHECKING:
     from pase.frontends.from_torch import TracedTorch
-    from pase.frontends.torch_lower import TorchScope
 
 __all__ = ["examples_meet", "micro_sums"]
 
@@ -132,14 +131,15 @@ class _WholeAndPart:
     @cached_property
     def _constants(self) -> Mapping[str, FxNode]:
         tensors = self.part.graph.tensors
-        values = self.part.scope.values.items()
+        values = (v for scope in self.part.scope.scopes() for v in scope.values.items())
         made = ((v.tensor.name, n) for n, v in values if not isinstance(v, list) and v.tensor is not None)
         return {t: n for t, n in made if t in tensors and tensors[t].role == "constant"}
 
     @cached_property
     def _nodes(self) -> tuple[dict[str, FxNode], dict[str, FxNode]]:
         """Place -> the node there, on the whole batch and on a micro-batch."""
-        return dict(_every(self.whole.scope, "")), dict(_every(self.part.scope, ""))
+        whole, part = ({at: n for n, at in t.scope.every()} for t in (self.whole, self.part))
+        return whole, part
 
     @cached_property
     def _ops(self) -> Mapping[str, list[Op]]:
@@ -150,14 +150,6 @@ class _WholeAndPart:
                 if op.reads:
                     found.setdefault(op.eqn.path, []).append(op)
         return found
-
-
-def _every(scope: TorchScope, prefix: str) -> Iterator[tuple[str, FxNode]]:
-    for i, n in enumerate(scope.nodes):
-        path = f"{prefix}{i}"
-        yield path, n
-        if path in scope.inner:
-            yield from _every(scope.inner[path], f"{path}.")
 
 
 def _numbers(n: FxNode) -> list[float]:

@@ -12,6 +12,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.frontends.runs import crossing, equal_runs
+from pase.frontends.torch_control import LOOPS, turns
 from pase.frontends.torch_types import FxNode
 from pase.ir.blocks import Block
 from pase.pytree import Tree
@@ -27,8 +28,11 @@ _HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv",
 
 
 def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
-    """Equal runs of nodes, if the model marks none of them itself. Runs are cut where the fewest bytes cross."""
+    """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself. Runs are cut where
+    the fewest bytes cross."""
     nodes = list(traced.scope.nodes)
+    loops = [(f"{i}.", traced.scope.inner[f"{i}"].nodes) for i, n in enumerate(nodes) if _turns(n) > 1]
+    bodies = [Block(prefix=at, start=0, stop=len(of)) for at, of in loops if any(map(_heavy, of))]
     runs = equal_runs(
         [_token(i, n) for i, n in enumerate(nodes)],
         lambda a, b: any(_heavy(n) for n in nodes[a:b]),
@@ -36,7 +40,14 @@ def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
     )
     found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
     own = any(b.start < m.stop and m.start < b.stop for b in found for m in traced.marked)
-    return () if own else found
+    if own or any(_turns(n) for b in found for n in nodes[b.start : b.stop]):
+        found = ()
+    return (*bodies, *found)
+
+
+def _turns(n: FxNode) -> int:
+    """How often a loop turns; 0: it is none."""
+    return turns(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
 
 
 def _heavy(n: FxNode) -> bool:

@@ -7,7 +7,7 @@ are (``jax_control``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,65 +24,65 @@ from pase.registry import Registry
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from pase.frontends.torch_lower import TorchLowering
+    from pase.frontends.torch_lower import TorchLowering, TorchScope
 
-__all__ = ["CONTROL"]
+__all__ = ["CONTROL", "LOOPS", "loop_operands", "turns"]
 
 CONTROL: Registry[Control] = Registry("higher-order op of PyTorch")
 """Name -> how a call of it is lowered: (lowering, node, its path) -> its values."""
 
+LOOPS = ("scan", "map_impl")
+"""Ops whose body runs a number of times that is known."""
+
 Results = list[Value | None]
 
 
-@lowers_bodies(CONTROL, "scan", listed="loop")
-def scan(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """``scan(body, init, xs, others)``: the body once, times the length of xs."""
-    body, init, xs, others = n.args
-    return _loop(low, n, path, _graph(n, body), (init, xs, others))
+def loop_operands(n: FxNode) -> tuple[FxNode, Sequence[FxNode], Sequence[FxNode], Sequence[FxNode]]:
+    """(body, what is carried, what is read one slice a turn, what each turn reads whole) of ``scan(body, init, xs,
+    others)``, or of ``map(body, xs, others)``, a scan that carries nothing."""
+    body, *init, xs, others = n.args
+    return body, (init[0] if init else ()), xs, others
 
 
-@lowers_bodies(CONTROL, "map_impl", listed="loop")
-def map_(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """``map(body, xs, others)``: a scan that carries nothing."""
-    body, xs, others = n.args
-    return _loop(low, n, path, _graph(n, body), ((), xs, others))
+def turns(n: FxNode) -> int:
+    """How often a loop turns."""
+    return int(loop_operands(n)[2][0].meta["val"].shape[0])
 
 
-def _loop(
-    low: TorchLowering, n: FxNode, path: str, body: GraphModule, given: Sequence[Sequence[FxNode]]
-) -> Results:
-    """given: what is carried, what is read one slice a turn, and what each turn reads whole."""
+@lowers_bodies(CONTROL, *LOOPS, listed="loop")
+def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
+    """The body once, times the length of xs."""
     b, at, source = low.b, Place(path), low.b.source
     c = _call(low, n)
+    named, *given = loop_operands(n)
     init, xs, others = ([_tensor(c, low, v) for v in part] for part in given)
     if not xs:
         raise c.fail("it has nothing to go along: pass a tensor whose first dim is the number of turns")
-    length = given[1][0].meta["val"].shape[0]
-    names = [m for m in body.graph.nodes if m.op == "placeholder"]
-    inner = low.within()
+    length = turns(n)
     settled = [_settled(b, t, at, k) for k, t in enumerate(others)]
     carried = [b.carry(t, at.its("carry", k)) for k, t in enumerate(init)]
     stacks = []
     for k, t in enumerate(xs):
         b.eqn = at.its("xs", k)
         stacks.append(loops.settle(b, t, "loop_xs") if t.role == "activation" else t)
+    body = _Body.of(low, _graph(n, named))
     with b.region("loop", f"{path}.", times=length):
         slices = []
         for k, t in enumerate(stacks):
             b.eqn = at.its("x", k)
             slices.append(loops.unstack(b, t))
-        for name, t in zip(names, (*carried, *slices, *settled), strict=True):
-            inner.env[name] = c.value(t)
-        made = [_tensor(c, inner, m) for m in _lowered(inner, body, f"{path}.")]
+        body.lower(path, [c.value(t) for t in (*carried, *slices, *settled)])
+        low.inner[path] = body.scope
         b.source = source
-        stacked = []
-        for k, t in enumerate(made[len(carried) :]):
+        made = []
+        for k, m in enumerate(body.scope.results):
             b.eqn = at.its("y", k)
-            stacked.append(loops.stack(b, t, length, (length, *t.shape)))
+            t = _tensor(c, body.low, m)
+            made.append(t if k < len(carried) else loops.stack(b, t, length, (length, *t.shape)))
         for before, after in zip(carried, made, strict=False):
             if before.name != after.name:
                 b.close_carry(before, after)
-    return [c.value(t) for t in (*carried, *stacked)]
+    return [c.value(t) for t in (*carried, *made[len(carried) :])]
 
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
@@ -100,16 +100,15 @@ def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
     asked = _value(low, index)
     made: list[list[Tensor]] = []
     for k, (graph, chance) in enumerate(zip(graphs, likely, strict=True)):
-        inner = low.within()
-        names = (m for m in graph.graph.nodes if m.op == "placeholder")
-        inner.env.update({name: low.env[m] for name, m in zip(names, n.args[3], strict=True)})
+        body = _Body.of(low, graph)
         with b.region("branch", f"{path}.{k}.", chance=chance):
-            outs = _lowered(inner, graph, f"{path}.{k}.")
+            body.lower(f"{path}.{k}", [low.env[m] for m in n.args[3]], n.args[3])
+            low.inner[f"{path}.{k}"] = body.scope
             b.source = source
             results = []
-            for j, m in enumerate(outs):
+            for j, m in enumerate(body.scope.results):
                 b.eqn = at.its("out", k, j)
-                results.append(branches.leave(b, _tensor(c, inner, m)))
+                results.append(branches.leave(b, _tensor(c, body.low, m)))
             made.append(results)
     b.eqn = at
     return [c.value(branches.meet(b, c.tensor(asked), same)) for same in zip(*made, strict=True)]
@@ -198,20 +197,47 @@ def _settled(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
     return loops.settle(b, t, "loop_const")
 
 
-def _lowered(inner: TorchLowering, body: GraphModule, prefix: str) -> list[FxNode]:
-    """Lowers a body whose operands are set; the nodes of its results."""
-    inner.constants(body)
-    nodes: list[FxNode] = list(body.graph.nodes)
-    inner.nodes([m for m in nodes if m.op != "output"], prefix)
-    (results,) = next(m for m in nodes if m.op == "output").args
-    return list(results) if isinstance(results, (list, tuple)) else [results]
+@dataclass(frozen=True, kw_only=True)
+class _Body:
+    """A body, opened to be lowered. Its nodes are a copy of its own: calls of one body lie at places of their own."""
+
+    low: TorchLowering
+    scope: TorchScope
+
+    @staticmethod
+    def of(around: TorchLowering, body: GraphModule) -> _Body:
+        from torch.fx import Graph
+
+        from pase.frontends.torch_lower import TorchScope
+
+        graph = Graph(owning_module=body)
+        results = graph.graph_copy(body.graph, {})
+        low = around.within()
+        scope = TorchScope(
+            nodes=list(graph.nodes),
+            values=low.env,
+            inner=low.inner,
+            module=body,
+            names=[m for m in graph.nodes if m.op == "placeholder"],
+            results=list(results if isinstance(results, (list, tuple)) else [results]),  # type: ignore[arg-type, list-item]
+        )
+        return _Body(low=low, scope=scope)
+
+    def lower(
+        self, path: str, given: Sequence[Value | list[Value | None]], outer: Sequence[FxNode] = ()
+    ) -> None:
+        """given: what it reads. outer: the nodes around it that it reads as they are."""
+        scope = self.scope
+        self.low.env.update(zip(scope.names, given, strict=True))
+        scope.leaves.update(zip(scope.names, outer, strict=False))
+        self.low.constants(scope.module, scope.nodes)
+        self.low.nodes(scope.nodes, f"{path}.")
 
 
-def _flops(low: TorchLowering, body: GraphModule) -> float:
+def _flops(low: TorchLowering, graph: GraphModule) -> float:
     """FLOPs of a body alone."""
-    inner = replace(low.within(), b=GraphBuilder(name=low.model))
-    for m in body.graph.nodes:
-        if m.op == "placeholder":
-            inner.leaf(m, partial(inner.b.input, m.name))
-    _lowered(inner, body, "")
-    return loops.body_flops(inner.b)
+    body = _Body.of(replace(low, b=GraphBuilder(name=low.model)), graph)
+    for m in body.scope.names:
+        body.low.leaf(m, partial(body.low.b.input, m.name))
+    body.lower("", [body.low.env[m] for m in body.scope.names])
+    return loops.body_flops(body.low.b)

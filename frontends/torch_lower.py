@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,11 +73,12 @@ def place_of(node: FxNode, model: str, at: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchScope:
-    """A lowered list of nodes: those of the exported graph, or of a decomposed op.
+    """A lowered list of nodes: those of the exported graph, of a decomposed op, or of the body of a loop or a branch.
 
-    nodes: a node's place is the place of the decomposed op, if any, then its index here. values: node -> what it was
-    lowered to. leaves: for a decomposed op, placeholder -> the outer node that it represents. inner: place of an op ->
-    its decomposition. module: holds the constants.
+    nodes: a node's place is the place of what is around them, if any, then its index here. values: node -> what it was
+    lowered to. leaves: for a decomposed op or a branch, placeholder -> the outer node that it represents. inner: place
+    of an op -> its decomposition, or its body; for branches, the place of the op and the branch's number. module: holds
+    the constants. names, results: of a body, its placeholders and what it returns.
     """
 
     nodes: Sequence[FxNode]
@@ -85,6 +86,21 @@ class TorchScope:
     leaves: dict[FxNode, FxNode] = field(default_factory=dict)
     inner: dict[str, TorchScope] = field(default_factory=dict)
     module: GraphModule | None = None
+    names: Sequence[FxNode] = ()
+    results: Sequence[FxNode] = ()
+
+    def every(self, prefix: str = "") -> Iterator[tuple[FxNode, str]]:
+        """All nodes, those of decompositions and of bodies too, each with its place."""
+        for i, n in enumerate(self.nodes):
+            yield n, f"{prefix}{i}"
+        for path, inner in self.inner.items():
+            yield from inner.every(f"{path}.")
+
+    def scopes(self) -> Iterator[TorchScope]:
+        """This one, and all inside of it."""
+        yield self
+        for inner in self.inner.values():
+            yield from inner.scopes()
 
 
 @dataclass
@@ -187,10 +203,10 @@ class TorchLowering:
         """For the nodes of a decomposed op, or of a body."""
         return TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
 
-    def constants(self, inner: GraphModule) -> None:
+    def constants(self, module: GraphModule | None, nodes: Iterable[FxNode]) -> None:
         """What a graph holds itself: numbers that are part of the ops that read them."""
-        for m in inner.graph.nodes:
-            t: TorchOperand = getattr(inner, m.target) if m.op == "get_attr" else None
+        for m in nodes:
+            t: TorchOperand = getattr(module, m.target) if m.op == "get_attr" else None
             if hasattr(t, "dtype"):  # else it is a body
                 self.env[m] = Value(
                     shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",)
@@ -204,7 +220,7 @@ class TorchLowering:
         (out,) = next(m for m in inner.graph.nodes if m.op == "output").args
         several = isinstance(out, (tuple, list))
         results = list(out) if several else [out]
-        low.constants(inner)
+        low.constants(inner, inner.graph.nodes)
         nodes = live(inner.graph, [r.name for r in results if r is not None])
         self.inner[path] = TorchScope(
             nodes=nodes,

@@ -75,20 +75,3 @@ def test_what_bodies_cannot_do_is_said():
     for kind in ("documents", "trained"):
         with pytest.raises(PaseError, match=r"flex_attention.*depends on the batch or on a parameter"):
             attends(kind)
-
-
-def test_bodies_are_not_run_on_parts():
-    """The plan is priced; running it says what is missing."""
-    from bench.cases.torch_ranks import on_ranks
-
-    plan, _ = both("Maps")
-
-    def on_rank(rank):
-        import torch
-
-        return plan.torch.parallelize(models().Maps())(torch.zeros(8, 32, 64))
-
-    with pytest.raises(
-        PaseError, match=r"map_impl.*cannot be run on parts: pase prices it, and does not run it"
-    ):
-        on_ranks(4, on_rank)

@@ -1,0 +1,122 @@
+"""Small PyTorch models with loops and branches, and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def layers() -> tuple[Any, tuple[Any, ...]]:
+    """Layers as a loop over their stacked weights, with a counter that no data decides, and one that data does."""
+    import torch
+    from torch import nn
+    from torch._higher_order_ops import scan
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(3, 16, 32) / 4)
+            self.down = nn.Parameter(torch.randn(3, 32, 16) / 4)
+            self.scale = nn.Parameter(torch.ones(16))
+
+        def forward(self, x: Any, y: Any) -> Any:
+            def body(carry: Any, weights: Any) -> Any:
+                x, turn = carry
+                up, down, at = weights
+                x = x + torch.tanh((x * self.scale) @ up) @ down / (turn + 1)
+                return (x, turn + 1), (x.mean(-1) + at, turn * 2)
+
+            start = (x, torch.zeros((), dtype=x.dtype))
+            (x, turns), (means, twice) = scan(
+                body, start, (self.up, self.down, torch.arange(3.0, dtype=x.dtype))
+            )
+            return nn.functional.mse_loss(x, y) + means.square().mean() + turns + twice.sum()
+
+    return Layers(), (torch.randn(8, 6, 16), torch.randn(8, 6, 16))
+
+
+def recurrent() -> tuple[Any, tuple[Any, ...]]:
+    """A cell along the positions, from a state that is trained; results are read in another order of dims."""
+    import torch
+    from torch import nn
+    from torch._higher_order_ops import scan
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.again = nn.Linear(12, 16), nn.Linear(16, 16, bias=False)
+            self.state, self.out = nn.Parameter(torch.randn(16)), nn.Linear(16, 12)
+
+        def forward(self, x: Any) -> Any:
+            def body(h: Any, x: Any) -> Any:
+                h = torch.tanh(self.inside(x) + self.again(h))
+                return h, h.clone()
+
+            _, hs = scan(body, self.state.expand(x.shape[0], 16).clone(), x.transpose(0, 1))
+            return nn.functional.mse_loss(self.out(hs.transpose(0, 1))[:, :-1], x[:, 1:])
+
+    return Recurrent(), (torch.randn(8, 6, 12),)
+
+
+def mapped() -> tuple[Any, tuple[Any, ...]]:
+    """A map over the examples, with a table that the body reads whole and a mask that no data decides."""
+    import torch
+    from torch import nn
+    from torch._higher_order_ops.map import map as map_over
+
+    class Mapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.one = nn.Embedding(24, 16), nn.Linear(16, 16)
+
+        def forward(self, ids: Any) -> Any:
+            mask = torch.ones(8, 8, dtype=torch.bool).tril()
+
+            def body(row: Any) -> Any:
+                x = self.table(row)
+                scores = self.one(x) @ x.t()
+                return torch.where(mask, scores, 0.0) @ x
+
+            return map_over(body, ids).square().mean()
+
+    return Mapped(), (torch.randint(24, (4, 8)),)
+
+
+def branched(taken: bool) -> tuple[Any, tuple[Any, ...]]:
+    """Branches that read different layers, one of them a loop and one that returns a constant beside; which is taken,
+    data say."""
+    import torch
+    from torch import nn
+    from torch._higher_order_ops import scan
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.one, self.other = (nn.Linear(16, 16) for _ in range(3))
+            self.turns = nn.Parameter(torch.randn(3, 16) / 4)
+
+        def forward(self, x: Any) -> Any:
+            x = self.first(x)
+
+            def long(x: Any) -> Any:
+                def body(x: Any, w: Any) -> Any:
+                    return torch.tanh(self.one(x) + w), x.sum()
+
+                x, sums = scan(body, x, self.turns)
+                return x, sums.mean()
+
+            def short(x: Any) -> Any:
+                return self.other(x), x.mean() * 2
+
+            wanted = x.square().sum() > (0 if taken else 1e9)
+            x, beside = torch.cond(wanted, long, short, (x,))
+            return x.square().mean() + beside
+
+    return Branched(), (torch.randn(8, 16),)
+
+
+def taken() -> tuple[Any, tuple[Any, ...]]:
+    return branched(True)
+
+
+def untaken() -> tuple[Any, tuple[Any, ...]]:
+    return branched(False)
