@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_rules import seeded
 from pase.backends.torch_values import NotOnParts, steps_from
-from pase.frontends.torch_lower import TorchScope
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from pase.backends.torch_ops import NodeOps
 from pase.backends.torch_pairs import OpPair
 from pase.backends.torch_values import NotOnParts, RankValue
 from pase.frontends.torch_control import LOOPS, loop_operands, turns
-from pase.frontends.torch_lower import TorchScope
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
 from pase.ir import Place
 from pase.local.types import Layout, LocalOperand

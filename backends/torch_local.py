@@ -27,8 +27,9 @@ from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_functional import NO_GRADIENT
-from pase.frontends.torch_lower import TorchScope, place_of, source_of
+from pase.frontends.torch_lower import place_of, source_of
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
 from pase.ir import Op, Place
 from pase.ir.blocks import Block, holders

@@ -17,9 +17,10 @@ from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
 from pase.frontends.torch_control import CONTROL
 from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
-from pase.frontends.torch_lower import TorchLowering, TorchScope, live, reads_op
+from pase.frontends.torch_lower import TorchLowering, live, reads_op
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
 from pase.garbage import uncollected
 from pase.ir import Tensor

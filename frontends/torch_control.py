@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.torch_types import FxNode
-from pase.frontends.torch_values import TorchCall, TorchOperand, dtype_of
+from pase.frontends.torch_values import TorchCall, TorchOperand, TorchScope, dtype_of
 from pase.frontends.values import Value
 from pase.ir import Place, Tensor
 from pase.ir.sizes import is_one
@@ -24,7 +24,7 @@ from pase.registry import Registry
 if TYPE_CHECKING:
     from torch.fx import GraphModule
 
-    from pase.frontends.torch_lower import TorchLowering, TorchScope
+    from pase.frontends.torch_lower import TorchLowering
 
 __all__ = ["CONTROL", "LOOPS", "loop_operands", "turns"]
 
@@ -65,7 +65,7 @@ def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
     for k, t in enumerate(xs):
         b.eqn = at.its("xs", k)
         stacks.append(loops.settle(b, t, "loop_xs") if t.role == "activation" else t)
-    body = _Body.of(low, _graph(n, named))
+    body = _LoweredBody.of(low, _graph(n, named))
     with b.region("loop", f"{path}.", times=length):
         slices = []
         for k, t in enumerate(stacks):
@@ -100,7 +100,7 @@ def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
     asked = _value(low, index)
     made: list[list[Tensor]] = []
     for k, (graph, chance) in enumerate(zip(graphs, likely, strict=True)):
-        body = _Body.of(low, graph)
+        body = _LoweredBody.of(low, graph)
         with b.region("branch", f"{path}.{k}.", chance=chance):
             body.lower(f"{path}.{k}", [low.env[m] for m in n.args[3]], n.args[3])
             low.inner[f"{path}.{k}"] = body.scope
@@ -198,17 +198,15 @@ def _settled(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Body:
+class _LoweredBody:
     """A body, opened to be lowered. Its nodes are a copy of its own: calls of one body lie at places of their own."""
 
     low: TorchLowering
     scope: TorchScope
 
     @staticmethod
-    def of(around: TorchLowering, body: GraphModule) -> _Body:
+    def of(around: TorchLowering, body: GraphModule) -> _LoweredBody:
         from torch.fx import Graph
-
-        from pase.frontends.torch_lower import TorchScope
 
         graph = Graph(owning_module=body)
         results = graph.graph_copy(body.graph, {})
@@ -221,7 +219,7 @@ class _Body:
             names=[m for m in graph.nodes if m.op == "placeholder"],
             results=list(results if isinstance(results, (list, tuple)) else [results]),  # type: ignore[arg-type, list-item]
         )
-        return _Body(low=low, scope=scope)
+        return _LoweredBody(low=low, scope=scope)
 
     def lower(
         self, path: str, given: Sequence[Value | list[Value | None]], outer: Sequence[FxNode] = ()
@@ -236,7 +234,7 @@ class _Body:
 
 def _flops(low: TorchLowering, graph: GraphModule) -> float:
     """FLOPs of a body alone."""
-    body = _Body.of(replace(low, b=GraphBuilder(name=low.model)), graph)
+    body = _LoweredBody.of(replace(low, b=GraphBuilder(name=low.model)), graph)
     for m in body.scope.names:
         body.low.leaf(m, partial(body.low.b.input, m.name))
     body.lower("", [body.low.env[m] for m in body.scope.names])

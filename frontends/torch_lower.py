@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_reasons import of_pytorch
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
-from pase.frontends.torch_values import TorchCall, TorchOperand, arguments, dtype_of, specs_of
+from pase.frontends.torch_values import TorchCall, TorchOperand, TorchScope, arguments, dtype_of, specs_of
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
@@ -27,7 +27,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule
 
-__all__ = ["TorchLowering", "TorchScope", "live", "place_of", "reads_op", "source_of"]
+__all__ = ["TorchLowering", "live", "place_of", "reads_op", "source_of"]
 
 _MOST_DEPTH = 4
 """Decompositions inside of one another."""
@@ -69,38 +69,6 @@ def place_of(node: FxNode, model: str, at: str) -> str:
     """Which op of which layer, and the user's line, for messages."""
     layer = layer_of(node)
     return f"{model}: {node.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TorchScope:
-    """A lowered list of nodes: those of the exported graph, of a decomposed op, or of the body of a loop or a branch.
-
-    nodes: a node's place is the place of what is around them, if any, then its index here. values: node -> what it was
-    lowered to. leaves: for a decomposed op or a branch, placeholder -> the outer node that it represents. inner: place
-    of an op -> its decomposition, or its body; for branches, the place of the op and the branch's number. module: holds
-    the constants. names, results: of a body, its placeholders and what it returns.
-    """
-
-    nodes: Sequence[FxNode]
-    values: dict[FxNode, Value | list[Value | None]]
-    leaves: dict[FxNode, FxNode] = field(default_factory=dict)
-    inner: dict[str, TorchScope] = field(default_factory=dict)
-    module: GraphModule | None = None
-    names: Sequence[FxNode] = ()
-    results: Sequence[FxNode] = ()
-
-    def every(self, prefix: str = "") -> Iterator[tuple[FxNode, str]]:
-        """All nodes, those of decompositions and of bodies too, each with its place."""
-        for i, n in enumerate(self.nodes):
-            yield n, f"{prefix}{i}"
-        for path, inner in self.inner.items():
-            yield from inner.every(f"{path}.")
-
-    def scopes(self) -> Iterator[TorchScope]:
-        """This one, and all inside of it."""
-        yield self
-        for inner in self.inner.values():
-            yield from inner.scopes()
 
 
 @dataclass

@@ -1,14 +1,16 @@
-"""How a rule looks at one call of an ATen op: operands by the names of the op's own schema."""
+"""How a rule looks at one call of an ATen op: operands by the names of the op's own schema. What a list of nodes was
+lowered to."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.errors import PaseError
+from pase.frontends.torch_types import FxNode
 from pase.frontends.values import Site, Value
 from pase.ir import Tensor
 from pase.ir.functions import Function
@@ -18,10 +20,11 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     import torch
     from torch._ops import OpOverload
+    from torch.fx import GraphModule
 
     from pase.frontends.torch_lower import TorchLowering
 
-__all__ = ["TorchCall", "TorchOperand", "TorchSpec", "arguments", "dtype_of", "specs_of"]
+__all__ = ["TorchCall", "TorchOperand", "TorchScope", "TorchSpec", "arguments", "dtype_of", "specs_of"]
 
 TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
@@ -161,3 +164,35 @@ class TorchCall(Site):
             return self.filled(shape, dtype)
         made = nests.elementwise(self.b, function, self.tensors(*reads), [dtype], flops=flops, shape=shape)
         return self.value(made[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchScope:
+    """A lowered list of nodes: those of the exported graph, of a decomposed op, or of the body of a loop or a branch.
+
+    nodes: a node's place is the place of what is around them, if any, then its index here. values: node -> what it was
+    lowered to. leaves: for a decomposed op or a branch, placeholder -> the outer node that it represents. inner: place
+    of an op -> its decomposition, or its body; for branches, the place of the op and the branch's number. module: holds
+    the constants. names, results: of a body, its placeholders and what it returns.
+    """
+
+    nodes: Sequence[FxNode]
+    values: dict[FxNode, Value | list[Value | None]]
+    leaves: dict[FxNode, FxNode] = field(default_factory=dict)
+    inner: dict[str, TorchScope] = field(default_factory=dict)
+    module: GraphModule | None = None
+    names: Sequence[FxNode] = ()
+    results: Sequence[FxNode] = ()
+
+    def every(self, prefix: str = "") -> Iterator[tuple[FxNode, str]]:
+        """All nodes, those of decompositions and of bodies too, each with its place."""
+        for i, n in enumerate(self.nodes):
+            yield n, f"{prefix}{i}"
+        for path, inner in self.inner.items():
+            yield from inner.every(f"{path}.")
+
+    def scopes(self) -> Iterator[TorchScope]:
+        """This one, and all inside of it."""
+        yield self
+        for inner in self.inner.values():
+            yield from inner.scopes()
