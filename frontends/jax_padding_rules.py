@@ -75,10 +75,14 @@ def _floating(dtype: np.dtype) -> bool:
 
 
 def _least(dtype: np.dtype) -> Fill:
+    if dtype == np.bool_:
+        return False
     return -math.inf if _floating(dtype) else np.iinfo(dtype).min
 
 
 def _most(dtype: np.dtype) -> Fill:
+    if dtype == np.bool_:
+        return True
     return math.inf if _floating(dtype) else np.iinfo(dtype).max
 
 
@@ -184,7 +188,11 @@ def _unchanged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[in
 
     >>> list(_unchanged((2, 3, 4), (2, 1, 12))), list(_unchanged((6, 1, 5), (2, 3, 5)))
     ([(0, 0)], [(2, 2)])
+    >>> list(_unchanged((0, 3), (3, 0)))  # without elements, extents do not tell which dim became which
+    []
     """
+    if 0 in before:
+        return
     i = j = 0
     while i < len(before) and j < len(after):
         if before[i] == after[j]:
@@ -203,7 +211,8 @@ def _unchanged(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[in
 
 @PADDED.register("gather")
 def _gather(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
-    """Lookups of single elements along a padded dim; what lies out of bounds stays out of bounds."""
+    """Lookups of single elements along a padded dim; what lies out of bounds stays out of bounds, or is clamped where
+    JAX clamps it: what is promised to lie within, too."""
     import jax
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -221,12 +230,11 @@ def _gather(walk: PaddedWalk, eqn: Eqn, ins: PaddedValues) -> list[PaddedValue]:
     last = w.aval.ndim - 1
     ids = _zeroed(walk, walk.cut(ins[1], w.aval, [last]), w.aval, range(last))
     real = [v.aval.shape[dim] for _, dim in looked_up]
-    if mode != Mode.PROMISE_IN_BOUNDS and any(
-        x.array.shape[dim] != n for (_, dim), n in zip(looked_up, real, strict=True)
-    ):
-        ends = np.minimum(real, np.iinfo(w.aval.dtype).max).astype(w.aval.dtype)
-        outside = ends - 1 if mode == Mode.CLIP else np.full_like(ends, -1)  # which is out of any bounds
-        within = jax.lax.lt(ids.array, jnp.broadcast_to(ends, ids.array.shape))
+    if any(x.array.shape[dim] != n for (_, dim), n in zip(looked_up, real, strict=True)):
+        # An index whose type ends before the rows do is never behind them.
+        last_row = np.minimum(np.subtract(real, 1), np.iinfo(w.aval.dtype).max).astype(w.aval.dtype)
+        outside = np.full_like(last_row, -1) if mode == Mode.FILL_OR_DROP else last_row
+        within = jax.lax.le(ids.array, jnp.broadcast_to(last_row, ids.array.shape))
         array = jax.lax.select(within, ids.array, jnp.broadcast_to(outside, ids.array.shape))
         ids = PaddedValue(array, ids.zero)
     sizes = tuple(x.array.shape[i] if i in whole else n for i, n in enumerate(p["slice_sizes"]))
