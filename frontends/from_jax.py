@@ -99,6 +99,8 @@ class TracedJax(registry.Traced):
     """Treedef of what the jaxpr returns: of a loss, of (loss, aux)."""
     kept_out: Tree = field(default=None, repr=False, compare=False)
     """The static leaves of what the function returns."""
+    written: TracedJax | None = field(default=None, repr=False, compare=False)
+    """Of a program with padded dims: the program as the user wrote it."""
 
     @property
     def has_aux(self) -> bool:

@@ -65,11 +65,20 @@ def compile_model(
     start = time.perf_counter()
     say("tracing the model")
     traced, name = traced_model(model, params, batch, options)
-    found = _compiled(traced, name, options, say, start)
     if options.uneven == "whole":
-        return found
+        return _compiled(traced, name, options, say, start)
+    written: Compiled | Infeasible
+    try:
+        written = _compiled(traced, name, options, say, start)
+    except Infeasible as e:  # with dims padded, more of it is split
+        written = e
     return or_padded(
-        found, lambda t: _compiled(t, name, options, say, time.perf_counter()), options.accumulate, say
+        _problem(traced, options),
+        traced,
+        written,
+        lambda t: _compiled(t, name, options, say, time.perf_counter()),
+        options.accumulate,
+        say,
     )
 
 

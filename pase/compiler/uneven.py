@@ -10,66 +10,84 @@ plan left as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
 from pase.frontends.padding import as_padded, extents_to_pad
 from pase.frontends.registry import Traced
+from pase.plan.throughput import StepWork, step_work
 
 if TYPE_CHECKING:
     from pase.compiler.compilation import Compiled
-    from pase.compiler.problem import Progress
+    from pase.compiler.problem import Progress, SplitProblem
     from pase.plan.types import PlanData
 
 __all__ = ["or_padded"]
 
 
 def or_padded(
-    whole: Compiled, compiled: Callable[[Traced], Compiled], micro_batches: int | None, say: Progress
+    problem: SplitProblem,
+    traced: Traced,
+    written: Compiled | Infeasible,
+    compiled: Callable[[Traced], Compiled],
+    micro_batches: int | None,
+    say: Progress,
 ) -> Compiled:
-    """What was compiled as written, or with dims padded if that is cheaper. compiled: compiles another trace.
-    micro_batches: those that the user asks for.
+    """What was compiled as written, or with dims padded if that is cheaper or alone fits. problem: of the model as
+    written. compiled: compiles another trace. micro_batches: those that the user asks for.
 
     The bound holds for the model as written and for every padding that was searched; the plan says how many
-    (``provenance["paddings"]``). Raises PaseError if the model
-    cannot be padded.
+    (``provenance["paddings"]``). Raises PaseError if the model cannot be padded; ``written``, if that is Infeasible and
+    no padding fits either.
     """
-    plan = whole.plan
-    tried, seen = [whole], list[Mapping[int, int]]()
+    whole = None if isinstance(written, Infeasible) else written
+    tried, seen = [] if whole is None else [whole], list[Mapping[int, int]]()
 
     def search(sizes: Mapping[int, int]) -> None:
         while sizes and sizes not in seen:
             say("with dims padded: " + ", ".join(f"{n} to {wide}" for n, wide in sizes.items()))
             seen.append(sizes)
             try:
-                found = compiled(as_padded(whole.traced, sizes))
-            except Infeasible:  # the padded model does not fit a limit; the one as written does
+                found = compiled(as_padded(traced, sizes))
+            except Infeasible:  # the padded model does not fit a limit; others may
                 return
             tried.append(found)
             sizes = dict(_as_split(found.plan, sizes))
 
-    for sizes in _starts(whole.traced, plan.devices, micro_batches or 1):
-        search(sizes)
-    while True:
+    # A padded batch is not cut into micro-batches. Where memory asks for some, it is also left as it is.
+    asked = {micro_batches or 1, micro_batches or (2 if whole is None else whole.plan.accumulate)}
+    for k in sorted(asked):
+        for sizes in _starts(traced, problem.devices, k):
+            search(sizes)
+    while tried:
         best = min(tried, key=lambda c: (not c.plan.fits, c.plan.cost))
         wide = best.plan.padding
         fewer = [{k: v for k, v in wide.items() if k != n} for n in wide]
         if not (new := [sizes for sizes in fewer if sizes and sizes not in seen]):
-            break
+            return _chosen(best, whole, tried, len(seen), step_work(problem.graph, problem.machine))
         for sizes in new:
             search(sizes)
+    assert isinstance(written, Infeasible)
+    raise written
+
+
+def _chosen(
+    best: Compiled, whole: Compiled | None, tried: Sequence[Compiled], paddings: int, work: StepWork
+) -> Compiled:
+    """The best of what was tried, with what holds of all. work: of the model as written."""
     rivals = [c.plan for c in tried if c.plan.fits or not best.plan.fits]
     seconds = {k: sum(c.plan.seconds.get(k, 0.0) for c in tried) for k in best.plan.seconds}
-    others = {} if best is whole else {"no_padding": plan.cost}
-    memory = {} if best is whole or not best.plan.baseline_memory else {"no_padding": plan.memory.total}
-    scope = {"paddings": str(len(seen))} if seen else {}
+    beside = None if whole is None or best is whole else whole.plan
+    others = {} if beside is None else {"no_padding": beside.cost}
+    memory = {} if beside is None or not best.plan.baseline_memory else {"no_padding": beside.memory.total}
+    scope = {"paddings": str(paddings)} if paddings else {}
     chosen = replace(
         best.plan,
         bound=min(p.bound for p in rivals),
         optimal=best.plan.optimal and all(p.optimal or p.bound >= best.plan.cost for p in rivals),
-        work=plan.work,
+        work=work if whole is None else whole.plan.work,
         seconds=seconds,
         provenance={**best.plan.provenance, **scope},
         baselines={**best.plan.baselines, **others},

@@ -89,14 +89,21 @@ def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
         from pase.frontends.jax_batch import check_mean
         from pase.frontends.jax_blocks import batch_size
 
-        if traced.padding:
-            return  # the search of the program as written has checked it; padding adds masks and no sums
-        if (
+        if traced.written is not None:  # padding adds masks and no sums, and hides numbers behind them
+            _check_written(traced.written, micro_batches)
+        elif (
             batch_size(traced) == micro_batches
         ):  # the batch's dim is gone: four examples in halves are checked
             _check_halves(traced)
         else:
             check_mean(traced, part, graph, micro_batches)
+
+
+@once
+def _check_written(traced: TracedJax, micro_batches: int) -> None:
+    from pase.ir import named, simplify
+
+    _check_micro(traced, named(simplify(_micro(traced, micro_batches).graph)), micro_batches)
 
 
 @once

@@ -15,10 +15,12 @@ import pase
 from pase import machine
 from pase.backends.truth import unsharded_step
 from pase.commands.run import step_against_unsharded
-from pase.errors import PaseError
+from pase.compiler.variants import Variant, graph_of
+from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_padding import extents
 from pase.frontends.padding import as_padded
+from pase.frontends.registry import NotInParts
 from pase.plan.layout import from_json, to_json
 from pase.plan.moves import moves
 from tests.command import reported
@@ -186,3 +188,69 @@ def test_what_cannot_be_padded_says_why():
 
     with pytest.raises(PaseError, match="a batch of 31, padded to 32"):
         batch_size(made)
+
+
+def added(p, x, y):
+    """A sum over the batch."""
+    return ((jax.nn.relu(x @ p["up"]) @ p["down"] - y) ** 2).sum()
+
+
+def averaged(p, x, y):
+    return added(p, x, y) / x.shape[0]
+
+
+def limited(fn, args, nbytes, **options):
+    m = machine.load("h100x8")
+    small = replace(m, device=replace(m.device, memory_bytes=nbytes, reserved_bytes=0))
+    return pase.compile(fn, *args, devices=8, machine=small, baselines=False, **options)
+
+
+def with_targets(b, d, e):
+    params, x, _ = arguments(b, d, e)
+    return {k: params[k] for k in ("up", "down")}, x, -x
+
+
+def test_a_sum_over_the_batch_is_not_padded_into_micro_batches():
+    """Its mean over micro-batches would be too small, as much as for the model as written."""
+    args = with_targets(4096, 63, 61)
+    plan = limited(added, args, 700_000, uneven="padded")
+    assert plan.accumulate == 1
+    with pytest.raises(PaseError, match="a sum over the batch"):
+        limited(added, args, 700_000, uneven="padded", accumulate=2)
+    traced = trace(added, *args)
+    with pytest.raises(NotInParts, match="a sum over the batch"):
+        graph_of(as_padded(traced, {63: 64}), Variant(accumulate=2))
+
+
+def test_padded_micro_batches_give_the_numbers_of_the_whole_batch():
+    params, *batch = args = with_targets(4096, 63, 61)
+    plan = limited(averaged, args, 700_000, uneven="padded", accumulate=2)
+    assert plan.padding
+    whole = unsharded_step(averaged, optax.sgd(1e-2), params, *batch)
+    step, state = plan.jax.train_step(optax.sgd(1e-2)), plan.jax.init(optax.sgd(1e-2), params)
+    updated, state, value = step(params, state, *batch)
+    assert float(value) == pytest.approx(whole.loss, rel=1e-5)
+    for k, w in plan.jax.unpadded(updated).items():
+        np.testing.assert_allclose(w, whole.parameters[k], atol=1e-5)
+
+
+def test_padding_is_searched_where_it_alone_fits():
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1023, 1023), (1023, 1023), (64, 1023))]
+    given = ({"up": args[0], "down": args[1]}, args[2], args[2])
+
+    def at_most(nbytes, **options):
+        options = {"devices": 8, "machine": "h100x8", "memory_limit": nbytes, **options}
+        return pase.compile(averaged, *given, **options)
+
+    with pytest.raises(Infeasible) as whole:
+        at_most("30MB")
+    plan = at_most("30MB", uneven="padded")
+    assert plan.padding == {1023: 1024}
+    assert plan.memory.total <= 30e6
+    assert "no_padding" not in plan.baselines
+    assert plan.work == at_most("1GB").work
+    with pytest.raises(Infeasible) as neither:
+        at_most("1kB", uneven="padded")
+    with pytest.raises(Infeasible) as written:
+        at_most("1kB")
+    assert str(neither.value) == str(written.value) != str(whole.value)
