@@ -3,10 +3,10 @@ a micro-batch's."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,6 +17,11 @@ from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Op
 from pase.ir.batch_sums import ExamplesMeet, batch_sums
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    _Opened = tuple[Jaxpr, Sequence[Array]]  # a program and the values of its constants
 
 __all__ = ["check_mean"]
 
@@ -84,8 +89,7 @@ class _BothPrograms:
 
     @cached_property
     def _equations(self) -> Mapping[str, Sequence[tuple[str, int | None]]]:
-        whole, part = self.whole.jaxpr.jaxpr, self.part.jaxpr.jaxpr
-        self._walk(whole.eqns, part.eqns, {v: 0 for v in part.constvars}, "", "")
+        self._walk(opened(self.whole.jaxpr), opened(self.part.jaxpr), {}, "", "")
         return self.found
 
     @cached_property
@@ -98,34 +102,70 @@ class _BothPrograms:
         return out
 
     def _walk(
+        self, whole: _Opened, part: _Opened, known: dict[Var, int | None], prefix: str, inside: str
+    ) -> Sequence[int | str | None]:
+        """The powers of the results. known: the part's variables that depend on no data, with their powers; it is
+        added to."""
+        (big, of_whole), (small, of_part) = whole, part
+        self._alike("constants", len(of_whole), len(of_part))
+        known.update(
+            (v, self._ratio(a, b)) for v, a, b in zip(small.constvars, of_whole, of_part, strict=True)
+        )
+        self._alike("equations", len(big.eqns), len(small.eqns))
+        pairs = dict(zip([*big.constvars, *big.invars], [*small.constvars, *small.invars], strict=True))
+        for i, (one, other) in enumerate(zip(big.eqns, small.eqns, strict=True)):
+            self._same(one, other)
+            numbers = self._numbers(one.invars, other.invars, pairs, known)
+            pairs.update(zip(one.outvars, other.outvars, strict=True))
+            if not self._inner(one, other, numbers, known, f"{prefix}{i}.", inside):
+                self._leaf(one, other, numbers, known, inside or f"{prefix}{i}")
+        return self._numbers(big.outvars, small.outvars, pairs, known)
+
+    def _same(self, big: Eqn, small: Eqn) -> None:
+        """Raises NotInParts if they do not apply the same: what differs may be shapes, and how often a loop without
+        carried values runs."""
+        name = small.primitive.name
+        self._alike("operations", big.primitive.name, name)
+        self._alike(f"operands of {name}", len(big.invars), len(small.invars))
+        looped = name == "scan" and scan_groups(small)[1] == 0
+        for key, value in small.params.items():
+            if isinstance(value, int | float | str) and not (looped and key == "length"):
+                self._alike(f"values of {key} of {name}", big.params.get(key), value)
+
+    def _numbers(
         self,
-        whole: Sequence[Eqn],
-        part: Sequence[Eqn],
-        known: dict[Var, int | None],
-        prefix: str,
-        inside: str,
-    ) -> None:
-        """known: the part's variables that depend on no data, with their powers; it is added to."""
-        for i, (big, small) in enumerate(zip(whole, part, strict=False)):
-            at = inside or f"{prefix}{i}"
-            name = small.primitive.name
-            if big.primitive.name != name:
-                self.found.setdefault(at, []).append((name, None))
+        big: Sequence[Var],
+        small: Sequence[Var],
+        pairs: Mapping[Var, Var],
+        known: Mapping[Var, int | None],
+    ) -> list[int | str | None]:
+        """The powers of what is read. Raises NotInParts if the programs do not read the same."""
+        out: list[int | str | None] = []
+        for a, b in zip(big, small, strict=True):
+            if is_literal(a) and is_literal(b):
+                out.append(self._ratio(a.val, b.val))
                 continue
-            numbers: list[int | str | None] = [
-                self._ratio(a.val, b.val) if is_literal(b) and is_literal(a) else known.get(b, "data")
-                for a, b in zip(big.invars, small.invars, strict=True)
-            ]
-            if not self._inner(big, small, numbers, known, f"{prefix}{i}.", inside):
-                self._leaf(small, numbers, known, at)
+            if is_literal(a) or is_literal(b) or pairs[a] is not b:
+                self._alike("variables", a, b)
+            out.append(known.get(b, "data"))
+        return out
+
+    def _alike(self, what: str, whole: object, part: object) -> None:
+        if whole is part or (not hasattr(whole, "aval") and whole == part):
+            return
+        raise NotInParts(
+            f"a step in {self.k} micro-batches would give other numbers: the programs of "
+            f"'{self.whole.graph.name}' on the batch and on a micro-batch have other {what}, {whole} and {part}: "
+            f"the model's code may not choose by the batch's size"
+        )
 
     def _leaf(
-        self, eqn: Eqn, numbers: Sequence[int | str | None], known: dict[Var, int | None], at: str
+        self, big: Eqn, eqn: Eqn, numbers: Sequence[int | str | None], known: dict[Var, int | None], at: str
     ) -> None:
         name = eqn.primitive.name
         told = [p for p in numbers if not isinstance(p, str)]
         if len(told) == len(numbers):  # a number itself
-            made = _made(name, told)
+            made = None if name == "iota" and _steps(big) != _steps(eqn) else _made(name, told)
             known.update((v, made) for v in eqn.outvars)
         elif name in ("mul", "div") and told:
             first = name == "div" and numbers[0] != "data" and numbers[0] != 0  # a number divided by data
@@ -144,40 +184,58 @@ class _BothPrograms:
     ) -> bool:
         """Walk what an equation calls; False if it calls nothing."""
         name = small.primitive.name
-        pairs: list[tuple[Jaxpr, Jaxpr, Sequence[int | str | None], str]]
+        pairs: list[tuple[_Opened, _Opened, Sequence[int | str | None], str]]
         if name in INLINED:
-            pairs = [(inner_jaxpr(big)[0], inner_jaxpr(small)[0], numbers, prefix)]
+            pairs = [(inner_jaxpr(big), inner_jaxpr(small), numbers, prefix)]
             if (name in KEPT_WHOLE or name in _OWN_RULE) and not inside:
                 inside = prefix[:-1]
         elif name == "scan":
             few, _ = scan_groups(small)
-            told = [*numbers[:few], *["data"] * (len(numbers) - few)]
-            pairs = [(opened(big.params["jaxpr"])[0], opened(small.params["jaxpr"])[0], told, prefix)]
+            told = [*numbers[:few], *("data" if p in ("data", 0) else None for p in numbers[few:])]
+            pairs = [(opened(big.params["jaxpr"]), opened(small.params["jaxpr"]), told, prefix)]
         elif name == "cond":
             several = zip(big.params["branches"], small.params["branches"], strict=True)
-            pairs = [
-                (opened(a)[0], opened(b)[0], numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)
-            ]
+            pairs = [(opened(a), opened(b), numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)]
         else:
             return False
         for one, other, bound, where in pairs:
-            own: dict[Var, int | None] = {v: 0 for v in other.constvars}
-            own.update((v, p) for v, p in zip(other.invars, bound, strict=True) if not isinstance(p, str))
-            self._walk(one.eqns, other.eqns, own, where, inside)
+            own = {v: p for v, p in zip(other[0].invars, bound, strict=True) if not isinstance(p, str)}
+            made = self._walk(one, other, own, where, inside)
             if name in INLINED:
                 known.update(
-                    (v, own[r]) for v, r in zip(small.outvars, other.outvars, strict=True) if r in own
+                    (v, p) for v, p in zip(small.outvars, made, strict=True) if not isinstance(p, str)
                 )
         return True
 
     def _ratio(self, big: object, small: object) -> int | None:
-        a, b = np.asarray(big), np.asarray(small)
-        if a.shape != b.shape or not np.issubdtype(a.dtype, np.number):
-            return 0
+        a, b = _values(big), _values(small)
+        if a.ndim != b.ndim:
+            return None
+        # Along a dim that the batch sizes a constant may only repeat itself: else it tells examples by their places.
+        once = tuple(slice(None) if n == m else slice(0, 1) for n, m in zip(a.shape, b.shape, strict=True))
+        if not all(np.array_equal(v, np.broadcast_to(v[once], v.shape), equal_nan=True) for v in (a, b)):
+            return None
+        a, b = a[once], b[once]
         if np.array_equal(a, b, equal_nan=True):  # jnp.var holds a NaN, for no elements
             return 0
-        powers = (p for p in (1, -1, 2, -2) if a.ndim == 0 and math.isclose(a, b * self.k**p, rel_tol=1e-6))
-        return next(powers, None)
+        powers = (p for p in (1, -1, 2, -2) if np.allclose(a, b * float(self.k) ** p, rtol=1e-6, atol=0))
+        return next(powers, None) if a.dtype.kind != "b" else None
+
+
+def _values(of: object) -> np.ndarray:
+    """A constant as an array of numpy's own types: keys as their words, narrow floats as wide ones."""
+    import jax
+
+    dtype = getattr(of, "dtype", None)
+    if dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        of = jax.random.key_data(of)  # type: ignore[arg-type]
+    array = np.asarray(of)
+    return array if array.dtype.kind in "biufc" else array.astype(np.float64)
+
+
+def _steps(iota: Eqn) -> int:
+    """How far an iota counts."""
+    return int(iota.params["shape"][iota.params["dimension"]])
 
 
 def _made(name: str, told: Sequence[int | None]) -> int | None:

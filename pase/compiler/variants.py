@@ -93,7 +93,7 @@ def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
             _check_written(traced.written, micro_batches)
         elif (
             batch_size(traced) == micro_batches
-        ):  # the batch's dim is gone: four examples in halves are checked
+        ):  # the batch's dim is gone: micro-batches of two examples are checked
             _check_halves(traced)
         else:
             check_mean(traced, part, graph, micro_batches)
@@ -109,11 +109,12 @@ def _check_written(traced: TracedJax, micro_batches: int) -> None:
 @once
 def _check_halves(traced: TracedJax) -> None:
     from pase.frontends.jax_batch import check_mean
-    from pase.frontends.jax_blocks import on_batch
+    from pase.frontends.jax_blocks import batch_size, on_batch
     from pase.ir import named, simplify
 
-    whole, part = on_batch(traced, 4), on_batch(traced, 2)
-    check_mean(whole, part, named(simplify(part.graph)), 2)
+    pairs, odd = divmod(batch_size(traced), 2)
+    whole, part = on_batch(traced, 4) if odd or pairs == 1 else traced, on_batch(traced, 2)
+    check_mean(whole, part, named(simplify(part.graph)), 2 if whole is not traced else pairs)
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:

@@ -136,6 +136,8 @@ class _SumsWalk:
         along = [v for v, a in zip(reads, op.reads, strict=True) if own & set(a.map.dims)]
         if not (op.kind == "matmul" or _adds(op)) or not along or any(v.summed for v in reads):
             raise ExamplesMeet(where)
+        if self._scale(op) != 0:  # a constant that differs with the batch
+            raise ExamplesMeet(where)
         made = self._joined(op, reads, sum(v.power for v in reads), summed=True)
         if made.trained:
             return made
@@ -150,7 +152,7 @@ class _SumsWalk:
         product = op.function.name in ("mul", "div")
         if product and len(sums) == 1 and (op.function.name == "mul" or reads[0].summed):
             return self._joined(op, reads, self._power(op, [v.power for v in reads], where), summed=True)
-        if not op.function.linear or (len(op.reads) == 1 and self._scale(op) != 0):
+        if not op.function.linear or self._scale(op) != 0:
             raise ExamplesMeet(where)
         powers = {v.share for v in reads}
         if len(op.reads) == 1 and op.function.name in ("add", "sub"):

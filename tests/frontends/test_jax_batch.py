@@ -47,6 +47,19 @@ def _example_by_example(w: Array, x: Array) -> Array:
     return jnp.mean(jax.vmap(lambda row: jnp.sum((row @ w) ** 2))(x))
 
 
+def _each(w: Array, x: Array) -> Array:
+    return jnp.mean((x @ w) ** 2, axis=1)
+
+
+def _one_of_two(w: Array, x: Array) -> Array:
+    a, b = jnp.mean(_each(w, x)), jnp.mean(x @ w)
+    return a if len(x) > 8 else b
+
+
+def _a_step_per_example(w: Array, x: Array) -> Array:
+    return jnp.mean(jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=len(x))[0])
+
+
 MEANS: dict[str, Loss] = {
     "mean": lambda w, x: jnp.mean((x @ w) ** 2),
     "sum over a count": lambda w, x: jnp.sum((x @ w) ** 2) / x.shape[0],
@@ -60,6 +73,12 @@ MEANS: dict[str, Loss] = {
     "scan": _in_a_scan,
     "vmap": _example_by_example,
     "variance": lambda w, x: jnp.mean(jnp.var(x @ w, axis=1)),
+    "weights of numpy": lambda w, x: jnp.sum(_each(w, x) * np.full(len(x), 1 / len(x), np.float32)),
+    "a constant of numpy": lambda w, x: jnp.sum(_each(w, x)[:, None] * np.full(3, 1 / len(x), np.float32)),
+    "places of features": lambda w, x: jnp.mean(
+        (x @ w * jnp.arange(8) + np.arange(8, dtype=np.float32)) ** 2
+    ),
+    "places repeated": lambda w, x: jnp.mean((x @ w * np.tile(np.float32(range(8)), (len(x), 1))) ** 2),
     "remat": lambda w, x: jax.checkpoint(lambda w: jnp.mean((x @ w) ** 2))(w),
 }
 OTHERS: dict[str, tuple[Loss, str]] = {
@@ -72,6 +91,35 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         lambda w, x: jnp.sum((x @ w) ** 2) + 1e-3 * jnp.sum(w * w),
         "examples .* meet in add",
     ),
+    "first half": (lambda w, x: jnp.mean(_each(w, x) * (jnp.arange(len(x)) < 8)), "meet in mul"),
+    "first half, numpy": (lambda w, x: jnp.mean(_each(w, x) * (np.arange(len(x)) < 8)), "meet in mul"),
+    "places": (lambda w, x: jnp.mean(_each(w, x) * jnp.arange(len(x))), "meet in mul"),
+    "places, numpy": (
+        lambda w, x: jnp.mean(_each(w, x) * np.arange(len(x), dtype=np.float32)),
+        "meet in mul",
+    ),
+    "places under jit": (
+        lambda w, x: jax.jit(lambda e: jnp.mean(e * np.arange(len(x), dtype=np.float32)))(_each(w, x)),
+        "meet in mul",
+    ),
+    "places in a product": (
+        lambda w, x: _each(w, x) @ np.arange(len(x), dtype=np.float32) / len(x),
+        "examples .* meet in",
+    ),
+    "times the size": (
+        lambda w, x: jnp.sum(jnp.mean(_each(w, x)) * np.array([float(len(x))], np.float32)),
+        "a sum over the batch",
+    ),
+    "another program": (
+        lambda w, x: jnp.mean(_each(w, x)) if len(x) > 8 else jnp.mean(_each(w, x)) * 2,
+        "other equations",
+    ),
+    "another variable": (_one_of_two, "other variables"),
+    "another exponent": (
+        lambda w, x: jnp.mean(_each(w, x) ** (2 if len(x) > 8 else 3)),
+        "other .* integer_pow",
+    ),
+    "as many steps as examples": (_a_step_per_example, "other values of length of scan"),
 }
 
 
