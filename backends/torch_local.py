@@ -23,11 +23,13 @@ from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps
 from pase.backends.torch_pairs import OpPair
+from pase.backends.torch_rules import RANK_RULES
 from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_functional import NO_GRADIENT
 from pase.frontends.torch_lower import place_of, source_of
+from pase.frontends.torch_numbers import op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
@@ -234,7 +236,7 @@ class RankWalk:
         unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
-                if isinstance(n.target, torch._ops.HigherOrderOperator):
+                if isinstance(n.target, torch._ops.HigherOrderOperator) and op_name(n) not in RANK_RULES:
                     self._control(scope, n, path, body, counting)
                 elif path in scope.inner:
                     inner = scope.inner[path]

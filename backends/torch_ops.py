@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends import torch_windows  # noqa: F401, the rules of convolutions and pools
+from pase.backends import torch_flex, torch_windows  # noqa: F401, rules of ops
 from pase.backends.torch_moves import part, summed
 from pase.backends.torch_nests import run_nest
 from pase.backends.torch_pairs import Anchor, OpPair, made_by, partitioned, passed_over
@@ -28,6 +28,7 @@ from pase.backends.torch_values import (
     through_reshape,
 )
 from pase.errors import PaseError
+from pase.frontends.torch_control import flex_operands
 from pase.frontends.torch_numbers import NumberUnknown, node_numbers, op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import arguments
@@ -249,6 +250,8 @@ class NodeOps:
 
     @cached_property
     def _arguments(self) -> dict[str, TorchOperand]:
+        if self._name == "flex_attention":
+            return flex_operands(self.node)
         return arguments(self.node.target, self.node.args, self.node.kwargs)
 
     @property
@@ -425,7 +428,10 @@ class _Reads:
         same = [o for o in self.constants if _elements(o.shape) == _elements(value.shape)]
         own = _names(value)
         others = {
-            t for n in self.of_node.node.all_input_nodes if n is not m for t in _names(walk.index.values[n])
+            t
+            for n in self.of_node.node.all_input_nodes
+            if n is not m
+            for t in _names(walk.index.values.get(n))
         }
         known = (o for o in same if o.tensor in own)
         operand = next(known, next((o for o in same if o.tensor not in others), None))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.torch_lower import TorchLowering
 
-__all__ = ["CONTROL", "LOOPS", "loop_operands", "turns"]
+__all__ = ["CONTROL", "LOOPS", "flex_operands", "loop_operands", "turns"]
 
 CONTROL: Registry[Control] = Registry("higher-order op of PyTorch")
 """Name -> how a call of it is lowered: (lowering, node, its path) -> its values."""
@@ -142,6 +142,22 @@ def flex(low: TorchLowering, n: FxNode, path: str) -> Results:
     out = attention(low.b, qs, ks, vs, causal=causal, order=(0, 2, 1, 3), extra_flops=float(numbers))
     rest = n.meta["val"][1:]
     return [c.value(out), *(None if t is None else c.nothing(t.shape, dtype_of(t.dtype)) for t in rest)]
+
+
+def flex_operands(n: FxNode) -> dict[str, TorchOperand]:
+    """A flex_attention's operands by name. score, mask: its functions of a place, whose last operands are score_reads
+    and mask_reads."""
+    q, k, v, score, mask, scale, _, score_reads, mask_reads = n.args
+    return {
+        "query": q,
+        "key": k,
+        "value": v,
+        "scale": scale,
+        "score": _graph(n, score),
+        "mask": _graph(n, mask[-1]),
+        "score_reads": score_reads,
+        "mask_reads": mask_reads,
+    }
 
 
 def _from_data(low: TorchLowering, m: FxNode) -> bool:

@@ -43,8 +43,9 @@ def node_numbers(n: FxNode) -> Iterator[float]:
 
 
 def op_name(n: FxNode) -> str:
-    """The name of a call's op, without the library's for ATen's."""
-    return str(n.target._schema.name).removeprefix("aten::")
+    """The name of a call's op, without the library's for ATen's; of a higher-order op, its own."""
+    schema = getattr(n.target, "_schema", None)
+    return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
 
 
 Numbers = Callable[[Mapping[str, TorchOperand], Mapping[str, tuple[int, ...]]], Iterator[float]]

@@ -35,6 +35,20 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
         torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [(m, s) for m in ("flexes", "shares") for s in ("fsdp", "zero2", "ours@2x2", "random3@2x2")]
+    + [("shares", "random1@2x2"), ("shares", "random2@2x2")],
+)
+def test_functions_of_flex_attention_are_given_places_in_the_whole(model: str, strategy: str) -> None:
+    test_the_step_is_the_unsharded_one(model, strategy)
+
+
+def test_flex_attention_goes_around_no_ring() -> None:
+    with pytest.raises(PaseError, match=r"flex_attention.*its keys are split as its queries are \(a ring\)"):
+        one_step(case("flexes", RANKS), "random1@2x2")
+
+
 def gradients_of(model: str, ranks: int, *, compile: bool = False, **options: Any) -> list[Any]:
     c = case(model, RANKS)
     run = pase.compile(c.module, *c.batch, devices=ranks, overlap="none", **options).torch

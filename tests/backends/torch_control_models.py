@@ -120,3 +120,47 @@ def taken() -> tuple[Any, tuple[Any, ...]]:
 
 def untaken() -> tuple[Any, tuple[Any, ...]]:
     return branched(False)
+
+
+def flexible(kv_heads: int) -> tuple[Any, tuple[Any, ...]]:
+    """Attention with a bias by position and a window. PyTorch itself runs ``flex_attention`` forward only on a CPU:
+    beside the export it is written out."""
+    import torch
+    from torch import nn
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    class Flexible(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.o = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.k, self.v = (nn.Linear(16, 4 * kv_heads) for _ in range(2))
+
+        def forward(self, x: Any) -> Any:
+            slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=x.dtype)
+
+            def seen(b: Any, h: Any, q: Any, k: Any) -> Any:
+                return (q >= k) & (q - k < 5) & (q + h > 1)
+
+            def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+                return score + slopes[h] * (k - q)
+
+            q, k, v = (m(x).view(4, 8, -1, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
+            if torch.compiler.is_exporting():
+                mask = create_block_mask(seen, None, 4, 8, 8, device="cpu")
+                y = flex_attention(q, k, v, score_mod=biased, block_mask=mask, enable_gqa=True)
+            else:
+                k, v = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
+                at = torch.arange(4)[:, None, None], torch.arange(8)[:, None], torch.arange(8)
+                scores = q @ k.transpose(-2, -1) / 2 + slopes[at[0]] * (at[2] - at[1])
+                y = scores.masked_fill(~seen(0, *at), -torch.inf).softmax(-1).nan_to_num() @ v
+            return self.o(y.transpose(1, 2).reshape(4, 8, 16)).square().mean()
+
+    return Flexible(), (torch.randn(4, 8, 16),)
+
+
+def flexes() -> tuple[Any, tuple[Any, ...]]:
+    return flexible(4)
+
+
+def shares() -> tuple[Any, tuple[Any, ...]]:
+    return flexible(2)

@@ -12,7 +12,15 @@ from bench.cases.plans import Case
 from pase import machine
 from pase.compiler.problem import SplitProblem
 from pase.frontends import registry
-from tests.backends.torch_control_models import layers, mapped, recurrent, taken, untaken
+from tests.backends.torch_control_models import (
+    flexes,
+    layers,
+    mapped,
+    recurrent,
+    shares,
+    taken,
+    untaken,
+)
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
@@ -220,7 +228,7 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert)
-} | {f.__name__: f for f in (layers, recurrent, mapped, taken, untaken)}
+} | {f.__name__: f for f in (layers, recurrent, mapped, taken, untaken, flexes, shares)}
 
 
 @dataclass(frozen=True, kw_only=True)
