@@ -7,13 +7,14 @@ parameters from stacks) are a unit a turn; whatever else stands in a loop, a bra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from pase.ir.blocks import Block, holders
 from pase.ir.sizes import Size
-from pase.ir.types import Graph, Node
+from pase.ir.types import Graph, Node, Op
 
 __all__ = ["UnitChain", "chain_of", "loops_over_layers", "op_work"]
 
@@ -61,7 +62,11 @@ def loops_over_layers(graph: Graph) -> dict[str, tuple[str, int]]:
 
 def op_work(n: Node) -> float:
     """About the FLOPs of a node's forward, to weigh units by."""
-    return sum(_number(op.times) * _number(n.space.points) * op.flops_per_point for op in n.ops)
+    return sum(_number(op.times) * _points(n, op) * op.flops_per_point for op in n.ops)
+
+
+def _points(n: Node, op: Op) -> float:
+    return math.prod(_number(n.space[d].size) for d in (op.dims if op.over is None else op.over))
 
 
 def _number(size: Size) -> float:

@@ -9,8 +9,7 @@ from pase import zoo
 
 MEET = "examples of the batch meet"
 WITHOUT = dict.fromkeys(("bert_base", "densenet121", "inception_v3", "resnet101"), MEET)
-WITHOUT["rnnlm"] = "2 loops of 16 turns"
-"""Why a model has no stages: micro-batches would give other numbers, or its loops run over time."""
+"""Why a model has no stages: micro-batches would give other numbers."""
 
 
 @pytest.mark.parametrize("name", zoo.names())
