@@ -44,7 +44,15 @@ _FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
     "div": (lambda a, b: a / b, (lambda a, b, y: 1 / b, lambda a, b, y: -y / b)),
     "max": (np.maximum, (lambda a, b, y: _half(a, b, a > b), lambda a, b, y: _half(a, b, b > a))),
     "min": (np.minimum, (lambda a, b, y: _half(a, b, a < b), lambda a, b, y: _half(a, b, b < a))),
-    "lt": (lambda a, b: a < b, (lambda a, b, y: 0.0, lambda a, b, y: 0.0)),
+    **{
+        name: (compared, (lambda a, b, y: 0.0, lambda a, b, y: 0.0))
+        for name, compared in {
+            "lt": np.less,
+            "le": np.less_equal,
+            "gt": np.greater,
+            "ge": np.greater_equal,
+        }.items()
+    },
     "select": (
         lambda c, a, b: np.select([np.asarray(c, bool)], [b], a),
         (lambda c, a, b, y: 0.0, lambda c, a, b, y: 1.0 * (c == 0), lambda c, a, b, y: 1.0 * (c != 0)),
