@@ -66,7 +66,7 @@ def measured(name: str) -> dict[str, Any]:
                 compared += 1
                 wrong += traced.graph.tensors[made].shape != wanted
     products = sum(
-        op.flops_per_point * math.prod(n.space[d].size for d in (op.dims if op.over is None else op.over))
+        op.flops_per_point * math.prod(n.space[d].size for d in op.worked)
         for n in traced.graph.nodes
         for op in n.ops
         if op.kind in ("matmul", "conv")

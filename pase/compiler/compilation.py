@@ -86,18 +86,7 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
     """A traced model's plan without stages. start: when the work on it began."""
     problem = _problem(traced, options)
     written, limit = problem, options.limit_bytes(problem.machine)
-    tries = list(
-        variants(
-            traced,
-            problem.graph,
-            options.accumulate,
-            options.remat,
-            limit is not None,
-            options.precision,
-            options.once,
-            options.decompose,
-        )
-    )
+    tries = list(variants(traced, problem.graph, options, limit is not None))
     if tries[0][0] != Variant():
         problem = problem.varied(traced, tries[0][0])
     traced_s = time.perf_counter() - start

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -158,17 +158,7 @@ def _candidates(
             return
         say(f"what {ranks} ranks of {'×'.join(map(str, mesh.sizes))} take, {m} micro-batches")
         some = tuple(
-            next(
-                variants(
-                    traced,
-                    problem.graph,
-                    m,
-                    options.remat,
-                    limited,
-                    options.precision,
-                    decompose=options.decompose,
-                )
-            )
+            next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         )
         least = menu_of(made.all(some[:1], mesh, place.sites), m, place).least_s()
         yield Candidate(
@@ -208,9 +198,5 @@ def _under(options: CompileOptions) -> str:
     if options.stage_schedule == "auto":
         return ""
     d = SCHEDULES[options.stage_schedule]
-    equal = (
-        " equal stages of equal blocks, as many micro-batches as ranks or a multiple, and"
-        if d.lockstep
-        else ""
-    )
-    return f" under schedule '{d.name}'{' with' if equal else ''}{equal}"
+    needs = " with equal stages of equal blocks, as many micro-batches as ranks or a multiple, and"
+    return f" under schedule '{d.name}'{needs if d.lockstep else ''}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -158,17 +158,7 @@ def search_shares(
             skipped += 1
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
-        ways = next(
-            variants(
-                traced,
-                problem.graph,
-                m,
-                options.remat,
-                limited,
-                options.precision,
-                decompose=options.decompose,
-            )
-        )
+        ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         group = [_OnOneGroup(site, problem, options, made, ways) for site in groups]
         counts = best_shares(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
         least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))

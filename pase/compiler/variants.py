@@ -24,6 +24,7 @@ from pase.once import once
 from pase.tables.pieces import Decompose, decomposed
 
 if TYPE_CHECKING:
+    from pase.compiler.options import CompileOptions
     from pase.frontends.from_jax import TracedJax
     from pase.frontends.registry import Traced
     from pase.ir import Graph
@@ -149,21 +150,14 @@ def block_ways(traced: Traced) -> BlockWays:
     )
 
 
-def variants(
-    traced: Traced,
-    graph: Graph,
-    accumulate: int | None,
-    remat: str,
-    limited: bool,
-    precision: ProductPrecision = "model",
-    once: Once | Literal["auto"] = "none",
-    decompose: Decompose = "none",
-) -> Iterator[list[Variant]]:
+def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:
     """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
     no other takes less time, but those that differ in ``once`` alone.
 
-    graph: the simplified one. accumulate, remat, once: what the user fixed; None and "auto" fix nothing.
+    graph: the simplified one. limited: within a memory. What the options fix stays fixed: accumulate=None, remat="auto"
+    and once="auto" fix nothing.
     """
+    accumulate, remat = options.accumulate, options.remat
     trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
     if accumulate not in (None, 1) and not trained:
         raise PaseError(
@@ -187,10 +181,10 @@ def variants(
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
-    asked = _asked_once(once, traced, trained)
+    asked = _asked_once(options.once, traced, trained)
     groups = [
         [
-            Variant(accumulate=k, blocks=b, precision=precision, once=o, decompose=decompose)
+            Variant(accumulate=k, blocks=b, precision=options.precision, once=o, decompose=options.decompose)
             for b in regions
             for o in _sent_once(asked, k, bool(b) or marked)
         ]

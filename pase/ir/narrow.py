@@ -66,7 +66,7 @@ def op_work(n: Node) -> float:
 
 
 def _points(n: Node, op: Op) -> float:
-    return math.prod(_number(n.space[d].size) for d in (op.dims if op.over is None else op.over))
+    return math.prod(_number(n.space[d].size) for d in op.worked)
 
 
 def _number(size: Size) -> float:

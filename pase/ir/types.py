@@ -247,8 +247,13 @@ class Op:
     @cached_property
     def dims(self) -> tuple[str, ...]:
         """Every iteration dim that the op touches, in order of appearance."""
-        maps = [a.map.dims for a in (*self.reads, *self.writes)] + [self.over or ()]
-        return tuple(dict.fromkeys(itertools.chain(*maps)))
+        maps = (a.map.dims for a in (*self.reads, *self.writes))
+        return tuple(dict.fromkeys(itertools.chain(*maps, self.over or ())))
+
+    @property
+    def worked(self) -> tuple[str, ...]:
+        """The dims whose points its work is counted over: the node that holds it may have more."""
+        return self.dims if self.over is None else self.over
 
     @property
     def factors(self) -> tuple[Access, ...]:
@@ -288,10 +293,16 @@ class Node:
     @cached_property
     def main(self) -> Op:
         """The op that gives the node its character: a matmul before an elementwise op."""
-        rank: dict[OpKind, int] = {"matmul": 0, "conv": 0, "attention": 0}
-        rank |= {"gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
-        light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
-        return min(self.ops, key=lambda op: rank.get(op.kind, light.get(op.kind, 2)))
+        rank: dict[OpKind, int] = {
+            "matmul": 0,
+            "conv": 0,
+            "attention": 0,
+            "gather": 1,
+            "scatter": 1,
+            "window": 1,
+        }
+        rank |= {"sequential": 1, "opaque": 1, "reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
+        return min(self.ops, key=lambda op: rank.get(op.kind, 2))
 
     @property
     def kind(self) -> OpKind:
@@ -314,8 +325,7 @@ class Node:
     @cached_property
     def tensors(self) -> tuple[str, ...]:
         """Tensors that its ops read or write, each once, in order of appearance."""
-        every = (a.tensor for op in self.ops for a in (*op.reads, *op.writes))
-        return tuple(dict.fromkeys(every))
+        return tuple(dict.fromkeys(a.tensor for op in self.ops for a in (*op.reads, *op.writes)))
 
     @cached_property
     def reads(self) -> tuple[tuple[Op, Access], ...]:

@@ -16,7 +16,7 @@ def body_flops(b: GraphBuilder) -> float:
     for node in b.nodes:
         for op in node.ops:
             points = float(op.times) * op.chance  # type: ignore[arg-type]
-            for d in op.dims if op.over is None else op.over:
+            for d in op.worked:
                 points *= float(node.space[d].size)  # type: ignore[arg-type]
             total += op.flops_per_point * points
     return total

@@ -121,8 +121,7 @@ def _lookup(op: Op, local: _Local, rules: Rules) -> np.ndarray:
 
 def _light(layers: Layers, op: Op, local: _Local, rules: Rules) -> np.ndarray:
     """A few FLOP an element, all-reduces of what it sums, and of the gradients of its weights."""
-    over = op.dims if op.over is None else op.over
-    cost = op.flops_per_point * local.words(over)
+    cost = op.flops_per_point * local.words(op.worked)
     for a in op.writes:
         summed = [d for d in op.dims if d not in a.map.dims]
         cost = cost + _all_reduce(rules, local.words(a.map.dims), local.ways(summed))

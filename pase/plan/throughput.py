@@ -85,7 +85,7 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
             if op.kind not in ("matmul", "conv", "attention"):
                 continue
             points = 1.0
-            for d in op.dims if op.over is None else op.over:
+            for d in op.worked:
                 points *= number(n.space[d].size, n.name)
             flops = op.flops_per_point * points * number(op.times, n.name) * op.chance
             if op.function is CAUSAL_ATTENTION:

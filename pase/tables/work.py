@@ -132,14 +132,13 @@ def node_work(
     bytes_of, windowed = dict(flops_of), dict(flops_of)
     seen: set[str] = set()
     for op in node.ops:
-        over = op.dims if op.over is None else op.over
-        flops = op.flops_per_point * _local_points(node, over, cfg, mesh)
+        flops = op.flops_per_point * _local_points(node, op.worked, cfg, mesh)
         heavy = op.kind in ("matmul", "conv", "attention", "gather", "scatter")
 
-        def touched(a: Access, over: tuple[str, ...] = over) -> np.ndarray:
+        def touched(a: Access, worked: tuple[str, ...] = op.worked) -> np.ndarray:
             t = graph.tensors[a.tensor]
             if a.sparse:
-                return t.itemsize * _local_points(node, over, cfg, mesh)
+                return t.itemsize * _local_points(node, worked, cfg, mesh)
             return local_bytes(node, t, a, cfg, mesh) * _padded(node, t, a, cfg, mesh, tile)
 
         nbytes, wrote = zero, zero

@@ -10,6 +10,7 @@ import pytest
 
 import pase
 from pase.baselines import Baseline, baselines
+from pase.compiler.options import CompileOptions
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
@@ -173,8 +174,10 @@ def test_what_is_fixed_stays_fixed():
     assert (plan.accumulate, plan.remat) == (4, ())
     traced = resolve("zoo:gpt2?remat=0&layers=2")
     graph = SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph
-    assert [v.blocks != () for (v,) in variants(traced, graph, 2, "all", False)] == [True]
-    assert len(list(variants(traced, graph, None, "none", True))) == 8  # 1, 2, … 128 of a batch of 128
+    written = CompileOptions(devices=2, accumulate=2, remat="all", once="none")
+    assert [v.blocks != () for (v,) in variants(traced, graph, written, False)] == [True]
+    asked = CompileOptions(devices=2, remat="none", once="none")
+    assert len(list(variants(traced, graph, asked, True))) == 8  # 1, 2, … 128 of a batch of 128
     for arguments, message in (
         ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
         ({"accumulate": 3}, "a batch of 4096 cannot be divided into 3 micro-batches"),

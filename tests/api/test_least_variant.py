@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pase.compiler.fit import _takes_less
+from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
 from pase.compiler.variants import variants
@@ -30,7 +31,7 @@ def test_no_variant_of_a_strategy_takes_less_than_the_step_as_written(model, mac
     traced = resolve(model)
     problem = SplitProblem.of(traced.graph, 8, machine, "analytic", "adam", overlap)
     mesh, rng = mesh_from("2x4", 8), np.random.default_rng(0)
-    groups = list(variants(traced, problem.graph, None, "auto", True, once="auto"))
+    groups = list(variants(traced, problem.graph, CompileOptions(devices=8, once="auto"), True))
     assert groups[0][0].accumulate == 1 and not groups[0][0].blocks
     # The search looks at those that differ from the first in what is sent once alone.
     firsts = [problem.varied(traced, v) for v in groups[0] if not v.blocks]

@@ -233,7 +233,7 @@ def flops(graph: Graph) -> float:
     total = 0.0
     for n in graph.nodes:
         for op in n.ops:
-            points = np.prod([float(n.space[d].size) for d in (op.dims if op.over is None else op.over)])
+            points = np.prod([float(n.space[d].size) for d in op.worked])
             total += float(op.times) * op.flops_per_point * points
     return total
 

@@ -45,7 +45,7 @@ def products(graph: Graph) -> float:
         for op in n.ops:
             if op.kind in ("matmul", "conv", "attention"):
                 points = 1.0
-                for d in op.dims if op.over is None else op.over:
+                for d in op.worked:
                     points *= float(n.space[d].size)  # type: ignore[arg-type]
                 total += op.flops_per_point * points
     return total

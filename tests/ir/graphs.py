@@ -53,8 +53,7 @@ def flops(graph: Graph, *kinds: str) -> float:
     for n in graph.nodes:
         for op in n.ops:
             if not kinds or op.kind in kinds:
-                over = op.dims if op.over is None else op.over
-                total += op.flops_per_point * op.times * math.prod(n.space[d].size for d in over)  # type: ignore[operator,misc]
+                total += op.flops_per_point * op.times * math.prod(n.space[d].size for d in op.worked)  # type: ignore[operator,misc]
     return total
 
 

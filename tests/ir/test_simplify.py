@@ -37,7 +37,7 @@ def check(before: Graph, after: Graph) -> None:
                 key = (op.name, op.eqn, reads, tuple(a.tensor for a in op.writes))
                 assert key not in out, f"{key} twice"
                 points = 1
-                for d in op.dims if op.over is None else op.over:
+                for d in op.worked:
                     points *= n.space[d].size  # type: ignore[operator]
                 out[key] = op.flops_per_point * points * op.times  # type: ignore[operator]
         return out
