@@ -293,16 +293,10 @@ class Node:
     @cached_property
     def main(self) -> Op:
         """The op that gives the node its character: a matmul before an elementwise op."""
-        rank: dict[OpKind, int] = {
-            "matmul": 0,
-            "conv": 0,
-            "attention": 0,
-            "gather": 1,
-            "scatter": 1,
-            "window": 1,
-        }
-        rank |= {"sequential": 1, "opaque": 1, "reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
-        return min(self.ops, key=lambda op: rank.get(op.kind, 2))
+        rank: dict[OpKind, int] = {"matmul": 0, "conv": 0, "attention": 0}
+        rank |= {"gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
+        light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
+        return min(self.ops, key=lambda op: rank.get(op.kind, light.get(op.kind, 2)))
 
     @property
     def kind(self) -> OpKind:
@@ -489,8 +483,7 @@ class Graph:
 
     def bind(self, **values: int) -> Graph:
         """The same graph with integers for some symbols: re-priced without tracing again."""
-        unknown = set(values) - set(self.symbols)
-        if unknown:
+        if unknown := set(values) - set(self.symbols):
             have = ", ".join(self.symbols) or "none"
             raise PaseError(
                 f"graph '{self.name}' has no symbolic size {', '.join(sorted(unknown))}; it has: {have}"
