@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,31 +127,47 @@ def predicted_and_measured(
 
 
 def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
-    """Of each strategy the median step, its spread, and how many cores other programs took meanwhile. All run in turn,
-    a few times over: the machine's speed changes by the minute, and that must not decide their order."""
+    """Of each strategy the median step, its spread, the CPU time that a device's step took (waiting takes none), and how
+    many cores other programs took meanwhile. All run in turn, a few times over: the machine's speed changes by the
+    minute, and that must not decide their order."""
+    import jax
+
     visits = [[visit(r) for r in running] for _ in range(ROUNDS)]
     out = []
     for own in zip(*visits, strict=True):
-        low, middle, high = statistics.quantiles([t for times, _ in own for t in times], n=4)
-        taken = statistics.mean(others for _, others in own)
-        out.append({"measured_s": middle, "spread": (high - low) / middle, "others_cores": taken})
+        low, middle, high = statistics.quantiles([t for v in own for t in v.times], n=4)
+        cpu = statistics.median(v.cpu_s for v in own) / jax.device_count()
+        taken = statistics.mean(v.others_cores for v in own)
+        out.append(
+            {"measured_s": middle, "spread": (high - low) / middle, "cpu_s": cpu, "others_cores": taken}
+        )
     return out
 
 
-def visit(running: Running) -> tuple[list[float], float]:
-    """(some steps' seconds, cores that other programs took meanwhile): the least disturbed of a few tries. One step
-    goes before, since another program's arrays are in the caches."""
+@dataclass(frozen=True, kw_only=True)
+class Visit:
+    """Some steps' seconds, the process's CPU time of one of them, and cores that other programs took meanwhile."""
+
+    times: list[float]
+    cpu_s: float
+    others_cores: float
+
+
+def visit(running: Running) -> Visit:
+    """Some steps: the least disturbed of a few tries. One step goes before, since another program's arrays are in the
+    caches."""
     from pase.calibrate.here import others_s
 
-    found: list[tuple[list[float], float]] = []
-    while not found or (found[-1][1] > DISTURBED and len(found) < TRIES):
+    found: list[Visit] = []
+    while not found or (found[-1].others_cores > DISTURBED and len(found) < TRIES):
         running.run(1)
-        running.times.clear()
+        running.forget()
         began, others = time.perf_counter(), others_s()
         running.run(STEPS)
-        took = time.perf_counter() - began
-        found.append((list(running.times), max(others_s() - others, 0.0) / took))
-    return min(found, key=lambda f: f[1])
+        taken = max(others_s() - others, 0.0) / (time.perf_counter() - began)
+        cpu_s = running.cpu_s / STEPS
+        found.append(Visit(times=list(running.times), cpu_s=cpu_s, others_cores=taken))
+    return min(found, key=lambda f: f.others_cores)
 
 
 def tau(a: list[float], b: list[float]) -> float:

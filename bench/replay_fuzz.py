@@ -40,8 +40,6 @@ from pase.replay.whatif import apply
 
 HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
 """What-ifs that take time away."""
-SETTLED = 0.01
-"""An iteration is the last of four in a row; where they have not settled by then, it can be longer by a little."""
 Document = dict[str, Any]
 Mutation = Callable[[list[dict[str, Any]], np.random.Generator], list[dict[str, Any]]]
 
@@ -220,7 +218,7 @@ def verdict(folder: Path) -> str:
             ns = run.must_be_explained(knob[0], apply(run.graph, [knob]))
         except Infeasible:
             continue
-        if not ns <= run.replayed_ns * (1 + SETTLED):
+        if not ns <= run.replayed_ns:
             return f"fault: {knob[0]}={knob[2]:g} takes {ns:.0f} ns, the run as it is {run.replayed_ns:.0f}"
     if absurd and not warned:
         return f"fault: {low:.0f} to {high:.0f} ns of {extent:.0f}, replayed {run.replayed_ns:.0f}, without a warning"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 import shutil
@@ -20,7 +21,7 @@ from pase.files.json_values import JsonObject
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
 
-__all__ = ["Here", "ceilings", "find", "level_layout", "others_s", "parse_levels", "start"]
+__all__ = ["Here", "busy_s", "ceilings", "find", "level_layout", "others_s", "parse_levels", "start"]
 
 _CPU_HZ_AT_MOST = 7e9
 _CPU_FLOP_A_CYCLE = 4096  # two matrix units of 1,024 multiply-adds
@@ -181,15 +182,21 @@ def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
     return total // local, f"the host's {total} bytes over its process's {local} devices"
 
 
-def others_s() -> float:
-    """Seconds that all programs but this process have had of this host's cores since it started, what its hypervisor
-    took among them; 0 where the host does not say (it is not Linux)."""
+def busy_s() -> float:
+    """Seconds that all programs have had of this host's cores since it started, what its hypervisor took among them;
+    NaN where the host does not say (it is not Linux)."""
     try:
         with open("/proc/stat", encoding="ascii") as f:
             user, nice, system, _, _, irq, soft, steal, *_ = map(int, f.readline().split()[1:])
     except (OSError, ValueError):
-        return 0.0
-    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
+        return math.nan
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def others_s() -> float:
+    """Seconds that all programs but this process have had of this host's cores; 0 where the host does not say."""
+    busy = busy_s()
+    return 0.0 if math.isnan(busy) else busy - time.process_time()
 
 
 def _proc(field: str) -> str:

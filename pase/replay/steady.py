@@ -64,9 +64,16 @@ class Steady:
         return out
 
 
-def steady(g: DataflowGraph, times: int = _ROW) -> Steady:
-    """Replay ``times`` iterations in a row, where the graph says how one follows the other; else one on its own."""
-    long, times = (unroll(g, times), times) if g.root or len(g.carried.src) else (g, 1)
+def steady(g: DataflowGraph, times: int = _ROW, before: DataflowGraph | None = None) -> Steady:
+    """Replay ``times`` iterations in a row, where the graph says how one follows the other; else one on its own.
+
+    before: the same tasks and waits with other times; each device runs its tasks in the order in which it does there.
+    """
+    times = times if g.root or len(g.carried.src) else 1
+    if before is None:
+        long = unroll(g, times)
+    else:
+        long = _in_order(unroll(g, times, before), unroll(before, times))
     r = replay_graph(long)
     finish = r.finish_ns.reshape(times, len(g))
     length: dict[int, float] = {}
@@ -85,34 +92,66 @@ def steady(g: DataflowGraph, times: int = _ROW) -> Steady:
     return Steady(graph=long, replay=r, tasks=len(g), begin_ns=begin, length_ns=length)
 
 
-def evaluate(g: DataflowGraph) -> dict[int, float]:
-    """Length (ns) of each rank's steady iteration."""
-    return steady(g).length_ns
+def evaluate(g: DataflowGraph, before: DataflowGraph | None = None) -> dict[int, float]:
+    """Length (ns) of each rank's steady iteration. before: see ``steady``."""
+    return steady(g, before=before).length_ns
 
 
-def lengths_in_a_row(g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> np.ndarray | None:
+_InARow = tuple[DataflowGraph, np.ndarray, np.ndarray]
+"""A graph, its tasks' times and its edges' in each iteration."""
+
+
+def lengths_in_a_row(
+    g: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray, before: _InARow | None = None
+) -> np.ndarray | None:
     """Length (ns) of each iteration on each rank, float64 [iterations, ranks], replayed one after the other, each with
     times of its own. In front of the first the run is as usual (medians): how far a CPU is ahead of its device does
     not follow from that one iteration.
 
     own_ns: float64 [iterations, tasks]; own_lag_ns: float64 [iterations, edges]. Of a graph so large that not all would
     fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
+    before: the same tasks and waits with other times, as in ``steady``.
     """
     fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _SETTLE)
     if fit < 2 or not (g.root or len(g.carried.src)):
         return None
-    count = _SETTLE + fit
-    long = unroll(g, count)
-    inside = count * len(g.src)  # behind them come the edges from one iteration to the next
-    duration, lag = (
-        np.concatenate([np.tile(np.median(own[:fit], axis=0), _SETTLE), own[:fit].ravel()])
-        for own in (own_ns, own_lag_ns)
-    )
-    r = replay_graph(replace(long, duration_ns=duration, lag_ns=np.concatenate([lag, long.lag_ns[inside:]])))
-    finish = r.finish_ns.reshape(count, len(g))
+    if before is None:
+        long = _with_own(unroll(g, _SETTLE + fit), own_ns[:fit], own_lag_ns[:fit])
+    else:
+        usual, *times = before
+        then = _with_own(unroll(usual, _SETTLE + fit), *(own[:fit] for own in times))
+        long = _with_own(unroll(g, _SETTLE + fit, usual), own_ns[:fit], own_lag_ns[:fit])
+        long = _in_order(long, then)
+    r = replay_graph(long)
+    finish = r.finish_ns.reshape(-1, len(g))
     ranks = [g.rank == k for k in g.ranks]
     done = np.stack([finish[:, mine].max(axis=1) for mine in ranks if mine.any()], axis=1)
     return np.diff(done, axis=0)[_SETTLE - 1 :]
+
+
+def _with_own(long: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> DataflowGraph:
+    """The last iterations of a row with times of their own, those in front with the medians."""
+    duration, lag = (
+        np.concatenate([np.tile(np.median(own, axis=0), _SETTLE), own.ravel()])
+        for own in (own_ns, own_lag_ns)
+    )
+    # Behind the edges inside of iterations come those from one to the next.
+    return replace(long, duration_ns=duration, lag_ns=np.concatenate([lag, long.lag_ns[len(lag) :]]))
+
+
+def _in_order(g: DataflowGraph, before: DataflowGraph) -> DataflowGraph:
+    """The graph with its tasks on each device in the order in which they run in the replay of ``before``."""
+    order = replay_graph(before).order
+    order = order[np.argsort(g.device[order], kind="stable")]
+    same = g.device[order[1:]] == g.device[order[:-1]]
+    src, dst = order[:-1][same], order[1:][same]
+    return replace(
+        g,
+        src=np.concatenate([g.src, src]),
+        dst=np.concatenate([g.dst, dst]),
+        lag_ns=np.concatenate([g.lag_ns, np.zeros(len(src))]),
+        edge_kind=np.concatenate([g.edge_kind, np.zeros(len(src), dtype=g.edge_kind.dtype)]),
+    )
 
 
 def stretched(g: DataflowGraph, by: float) -> DataflowGraph:
@@ -128,16 +167,16 @@ def stretched(g: DataflowGraph, by: float) -> DataflowGraph:
     )
 
 
-def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
+def unroll(g: DataflowGraph, times: int, before: DataflowGraph | None = None) -> DataflowGraph:
     """``times`` iterations one after the other.
 
-    Each thread and stream goes on with the next iteration after the last task of this one, and what the trace shows to
-    wait for the iteration before waits for it.
+    Each thread and stream goes on with the next iteration after the last task of this one (in the replay of ``before``,
+    if that is given: see ``steady``), and what the trace shows to wait for the iteration before waits for it.
     """
     if times < 2:
         return g
     n = len(g)
-    src, dst, lag, kind = _between(g)
+    src, dst, lag, kind = _between(g, replay_graph(before or g).order)
     steps = range(times - 1)
     copies: dict[str, Any] = {
         f: np.tile(getattr(g, f), times) for f in ("name", "kind", "device", "duration_ns", "priority")
@@ -159,10 +198,9 @@ def unroll(g: DataflowGraph, times: int) -> DataflowGraph:
     )
 
 
-def _between(g: DataflowGraph) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Edges from one iteration to the next: source, destination, lag, kind."""
-    # Order within a device by the graph's own replay; ties by the edges, which a stable order of tasks keeps.
-    order = replay_graph(g).order
+def _between(g: DataflowGraph, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Edges from one iteration to the next: source, destination, lag, kind. order: in which tasks start."""
+    # Ties by the edges, which a stable order of tasks keeps.
     device = g.device[order]
     first = {int(d): int(order[np.argmax(device == d)]) for d in np.unique(device)}
     last = {int(d): int(order[len(order) - 1 - np.argmax(device[::-1] == d)]) for d in np.unique(device)}

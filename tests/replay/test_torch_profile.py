@@ -101,9 +101,7 @@ def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     assert set(np.flatnonzero(sends).tolist()) <= set(launched.tolist())
     report = reported("replay", traces, "--what-if", "bandwidth=2", "--force")
     assert [r["rank"] for r in report["ranks"]] == [0, 1] and report["held_out"]
-    # Where a busy machine's waits leave ops in another order once collectives are shorter, the report says so.
-    faster = report["what_if"][0]
-    assert faster["speedup"] >= 0.99 or "in another order" in faster["doubt"]
+    assert report["what_if"][0]["speedup"] >= 1
     assert "launch-bound" not in [f["kind"] for f in reported("diagnose", traces)["findings"]]
 
 
