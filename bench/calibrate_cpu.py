@@ -127,9 +127,9 @@ def predicted_and_measured(
 
 
 def in_rounds(running: Sequence[Running]) -> list[dict[str, float]]:
-    """Of each strategy the median step, its spread, the CPU time that a device's step took (waiting takes none), and how
-    many cores other programs took meanwhile. All run in turn, a few times over: the machine's speed changes by the
-    minute, and that must not decide their order."""
+    """Of each strategy the median step, its spread, the CPU time of a device's step (waiting takes none), and how many
+    cores other programs took meanwhile. All run in turn, a few times over: the machine's speed changes by the minute,
+    and that must not decide their order."""
     import jax
 
     visits = [[visit(r) for r in running] for _ in range(ROUNDS)]
