@@ -55,7 +55,7 @@ def main() -> int:
         "--minutes", type=float, help="begin nothing new after so many (full: 58; else no limit)"
     )
     parser.add_argument("--only", help="full: these parts alone, comma-separated")
-    parser.add_argument("--models", help="strategies: of these alone, comma-separated")
+    parser.add_argument("--models", help="strategies, replay: of these alone, comma-separated")
     parser.add_argument("--calibrate-s", type=float, default=45.0, help="seconds for each network")
     parser.add_argument(
         "--mbit", type=float, help="strategies, frameworks: on the networks of this rate alone"
@@ -174,7 +174,12 @@ def _steps(
         return step
 
     def replay() -> None:
-        session.write("replay", replays.measure(session, cases=replays.CASES, steps=args.iterations))
+        cases = [c for c in replays.CASES if c[0] in models]
+        found = replays.measure(session, cases=cases, steps=args.iterations, plans=not args.models)
+        if args.models:  # the other runs stay, each with the commit that it was measured at
+            found["rows"] = [*session.others("replay", [r["run"] for r in found["rows"]]), *found["rows"]]
+            found["summary"] = replays.summary(found["rows"])
+        session.write("replay", found)
 
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
     if "buckets" in parts:

@@ -65,8 +65,11 @@ WIRE = MBIT * 1e6 / 8 * PAYLOAD
 """Bytes a second each way on a host's link: what anyone knows who knows the network (``pase replay --wire``)."""
 
 
-def measure(session: Session, *, cases: Sequence[tuple[str, int]], steps: int) -> dict[str, Any]:
-    """A row a run: the replay's error by rank, and each what-if beside the run that really changed."""
+def measure(
+    session: Session, *, cases: Sequence[tuple[str, int]], steps: int, plans: bool = True
+) -> dict[str, Any]:
+    """A row a run: the replay's error by rank, and each what-if beside the run that really changed. plans: DDP
+    of PyTorch under other bucket plans as well."""
     if not session.resume:
         shutil.rmtree(session.folder / "traces", ignore_errors=True)
     with Network(Topology(racks=(HOSTS,), host_mbit=MBIT, hosts_a_core=1)) as network:
@@ -74,7 +77,8 @@ def measure(session: Session, *, cases: Sequence[tuple[str, int]], steps: int) -
         found = _variants(network, session, machine, cases, steps)
     rows = [_row(session, key, found, WIRE) for key in found["traced"]]
     rows += _more_hosts(session, machine, WIRE, cases, steps)
-    rows += _bucket_plans(session, steps)
+    rows += _bucket_plans(session, steps) if plans else []
+    rows = [{"commit": session.commit, **r} for r in rows]
     about = {"mbit": MBIT, "wire_bytes_per_s": WIRE}
     return {"summary": summary(rows), **about, "rows": rows}
 
@@ -126,6 +130,9 @@ def _row(
 ) -> dict[str, Any]:
     """A run and its what-ifs. A variant that another strategy won has no such run."""
     seconds = {v: _median_s(runs.get(key, {})) for v, runs in found.items()}
+    others = {
+        v: runs[key]["others_cores"] for v, runs in found.items() if "others_cores" in runs.get(key, {})
+    }
     if math.isnan(seconds["traced"]):
         return {"run": key, "failed": found["traced"][key].get("failed", "no time")}
     now = _traces(session, key, "traced")
@@ -140,7 +147,7 @@ def _row(
 
         other = by_ratio(Path(found["traced"][key]["layout"]), Path(found["batch"][key]["layout"]))
         changes.append(_change(now, "strategy=twice the batch", wire, seconds["batch"], other))
-    measured = {"bare_s": seconds["bare"], "traced_s": seconds["traced"]}
+    measured = {"bare_s": seconds["bare"], "traced_s": seconds["traced"], "others_cores": others}
     return {"run": key, "hosts": HOSTS, **measured, **_replayed(now, wire), "changes": changes}
 
 

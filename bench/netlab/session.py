@@ -58,6 +58,12 @@ class Session:
         before = json.loads(file.read_text()).get("rows", []) if file.exists() else []
         return [r for r in before if r["network"] not in networks and r.get("commit") == self.commit]
 
+    def others(self, part: str, runs: Sequence[str]) -> list[dict[str, Any]]:
+        """Rows of the part's file, of other runs than these; each says the commit that it was measured at."""
+        file = self.results / f"netlab_{part}.json"
+        before = json.loads(file.read_text()) if file.exists() else {"rows": []}
+        return [{"commit": before["commit"], **r} for r in before["rows"] if r["run"] not in runs]
+
 
 def rows_of(results: Path, stamp: str, since: float = 0.0) -> tuple[dict[str, dict[str, Any]], str | None]:
     """(key -> row of every cell that is done, key of the last one begun since then) in a journal, of this stamp."""
