@@ -173,19 +173,11 @@ def _steps(
 
         return step
 
-    def replay() -> None:
-        cases = [c for c in replays.CASES if c[0] in models]
-        found = replays.measure(session, cases=cases, steps=args.iterations, plans=not args.models)
-        if args.models:  # the other runs stay, each with the commit that it was measured at
-            found["rows"] = [*session.others("replay", [r["run"] for r in found["rows"]]), *found["rows"]]
-            found["summary"] = replays.summary(found["rows"])
-        session.write("replay", found)
-
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
     if "buckets" in parts:
         out.append(("buckets", "", policies("buckets", args.training)))
     if "replay" in parts:
-        out.append(("replay", "", replay))
+        out.append(("replay", "", lambda: _replay(args, session, models)))
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in many]
     if "racks" in parts:
         some = [m for m in ("mlp", "gpt2") if m in models]
@@ -193,6 +185,16 @@ def _steps(
     if "torch" in parts:
         out.append(("torch", "", policies("torch", 0)))
     return out + (_compared(args, session) if "frameworks" in parts else [])
+
+
+def _replay(args: argparse.Namespace, session: Session, models: list[str]) -> None:
+    """As a step of ``_steps``."""
+    cases = [c for c in replays.CASES if c[0] in models]
+    found = replays.measure(session, cases=cases, steps=args.iterations, plans=not args.models)
+    if args.models:  # the other runs stay, each with the commit that it was measured at
+        found["rows"] = [*session.others("replay", [r["run"] for r in found["rows"]]), *found["rows"]]
+        found["summary"] = replays.summary(found["rows"])
+    session.write("replay", found)
 
 
 def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str, Callable[[], None]]]:
