@@ -40,8 +40,7 @@ def _flex(call: RankCall) -> Tensor:
     scores = q.to(wide) @ keys.transpose(-2, -1) * call.given["scale"]
     scores = _each(call.given["score"], at, call.given["score_reads"], scores)
     seen = _each(call.given["mask"], at, call.given["mask_reads"]).expand(scores.shape)
-    blind = ~seen.any(-1, keepdim=True)  # a query that sees no key has a result of zero
-    shares = scores.masked_fill(~seen & ~blind, -torch.inf).softmax(-1).masked_fill(blind, 0)
+    shares = torch._safe_softmax(scores.masked_fill(~seen, -torch.inf), -1)  # no key: a result of zero
     return (shares @ values).to(q.dtype)
 
 

@@ -123,8 +123,8 @@ def untaken() -> tuple[Any, tuple[Any, ...]]:
 
 
 def flexible(kv_heads: int) -> tuple[Any, tuple[Any, ...]]:
-    """Attention with a bias by position and a window. PyTorch itself runs ``flex_attention`` forward only on a CPU:
-    beside the export it is written out."""
+    """Attention with a bias by position and a window; some queries see nothing, by either. PyTorch itself runs
+    ``flex_attention`` forward only on a CPU: beside the export it is written out."""
     import torch
     from torch import nn
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -142,7 +142,7 @@ def flexible(kv_heads: int) -> tuple[Any, tuple[Any, ...]]:
                 return (q >= k) & (q - k < 5) & (q + h > 1)
 
             def biased(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-                return score + slopes[h] * (k - q)
+                return torch.where(q == 3, -torch.inf, score + slopes[h] * (k - q))
 
             q, k, v = (m(x).view(4, 8, -1, 4).transpose(1, 2) for m in (self.q, self.k, self.v))
             if torch.compiler.is_exporting():
@@ -151,7 +151,7 @@ def flexible(kv_heads: int) -> tuple[Any, tuple[Any, ...]]:
             else:
                 k, v = (t.repeat_interleave(4 // kv_heads, 1) for t in (k, v))
                 at = torch.arange(4)[:, None, None], torch.arange(8)[:, None], torch.arange(8)
-                scores = q @ k.transpose(-2, -1) / 2 + slopes[at[0]] * (at[2] - at[1])
+                scores = biased(q @ k.transpose(-2, -1) / 2, 0, *at)
                 y = scores.masked_fill(~seen(0, *at), -torch.inf).softmax(-1).nan_to_num() @ v
             return self.o(y.transpose(1, 2).reshape(4, 8, 16)).square().mean()
 
