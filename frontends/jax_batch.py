@@ -3,7 +3,8 @@ a micro-batch's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ import numpy as np
 
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_blocks import batch_size, split_inputs
+from pase.frontends.jax_rules import RULES, Elementwise
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import NotInParts
@@ -26,7 +28,19 @@ if TYPE_CHECKING:
 __all__ = ["check_mean"]
 
 _MOVED = frozenset(
-    {"broadcast_in_dim", "convert_element_type", "reshape", "neg", "copy", "squeeze", "transpose"}
+    (
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "neg",
+        "reduce_max",
+        "reduce_min",
+        "reshape",
+        "rev",
+        "squeeze",
+        "transpose",
+    )
 )
 """What gives a number's multiple if it reads a multiple."""
 _OWN_RULE = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
@@ -43,6 +57,11 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"
         ) from None
+    if (read := _total_of_loss(graph, sums.totals)) is not None:
+        raise NotInParts(
+            f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' reads {read}, "
+            f"a sum over the batch, and a micro-batch has only its own: make it outside and pass it as an argument"
+        )
     power = next(iter(sums.outputs.values()), 1)
     if power != 1:
         grows = (
@@ -52,6 +71,21 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
             f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' is {grows}, and "
             f"a JAX step takes the mean of its micro-batches' losses: divide it by the batch's size (jnp.mean)"
         )
+
+
+def _total_of_loss(graph: Graph, totals: Collection[str]) -> str | None:
+    """A sum over the batch that depends on no parameter and that the loss depends on: its op and line."""
+    makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
+    left, seen = list(graph.outputs[:1]), set(graph.outputs[:1])
+    while left:
+        t = left.pop()
+        op = makers.get(t)
+        if op is not None and t in totals:
+            return f"{op.name} at {op.source or 'an unknown line'}"
+        new = {a.tensor for a in op.reads} - seen if op is not None else set()
+        seen |= new
+        left += new
+    return None
 
 
 def _cut(traced: TracedJax) -> frozenset[str]:
@@ -165,7 +199,7 @@ class _BothPrograms:
         name = eqn.primitive.name
         told = [p for p in numbers if not isinstance(p, str)]
         if len(told) == len(numbers):  # a number itself
-            made = None if name == "iota" and _steps(big) != _steps(eqn) else _made(name, told)
+            made = self._made(big, eqn, told)
             known.update((v, made) for v in eqn.outvars)
         elif name in ("mul", "div") and told:
             first = name == "div" and numbers[0] != "data" and numbers[0] != 0  # a number divided by data
@@ -198,6 +232,9 @@ class _BothPrograms:
             pairs = [(opened(a), opened(b), numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)]
         else:
             return False
+        if "data" not in numbers:  # not followed: the same where nothing has another size
+            same = all(p == 0 for p in numbers) and _shapes(big) == _shapes(small)
+            known.update((v, 0 if same and name in ("scan", "cond") else None) for v in small.outvars)
         for one, other, bound, where in pairs:
             own = {v: p for v, p in zip(other[0].invars, bound, strict=True) if not isinstance(p, str)}
             made = self._walk(one, other, own, where, inside)
@@ -206,6 +243,40 @@ class _BothPrograms:
                     (v, p) for v, p in zip(small.outvars, made, strict=True) if not isinstance(p, str)
                 )
         return True
+
+    def _made(self, big: Eqn, small: Eqn, told: Sequence[int | None]) -> int | None:
+        """The power of what is made of numbers alone. What the batch sizes has to repeat itself along the batch."""
+        name = small.primitive.name
+        powers = [p for p in told if p is not None]
+        if len(powers) < len(told):
+            return None
+        if name == "mul":
+            return sum(powers)
+        if name == "div":
+            return powers[0] - powers[1]
+        if name == "dot_general":
+            return self._more(
+                *(_extents(e, e.params["dimension_numbers"][0][0]) for e in (big, small)), sum(powers)
+            )
+        if name == "reduce_sum":
+            return self._more(*(_extents(e, e.params["axes"]) for e in (big, small)), powers[0])
+        if name in _MOVED:
+            return powers[0]
+        if any(powers):
+            return None
+        alone = isinstance(RULES.get(name), Elementwise) or name in ("reduce_and", "reduce_or")
+        if alone or _shapes(big) == _shapes(small):
+            return 0
+        if name == "slice":  # of what does not grow it would tell examples by their places
+            sizes = [[math.prod(shape) for shape in _shapes(e)] for e in (big, small)]
+            return 0 if sizes[0][0] * sizes[1][1] == sizes[0][1] * sizes[1][0] else None
+        along = [_along(e) for e in (big, small)]
+        return 0 if along[0] is not None and along[0] == along[1] else None
+
+    def _more(self, big: Sequence[int], small: Sequence[int], power: int) -> int | None:
+        """The power of a sum over dims of these extents."""
+        a, b = math.prod(big), math.prod(small)
+        return power if a == b else power + 1 if a == b * self.k else None
 
     def _ratio(self, big: object, small: object) -> int | None:
         a, b = _values(big), _values(small)
@@ -233,20 +304,20 @@ def _values(of: object) -> np.ndarray:
     return array if array.dtype.kind in "biufc" else array.astype(np.float64)
 
 
-def _steps(iota: Eqn) -> int:
-    """How far an iota counts."""
-    return int(iota.params["shape"][iota.params["dimension"]])
+def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
+    return [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
 
 
-def _made(name: str, told: Sequence[int | None]) -> int | None:
-    """The power of what is made of numbers alone."""
-    if all(p == 0 for p in told):
-        return 0
-    if any(p is None for p in told):
+def _extents(eqn: Eqn, dims: Sequence[int]) -> tuple[int, ...]:
+    """Of these dims of its first operand."""
+    return tuple(int(eqn.invars[0].aval.shape[d]) for d in dims)
+
+
+def _along(eqn: Eqn) -> list[int] | None:
+    """The extents of the dims that it goes along, in all that it reads and makes; None: it names none."""
+    found = next((eqn.params[key] for key in ("axes", "axis", "dimension") if key in eqn.params), None)
+    if found is None:
         return None
-    powers = [p for p in told if p is not None]
-    if name == "mul":
-        return sum(powers)
-    if name == "div":
-        return powers[0] - powers[1]
-    return powers[0] if name in _MOVED else None
+    dims = [found] if isinstance(found, int) else found
+    every = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    return [int(shape[d]) for shape in every for d in dims if d < len(shape)]

@@ -79,6 +79,12 @@ MEANS: dict[str, Loss] = {
         (x @ w * jnp.arange(8) + np.arange(8, dtype=np.float32)) ** 2
     ),
     "places repeated": lambda w, x: jnp.mean((x @ w * np.tile(np.float32(range(8)), (len(x), 1))) ** 2),
+    "weights that are counted": lambda w, x: jnp.average(_each(w, x), weights=jnp.full(len(x), 2.0)),
+    "ones in a product": lambda w, x: _each(w, x) @ jnp.ones(len(x)) / (jnp.ones(len(x)) @ jnp.ones(len(x))),
+    "sums along features": lambda w, x: jnp.mean((x @ w) ** 2 * jnp.cumsum(jnp.ones((len(x), 8)), axis=1)),
+    "a state that is set": lambda w, x: jnp.mean(
+        jnp.tanh(x @ w + jnp.concatenate([jnp.ones((len(x), 4)), jnp.zeros((len(x), 4))], axis=1))
+    ),
     "remat": lambda w, x: jax.checkpoint(lambda w: jnp.mean((x @ w) ** 2))(w),
 }
 OTHERS: dict[str, tuple[Loss, str]] = {
@@ -109,6 +115,35 @@ OTHERS: dict[str, tuple[Loss, str]] = {
     "times the size": (
         lambda w, x: jnp.sum(jnp.mean(_each(w, x)) * np.array([float(len(x))], np.float32)),
         "a sum over the batch",
+    ),
+    "times a count": (lambda w, x: jnp.mean(_each(w, x)) * jnp.sum(jnp.ones(len(x))), "a sum over the batch"),
+    "times a count in a product": (
+        lambda w, x: jnp.mean((x @ w) ** 2 * (jnp.ones((len(x), len(x))) @ jnp.ones((len(x), 8)))),
+        "a sum over the batch",
+    ),
+    "sums along the batch": (
+        lambda w, x: jnp.mean(_each(w, x) * jnp.cumsum(jnp.ones(len(x)))),
+        "meet in mul",
+    ),
+    "a product over the batch": (
+        lambda w, x: jnp.mean(_each(w, x)) * jnp.prod(jnp.full(len(x), 1.1)),
+        "examples .* meet in mul",
+    ),
+    "begin of a table": (lambda w, x: jnp.mean(_each(w, x) * jnp.arange(100.0)[: len(x)]), "meet in mul"),
+    "random numbers of a fixed key": (
+        lambda w, x: jnp.mean(jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0)),
+        "examples .* meet in",
+    ),
+    "a loop that counts": (
+        lambda w, x: (
+            jnp.mean(_each(w, x))
+            * jax.lax.scan(lambda c, a: (c + a.sum(), None), 0.0, jnp.ones((3, len(x))))[0]
+        ),
+        "examples .* meet in mul",
+    ),
+    "a branch by the batch": (
+        lambda w, x: jax.lax.cond(jnp.sum(x) > 0, jnp.mean, lambda e: 2 * jnp.mean(e), _each(w, x)),
+        "reads reduce_sum at .*, a sum over the batch, .*pass it as an argument",
     ),
     "another program": (
         lambda w, x: jnp.mean(_each(w, x)) if len(x) > 8 else jnp.mean(_each(w, x)) * 2,
