@@ -255,11 +255,9 @@ class _BothPrograms:
         if name == "div":
             return powers[0] - powers[1]
         if name == "dot_general":
-            return self._more(
-                *(_extents(e, e.params["dimension_numbers"][0][0]) for e in (big, small)), sum(powers)
-            )
+            return self._more(big, small, big.params["dimension_numbers"][0][0], sum(powers))
         if name == "reduce_sum":
-            return self._more(*(_extents(e, e.params["axes"]) for e in (big, small)), powers[0])
+            return self._more(big, small, big.params["axes"], powers[0])
         if name in _MOVED:
             return powers[0]
         if any(powers):
@@ -273,9 +271,9 @@ class _BothPrograms:
         along = [_along(e) for e in (big, small)]
         return 0 if along[0] is not None and along[0] == along[1] else None
 
-    def _more(self, big: Sequence[int], small: Sequence[int], power: int) -> int | None:
-        """The power of a sum over dims of these extents."""
-        a, b = math.prod(big), math.prod(small)
+    def _more(self, big: Eqn, small: Eqn, dims: Sequence[int], power: int) -> int | None:
+        """The power of a sum over these dims of the first operand."""
+        a, b = (math.prod(int(e.invars[0].aval.shape[d]) for d in dims) for e in (big, small))
         return power if a == b else power + 1 if a == b * self.k else None
 
     def _ratio(self, big: object, small: object) -> int | None:
@@ -306,11 +304,6 @@ def _values(of: object) -> np.ndarray:
 
 def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
-
-
-def _extents(eqn: Eqn, dims: Sequence[int]) -> tuple[int, ...]:
-    """Of these dims of its first operand."""
-    return tuple(int(eqn.invars[0].aval.shape[d]) for d in dims)
 
 
 def _along(eqn: Eqn) -> list[int] | None:
