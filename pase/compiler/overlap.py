@@ -24,8 +24,8 @@ import numpy as np
 
 from pase.search import Known, Solution, solve
 from pase.search.excess import Excess
-from pase.search.labels import HeldAlong, label_choices
-from pase.search.priced import prepare
+from pase.search.labels import label_choices
+from pase.search.priced import HeldAlong, prepare
 from pase.tables import CostTables
 from pase.tables.beside import Passes, StepTables
 

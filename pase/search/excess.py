@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.search.labels import HeldAlong, Labels
+from pase.search.labels import Labels
+from pase.search.priced import HeldAlong
 
 __all__ = ["Excess"]
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from pase.search.factors import ConfigPartition, Pool
 from pase.search.plan import Elimination
-from pase.search.priced import PricedTables
+from pase.search.priced import HeldAlong, PricedTables
 
-__all__ = ["HeldAlong", "Labels", "label_choices"]
+__all__ = ["Labels", "label_choices"]
 
 _CHUNK = 1 << 22
 _COMPARED = 256  # labels of the same state that a label is compared with, if there are several sums
@@ -64,22 +64,6 @@ class Labels:
             out[v] = config[at]
             at = int(parent[at])
         return out
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HeldAlong:
-    """The contribution of a pair of nodes to each sum: float64 [classes of src, classes of dst, sums]."""
-
-    src: int
-    dst: int
-    src_class: np.ndarray
-    dst_class: np.ndarray
-    held: np.ndarray
-
-    def between(self, v: int, own: np.ndarray, others: np.ndarray) -> np.ndarray:
-        """The contribution of pairs of configs (node v's, the other node's): float64 [pairs, sums]."""
-        a, b = (own, others) if v == self.src else (others, own)
-        return self.held[self.src_class[a], self.dst_class[b]]
 
 
 def label_choices(

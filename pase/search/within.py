@@ -15,13 +15,14 @@ from functools import cached_property
 import numpy as np
 
 from pase.errors import Infeasible
+from pase.search.branches import Branches, SummedTables
 from pase.search.check import cost_of
 from pase.search.exact import KernelName
 from pase.search.excess import Excess
 from pase.search.factors import Pool
 from pase.search.hull import Dual, best_prices
 from pase.search.labels import Labels, label_choices
-from pase.search.priced import PricedTables, prepare
+from pase.search.priced import HeldAlong, PricedTables, prepare
 from pase.search.sums import Sums, alike, sums_of
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
@@ -34,6 +35,8 @@ Eliminate = Callable[[CostTables], tuple[np.ndarray, float, int]]
 _MOST_SUMS = 6
 _LABELS = 1_000_000  # to make at most in each look for choices
 _LABEL_WORK = 100  # operations that take as long as one label
+_MOST_BRANCHED = 150  # nodes; of more, or where most are equal, layers would be parted one by one
+_MOST_PARTS = 400  # that are divided in one search
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
 _EXACT = 1e-9  # relative: an answer this close to its bound is the best
 _MOST_PLANNED = (
@@ -174,9 +177,36 @@ class Within:
         """The first of the choices that breaks the limit at some point."""
         return next((c for c in choices if not fits(self.memory, c)), None)
 
+    def _branch(self, sums: Sums, prices: np.ndarray) -> None:
+        """Part configs until what is left of the gap is no more than is asked for, or the budget is spent."""
+        x, room = self.excess, sums.room
+        held, along, weights = sums.held, tuple[HeldAlong, ...](), np.zeros(room.size)
+        if x is not None:
+            held, along = x.beside(held), x.along_beside(room.size)
+            weights, prices = np.append(weights, x.weights), np.append(prices, x.weights)
+            room = np.append(room, np.full(x.weights.size, np.inf))
+        dearest = self._ceiling + 4 * _EXACT * abs(self._ceiling) + 1e-300
+        branches = Branches(
+            problem=SummedTables(tables=self.tables, held=held, along=along, room=room, weights=weights),
+            kernel=self.kernel,
+            seed=self.seed,
+            offer=self.offer,
+            top=lambda: min(self.cost, self.below, dearest),
+            stop=self.stop,
+        )
+        bound = branches.run(prices, _MOST_PARTS)
+        self.work += branches.work
+        if bound is not None:
+            self._prove(bound - 1e-12 * abs(bound))
+
     def _close(self, oracle: _Oracle, prices: np.ndarray) -> np.ndarray | None:
         """Look for choices in ever wider parts of the gap. A choice within the sums that breaks the limit, cheaper than
         any that was found to fit, where there is one."""
+        kinds = {*zip(map(id, self.tables.node_costs), map(id, oracle.sums.held), strict=True)}
+        if len(self.tables.node_costs) <= min(_MOST_BRANCHED, 2 * len(kinds)):
+            self._branch(oracle.sums, prices)
+            if self.settled or self.stop():
+                return None
         look = _Look.of(oracle, prices)
         if look is None:
             return None

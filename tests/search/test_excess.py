@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, brute_force, cost_of
 from pase.search.excess import Excess
-from pase.search.labels import HeldAlong
+from pase.search.priced import HeldAlong
 from pase.search.within import Within, fits
 from pase.tables.types import CostTables
 
