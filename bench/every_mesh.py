@@ -2,11 +2,12 @@
 
     python -m bench.every_mesh [--only "gpt2, 32"] [-o bench/results/every_mesh.json]
 
-CPU seconds of one process; without a memory limit and without baselines.
+CPU seconds of one process; without a memory limit and without baselines. Rows that are not run again are kept.
 """
 
 from __future__ import annotations
 
+import json
 import time
 
 import pase
@@ -49,11 +50,14 @@ def main() -> None:
     """Writes bench/results/every_mesh.json: a row for each model and number of devices."""
     args = parser(__doc__, "every_mesh").parse_args()
     pase.compile("zoo:mlp", devices=8)  # imports
-    rows = []
+    before = json.loads(args.o.read_text())["rows"] if args.o.exists() else []
+    rows = {(r["model"], r["devices"]): r for r in before if (r["model"], r["devices"]) in ROWS}
     for row in wanted(((f"{m}, {n}", (m, n)) for m, n in ROWS), args.only):
-        rows.append(measured(*row))
-        print(rows[-1], flush=True)
-        save({"rows": rows}, args.o)  # each row, so that a run that is ended keeps those before
+        rows[row] = measured(*row)
+        print(rows[row], flush=True)
+        save(
+            {"rows": [rows[r] for r in ROWS if r in rows]}, args.o
+        )  # each row, so that a run that is ended keeps those before
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
-__all__ = ["jit"]
+__all__ = ["is_compiled", "jit"]
 
 NumbaLoop = TypeVar("NumbaLoop", bound=Callable[..., object])
 
@@ -26,3 +27,17 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
             return numba.njit(*signature, nogil=True)(kernel)  # type: ignore
 
     return compiled
+
+
+def is_compiled(kernel: Any) -> bool:
+    """Whether a kernel of ``jit`` was called in this process, or lies in numba's cache; True where numba is told not to
+    compile.
+
+    >>> is_compiled(jit()(lambda x: x + 1))
+    False
+    """
+    if not hasattr(kernel, "signatures") or kernel.signatures:
+        return True
+    code, folder = kernel.py_func.__code__, kernel.stats.cache_path
+    index = f"{Path(code.co_filename).stem}.{code.co_qualname}-{code.co_firstlineno}.*.nbi"
+    return folder is not None and any(Path(folder).glob(index))

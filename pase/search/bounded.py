@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pase.compiled import is_compiled
 from pase.errors import Infeasible
 from pase.search.bundle import next_prices
 from pase.search.check import cost_of
 from pase.search.clock import Deadline
 from pase.search.contract import contract, restrict
 from pase.search.exact import eliminate_pairwise
+from pase.search.greedy import greedy_choice
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
 from pase.search.residual import ACTIVE_POINTS, Incumbent, Residual
 from pase.search.types import MemoryProfile, SearchProgress, Solution
@@ -35,6 +37,7 @@ _TREE = 100  # nodes in a tree of a neighbourhood, about
 _CUTS = 12  # cutting-plane steps a turn
 _ROUNDS = 60  # turns, where neither time nor turns are limited
 _TURN_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
+_COMPILE_S = 20.0  # that compiling the kernels of a turn takes on a quiet core, and half as much again
 _PAIRS_A_TURN = 6_000  # an integer program with that many pairs more is waited for one turn later
 
 
@@ -70,6 +73,8 @@ def bounded_search(
         left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
         now = clock.run("residual", Residual, left, memory)
         rng = np.random.default_rng(seed)
+        if time_limit is not None:  # one answer at least before it ends
+            _start(state, now, clock)
         turns = _Rounds(state, now, rng, clock, progress, rounds)
         method = turns.run()
     except KeyboardInterrupt:
@@ -119,7 +124,7 @@ class _Rounds:
         pool = ThreadPoolExecutor(1)
         try:
             while True:
-                ended = self._settle() or self._take_turn(pool) or self._ended()
+                ended = self._settle() or self._uncompiled() or self._take_turn(pool) or self._ended()
                 if ended:
                     return ended
                 # Nothing is removed while an integer program runs on what is there.
@@ -141,6 +146,22 @@ class _Rounds:
         if narrow and clock.run("elimination", _eliminate, state, now, clock):
             return "reductions and elimination"
         return "integer program" if self.turn == 0 and _settle_small(state, now, clock) else ""
+
+    def _uncompiled(self) -> str:
+        """Whether the first turn would take the rest of the time to compile its kernels, which nothing can stop."""
+        if self.turn or self.clock.left > _COMPILE_S:
+            return ""
+        from pase.search.kernels_memory import dual_ascent, lns, polish
+
+        if all(
+            map(
+                is_compiled, (dual_ascent, polish) if not self.now.rows.points else (dual_ascent, polish, lns)
+            )
+        ):
+            return ""
+        left = self.now.left
+        self._prove(left.constant + sum(float(a.min()) for a in (*left.costs, *left.matrices)))
+        return "a greedy start: no time to compile kernels, which `python -m pase.search.warm` does once"
 
     def _take_turn(self, pool: ThreadPoolExecutor) -> str:
         """The dual and the neighbourhoods side by side, the latter with the last turn's prices and the former with the
@@ -225,6 +246,14 @@ class _Rounds:
         smaller.inherit(self.now)
         self.now = smaller
         return True
+
+
+def _start(state: Incumbent, now: Residual, clock: Deadline) -> None:
+    """A first choice without forbidden pairs, where the cheapest config of each node is none."""
+    if not state.offer(now.left.expand(now.choice)):
+        choice = greedy_choice(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 4))
+        if choice is not None:
+            state.offer(now.left.expand(choice))
 
 
 def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
