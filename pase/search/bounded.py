@@ -249,11 +249,11 @@ class _Rounds:
 
 
 def _start(state: Incumbent, now: Residual, clock: Deadline) -> None:
-    """A first choice without forbidden pairs, where the cheapest config of each node is none."""
-    if not state.offer(now.left.expand(now.choice)):
-        choice = greedy_choice(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 4))
-        if choice is not None:
-            state.offer(now.left.expand(choice))
+    """A first choice, also where the cheapest config of each node meets forbidden pairs."""
+    state.offer(now.left.expand(now.choice))
+    choice = greedy_choice(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 4))
+    if choice is not None:
+        state.offer(now.left.expand(choice))
 
 
 def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
