@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["is_compiled", "jit"]
 
@@ -29,15 +29,16 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
     return compiled
 
 
-def is_compiled(kernel: Any) -> bool:
+def is_compiled(kernel: Callable[..., object]) -> bool:
     """Whether a kernel of ``jit`` was called in this process, or lies in numba's cache; True where numba is told not to
     compile.
 
     >>> is_compiled(jit()(lambda x: x + 1))
     False
     """
-    if not hasattr(kernel, "signatures") or kernel.signatures:
+    source = getattr(kernel, "py_func", None)  # numba's dispatcher has it
+    if source is None or getattr(kernel, "signatures", ()):
         return True
-    code, folder = kernel.py_func.__code__, kernel.stats.cache_path
+    code, folder = source.__code__, getattr(kernel, "stats").cache_path  # noqa: B009 - numba has no types
     index = f"{Path(code.co_filename).stem}.{code.co_qualname}-{code.co_firstlineno}.*.nbi"
     return folder is not None and any(Path(folder).glob(index))

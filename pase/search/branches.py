@@ -90,7 +90,7 @@ class SummedTables:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Plane:
+class _ChoicePlane:
     """A choice, int64 [nodes]: what it costs at price 0 of the sums, and what a price of one adds."""
 
     choice: np.ndarray
@@ -99,14 +99,14 @@ class _Plane:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Part:
+class _Parted:
     """Some configs of each node. bound: no choice among them costs less. planes, shares: the choices that meet at the
     prices, float64 [sums], and each one's share in the mean, float64 [planes]."""
 
     among: list[np.ndarray]
     bound: float
     prices: np.ndarray
-    planes: list[_Plane]
+    planes: list[_ChoicePlane]
     shares: np.ndarray
 
 
@@ -164,9 +164,9 @@ class Branches:
         self,
         among: list[np.ndarray],
         prices: np.ndarray,
-        planes: Sequence[_Plane],
+        planes: Sequence[_ChoicePlane],
         prepared: PricedTables | None,
-    ) -> _Part | None:
+    ) -> _Parted | None:
         """The part at its best prices, without configs that no cheaper choice has; None if there is no such choice.
         planes: known choices, of which some may be in it."""
         p = self.problem
@@ -191,7 +191,7 @@ class Branches:
             bound = least - float(prices @ p.limits)
             bound -= _ROUNDED * abs(bound)
             slopes = p.sums(choice) - p.limits
-            planes.append(_Plane(choice=choice, height=bound - float(prices @ slopes), slopes=slopes))
+            planes.append(_ChoicePlane(choice=choice, height=bound - float(prices @ slopes), slopes=slopes))
             if bound > best:
                 best, at, pool = bound, prices, tables
             if best >= self._enough:
@@ -208,9 +208,9 @@ class Branches:
         if all(k.size == 1 for k in left):
             self.offer(np.array([k[0] for k in left]))
             return None
-        return _Part(among=left, bound=best, prices=at, planes=planes, shares=shares)
+        return _Parted(among=left, bound=best, prices=at, planes=planes, shares=shares)
 
-    def _divided(self, part: _Part) -> list[list[np.ndarray]]:
+    def _divided(self, part: _Parted) -> list[list[np.ndarray]]:
         """The configs of one node in two or more parts."""
         meet = [(p.choice, s) for p, s in zip(part.planes, part.shares, strict=True) if s > 1e-6]
         v = self._disputed(part, meet)
@@ -230,7 +230,7 @@ class Branches:
             parts.append(among)
         return parts
 
-    def _disputed(self, part: _Part, meet: Sequence[tuple[np.ndarray, float]]) -> int:
+    def _disputed(self, part: _Parted, meet: Sequence[tuple[np.ndarray, float]]) -> int:
         """The node whose configs in the choices that meet differ most in what they hold, at the prices; of none, the
         one with most configs."""
         spread = np.zeros(len(part.among))
@@ -252,7 +252,7 @@ class Branches:
             return int(spread.argmax())
         return int(np.argmax([k.size for k in part.among]))
 
-    def _held(self, part: _Part, v: int, here: np.ndarray) -> np.ndarray:
+    def _held(self, part: _Parted, v: int, here: np.ndarray) -> np.ndarray:
         """What each of a node's configs holds, alone and with each neighbour's configs in the mean, at the prices."""
         held = [self.problem.held[v][here]]
         for e in self.problem.along:
@@ -264,7 +264,7 @@ class Branches:
 
 
 def _highest(
-    planes: Sequence[_Plane], at: np.ndarray, paid: np.ndarray
+    planes: Sequence[_ChoicePlane], at: np.ndarray, paid: np.ndarray
 ) -> tuple[float, np.ndarray, np.ndarray]:
     """(height, prices, shares) of the highest point below all planes: the price of what is paid is in [0, 1], another
     at most some times the best one ``at`` so far. shares: of the planes in the mean, float64 [planes]."""

@@ -22,6 +22,7 @@ SMALLEST = {
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
     "every_mesh": '--only "mlp, 32"',
+    "uneven": "--only layers",
     "file_fuzz": "--count 45 --only in",
     "lowerings": '--only "mlp data_parallel"',
     "memory_search": "--only mlp",
