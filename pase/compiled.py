@@ -37,7 +37,7 @@ def is_compiled(kernel: Callable[..., object]) -> bool:
     False
     """
     source = getattr(kernel, "py_func", None)  # numba's dispatcher has it
-    if source is None or getattr(kernel, "signatures", ()):
+    if source is None or bool(getattr(kernel, "signatures", False)):
         return True
     code, folder = source.__code__, getattr(kernel, "stats").cache_path  # noqa: B009 - numba has no types
     index = f"{Path(code.co_filename).stem}.{code.co_qualname}-{code.co_firstlineno}.*.nbi"

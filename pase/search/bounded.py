@@ -153,11 +153,7 @@ class _Rounds:
             return ""
         from pase.search.kernels_memory import dual_ascent, lns, polish
 
-        if all(
-            map(
-                is_compiled, (dual_ascent, polish) if not self.now.rows.points else (dual_ascent, polish, lns)
-            )
-        ):
+        if all(is_compiled(k) for k in (dual_ascent, lns if self.now.rows.points else polish)):
             return ""
         left = self.now.left
         self._prove(left.constant + sum(float(a.min()) for a in (*left.costs, *left.matrices)))
