@@ -24,7 +24,7 @@ DEVICES = 8
 SLOWER = 1e6
 
 
-def gpt2(vocabulary: int, uneven: str) -> Plan:
+def _gpt2(vocabulary: int, uneven: str) -> Plan:
     return pase.compile(
         f"zoo:gpt2?batch=2&vocab={vocabulary}",
         devices=DEVICES,
@@ -34,7 +34,7 @@ def gpt2(vocabulary: int, uneven: str) -> Plan:
     )
 
 
-def layers(sizes: tuple[int, int, int], uneven: str) -> Plan:
+def _layers(sizes: tuple[int, int, int], uneven: str) -> Plan:
     """sizes: of the batch, of its features, and of the hidden layer."""
 
     def loss(p: dict[str, jax.Array], x: jax.Array, y: jax.Array) -> jax.Array:
@@ -53,8 +53,8 @@ def layers(sizes: tuple[int, int, int], uneven: str) -> Plan:
 
 
 ROWS: dict[str, tuple[Callable[[str], Plan], Callable[[], Plan]]] = {
-    "layers 31 x 63 x 61, 8": (lambda u: layers((31, 63, 61), u), lambda: layers((32, 64, 64), "whole")),
-    "gpt2, 8": (lambda u: gpt2(50_257, u), lambda: gpt2(50_264, "whole")),
+    "layers 31 x 63 x 61, 8": (lambda u: _layers((31, 63, 61), u), lambda: _layers((32, 64, 64), "whole")),
+    "gpt2, 8": (lambda u: _gpt2(50_257, u), lambda: _gpt2(50_264, "whole")),
 }
 """Name: (the model as ``uneven`` says, the same with the next extents that 8 divides)."""
 
