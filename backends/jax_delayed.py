@@ -31,12 +31,14 @@ from pase.backends.jax_updates import (
     key_of_part,
     parts_of,
     settled,
+    summed_at_once,
     waiting_bytes,
     waiting_keys,
 )
 from pase.backends.jax_values import Arrivals, NotByHand
 from pase.frontends.jax_leaves import arrays
 from pase.frontends.jax_versions import called, without_dead_code
+from pase.ir import named, simplify
 from pase.local.types import LocalProgram, TransferPart, local_shape
 from pase.pytree import Tree
 
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 __all__ = ["DelayedState", "DelayedStepper", "delayed_step"]
 
 _INSTEAD, _FINISH = "instead", "finish"
+_NAMED = 3
+"""How many parameters a warning names."""
 
 
 @dataclass(kw_only=True)
@@ -167,11 +171,7 @@ class _DeviceStep:
     @cached_property
     def summed_here(self) -> list[int]:
         """The trained leaves of which some gradient is in no message."""
-        waiting = {number for number, _ in parts_of(self.program)}
-        rest = {
-            t.src for k, t in enumerate(self.program.transfers) if k not in waiting and t.backward is not None
-        }
-        names = self.manual.plan.leaf_names()
+        rest, names = summed_at_once(self.program), self.manual.plan.leaf_names()
         return [i for i in self.manual.trained if self.program.maker[names[i]].node in rest]
 
     def before(self, *given: Tree) -> Tree:
@@ -280,13 +280,22 @@ def delayed_step(
     assert schedule is not None
     _registered()
     if schedule.delayed:
-        wait = f"{_megabytes(manual.program)} of gradients wait on each device"
-        warnings.warn(f"{schedule.later()}; {wait}", stacklevel=3)
+        warnings.warn(f"{schedule.later()}; {_what_waits(manual)}", stacklevel=3)
     return DelayedStepper(training=training, manual=manual, instead=instead)
 
 
-def _megabytes(program: LocalProgram) -> str:
-    return f"up to {waiting_bytes(program) / 1e6:.3g} MB"
+def _what_waits(manual: Manual) -> str:
+    nbytes = waiting_bytes(manual.program, named(simplify(manual.plan.traced.graph)))
+    said = f"up to {nbytes / 1e6:.3g} MB of gradients wait on each device"
+    own = [f"'{node}'" for node in sorted(summed_at_once(manual.program))]
+    if own:
+        more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
+        said += (
+            f". No message carries all gradients of {', '.join(own[:_NAMED])}{more}, which a branch, a while loop, a "
+            f"derivative rule or a cast of a whole stack joins with others: these are summed in their own step, and "
+            f"then wait"
+        )
+    return said
 
 
 @cache

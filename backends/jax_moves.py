@@ -126,14 +126,17 @@ def _from_front(x: Array, v: WireView) -> Array:
 
 
 def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
-    """Sums are scattered by one collective.
+    """Sums are scattered by one collective, along a dim of its own: XLA for TPU stores arrays in tiles, and makes an
+    all-reduce of a sum that is scattered along a tiled dim unless the parts are whole tiles.
 
     For maxima and minima, each device receives all candidates for its part, which takes the same number of bytes.
     """
     import jax
 
     if combine == "sum" and v.along is not None and v.along[0] is not None:
-        return jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=v.along[0], tiled=True)
+        at, ways = v.along[0], math.prod(v.ways)
+        apart = x.reshape(*x.shape[:at], ways, x.shape[at] // ways, *x.shape[at + 1 :])
+        return jax.lax.psum_scatter(apart, tuple(axes), scatter_dimension=at, tiled=False)
     front = _to_front(x, v)
     if combine == "sum":
         return jax.lax.psum_scatter(front, tuple(axes), scatter_dimension=0, tiled=False).reshape(v.shape)
@@ -175,7 +178,7 @@ def sent(rows: Array, move: LocalMove) -> Array:
 
     match move.kind:
         case "reduce_scatter":
-            return jax.lax.psum_scatter(rows, move.axes, scatter_dimension=0, tiled=True)
+            return jax.lax.psum_scatter(rows, move.axes, scatter_dimension=0, tiled=False)[None]
         case "all_gather":
             return jax.lax.all_gather(rows, move.axes, axis=0, tiled=True)
         case _:

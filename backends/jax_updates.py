@@ -7,6 +7,7 @@ local program has them sent in, joined and cut as it says. When an update is due
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends.jax_messages import JOINED, Sending
-from pase.local.types import LocalMessage, LocalProgram, TransferPart
+from pase.ir import Graph
+from pase.local.types import LocalMessage, LocalProgram, TransferPart, local_shape
 
 if TYPE_CHECKING:
     from jax import Array
@@ -28,6 +30,7 @@ __all__ = [
     "key_of_part",
     "parts_of",
     "settled",
+    "summed_at_once",
     "waiting_bytes",
     "waiting_keys",
 ]
@@ -124,12 +127,30 @@ def parts_of(program: LocalProgram) -> list[TransferPart]:
     return list(dict.fromkeys(found))
 
 
-def waiting_bytes(program: LocalProgram) -> int:
-    """Bytes of gradients that a device holds between steps, at most."""
-    each = sum(program.stages(number, "back")[0].nbytes for number, _ in parts_of(program))
+def summed_at_once(program: LocalProgram) -> frozenset[str]:
+    """The nodes of parameters of which some gradient is in no message: it is summed in its own step, and then waits."""
+    carried = {number for number, _ in parts_of(program)}
+    rest = {t.src for k, t in enumerate(program.transfers) if k not in carried and t.backward is not None}
+    return program.parameters & rest
+
+
+def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
+    """Bytes of gradients that a device holds between steps, at most: those that other gradients are added to in the
+    dtypes in which their parameters are stored, others as they are sent."""
+    stored = {op.node: op.results[0] for op in program.ops if op.op.kind == "parameter"}
+    added = whole = 0
+    for number, _ in parts_of(program):
+        t, sent = program.transfers[number], program.stages(number, "back")[0].nbytes
+        whole += sent
+        added += sent // graph.tensors[t.tensor].itemsize * graph.tensors[stored[t.src].tensor].itemsize
+    for node in summed_at_once(program):
+        r = stored[node]
+        own = math.prod(local_shape(r.shape, r.gradient, program.mesh)) * graph.tensors[r.tensor].itemsize
+        added, whole = added + own, whole + own
     steady = (max(u.at for u in program.updates) + 1) // program.period + 1
     numbers = range(steady * program.period, (steady + 1) * program.period)
-    return each * max(len(DelayedIteration(program=program, number=n).left) for n in numbers)
+    left = {n: DelayedIteration(program=program, number=n).left for n in numbers}
+    return max(sum(added if u.last > n else whole for u in updates) for n, updates in left.items())
 
 
 def columns_of(program: LocalProgram, sent: Sequence[LocalMessage]) -> set[tuple[int, ...]]:

@@ -107,14 +107,14 @@ def step_from_plan(
 
     Raises PaseError if the plan moves no parameter, or was compiled for another program than loss_fn.
     """
-    from pase.plan.buckets import schedule_of, stored
+    from pase.plan.buckets import holding, schedule_of
 
     made = buckets if buckets is not None else schedule_of(plan)
     if made is None:
         raise PaseError(
             f"the plan for '{plan.model}' moves no parameter, so it needs no buckets: use plan.jax.train_step"
         )
-    jp = replace(jax_plan(replace(plan, buckets=stored(*made))), across=overlap)
+    jp = replace(jax_plan(holding(plan, *made)), across=overlap)
     _require_same(jp, loss_fn)
     mesh = mesh if mesh is not None else jp.mesh()
     step = jp.train_step(optimizer, mesh, donate=False, lowering="manual")

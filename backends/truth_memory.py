@@ -22,7 +22,6 @@ from pase.tables.layouts import local_bytes
 if TYPE_CHECKING:
     from jax.stages import Compiled
 
-    from pase.plan.types import TensorPlan
 
 __all__ = ["Peak", "compare_memory"]
 
@@ -51,7 +50,7 @@ def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "ann
     a, m = compiled.memory_analysis(), plan.memory
     assert a is not None  # host devices have it
     sums = _sums_at_once(plan) if lowering == "annotated" else 0
-    batch = sum(_local(plan, t) for t in plan.inputs.values())
+    batch = sum(t.local_bytes(plan.mesh) for t in plan.inputs.values())
     return Peak(
         stored=m.parameters + m.optimizer,
         stored_compiled=a.argument_size_in_bytes - batch,
@@ -62,18 +61,6 @@ def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "ann
         - a.alias_size_in_bytes
         + a.temp_size_in_bytes,
     )
-
-
-def _local(plan: PlanData, t: TensorPlan) -> int:
-    from pase.ir.types import itemsize
-
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
-    n = itemsize(t.dtype)
-    for extent, axes in zip(t.shape, t.storage, strict=True):
-        n *= extent
-        for axis in axes:
-            n //= sizes[axis]
-    return n
 
 
 def _sums_at_once(plan: PlanData) -> int:

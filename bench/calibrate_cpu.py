@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,9 @@ def predicted_and_measured(
     rows = []
     for model, batch in cases:
         cells = [c for c in planned(model, batch, devices, file, folder) if c.same_as is None]
-        for cell, steps in zip(cells, in_rounds([Running(c, "auto") for c in cells]), strict=True):
+        for cell, steps in zip(
+            cells, in_rounds([Running(replace(c, lowering="auto")) for c in cells]), strict=True
+        ):
             rows.append(
                 {
                     "model": model,

@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def traced(batch: int, machine: Path, folder: Path) -> dict[str, Path]:
     for cell in planned("gpt2", batch, 2, machine, folder):
         if cell.strategy in (WHOLE, SPLIT):
             out[cell.strategy] = folder / f"{batch}_{cell.strategy.replace(' ', '_')}"
-            Running(cell, "auto").run(STEPS, out[cell.strategy])
+            Running(replace(cell, lowering="auto")).run(STEPS, out[cell.strategy])
     return out
 
 

@@ -7,10 +7,12 @@ libtpu changes how JAX starts, so this bench has an environment of its own:
     /tmp/tpu/bin/python -m bench.tpu_aot gpt2           # the rows of these models
     /tmp/tpu/bin/python -m bench.tpu_aot --again gpt2   # these again
     /tmp/tpu/bin/python -m bench.tpu_aot "--only=ours,FSDP,Megatron, sequence parallel"
+    /tmp/tpu/bin/python -m bench.tpu_aot "--only=ours, manual" --keep=/tmp/texts gpt2     # keeps the compiled texts
     .venv/bin/python -m bench.tpu_aot --predict         # what is predicted of the rows there are; compiles nothing
     .venv/bin/python -m bench.tpu_aot --render          # docs/tpu-witness.md's tables from the results alone
 
-Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled). Nothing is run: cycles
+Writes bench/results/tpu_aot.json: one row per (model, strategy, digest of what was compiled), with the commit at which
+it was compiled. Nothing is run: cycles
 are the compiler's estimates, and it gives none for collectives that stand alone in the schedule (``waiting``); those
 are priced with the machine file's links.
 """
@@ -25,9 +27,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from bench.provenance import RESULTS, ROOT, save
+from bench.provenance import BEGAN, RESULTS, ROOT, save
+
+if TYPE_CHECKING:
+    from pase.backends.jax_manual import Lowering
 
 FILE = RESULTS / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"
@@ -43,6 +50,9 @@ MODELS = {
     "mixtral_8x7b": ("mixtral_8x7b?batch=256&seq=1024&attention=plain", "v5e:16x16", 256),
 }
 """Name -> zoo model, topology, devices."""
+
+MANUAL = "ours, manual"
+"""Our plan, lowered by hand; the other rows are lowered by annotations."""
 
 RECORDED = {
     "source": "jax 0.10.0, libtpu 0.0.40, a GPT of the same sizes written for the occasion; "
@@ -77,8 +87,9 @@ def main(arguments: list[str]) -> None:
         only = [
             name for a in arguments if a.startswith("--only=") for name in listed(a.removeprefix("--only="))
         ]
+        kept = next((Path(a.removeprefix("--keep=")) for a in arguments if a.startswith("--keep=")), None)
         for name in names:
-            measure(name, again="--again" in arguments, only=only)
+            measure(name, again="--again" in arguments, only=only, kept=kept)
     from bench.tpu_aot_page import tables
 
     head, _, _ = PAGE.read_text().partition("<!-- tables -->")
@@ -94,8 +105,9 @@ def listed(names: str) -> list[str]:
     return re.split(r",(?! )", names)
 
 
-def measure(name: str, *, again: bool, only: list[str]) -> None:
-    """Add the rows of one model, or of the strategies in ``only`` if any are named."""
+def measure(name: str, *, again: bool, only: list[str], kept: Path | None) -> None:
+    """Add the rows of one model, or of the strategies in ``only`` if any are named. kept: where the compiled texts are
+    written to; None: nowhere."""
     zoo_name, topology, devices = MODELS[name]
     mesh_devices = _topology(topology)
     for strategy, facts, lower in strategies(zoo_name, devices, mesh_devices):
@@ -103,11 +115,11 @@ def measure(name: str, *, again: bool, only: list[str]) -> None:
             continue
         lowered = lower()
         digest = _digest(lowered)
-        result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
-        mine = [r for r in result["rows"] if (r["model"], r["strategy"]) == (name, strategy)]
+        known = _known()
+        mine = [r for r in known if (r["model"], r["strategy"]) == (name, strategy)]
         if any(r["digest"] == digest for r in mine) and not again:
             # What was compiled has not changed; what is predicted of it may have.
-            rows = [r | facts if r in mine else r for r in result["rows"]]
+            rows = [r | facts if r in mine else r for r in known]
         else:
             row = {
                 "model": name,
@@ -115,14 +127,23 @@ def measure(name: str, *, again: bool, only: list[str]) -> None:
                 "topology": topology,
                 "strategy": strategy,
                 "digest": digest,
+                "commit": BEGAN["commit"],
             }
-            row |= facts | compiled(lowered, facts["mesh"])
+            row |= facts | compiled(lowered, facts["mesh"], kept and kept / f"{name}, {strategy}.txt")
             print(json.dumps(row), file=sys.stderr, flush=True)
             # Read again: this took a while, and another process may have added rows.
-            result = json.loads(FILE.read_text()) if FILE.exists() else {"rows": []}
-            mine = [r for r in result["rows"] if (r["model"], r["strategy"]) == (name, strategy)]
-            rows = [r for r in result["rows"] if r not in mine] + [row]
+            known = _known()
+            mine = [r for r in known if (r["model"], r["strategy"]) == (name, strategy)]
+            rows = [r for r in known if r not in mine] + [row]
         _write(rows)
+
+
+def _known() -> list[dict[str, Any]]:
+    """The rows in the file, each with the commit at which it was compiled."""
+    if not FILE.exists():
+        return []
+    result = json.loads(FILE.read_text())
+    return [{"commit": result["commit"]} | r for r in result["rows"]]
 
 
 def predict(name: str) -> None:
@@ -130,8 +151,8 @@ def predict(name: str) -> None:
     bytes of every kind of collective. Says which are not."""
     zoo_name, _, devices = MODELS[name]
     facts = {strategy: f for strategy, f, _ in strategies(zoo_name, devices, [])}
-    result = json.loads(FILE.read_text())
-    for row in result["rows"]:
+    rows = _known()
+    for row in rows:
         now = facts.get(row["strategy"], {})
         if row["model"] != name or "predicted_s" not in row:
             continue
@@ -140,7 +161,7 @@ def predict(name: str) -> None:
             continue
         row.pop("account", None)
         row.update(now)
-    save(result, FILE)
+    save(json.loads(FILE.read_text()) | {"rows": rows}, FILE)
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
@@ -196,10 +217,12 @@ def strategies(
             "predicted_collectives_s": sum(c.cost for c in plan.collectives),
         }
 
-        def lower(plan: Any = plan) -> Any:
-            return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on), lowering="annotated")
+        def lower(plan: Any = plan, lowering: Lowering = "annotated") -> Any:
+            return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on), lowering=lowering)
 
         yield name, facts, lower
+        if name == "ours":
+            yield MANUAL, facts, partial(lower, lowering="manual")
     model = zoo.get(zoo_name)
     if on and model.name.startswith("gpt"):
         mesh = jax.sharding.Mesh(np.array(on, dtype=object), ("all",))
@@ -237,8 +260,8 @@ def out_of_memory(said: str) -> tuple[int, int] | None:
     return int(float(found[1]) * scale[found[2]]), int(float(found[3]) * scale[found[4]])
 
 
-def compiled(lowered: Any, mesh_sizes: list[int]) -> dict[str, Any]:
-    """Compile and read: cycles, peak bytes, collectives; or that it does not fit."""
+def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> dict[str, Any]:
+    """Compile and read: cycles, peak bytes, collectives; or that it does not fit. text: where the program is kept."""
     import jax
 
     from pase import costmodels, machine
@@ -258,6 +281,8 @@ def compiled(lowered: Any, mesh_sizes: list[int]) -> dict[str, Any]:
             "compile_s": round(time.perf_counter() - began, 1),
         }
     seconds = time.perf_counter() - began
+    if text is not None:
+        text.write_text(program.as_text())
     mesh = Mesh(names=tuple("abcdef"[: len(mesh_sizes)]), sizes=tuple(mesh_sizes))
     model = costmodels.get("analytic", machine.load(MACHINE))
     read = cycles(program, mesh)

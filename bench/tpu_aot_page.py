@@ -30,7 +30,7 @@ def tables(result: dict[str, Any]) -> str:
             "|---|---|--:|--:|--:|--:|--:|--:|--:|",
         ]
         for r in sorted(mine, key=lambda r: step_s(r) or float("inf")):
-            lines.append(_line(r, bold=r["strategy"] == "ours"))
+            lines.append(_line(r, bold=r["strategy"].startswith("ours")))
         for r in result["recorded"]["rows"]:
             if r["model"] == model:
                 cycles = f"{r['mcycles']:,.1f}" if r["mcycles"] else "out of memory"

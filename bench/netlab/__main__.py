@@ -3,7 +3,8 @@
     sudo .venv/bin/python -m bench.netlab quick        # a few minutes: every part once, small
     sudo .venv/bin/python -m bench.netlab full         # within --minutes, an hour where nothing else is said
     sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
-    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part; others: racks buckets torch frameworks replay
+    sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part
+    sudo .venv/bin/python -m bench.netlab racks        # others: lowerings buckets torch frameworks replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
     .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
@@ -19,7 +20,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,10 @@ from bench.netlab.page import render
 from bench.netlab.session import Session
 from bench.provenance import RESULTS, ROOT
 
-PARTS = ("strategies", "buckets", "replay", "racks", "torch", "frameworks")
+PARTS = ("strategies", "lowerings", "buckets", "replay", "racks", "torch", "frameworks")
 EXPECTED_MIN = {
     "strategies": 36.0,
+    "lowerings": 6.0,
     "buckets": 8.0,
     "torch": 4.0,
     "replay": 6.0,
@@ -178,6 +181,8 @@ def _steps(
         out.append(("buckets", "", policies("buckets", args.training)))
     if "replay" in parts:
         out.append(("replay", "", lambda: _replay(args, session, models)))
+    if "lowerings" in parts:
+        out.append(("lowerings", "", partial(_both_ways, session, models, batches)))
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in many]
     if "racks" in parts:
         some = [m for m in ("mlp", "gpt2") if m in models]
@@ -195,6 +200,17 @@ def _replay(args: argparse.Namespace, session: Session, models: list[str]) -> No
         found["rows"] = [*session.others("replay", [r["run"] for r in found["rows"]]), *found["rows"]]
         found["summary"] = replays.summary(found["rows"])
     session.write("replay", found)
+
+
+def _both_ways(session: Session, models: Sequence[str], batches: Sequence[int]) -> None:
+    """The same plans annotated and lowered by hand."""
+
+    def put(rows: list[dict[str, Any]]) -> None:
+        if all(any("measured_s" in r and r["lowering"] == how for r in rows) for how in strategies.LOWERINGS):
+            session.write("lowerings", {"summary": strategies.beside(rows), "rows": rows})
+
+    some = [m for m in ("mlp", "gpt2", "transformer") if m in models]
+    strategies.measure(strategies.QUICK[0], some, batches, session, put, strategies.LOWERINGS)
 
 
 def _compared(args: argparse.Namespace, session: Session) -> list[tuple[str, str, Callable[[], None]]]:

@@ -40,6 +40,7 @@ class Cell:
     predicted_compute_s: float
     same_as: str | None = None
     """Another strategy of this model that is this one; it is measured once."""
+    lowering: Lowering = "annotated"
 
 
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
@@ -112,9 +113,9 @@ def _taken(split: Any) -> bool:
 
 
 class Running:
-    """A cell's step on this process, compiled and warm. All processes call it alike. lowering: of ``train_step``."""
+    """A cell's step on this process, compiled and warm. All processes call it alike."""
 
-    def __init__(self, cell: Cell, lowering: Lowering = "annotated") -> None:
+    def __init__(self, cell: Cell) -> None:
         import jax
         import optax
 
@@ -127,7 +128,9 @@ class Running:
         began = time.perf_counter()
         params, self.batch = jp.device_put(params, batch)
         state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
-        self.step = jp.train_step(optimizer, lowering=lowering).lower(params, state, self.batch).compile()
+        self.step = (
+            jp.train_step(optimizer, lowering=cell.lowering).lower(params, state, self.batch).compile()
+        )
         self.compile_s = time.perf_counter() - began
         self.held, self.times = (params, state), list[float]()
         self.forget()

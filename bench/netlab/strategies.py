@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.netlab.jobs import calibrated, results_of
 from bench.netlab.models import BATCHES
@@ -16,12 +16,16 @@ from bench.netlab.net import Network, Topology
 from bench.netlab.session import Session
 from bench.netlab.steps import ROUNDS, planned
 
-__all__ = ["FULL", "QUICK", "RACKS", "measure", "summary"]
+if TYPE_CHECKING:
+    from pase.backends.jax_manual import Lowering
+
+__all__ = ["FULL", "LOWERINGS", "QUICK", "RACKS", "beside", "measure", "summary"]
 
 FULL = tuple(Topology(racks=(hosts,), host_mbit=mbit) for hosts in (2, 4) for mbit in (1000.0, 200.0))
 RACKS = Topology(racks=(2, 2), host_mbit=1000.0, uplink_mbit=200.0)
 """Two levels of links: measured on two models."""
 QUICK = (Topology(racks=(2,), host_mbit=200.0),)
+LOWERINGS: tuple[Lowering, ...] = ("annotated", "manual")
 _NOISE = 0.05
 COMPILE_S = 1.2
 """A program's compilation, by hosts that share two cores; from runs of this laboratory."""
@@ -33,10 +37,11 @@ def measure(
     batches: Sequence[int],
     session: Session,
     on_rows: Callable[[list[dict[str, Any]]], None] = lambda rows: None,
+    lowerings: Sequence[Lowering] = ("annotated",),
 ) -> list[dict[str, Any]]:
     """A row for every strategy of every model and batch on this network. batches: 0: the small one, 1: the large.
 
-    on_rows: told of all rows so far, as they come.
+    on_rows: told of all rows so far, as they come. lowerings: each strategy is measured under all of these, in turn.
     """
     with Network(topology) as network:
         machine = calibrated(network, session)
@@ -48,9 +53,11 @@ def measure(
         for model in models:
             for which in batches:
                 for cell in planned(model, BATCHES[model][which], topology.hosts, machine, made, stamp):
-                    key = f"{model} {cell.batch} {cell.strategy}"
                     repeats = min(15, max(3, int(1.5 / max(cell.predicted_s, 1e-3))))
-                    cells.append({"key": key, "cell": dataclasses.asdict(cell), "repeats": repeats})
+                    for lowering in lowerings:
+                        key = _key(model, cell.batch, cell.strategy, lowering)
+                        how = dataclasses.asdict(cell) | {"lowering": lowering}
+                        cells.append({"key": key, "cell": how, "repeats": repeats})
         run = [c for c in cells if not c["cell"]["same_as"]]
         session.say(
             f"{topology.name}: {len(cells)} strategies planned in {time.time() - began:.0f} s, {len(run)} differ; "
@@ -64,13 +71,17 @@ def measure(
         found = results_of(
             network,
             session,
-            f"steps_{topology.slug}",
+            f"steps_{'_'.join(lowerings)}_{topology.slug}",
             run,
             stamp=stamp,
             timeout_s=60.0 + 40.0 * len(cells),
             on_row=lambda found: on_rows(rows(found)),
         )
     return rows(found)
+
+
+def _key(model: str, batch: int, strategy: str, lowering: Lowering) -> str:
+    return f"{model} {batch} {strategy} {lowering}"
 
 
 def _expected_s(cells: Sequence[Mapping[str, Any]], hosts: int) -> float:
@@ -83,7 +94,7 @@ def _row(
     topology: Topology, item: Mapping[str, Any], found: Mapping[str, dict[str, Any]]
 ) -> dict[str, Any] | None:
     cell = item["cell"]
-    key = f"{cell['model']} {cell['batch']} {cell['same_as'] or cell['strategy']}"
+    key = _key(cell["model"], cell["batch"], cell["same_as"] or cell["strategy"], cell["lowering"])
     got = found.get(key, {"left_out": "not yet"})
     if "left_out" in got:
         return None
@@ -94,6 +105,7 @@ def _row(
         "batch": cell["batch"],
         "strategy": cell["strategy"],
         "same_as": cell["same_as"],
+        "lowering": cell["lowering"],
         "mesh": list(cell["mesh"]),
         "predicted_s": cell["predicted_s"],
         "predicted_compute_s": cell["predicted_compute_s"],
@@ -109,6 +121,27 @@ def _row(
         "steps": len(steps),
         "compile_s": got["compile_s"],
         "cpu_s": got["cpu_s"],
+    }
+
+
+def beside(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The same plans lowered by hand beside annotated, from rows of both; and ``summary`` of each."""
+    once = [r for r in rows if not r["same_as"]]
+    by = {(r["network"], _key(r["model"], r["batch"], r["strategy"], r["lowering"])): r for r in once}
+    pairs = []
+    for r in (r for r in once if r["lowering"] == "manual" and "measured_s" in r):
+        other = by.get((r["network"], _key(r["model"], r["batch"], r["strategy"], "annotated")), {})
+        if "measured_s" in other:
+            pairs.append((r["measured_s"] / other["measured_s"], max(_NOISE, r["spread"], other["spread"])))
+    return {
+        "pairs": len(pairs),
+        "manual_over_annotated": {
+            "median": statistics.median(ratio for ratio, _ in pairs),
+            "least": min(ratio for ratio, _ in pairs),
+            "most": max(ratio for ratio, _ in pairs),
+        },
+        "slower_beyond_noise": sum(ratio > 1 + noise for ratio, noise in pairs),
+        **{how: summary([r for r in rows if r["lowering"] == how]) for how in LOWERINGS},
     }
 
 

@@ -115,12 +115,10 @@ def schedule(
         data = plan_to_json(problem, best.plan, evaluation=best.to_json(), starts_s=best.evaluation.starts_s)
         write_atomically(output, json.dumps(data, indent=1) + "\n")
     if write:
-        from dataclasses import replace
-
-        from pase.plan.buckets import stored
+        from pase.plan.buckets import holding
 
         assert plan is not None
-        replace(plan, buckets=stored(problem, best.plan)).save(source)
+        holding(plan, problem, best.plan).save(source)
     if timeline is not None:
         from pase.plan.buckets import timeline_of
         from pase.replay.timeline_io import save_timeline

@@ -133,6 +133,7 @@ def grouped(
         fuses_products=slow.fuses_products,
         collective_units=slow.collective_units,
         overlaps=all(g.machine.overlaps for g in groups),
+        sums_alone=any(g.machine.sums_alone for g in groups),
         groups=tuple(groups),
         between=replace(between, ways=0),
     )

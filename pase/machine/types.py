@@ -288,6 +288,7 @@ class Machine:
     host: of the measured machine; None: not measured.
     collective_units: compute units that a collective's kernels occupy while they overlap with compute, which slows it.
     overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
+    sums_alone: whether the compiler runs nothing beside sums of gradients, so that only gathers overlap.
     forms: what the compiler makes of collectives that it does not run as they are written; empty: it runs them so.
     Steps that are lowered by hand are written accordingly (``pase.local.forms``).
     """
@@ -308,6 +309,7 @@ class Machine:
     host: Host | None = None
     collective_units: Count = 0
     overlaps: bool = False
+    sums_alone: bool = False
     forms: tuple[CompiledForm, ...] = ()
 
     def __hash__(self) -> int:
@@ -332,7 +334,7 @@ class Machine:
         # These fields are newer than the digests in layouts: at their defaults, the digests stay as before.
         for f in dataclasses.fields(self):
             if (
-                f.name in ("bucket_bytes", "sums_readers", "collective_units")
+                f.name in ("bucket_bytes", "sums_readers", "collective_units", "sums_alone")
                 and content[f.name] == f.default
             ):
                 del content[f.name]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.errors import Infeasible, PaseError
-from pase.files.json_values import Json, JsonObject
+from pase.files.json_values import Json
+from pase.ir.types import is_floating, itemsize
 
 if TYPE_CHECKING:
     from pase.machine import CostModel
@@ -26,12 +27,12 @@ P = TypeVar("P", bound="PlanData")
 
 __all__ = [
     "curves_of",
+    "holding",
     "model_of",
     "problem_of",
     "read_buckets",
     "schedule_of",
     "scheduled",
-    "stored",
     "timeline_of",
     "with_buckets",
 ]
@@ -89,8 +90,8 @@ def scheduled(
     return problem, as_sequence(problem, get_policy(policy).make(problem, options or Options()))
 
 
-def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
-    """The object under ``bucket_plan`` in layout.json."""
+def holding(plan: P, problem: ScheduleProblem, buckets: BucketPlan) -> P:
+    """The plan with a bucket plan in it, as layout.json has it. problem: of the plan's communication."""
     from pase.schedule.io import plan_to_json
     from pase.schedule.simulate import evaluate
 
@@ -101,13 +102,13 @@ def stored(problem: ScheduleProblem, buckets: BucketPlan) -> JsonObject:
         "exposed_s": e.exposed_s,
         "staleness": e.staleness,
         "updates_per_iteration": e.updates_per_iteration,
-        "waiting_bytes": _waiting_bytes(problem, buckets),
+        "waiting_bytes": _waiting_bytes(plan, problem, buckets),
     }
-    return plan_to_json(problem, buckets, evaluation=figures, link_costs=True)
+    return replace(plan, buckets=plan_to_json(problem, buckets, evaluation=figures, link_costs=True))
 
 
 def read_buckets(plan: PlanData, data: Json, where: str) -> tuple[ScheduleProblem, BucketPlan]:
-    """Read what ``stored`` wrote, for this plan. Raises PaseError if it does not match the plan."""
+    """Read what ``holding`` wrote, for this plan. Raises PaseError if it does not match the plan."""
     from pase.plan.communication import communication_problem
     from pase.schedule.io import links_from_json, plan_from_json
 
@@ -126,17 +127,32 @@ def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
     return scheduled(plan)
 
 
-def _waiting_bytes(problem: ScheduleProblem, buckets: BucketPlan) -> int:
-    """Bytes of gradients that a device holds between steps, because the bucket plan applies them in later ones:
-    unsummed, as they are sent, of every update that is open."""
-    sums = (t for t in problem.tensors if t.kind in ("all_reduce", "reduce_scatter") and not t.follows)
-    return sum(t.nbytes for t in sums) * buckets.open_updates
+def _waiting_bytes(plan: PlanData, problem: ScheduleProblem, buckets: BucketPlan) -> int:
+    """Bytes of gradients that a device holds between steps, because the bucket plan applies them in later ones: those
+    that other gradients are added to in the dtypes in which their parameters are stored, others as they are sent (all
+    of them, if the plan was loaded without its model, which says what is cast). Gradients that no message carries are
+    stored like their parameters' states.
+    """
+    from pase.plan.communication import transfer_origins
+
+    tensors = {} if plan.traced is None else plan.graph.tensors
+    left = {name: p for name, p in plan.parameters.items() if is_floating(p.dtype)}
+    added = whole = 0
+    for t, origin in zip(problem.tensors, transfer_origins(plan), strict=True):
+        if not origin.gradient:
+            continue
+        left.pop(origin.source, None)
+        if not t.follows:
+            ratio = itemsize(t.dtype) / tensors[origin.tensor].itemsize if origin.tensor in tensors else 1
+            added, whole = added + round(t.nbytes * ratio), whole + t.nbytes
+    own = sum(p.local_bytes(plan.mesh, p.state) for p in left.values())
+    return buckets.waiting(added + own, whole + own)
 
 
 def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = None) -> P:
     """The plan with a bucket plan in it, which ``save`` writes. Unchanged if there is nothing to schedule."""
     made = scheduled(plan, policy=policy, options=options)
-    return plan if made is None else replace(plan, buckets=stored(*made))
+    return plan if made is None else holding(plan, *made)
 
 
 def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:

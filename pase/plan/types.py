@@ -15,6 +15,7 @@ from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.ir import Graph, Place, digest, named, simplify
 from pase.ir.blocks import Block, Once
+from pase.ir.types import itemsize
 from pase.machine import Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.accesses import EquationLayouts, Reading, access_states, equation_layouts
@@ -78,6 +79,11 @@ class TensorPlan:
     def elements(self) -> int:
         """The number of elements that the user has."""
         return math.prod(self.shape if self.unpadded is None else self.unpadded)
+
+    def local_bytes(self, mesh: Mesh, placement: Placement | None = None) -> int:
+        """Bytes on a device, in the storage or in another placement."""
+        ways = (mesh.sizes[mesh.names.index(a)] for axes in placement or self.storage for a in axes)
+        return math.prod(self.shape) * itemsize(self.dtype) // math.prod(ways)
 
 
 @dataclass(frozen=True, kw_only=True)

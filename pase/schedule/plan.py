@@ -98,13 +98,16 @@ class BucketPlan:
     def updates_per_iteration(self) -> float:
         return len(self.updates) / self.period
 
-    @property
-    def open_updates(self) -> int:
-        """How many updates have gradients that wait between two iterations, at most, once the run is steady."""
+    def waiting(self, added: int, whole: int) -> int:
+        """Bytes of gradients that wait between two iterations, at most, once the run is steady. An update's gradients
+        have ``added`` bytes while those of further iterations are added to them, and ``whole`` bytes after that."""
         p = self.period
-        return max(
-            sum((n - u.first) // p - (n - u.at) // p for u in self.updates) for n in range(self.period)
-        )
+
+        def after(n: int, u: Update) -> int:
+            merging, all_open = (((n - u.first) // p - (n - end) // p) for end in (u.last, u.at))
+            return merging * added + (all_open - merging) * whole
+
+        return max(sum(after(n, u) for u in self.updates) for n in range(p))
 
     def _repr_html_(self) -> str:
         """For notebooks: its messages in order; what they hold is numbered as the problem's tensors are."""

@@ -16,6 +16,8 @@ position, some collectives and some compute overlap with nothing:
   after it). In backward, the first gather that recomputation needs.
 - Compute after the last read of a parameter: in forward all gathers are over, in backward no sum has begun.
 
+On machines whose compiler runs sums alone (``Machine.sums_alone``), all sums of gradients are waited for.
+
 In a loop, this applies to one iteration. This time counts as waited, as do collectives between products and the
 optimizer's update. What is gathered or summed once a step overlaps with one micro-batch only.
 
@@ -315,7 +317,8 @@ def _parted_edges(
     made: dict[tuple[int, float, float, float], tuple[np.ndarray, np.ndarray | None] | None] = {}
     known = facts(graph) if along is None else facts_along(facts(graph), along)
     for e, priced in edge_costs(known, tuple(among), mesh, model):
-        key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], at.sums[e.dst]
+        sums = 1.0 if model.machine.sums_alone else at.sums[e.dst]
+        key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], sums
         if key not in made:
             cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
             made[key] = (cost, _parted(priced.flows, *key[1:])) if cost.any() else None

@@ -62,7 +62,7 @@ def step(problem, plan, mesh, chosen):
             early = place[next(e.dst for e in graph.edges if e.src == c.node)] == first
             waited, updated = waited + c.cost * early, updated + c.cost * (not early)
         elif not gathered:
-            late = place[c.node] == first
+            late = problem.machine.sums_alone or place[c.node] == first
             waited, moved["backward"] = waited + c.cost * late, moved["backward"] + c.cost * (not late)
         else:
             runs = turns if once == "none" else 1
@@ -143,6 +143,28 @@ def test_what_is_sent_once_has_one_micro_batch_beside_it(loss, names, rows, widt
         chosen = {n.name: row for n, row in zip(problem.graph.nodes, every[i], strict=True)}
         plan = plan_of(problem, chosen, mesh, "loss", traced)
         assert plan.cost == pytest.approx(step(problem, plan, mesh, chosen), rel=1e-9)
+
+
+@pytest.mark.parametrize(("loss", "names", "rows", "width"), [CASES[2], CASES[4]])
+def test_where_sums_run_alone_only_gathers_are_hidden(loss, names, rows, width):
+    args = (weights(width, *names), S((rows, width), "float32"))
+    traced, mesh = trace(loss, *args), mesh_from("2", 2)
+    both = [
+        SplitProblem.of(
+            traced.graph, 2, replace(load("h100x8"), sums_alone=alone), "analytic", "adam", "parameters"
+        )
+        for alone in (True, False)
+    ]
+    assert both[0].machine.digest != both[1].machine.digest == load("h100x8").digest
+    every = list(itertools.product(*(configs(n, mesh) for n in both[0].graph.nodes)))
+    longer = 0
+    for i in np.random.default_rng(2).permutation(len(every))[:60]:
+        chosen = {n.name: row for n, row in zip(both[0].graph.nodes, every[i], strict=True)}
+        waits, hides = (plan_of(problem, chosen, mesh, "loss", traced) for problem in both)
+        assert waits.cost == pytest.approx(step(both[0], waits, mesh, chosen), rel=1e-9)
+        assert waits.cost >= hides.cost * (1 - 1e-9)
+        longer += waits.cost > hides.cost * 1.001
+    assert longer
 
 
 def _random_machine(rng):

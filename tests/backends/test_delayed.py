@@ -19,7 +19,7 @@ from pase.errors import PaseError
 from pase.local.interpret import loss_and_gradients
 from pase.local.text import program_from_text, program_text
 from pase.local.verify import verify_program
-from pase.plan.buckets import problem_of, stored
+from pase.plan.buckets import holding, problem_of
 from pase.schedule.plan import BucketPlan, Message, Piece, Update
 from pase.schedule.registry import Options, get_policy
 from tests.backends.test_messages import ancestors
@@ -79,7 +79,7 @@ def scheduled(plan, period, updates):
     made = BucketPlan(
         policy="by hand", messages=tuple(messages), dispatch="priority", period=period, updates=updates
     )
-    return replace(plan, buckets=stored(problem, made))
+    return holding(plan, problem, made)
 
 
 def by_hand(plan, params, batches, updates, period, rate):
@@ -191,11 +191,11 @@ def test_deft_in_the_step_is_deft_by_the_runner(model):
     problem = problem_of(plan)
     nbytes = sum(t.nbytes for t in problem.tensors)
     problem = problem_of(plan, links=(link("slow", alpha_s=1e-9, beta=1.7 * problem.compute_s / nbytes),))
-    plan = replace(plan, buckets=stored(problem, get_policy("deft").make(problem, Options(staleness=4))))
+    plan = holding(plan, problem, get_policy("deft").make(problem, Options(staleness=4)))
     program, optimizer = plan.jax.program, optax.adam(1e-2, eps=1e-3)
     assert program.period > len(program.updates) and any(m.late for m in program.messages)
     verify_program(program)
-    assert waiting_bytes(program) == plan.waiting_bytes > 0
+    assert waiting_bytes(program, plan.graph) == plan.waiting_bytes > 0
     assert "of gradients that wait for later steps" in str(plan)
     memory = plan.memory.total + plan.waiting_bytes
     assert [replace(plan, memory_limit=memory + k).fits for k in (-1, 0)] == [False, True]

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from bench.cases.plans import case_of
+from pase.backends.jax_updates import waiting_bytes
 from pase.errors import PaseError
 from pase.schedule.plan import Update
 from tests.backends.test_delayed import DELAYED, drawn, looped, scheduled
@@ -27,6 +28,32 @@ def test_plans_that_gather_parameters_refuse_delays(drawn, strategy):
         PaseError, match="has tensors needed within their own iteration; delayed updates are for plain"
     ):
         scheduled(plan, period, updates)
+
+
+def on_a_device(waiting):
+    """Bytes of gradients that wait on one device."""
+    return sum(x.nbytes // len(x.sharding.device_set) for x in jax.tree.leaves(waiting))
+
+
+def test_a_stack_that_is_cast_before_its_loop_is_summed_at_once_and_the_warning_says_so():
+    """Its turns' gradients are joined by the cast, so no message carries them: they wait as sums, and are counted."""
+
+    def loss(params, x):
+        stack = params["stack"].astype("bfloat16")
+        h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x.astype("bfloat16"), stack)[0]
+        return jnp.mean((h.astype("float32") @ params["out"]) ** 2)
+
+    params = {"stack": jnp.full((3, 8, 8), 0.1), "out": jnp.full((8, 4), 0.1)}
+    batch = jnp.ones((8, 8))
+    plan = scheduled(case_of(loss, params, batch).plan("data_parallel"), 2, (Update(first=0, last=1, at=1),))
+    optimizer = optax.sgd(0.1)
+    with pytest.warns(
+        UserWarning, match=r"No message carries all gradients of 'stack', .* in their own step"
+    ):
+        step = plan.jax.train_step(optimizer, lowering="manual")
+    _, state, _ = step(params, plan.jax.init(optimizer, params), batch)
+    assert [list(w["sums"]) for w in state.waiting] == [[(1,)]]
+    assert on_a_device(state.waiting) == plan.waiting_bytes == 4 * (3 * 8 * 8 + 8 * 4)
 
 
 def test_gradients_of_casts_are_added_as_their_parameters_are_stored():
@@ -50,6 +77,7 @@ def test_gradients_of_casts_are_added_as_their_parameters_are_stored():
         (value,) = waiting["values"].values()
         assert value.dtype == jnp.float32
         np.testing.assert_array_equal(value, (k + 1) * one)
+        assert on_a_device(state.waiting) == plan.waiting_bytes == waiting_bytes(plan.jax.program, plan.graph)
     held, state, _ = step(held, state, batch)
     assert held["w"].dtype == jnp.float32 and state.waiting == ()
     np.testing.assert_allclose(held["w"], -8 * one, rtol=2**-7)

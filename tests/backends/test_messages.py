@@ -14,7 +14,7 @@ from pase.backends.truth import compare, sharded_step
 from pase.errors import PaseError
 from pase.local.text import program_from_text, program_text
 from pase.local.verify import verify_program
-from pase.plan.buckets import problem_of, stored
+from pase.plan.buckets import holding, problem_of
 from pase.schedule.plan import BucketPlan, Message, Piece, issue_order
 
 COLLECTIVE = re.compile(r"%(\S+) = .* (?:all-reduce|reduce-scatter|all-gather|all-to-all)(?:-start)?\(")
@@ -68,7 +68,7 @@ def with_messages(plan, chosen):
         Message(pieces=tuple(Piece(tensor=t, offset=0, nbytes=problem.tensors[t].nbytes) for t in group))
         for group in chosen
     ]
-    return replace(plan, buckets=stored(problem, BucketPlan(policy="by hand", messages=tuple(whole))))
+    return holding(plan, problem, BucketPlan(policy="by hand", messages=tuple(whole)))
 
 
 CELLS = [
@@ -127,7 +127,7 @@ def test_pieces_of_a_tensor_are_sent_apart_and_are_the_whole_again(fsdp):
             pieces.append([Piece(tensor=t, offset=cut, nbytes=tensor.nbytes - cut)])
     whole = [Message(pieces=tuple(p)) for p in pieces]
     order = issue_order(problem, whole, range(len(problem.tensors)))
-    made = replace(plan, buckets=stored(problem, BucketPlan(policy="cut", messages=order)))
+    made = holding(plan, problem, BucketPlan(policy="cut", messages=order))
     verify_program(made.jax.program)
     assert len(made.jax.program.messages) > len(problem.tensors)
     step = sharded_step(made, optax.sgd(0.1), params, batch, lowering="manual")

@@ -177,7 +177,7 @@ def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
 
     from pase.backends.torch_truth import planned, sent_by_one_rank
     from pase.compiler.variants import recomputed
-    from pase.plan.buckets import problem_of, stored
+    from pase.plan.buckets import holding, problem_of
     from pase.schedule.plan import BucketPlan, Message, Piece
 
     c = case("tower", RANKS)
@@ -191,7 +191,7 @@ def test_a_bucket_plan_joins_sums_of_gradients(again: bool) -> None:
         Message(pieces=tuple(Piece(tensor=t, offset=0, nbytes=problem.tensors[t].nbytes) for t in group))
         for group in groups
     )
-    run = replace(plan, buckets=stored(problem, BucketPlan(policy="by hand", messages=messages))).torch
+    run = holding(plan, problem, BucketPlan(policy="by hand", messages=messages)).torch
     if again:
         run = replace(run, blocks=recomputed(c.case.traced, "light"))
     assert run.program.messages and run.leaves

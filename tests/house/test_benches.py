@@ -77,6 +77,7 @@ ELSEWHERE = {
     "schemas": "writes the schemas that tests/files holds equal to the types",
     "screenshots": "needs a browser",
     "tpu_aot": "needs libtpu",
+    "tpu_forms": "needs libtpu",
 }
 """Benches that no test starts, and why."""
 PROGRAMS = {

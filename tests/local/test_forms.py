@@ -41,8 +41,9 @@ def gathered(nbytes, mesh=MESH):
     return replace(there, kind="all_gather", before=there.after, after=(None,) * len(mesh.sizes))
 
 
-def test_a_sum_over_both_dims_of_a_torus_goes_one_dim_at_a_time():
-    """At once it would be an all-reduce of the whole buffer; the second stage sends an eighth of the first."""
+def test_a_sum_over_more_than_32_chips_goes_one_dim_of_the_torus_at_a_time():
+    """At once it would be an all-reduce of the whole buffer; the second stage sends an eighth of the first. Over 32
+    chips it is one scattered sum."""
     form = form_of(scattered(32 << 20), MESH, V5E)
     assert [(m.kind, len(m.axes), m.nbytes) for m in form] == [
         ("reduce_scatter", 1, 32 << 20),
@@ -50,6 +51,8 @@ def test_a_sum_over_both_dims_of_a_torus_goes_one_dim_at_a_time():
     ]
     assert price_of(form, MESH, V5E) < price_of((scattered(32 << 20),), MESH, V5E)
     assert len(form_of(scattered(32 << 20), MESH, BARE)) == 1
+    narrow = mesh_from("4x8", 32)
+    assert len(form_of(scattered(32 << 20, narrow), narrow, V5E)) == 1
 
 
 def test_wide_gathers_of_small_tensors_go_in_stages():
@@ -116,10 +119,13 @@ def stored_over_two():
 
 
 def test_the_step_sends_the_stages(stored_over_two):
-    """With 4 x 2 chips of a torus, XLA's text has a reduce-scatter for each stage, and the gradients stay the same."""
+    """Where sums over two link levels go one level at a time, XLA's text has a reduce-scatter for each stage, and the
+    gradients stay the same."""
     plan, params, x = stored_over_two
     plain = plan.jax
-    staged = replace(plain, model=V5E)
+    by_level = CompiledForm(kind="reduce_scatter", becomes="all_reduce", levels=2)
+    v5e = replace(machine.load("tpu_v5e"), forms=(by_level,))
+    staged = replace(plain, model=costmodels.get("analytic", v5e))
     verify_program(staged.program)
     assert in_forms(plain.program, BARE) is plain.program
     sums = [c for c in program_collectives(staged.program) if c.kind == "reduce_scatter"]

@@ -120,3 +120,31 @@ def test_names_and_levels_of_networks():
     cores = sorted(os.sched_getaffinity(0))
     assert [Network(pairs).core(i) for i in range(4)] == [cores[i // 2 % len(cores)] for i in range(4)]
     assert Network(pairs).command(0, ["x"])[-8:-5] == ["taskset", "-c", str(cores[0])]
+
+
+def test_lowerings_stand_beside_each_other():
+    """Of each plan that was measured under both, manual over annotated; of noise, the larger spread."""
+
+    def row(strategy, lowering, measured, spread=0.0):
+        about = {
+            "network": "n",
+            "model": "m",
+            "batch": 1,
+            "strategy": strategy,
+            "same_as": None,
+            "spread": spread,
+        }
+        return about | {
+            "lowering": lowering,
+            "measured_s": measured,
+            "predicted_s": 1,
+            "predicted_compute_s": 1,
+        }
+
+    rows = [row("ours", "annotated", 1.0), row("ours", "manual", 0.5)]
+    rows += [row("fsdp", "annotated", 2.0, 0.2), row("fsdp", "manual", 2.3), row("owt", "annotated", 3.0)]
+    found = strategies.beside(rows)
+    assert (found["pairs"], found["slower_beyond_noise"]) == (2, 0)
+    assert found["manual_over_annotated"] == {"median": 0.825, "least": 0.5, "most": 1.15}
+    rows[-2]["measured_s"] = 2.5
+    assert strategies.beside(rows)["slower_beyond_noise"] == 1
