@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from pase.ir import Scope
 from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
 from pase.plan.buckets import schedule_of
-from pase.plan.communication import TransferOrigin, transfer_origins
+from pase.plan.communication import TransferOrigin, middle_run, transfer_origins
 from pase.schedule.plan import BucketPlan, Message, Update
 from pase.schedule.preserver import TrainingState, judge
 from pase.schedule.types import ScheduleProblem
@@ -35,13 +35,14 @@ class ProgramSchedule:
     """A plan's communication schedule.
 
     origins: for each tensor of the problem, which collective of the step it is. nodes: block of forward -> its node, in
-    the middle turn of a loop.
+    the middle turn of a loop. micro_batches: of the step.
     """
 
     problem: ScheduleProblem
     plan: BucketPlan
     origins: Sequence[TransferOrigin]
     nodes: Mapping[str, str]
+    micro_batches: int
 
     @classmethod
     def of(cls, plan: PlanData) -> ProgramSchedule | None:
@@ -50,9 +51,11 @@ class ProgramSchedule:
             return None
         made = schedule_of(plan)
         assert made is not None
-        middle = ((n.name, f"[{n.times // 2}]" if n.times > 1 else "") for n in plan.nodes if n.op != "input")
-        nodes = {name + turn: name for name, turn in middle}
-        return cls(problem=made[0], plan=made[1], origins=transfer_origins(plan), nodes=nodes)
+        k, several = plan.accumulate, [n for n in plan.nodes if n.op != "input"]
+        nodes = {n.name + (f"[{middle_run(n.times, k)}]" if n.times > 1 else ""): n.name for n in several}
+        return cls(
+            problem=made[0], plan=made[1], origins=transfer_origins(plan), nodes=nodes, micro_batches=k
+        )
 
     @property
     def delayed(self) -> bool:
@@ -97,7 +100,8 @@ class ProgramSchedule:
             for p in message.pieces:
                 origin = self.origins[p.tensor]
                 key = origin.node, origin.source, origin.tensor
-                if origin.again or origin.updated or origin.repeat != origin.times // 2 or key not in numbers:
+                middle = origin.repeat == middle_run(origin.times, self.micro_batches)
+                if origin.again or origin.updated or not middle or key not in numbers:
                     continue
                 number, loops = numbers[key]
                 piece = LocalPiece(transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes)

@@ -2,17 +2,22 @@
 
 The input is the plan's nodes with their costs, and its collectives. From these it derives:
 
-- Nodes run in the listed order. Neighbours with the same `times` > 1 form a repeated layer; they run in turn, `times`
-  times. Forward and backward take what the plan lists as their work; for plans that list none, forward takes a third
-  of a node's compute and backward two thirds (one product for each operand). If the plan's price overlaps collectives
-  with compute, compute is slower by the part of the device that they occupy. An optimizer update is charged to the
-  forward block that uses the parameter, which would wait for a late gradient.
+- Nodes run in the listed order, in one micro-batch after the other: forward, then backward. Neighbours that run
+  equally often in a micro-batch, and more than once, form a repeated layer; they run in turn. Forward and backward take
+  what the plan lists as their work; for plans that list none, forward takes a third of a node's compute and backward
+  two thirds (one product for each operand). If the plan's price overlaps collectives with compute, compute is slower by
+  the part of the device that they occupy. An optimizer update is charged to the forward block that uses the parameter,
+  which would wait for a late gradient. Adding up the gradients of micro-batches is charged to the backward block that
+  makes them.
 - A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronises a gradient. It is
   ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
   parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is
   synchronised and the parameter updated. A second gather in the same pass gathers again for backward of the same
   iteration. A gather of an updated parameter (phase "update") is one that its first user needs in the next forward,
   one layer's part at a time.
+- A micro-batch begins when the one before it has ended, with everything that it sends: a gather that is repeated in
+  each starts in its own, and its gradients' sums end there. What is sent once a step is gathered in the first
+  micro-batch and summed in the last.
 - Any other collective comes between one op and the next, so it counts as time on the compute stream.
 """
 
@@ -30,7 +35,14 @@ from pase.plan.types import NodePlan, PlanData
 from pase.schedule.types import AxisGroup, ComputeBlock, Link, ScheduleProblem, SendTime, Transfer
 from pase.tables.itemize import Collective
 
-__all__ = ["CurveOf", "TransferOrigin", "communication_problem", "curves_from_model", "transfer_origins"]
+__all__ = [
+    "CurveOf",
+    "TransferOrigin",
+    "communication_problem",
+    "curves_from_model",
+    "middle_run",
+    "transfer_origins",
+]
 
 CurveOf = Callable[[CollectiveKind, tuple[str, ...]], tuple[str, SendTime]]
 """(kind, axes) -> (name of the link it runs on, its cost curve)."""
@@ -66,6 +78,27 @@ class TransferOrigin:
     updated: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Runs:
+    """The order of a step's blocks. forward, backward: execution -> its block. begins: the first block of each
+    micro-batch."""
+
+    forward: Mapping[_Execution, int]
+    backward: Mapping[_Execution, int]
+    begins: Sequence[int]
+
+
+def turns_of(times: int, micro_batches: int) -> int:
+    """How often a node that runs so often in a step runs in each micro-batch. All at once if that does not divide."""
+    return times if times % micro_batches else times // micro_batches
+
+
+def middle_run(times: int, micro_batches: int) -> int:
+    """The run in the middle of the micro-batch in the middle, of a node that runs so often in a step."""
+    each = turns_of(times, micro_batches)
+    return times // each // 2 * each + each // 2
+
+
 _MOST_RUNS = 1_000_000
 
 
@@ -81,10 +114,10 @@ def communication_problem(
         raise PaseError(
             f"{where}: its costs are in {plan.unit}, not seconds; compile it with --cost-model analytic"
         )
-    runs = sum(n.times for n in plan.nodes)
-    if runs > _MOST_RUNS:
+    turns = sum(n.times for n in plan.nodes)
+    if turns > _MOST_RUNS:
         raise Infeasible(
-            f"{where}: its layers run {runs} times in a step, and a bucket plan lists each run; at most {_MOST_RUNS} "
+            f"{where}: its layers run {turns} times in a step, and a bucket plan lists each run; at most {_MOST_RUNS} "
             f"are listed"
         )
     nodes = {n.name: n for n in plan.nodes}
@@ -101,25 +134,22 @@ def communication_problem(
     slower = _slower(plan, schedulable, compute, parameters)
 
     def seconds(p: _Execution, phase: str) -> float:
-        update = updates.get(p.node, 0.0) if phase == "forward" else 0.0
+        update = updates.get(p.node, 0.0) if phase == "forward" else nodes[p.node].cost.update / times[p.node]
         return slower[phase] * compute[phase, p.node] / times[p.node] + extra[phase, p.node] + update
 
-    parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
-    blocks = [
-        ComputeBlock(name=_name(p, times), phase="forward", seconds=seconds(p, "forward")) for p in parts
-    ]
-    blocks += [
-        ComputeBlock(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
-        for p in reversed(parts)
-    ]
-    place = {p: i for i, p in enumerate(parts)}
+    runs = _runs(plan)
+    blocks: dict[int, ComputeBlock] = {}
+    for p, i in runs.forward.items():
+        blocks[i] = ComputeBlock(name=_name(p, times), phase="forward", seconds=seconds(p, "forward"))
+    for p, i in runs.backward.items():
+        blocks[i] = ComputeBlock(name=f"{_name(p, times)}'", phase="backward", seconds=seconds(p, "backward"))
     dtypes = {path: t.dtype for path, t in plan.parameters.items()}
-    tensors = [t for t, _ in _tensors(schedulable, times, place, len(parts), dtypes)]
+    tensors = [t for t, _ in _tensors(schedulable, times, runs, dtypes)]
     if not tensors:
         raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
     return ScheduleProblem(
         name=f"{plan.model} on {plan.devices} devices",
-        blocks=tuple(blocks),
+        blocks=tuple(b for _, b in sorted(blocks.items())),
         tensors=tuple(tensors),
         links=links or _links(tensors, schedulable, curve_of),
         source=where,
@@ -129,10 +159,7 @@ def communication_problem(
 def transfer_origins(plan: PlanData) -> list[TransferOrigin]:
     """For each tensor of the plan's scheduling problem, in order, which collective of the step it is."""
     times = {n.name: n.times for n in plan.nodes}
-    parameters = {n.name for n in plan.nodes if n.op == "parameter"}
-    parts = [p for p in _execution(plan.nodes) if p.node not in parameters]
-    place = {p: i for i, p in enumerate(parts)}
-    return [o for _, o in _tensors(list(_scheduled(plan)), times, place, len(parts), {})]
+    return [o for _, o in _tensors(list(_scheduled(plan)), times, _runs(plan), {})]
 
 
 def _scheduled(plan: PlanData) -> Iterator[Collective]:
@@ -176,12 +203,23 @@ def _name(p: _Execution, times: dict[str, int]) -> str:
     return f"{p.node}[{p.repeat}]" if times[p.node] > 1 else p.node
 
 
-def _execution(nodes: tuple[NodePlan, ...]) -> Iterator[_Execution]:
-    """Nodes in the order in which they run, with repeated layers unrolled."""
-    for repeat, layer in itertools.groupby(nodes, key=lambda n: n.times):
-        names = [n.name for n in layer]
-        for r in range(repeat):
-            yield from (_Execution(node=name, repeat=r) for name in names)
+def _runs(plan: PlanData) -> _Runs:
+    """Nodes in the order in which they run, with repeated layers unrolled, in one micro-batch after the other.
+
+    What does not run in each of them runs in the first.
+    """
+    nodes = [n for n in plan.nodes if n.op != "parameter"]
+    forward, backward, begins = dict[_Execution, int](), dict[_Execution, int](), list[int]()
+    for m in range(plan.accumulate):
+        mine = []
+        for times, layer in itertools.groupby(nodes, key=lambda n: n.times):
+            names, each = [n.name for n in layer], turns_of(times, plan.accumulate)
+            turns = range(m * each, min((m + 1) * each, times))
+            mine += [_Execution(node=name, repeat=r) for r in turns for name in names]
+        begins.append(len(forward) + len(backward))
+        forward |= zip(mine, itertools.count(begins[-1]))
+        backward |= zip(reversed(mine), itertools.count(begins[-1] + len(mine)))
+    return _Runs(forward=forward, backward=backward, begins=begins)
 
 
 def _gathers_with_users(
@@ -229,8 +267,7 @@ def _key(c: Collective) -> AxisGroup:
 def _tensors(
     collectives: list[Collective],
     times: dict[str, int],
-    place: dict[_Execution, int],
-    n: int,
+    runs: _Runs,
     dtypes: dict[str, str],
 ) -> list[tuple[Transfer, TransferOrigin]]:
     """The tensors in an order in which each depends only on earlier ones."""
@@ -239,18 +276,33 @@ def _tensors(
         groups.setdefault((c.node, c.source, c.tensor), []).append(c)
     out: list[tuple[Transfer, TransferOrigin]] = []
     for (node, source, tensor), members in groups.items():
-        backward = [c for c in members if c.phase == "backward"]
-        every = [c for c in members if c.phase != "backward"]
-        for r in range(times[node]):
-            forward = [c for c in every if c.phase != "update" or r < c.times]
-            at = place[_Execution(node=node, repeat=r)]
-            name = f"{source}[{r}]" if times[node] > 1 else source
-            dtype = dtypes.get(source, "float32")
-            origin = TransferOrigin(
-                node=node, source=source, tensor=tensor, gradient=True, stage=0, repeat=r, times=times[node]
-            )
-            last = _sums(out, backward, name, dtype, 2 * n - 1 - at, None if forward else at, origin)
-            _gathers(out, forward, name, dtype, (at, 2 * n - 1 - at), last, replace(origin, gradient=False))
+        many, begins = times[node], runs.begins
+        each = turns_of(many, len(begins))
+        start = TransferOrigin(
+            node=node, source=source, tensor=tensor, gradient=True, stage=0, repeat=0, times=many
+        )
+        for turn in range(each):
+            used = [
+                _Execution(node=node, repeat=r) for r in range(turn, many, each)
+            ]  # one in each micro-batch
+            names = [f"{source}[{p.repeat}]" if many > 1 else source for p in used]
+            gathered = [[c for c in members if c.phase != "backward" and p.repeat < c.times] for p in used]
+            last: int | None = None
+            for m, (p, name) in enumerate(zip(used, names, strict=True)):
+                stages = [c for c in members if c.phase == "backward" and p.repeat >= many - c.times]
+                due = (None if gathered[0] else runs.forward[used[0]], 1)
+                if m + 1 < len(used):  # before the next micro-batch begins
+                    due = begins[m + 1], 0
+                origin = replace(start, repeat=p.repeat)
+                last = _sums(out, stages, name, dtypes.get(source, "float32"), runs.backward[p], due, origin)
+            for m, (p, name) in enumerate(zip(used, names, strict=True)):
+                after = None if m == 0 else begins[m] - 1
+                at, origin = (
+                    (runs.forward[p], runs.backward[p]),
+                    replace(start, repeat=p.repeat, gradient=False),
+                )
+                follows = last if m == 0 else None
+                _gathers(out, gathered[m], name, dtypes.get(source, "float32"), at, (after, follows), origin)
     return _named_apart(out)
 
 
@@ -275,12 +327,15 @@ def _sums(
     name: str,
     dtype: str,
     ready: int,
-    needed: int | None,
+    due: tuple[int | None, int],
     origin: TransferOrigin,
 ) -> int | None:
     """Add a gradient's sum, stage after stage, from the block that makes it to the one that needs it. Returns the last
     stage.
+
+    due: that block, and how many iterations later.
     """
+    needed, lag = due
     last: int | None = None
     for i, c in enumerate(stages):
         transfer = Transfer(
@@ -288,6 +343,7 @@ def _sums(
             nbytes=c.nbytes,
             ready_after=ready if last is None else None,
             needed_before=needed if i + 1 == len(stages) else None,
+            lag=lag,
             kind=c.kind,
             axes=_key(c),
             dtype=dtype,
@@ -304,14 +360,15 @@ def _gathers(
     name: str,
     dtype: str,
     at: tuple[int, int],
-    last: int | None,
+    after: tuple[int | None, int | None],
     origin: TransferOrigin,
 ) -> None:
-    """Add a parameter's gather for forward, after the previous step's sum of its gradient (last), and again for
-    backward.
+    """Add a parameter's gather for forward and again for backward.
 
-    Each gather goes stage after stage. at: the blocks of forward and of backward that need it.
+    Each gather goes stage after stage. at: the blocks of forward and of backward that need it. after: the block behind
+    which it starts, and the previous step's sum of its gradient, if it follows that.
     """
+    ready, last = after
     lag = 0 if last is None else 1
     before: dict[int, int] = {}  # the stage before, of each repetition of the gather
     for i, c in enumerate(stages):
@@ -321,7 +378,7 @@ def _gathers(
         first = Transfer(
             name=stage,
             nbytes=c.nbytes,
-            ready_after=None,
+            ready_after=ready,
             needed_before=at[0],
             lag=lag,
             kind=c.kind,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,26 +37,26 @@ def step_timeline(plan: PlanData, schedule: tuple[ScheduleProblem, BucketPlan] |
 
 
 def _held(plan: PlanData, problem: ScheduleProblem, t: Timeline) -> Iterator[Event]:
-    """What a device holds, by kind. Within forward and within backward the corners keep their proportions: compute may
-    wait for the network where the plan's own price does not.
+    """What a device holds, by kind. Within each forward and backward the corners keep their proportions: compute may
+    wait for the network where the plan's own price does not. From the second micro-batch on all gradients are held.
     """
     course = step_memory(plan)
     if course is None:
         return
-    phase = {b.name: b.phase for b in problem.blocks}
-    ends = {"forward": 0, "backward": 0}
-    for e in t:
-        if e.kind == "kernel":
-            ends[phase[e.name]] = max(ends[phase[e.name]], e.start_ns + e.duration_ns)
+    end_of = {e.name: e.start_ns + e.duration_ns for e in t if e.kind == "kernel"}
+    passes = itertools.groupby(problem.blocks, key=lambda b: b.phase)
+    ends = [0, *itertools.accumulate((max(end_of.get(b.name, 0) for b in of) for _, of in passes), max)]
     whole = course.times[-1]
     for kind, values in [*course.held.items(), ("buffers", (float(plan.memory.buffers),))]:
         last = -1
-        for time, value in zip(course.times, values, strict=False):
+        for m, time, value in _corners(course.times, values, len(ends) // 2):
+            begin, turn, end = ends[2 * m : 2 * m + 3]
             if time <= course.forward:
-                at = ends["forward"] * (time / course.forward if course.forward else 0.0)
+                at = begin + (turn - begin) * (time / course.forward if course.forward else 0.0)
             else:
-                part = (time - course.forward) / (whole - course.forward)
-                at = ends["forward"] + (ends["backward"] - ends["forward"]) * part
+                at = turn + (end - turn) * (time - course.forward) / (whole - course.forward)
+            if m and kind == "gradients":
+                value = max(values)
             if round(value) != last:
                 last = round(value)
                 yield Event(
@@ -69,3 +70,12 @@ def _held(plan: PlanData, problem: ScheduleProblem, t: Timeline) -> Iterator[Eve
                     nbytes=last,
                     iteration=0,
                 )
+
+
+def _corners(
+    times: Sequence[float], values: Sequence[float], micro_batches: int
+) -> Iterator[tuple[int, float, float]]:
+    """(micro-batch, time in it, value) of what is held."""
+    for m in range(micro_batches):
+        for time, value in zip(times, values, strict=False):
+            yield m, time, value

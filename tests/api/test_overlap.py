@@ -225,6 +225,41 @@ def test_the_timeline_shows_the_step_that_is_priced(model):
     assert (mark.end_ns - mark.start_ns) / 1e9 == pytest.approx(plan.cost, rel=0.02)
 
 
+TURN = ("backward", "forward")
+
+
+@pytest.mark.parametrize("once", ["none", "gathers", "all"])
+def test_the_timeline_runs_one_micro_batch_after_the_other(once):
+    """With what is sent once a step in the first or the last one, near the price, and every byte of it."""
+    options = {
+        "devices": 8,
+        "mesh": "8",
+        "accumulate": 4,
+        "remat": "none",
+        "once": once,
+        "memory_limit": "none",
+    }
+    plan = dict(pase.compare("zoo:gpt2?layers=4&batch=32", **options))["fsdp"]
+    (mark,) = plan.timeline.marks
+    assert (mark.end_ns - mark.start_ns) / 1e9 == pytest.approx(plan.cost, rel=0.04)
+    problem, origins = plan.bucket_problem, transfer_origins(plan)
+    phases = [phase for phase, _ in itertools.groupby(b.phase for b in problem.blocks)]
+    assert phases == ["forward", "backward"] * 4
+    sent = {way: [o for o in origins if o.node == "wte:dot" and o.gradient is way] for way in (True, False)}
+    gathers, sums = (sorted({o.repeat for o in sent[way]}) for way in (False, True))
+    assert gathers == ([0, 1, 2, 3] if once == "none" else [0])
+    assert sums == ([3] if once == "all" else [0, 1, 2, 3])
+    begins = [
+        i for i, (a, b) in enumerate(itertools.pairwise(problem.blocks), 1) if (a.phase, b.phase) == TURN
+    ]
+    for t, o in zip(problem.tensors, origins, strict=True):
+        m = o.repeat // (o.times // 4)
+        if o.gradient and m < 3:
+            assert (t.needed_before, t.lag) == (begins[m], 0)
+        elif not o.gradient and m:
+            assert (t.ready_after, t.lag) == (begins[m - 1] - 1, 0)
+
+
 def test_updated_parameters_are_gathered_in_the_first_micro_batch():
     """Of ZeRO-2: in the price, whose forward hides no more than one micro-batch has of compute, and in the timeline."""
     slow = scaled(load("h100x8"), {"bandwidth": 0.02})
