@@ -82,6 +82,12 @@ def program_of(
     except PaseError:
         raise
     except Exception as e:
+        if loss is not None and isinstance(e, (TypeError, AttributeError)) and not _asks(loss, module, batch):
+            raise PaseError(
+                f"loss is called as loss(module, *batch), here with {type(module).__name__} and {len(batch)} of "
+                f"the batch, and has to call the module itself: give loss=lambda module, *batch: criterion(module(…), "
+                f"…). It says: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
+            ) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
         raise PaseError(why(type(module).__name__, e, places)) from e
     return _described(exported, first)
@@ -203,6 +209,29 @@ def step_of(module: Module, loss: Callable[..., Tree] | None) -> Module:
             return _scalar(out, type(module).__name__)
 
     return Step()
+
+
+def _asks(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree]) -> bool:
+    """Whether a loss calls its first argument, or reads an attribute that a module has. A criterion does neither."""
+
+    class Asked(Exception):
+        pass
+
+    class Probe:
+        def __call__(self, *given: object, **named: object) -> object:
+            raise Asked
+
+        def __getattr__(self, name: str) -> object:
+            getattr(module, name)
+            raise Asked
+
+    try:
+        loss(Probe(), *batch)
+    except Asked:
+        return True
+    except Exception:
+        return False
+    return True
 
 
 def _scalar(out: Tree, what: str) -> Tensor:

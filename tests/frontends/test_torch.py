@@ -251,6 +251,27 @@ def model():
 # --- what is wrong
 
 
+@pytest.mark.parametrize("criterion", ["cross_entropy", "CrossEntropyLoss", "of outputs", "of one"])
+def test_a_criterion_for_a_loss_is_told_how_it_is_called(criterion: str) -> None:
+    """A loss reads the module; what takes its outputs is said to be no loss, and a fault of a loss stays its own."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    given: Any = {
+        "cross_entropy": cross_entropy,
+        "CrossEntropyLoss": torch.nn.CrossEntropyLoss(),
+        "of outputs": lambda made, y: cross_entropy(made, y),
+        "of one": lambda made, x, y: made.reshape(-1).sum(),
+    }[criterion]
+    x, y = torch.zeros(16, 4), torch.zeros(16, dtype=torch.long)
+    with pytest.raises(
+        PaseError, match=r"loss is called as loss\(module, \*batch\), here with Linear .*lambda module"
+    ):
+        registry.trace(linear(), x, y, loss=given)
+    with pytest.raises(PaseError, match=r"cannot export Linear.*TypeError: relu"):
+        registry.trace(linear(), x, y, loss=lambda m, x, y: torch.relu(m(x), y, y, y).sum())
+
+
 def linear() -> Any:
     import torch
 
