@@ -86,9 +86,8 @@ class ControlNode:
             given: dict[FxNode, Callable[[], Tensor]] = {
                 **{m: partial(self._known, o) for m, o in zip(consts, others, strict=True)},
                 **{m: partial(self._slice, o, turn) for m, o in zip(slices, xs, strict=True)},
-                **{m: partial(_itself, x) for m, x in state.items()},
             }
-            body = self._within(given, turn)
+            body = self._within(given, state, turn)
             body.values |= {v.tensor: v for v in (_turn(v, turn) for v in stacks if v is not None)}
             self.walk.steps(inside, f"{self.path}.", body)
             for k, m in enumerate(inside.results):
@@ -129,7 +128,9 @@ class ControlNode:
     def _slice(self, outer: FxNode, turn: int) -> Tensor:
         return self._known(outer)[turn]
 
-    def _within(self, given: dict[FxNode, Callable[[], Tensor]], turn: int) -> Body:
+    def _within(
+        self, given: dict[FxNode, Callable[[], Tensor]], state: dict[FxNode, Tensor], turn: int
+    ) -> Body:
         """The state of a turn before its walk."""
         around = self.body.constants
 
@@ -137,7 +138,12 @@ class ControlNode:
             return around.seed_at(f"{path} in turn {turn}")
 
         constants = Constants(
-            index=around.index, buffers=around.buffers, device=around.device, seed_at=seed_at, given=given
+            index=around.index,
+            buffers=around.buffers,
+            device=around.device,
+            seed_at=seed_at,
+            made=dict(state),
+            given=given,
         )
         return self.body.within(self.walk.joined, constants)
 
@@ -159,9 +165,7 @@ class ControlNode:
             for pair in filter(None, views):
                 self._nest(pair, body)
             if left is not None:
-                v = self._operand(left.local.operands[0], m, body)
-                (r,) = left.local.results
-                body.values[r.tensor] = replace(v, tensor=r.tensor, layout=r.layout)
+                self._copied(left, m, body)
             arrays.append(self._operand(meets[j].operands[k], m, body).array)
         for made, x in zip(self._made, self._touched(arrays, operands), strict=True):
             self._keep(made, x)
@@ -212,9 +216,13 @@ class ControlNode:
         """Copy what comes in into the layout of the border."""
         for pair in self._at(at):
             if pair.local.results:
-                v = self._operand(pair.local.operands[0], outer, self.body)
-                (r,) = pair.local.results
-                self.body.values[r.tensor] = replace(v, tensor=r.tensor, layout=r.layout)
+                self._copied(pair, outer, self.body)
+
+    def _copied(self, pair: OpPair, m: FxNode, body: Body) -> None:
+        """Run a copy at the border, of a node's value."""
+        v = self._operand(pair.local.operands[0], m, body)
+        (r,) = pair.local.results
+        body.values[r.tensor] = replace(v, tensor=r.tensor, layout=r.layout)
 
     def _operand(self, o: LocalOperand, m: FxNode, body: Body) -> RankValue:
         """An operand, in the layout in which it is read. m: the node whose value it is."""
@@ -256,10 +264,6 @@ def _is_fake(x: Tensor) -> bool:
     from torch._subclasses.fake_tensor import FakeTensor
 
     return isinstance(x, FakeTensor)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 def _turn(stack: RankValue, turn: int) -> RankValue:
