@@ -16,6 +16,7 @@ from pase.search.clock import never
 __all__ = ["greedy_choice"]
 
 _ATTEMPTS = 30
+_SHORT = 10_000_000  # costs of configs that are added up, some 0.5 s
 
 
 def greedy_choice(
@@ -25,7 +26,7 @@ def greedy_choice(
     stop: Callable[[], bool] = never,
 ) -> np.ndarray | None:
     """int64 [n], or None if no attempt finds one. costs: per node float64 [K]. matrices: per pair float64 [K, K], inf
-    forbids. stop: asked between attempts, but not before the first.
+    forbids. stop: asked between attempts, once they have taken a while.
 
     >>> different = np.array([[np.inf, 0.0], [0.0, np.inf]])
     >>> greedy_choice([np.array([0.0, 1.0]), np.array([0.0, 1.0])], [(0, 1)], [different])
@@ -36,8 +37,9 @@ def greedy_choice(
         near[a].append((b, matrix))
         near[b].append((a, matrix.T))
     failed = np.zeros(len(costs), np.int64)
+    entries = sum(sum(m.shape) for m in matrices)
     for attempt in range(_ATTEMPTS):
-        if attempt and stop():
+        if attempt * entries > _SHORT and stop():
             break
         choice, stuck = _attempt(costs, near, failed)
         if stuck is None:
