@@ -262,12 +262,11 @@ class _BothPrograms:
             return powers[0]
         if any(powers):
             return None
+        if name == "slice":
+            return 0 if _sliced_alike(big, small) else None
         alone = isinstance(RULES.get(name), Elementwise) or name in ("reduce_and", "reduce_or")
         if alone or _shapes(big) == _shapes(small):
             return 0
-        if name == "slice":  # of what does not grow it would tell examples by their places
-            sizes = [[math.prod(shape) for shape in _shapes(e)] for e in (big, small)]
-            return 0 if sizes[0][0] * sizes[1][1] == sizes[0][1] * sizes[1][0] else None
         along = [_along(e) for e in (big, small)]
         return 0 if along[0] is not None and along[0] == along[1] else None
 
@@ -304,6 +303,15 @@ def _values(of: object) -> np.ndarray:
 
 def _shapes(eqn: Eqn) -> list[tuple[int, ...]]:
     return [tuple(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+
+
+def _sliced_alike(big: Eqn, small: Eqn) -> bool:
+    """Whether slices begin at the same places of what does not grow, and leave as large a part. If not, they tell
+    examples by their places."""
+    (whole, taken), (part, left) = (_shapes(e) for e in (big, small))
+    begins = zip(whole, part, *(e.params["start_indices"] for e in (big, small)), strict=True)
+    same = all(i == j for m, n, i, j in begins if m == n)
+    return same and math.prod(whole) * math.prod(left) == math.prod(taken) * math.prod(part)
 
 
 def _along(eqn: Eqn) -> list[int] | None:

@@ -130,6 +130,10 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         "examples .* meet in mul",
     ),
     "begin of a table": (lambda w, x: jnp.mean(_each(w, x) * jnp.arange(100.0)[: len(x)]), "meet in mul"),
+    "place in a table": (
+        lambda w, x: jnp.mean((x @ w + jnp.arange(100.0)[len(x) : len(x) + 8]) ** 2),
+        "examples .* meet in add",
+    ),
     "random numbers of a fixed key": (
         lambda w, x: jnp.mean(jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0)),
         "examples .* meet in",
