@@ -124,7 +124,7 @@ def gpt_39b() -> list[dict[str, Any]]:
         seq=1024,
         layers=48,
         vocab=51200,
-        dtype="bfloat16",
+        dtype="float16",
         attention="fused",
         scan=1,
         remat=0,

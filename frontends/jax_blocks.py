@@ -16,7 +16,7 @@ from pase.frontends.jax_versions import is_literal
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
-__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch"]
+__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch", "one_loop"]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
@@ -33,14 +33,22 @@ def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
 def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
     """Paths of the outermost loops with this many iterations that hold a product or a convolution, whether or not the
     user rematerialises them."""
-    return tuple(_loops(traced.jaxpr.jaxpr, turns, ""))
+    return tuple(path for path, _ in _loops(traced.jaxpr.jaxpr, turns, ""))
 
 
-def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[str]:
+def one_loop(traced: TracedJax, turns: int) -> bool:
+    """Whether there is one such loop, which runs forwards and hands on only its carry."""
+    found = [eqn for _, eqn in _loops(traced.jaxpr.jaxpr, turns, "")]
+    return len(found) == 1 and not any(
+        eqn.params["reverse"] or len(eqn.outvars) > eqn.params["num_carry"] for eqn in found
+    )
+
+
+def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "scan":
             if eqn.params["length"] == turns and _holds(eqn.params["jaxpr"].jaxpr.eqns, _HEAVY):
-                yield f"{prefix}{i}"
+                yield f"{prefix}{i}", eqn
         elif inlined(eqn):
             yield from _loops(inner_jaxpr(eqn)[0], turns, f"{prefix}{i}.")
 

@@ -204,17 +204,18 @@ class ChainMenu(StageMenu):
             ),
             before=before,
             after=after,
-            send=0.0 if last or s.ranks == 1 else self._least_sent_s(w),
+            send=(0.0, 0.0) if last or s.ranks == 1 else self._least_sent_s(w),
             held=w.fixed("static"),
             kept=w.fixed("kept"),
             waiting=w.waiting_of_ends(),
             buffers=w.buffers(),
         )
 
-    def _least_sent_s(self, w: StageSplit) -> float:
-        """Without the moves into the next stage's layout."""
-        nbytes = self.sent_bytes(w)
-        return min(self.sent_s(w.role.site, other, nbytes) for other in set(self.sites))
+    def _least_sent_s(self, w: StageSplit) -> tuple[float, float]:
+        """Without the moves between the layouts; the next stage may have gradients in any."""
+        of = self.sent_bytes(w)[0], self.least_bytes(self.crossing(w))[1]
+        there, back = (min(self.sent_s(w.role.site, other, x) for other in set(self.sites)) for x in of)
+        return there, back
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
         """A lower bound on every pipeline of these ranks: for each schedule the shortest of its longest known paths

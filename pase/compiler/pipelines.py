@@ -140,6 +140,7 @@ def _candidates(
     places = divided(problem.graph, blocks)
     examples = ways.batch_size(traced)
     limited = options.limit_bytes(problem.machine) is not None
+    one = not places.numbers and _one_loop(traced, places.blocks)
     groups = groups_of(problem, options)
     made = TablesMade(traced, blocks, problem.optimizer, keep=len(groups) > 1, spent=out.spent)
     tried = sorted(
@@ -167,9 +168,17 @@ def _candidates(
             mesh=mesh,
             least=least,
             place=place,
-            schedule=options.stage_schedule,
+            schedule="every" if one and options.stage_schedule == "auto" else options.stage_schedule,
             tables=partial(made.all, some, mesh, place.sites),
         )
+
+
+def _one_loop(traced: Traced, blocks: int) -> bool:
+    """Whether one program can run the stages of this model."""
+    from pase.frontends.from_jax import TracedJax
+    from pase.frontends.jax_blocks import one_loop
+
+    return isinstance(traced, TracedJax) and one_loop(traced, blocks)
 
 
 def _degrees(options: CompileOptions, blocks: int) -> Iterator[int]:

@@ -2,9 +2,10 @@
 
 A stage's seconds and bytes are a vector of features (``stage_features``). Under every split, a weighted sum of them is
 at least what a search over the tables with these weights finds: a half-space per direction, for each number of
-blocks. A linear program over the stages' vectors and numbers of blocks then bounds the step: each path of the schedule
-is a row, and so is each moment at which a rank may hold most. The program's dual prices are the directions in which
-its answer is too good to be true; they are searched next. (Kelley 1960; the Lagrangian dual of the choice of splits.)
+blocks. A linear program over the stages' vectors and numbers of blocks then bounds the step: each action ends after
+those that it waits for (``pase.pipeline.potentials``), and each moment at which a rank may hold most is a row. The
+program's dual prices are the directions in which its answer is too good to be true; they are searched next. (Kelley
+1960; the Lagrangian dual of the choice of splits.)
 
 The bound counts in parts of blocks, mixes splits within a stage, and leaves out what lives for one op only. It holds
 for every cut, and every split and way to recompute of each stage.
@@ -13,7 +14,8 @@ for every cut, and every split and way to recompute of each stage.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +23,20 @@ from pase.compiler.stage_features import Feature, direction, running
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.errors import Infeasible, PaseError
 from pase.pipeline.beside import starts
-from pase.pipeline.cuts import CutProblem, longest_paths, most_held
-from pase.pipeline.simulate import Path, simulate
+from pase.pipeline.bounds import paths
+from pase.pipeline.cuts import most_held
+from pase.pipeline.potentials import StepRows, path_rows, step_rows
+from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
 
 __all__ = ["StageBounds"]
 
 _ROUNDS = 12
+_MOST_ACTIONS = 5000
+"""Of schedules with more actions only some paths are rows: programs of all of them take too long."""
 _ENOUGH, _STILL = 1e-3, 3
 """The bound of a schedule is final once this many consecutive rounds raise it by less than this part."""
 _DIRECTIONS, _NEAR = 4, 5e-3
@@ -74,14 +83,14 @@ class _Relaxation:
 class StageBounds:
     """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
 
-    limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that at least
-    one transfer takes. sites: of each rank; empty: all are equal.
+    limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that
+    activations take at least to the next stage, and gradients back. sites: of each rank; empty: all are equal.
     """
 
     tables: Sequence[StageTables]
     ranks: int
     limit: float | np.ndarray
-    send_s: float = 0.0
+    send_s: tuple[float, float] = (0.0, 0.0)
     sites: tuple[int, ...] = ()
     known: dict[StageRole, list[_HalfSpace]] = field(default_factory=dict)
 
@@ -96,12 +105,8 @@ class StageBounds:
     def blocks(self) -> int:
         return self.tables[0].places.blocks
 
-    def least_s(self, problem: CutProblem, below: float = np.inf, rounds: int = _ROUNDS) -> float:
-        """Seconds that no pipeline under the problem's schedule beats; infinite if none fits. Ends at ``below``.
-
-        problem: of some splits of the stages; its paths are where the program begins.
-        """
-        s = problem.schedule
+    def least_s(self, s: Schedule, below: float = np.inf, rounds: int = _ROUNDS) -> float:
+        """Seconds that no pipeline under the schedule beats; infinite if none fits. Ends at ``below``."""
         roles = [
             StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
             for k, r in enumerate(s.rank_of)
@@ -111,18 +116,19 @@ class StageBounds:
                 self.known[role] = []
                 for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
                     self._search(role, weights)
-        chains = longest_paths(replace(problem, bytes_fixed=None))
+        some = list(paths(s)) if sum(map(len, s.orders)) > _MOST_ACTIONS else []
         best, still, active = 0.0, 0, {role: list(self.known[role]) for role in roles}
         for _ in range(rounds):
             try:
-                found = self._program(s, roles, chains, active)
+                found = self._program(s, roles, path_rows(s, some) if some else step_rows(s), active)
             except Infeasible:
                 return np.inf
             still = still + 1 if found.step_s < best * (1 + _ENOUGH) else 0
             best = max(best, found.step_s)
             if best >= below or still >= _STILL:
                 break
-            chains.append(simulate(s, self._times(s, found.stages)).path)
+            if some:
+                some.append(simulate(s, self._times(s, found.stages)).path)
             active = {role: [h for h in hs if id(h) in found.used] for role, hs in active.items()}
             for role, weights in self._asked(roles, found.directions):
                 active[role].append(self._search(role, weights))
@@ -177,16 +183,17 @@ class StageBounds:
         return StageTimes.of(
             *(stages[:, : Feature.FORWARD_SENT] + stages[:, Feature.FORWARD_SENT : Feature.BEFORE]).T,
             ranks=s.ranks,
-            send=self.send_s,
+            send=np.array(self.send_s)[:, None],
             before=exposed[0],
-            after=exposed[1] + np.bincount(np.array(s.rank_of), stages[:, Feature.AFTER], s.ranks),
+            after=exposed[1],
         )
 
     def _exposed(self, s: Schedule) -> Iterator[tuple[int, int, np.ndarray]]:
-        """What a rank's gathers (0) or sums (1) add to a path that begins (ends) there is at least each of: (which, the
-        rank, weights of each stage's features [stages, features]).
+        """What a rank does before its first action (0) or after its last (1) takes at least each of: (which, the rank,
+        weights of each stage's features [stages, features]).
 
-        The first and the last of ``pase.pipeline.beside``'s lines, without the one block that has nothing beside it.
+        Of gathers and sums these are the first and the last of ``pase.pipeline.beside``'s lines, without the one block
+        that has nothing beside it.
         """
         for back, moved in enumerate((Feature.BEFORE, Feature.SUMS)):
             for r in range(s.ranks):
@@ -194,6 +201,7 @@ class StageBounds:
                 slow = self._at(self.sites[r])[0].slow
                 out = np.zeros((s.stages, len(Feature)))
                 out[[x.stage for x in every], moved] = slow
+                out[:, Feature.AFTER] = back * (np.array(s.rank_of) == r)
                 yield back, r, out
                 for x in every if slow < 1 else ():
                     out = out.copy()  # what was sent before stays sent
@@ -236,42 +244,48 @@ class StageBounds:
         self,
         s: Schedule,
         roles: Sequence[StageRole],
-        known: Sequence[Path],
+        steps: StepRows,
         active: Mapping[StageRole, Sequence[_HalfSpace]],
     ) -> _Relaxation:
         from scipy.optimize import linprog
-        from scipy.sparse import csr_array, vstack
+        from scipy.sparse import csr_array, hstack, vstack
 
-        many, features, scale = s.stages, len(Feature), self._scale()
-        # Columns: blocks of each stage, its features, what of each rank's gathers and sums is exposed, the step.
-        of, ends = np.tile(scale, many), 2 * s.ranks
-        chains = [_along(s, p) for p in known]
-        moments = list(self._moments(s))
-        exposed = list(self._exposed(s))
-        paths, tops = _schedule_rows(s, known, chains, exposed, moments, of, scale[0])
-        tops[0] *= self.send_s / scale[0]
-        sparse, owners = [], list[tuple[StageRole, int]]()
+        many, scale = s.stages, self._scale()
+        # Columns: blocks of each stage, its features, and those of the schedule's rows.
+        features = many * len(Feature)
+        width, step = many + features + steps.columns, many + features + len(Kind) * many + 2 * s.ranks
+        taken = self._taken(s, np.tile(scale, many))
+        rows = [
+            hstack([csr_array((steps.rows.shape[0], many + features)), steps.rows]),
+            hstack(
+                [csr_array((taken.shape[0], many)), taken, csr_array((taken.shape[0], width - step))],
+                format="csr",
+            ),
+        ]
+        send = np.broadcast_to(np.array(self.send_s)[:, None], (2, many - 1))
+        held = sum(1 for _ in self._moments(s))
+        tops = [steps.tops(send) / scale[0], np.zeros(taken.shape[0] - held), np.ones(held)]
+        owners = list[tuple[StageRole, int]]()
         for role, hs in ((role, hs) for role, hs in active.items() if hs):
             at = np.array([k for k, r in enumerate(roles) if r == role])
             weights = np.array([h.weights for h in hs]) * scale
             size = np.abs(weights).max(axis=1)
             lines = np.hstack([np.array([[h.slope] for h in hs]), -weights]) / size[:, None]
-            columns = np.hstack([at[:, None], many + at[:, None] * features + np.arange(features)])
-            count = len(hs) * len(at)
+            columns = np.hstack([at[:, None], many + at[:, None] * len(Feature) + np.arange(len(Feature))])
+            count, line = len(hs) * len(at), 1 + len(Feature)
             data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
-            where = np.broadcast_to(columns[:, None], (len(at), len(hs), 1 + features)).ravel()
-            start = np.arange(count + 1) * (1 + features)
-            sparse.append(csr_array((data, where, start), shape=(count, many * (1 + features) + ends + 1)))
+            where = np.broadcast_to(columns[:, None], (len(at), len(hs), line)).ravel()
+            start = np.arange(count + 1) * line
+            rows.append(csr_array((data, where, start), shape=(count, width)))
             tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
             owners.append((role, count))
-        width = many * (1 + features) + ends + 1
-        rows = vstack([csr_array(np.vstack(paths)), *sparse], format="csr")
-        self.tables[0].spent.cells += rows.nnz
+        every = vstack(rows, format="csr")
+        self.tables[0].spent.cells += every.nnz
         found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
-            np.append(np.zeros(width - 1), 1.0),
-            A_ub=rows,
+            (np.arange(width) == step).astype(float),
+            A_ub=every,
             b_ub=np.concatenate(tops),
-            A_eq=np.append(np.ones(many), np.zeros(width - many))[None],
+            A_eq=(np.arange(width) < many).astype(float)[None],
             b_eq=[float(self.blocks)],
             bounds=[(1.0, float(self.blocks))] * many + [(0.0, np.inf)] * (width - many),
             method="highs",
@@ -281,11 +295,8 @@ class StageBounds:
         if found.status != 0 or found.x is None or found.fun is None:
             raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
         prices = -found.ineqlin.marginals
-        paid, hid, kept, rest = np.split(prices, np.cumsum([len(chains), len(exposed), len(moments)]))
-        directions = np.tensordot(paid, np.array([c for c, _ in chains]), 1)
-        directions = directions + np.tensordot(hid, np.array([w for _, _, w in exposed]), 1)
-        if moments:  # in seconds per byte
-            directions = directions + np.tensordot(kept, np.array(moments), 1) * scale[0]
+        _, paid, rest = np.split(prices, np.cumsum([steps.rows.shape[0], taken.shape[0]]))
+        worth = (rows[1].T @ paid)[many : many + features].reshape(many, len(Feature))
         used = set[int]()
         for role, count in owners:
             mine, rest = np.split(rest, [count])
@@ -293,9 +304,46 @@ class StageBounds:
             used |= {id(active[role][int(i)]) for i in on}
         return _Relaxation(
             step_s=float(found.fun) * scale[0],
-            stages=found.x[many : many * (1 + features)].reshape(many, features) * scale,
-            directions=directions,
+            stages=found.x[many : many + features].reshape(many, len(Feature)) * scale,
+            directions=worth * scale[0] / scale,
             used=frozenset(used),
+        )
+
+    def _taken(self, s: Schedule, scale: np.ndarray) -> csr_array:
+        """Rows of what actions take, of what ranks do before and after them, and last of what each rank holds: in the
+        stages' features, scaled, and in the schedule's columns up to the step. Bytes are at most 1, seconds 0."""
+        from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
+
+        of_kind = np.zeros((len(Kind), len(Feature)))
+        for kind, row in zip(Kind, of_kind, strict=True):
+            row[:] = _worked(np.eye(len(Kind))[:, [kind]])[0]
+            row[Feature.FORWARD_SENT : Feature.BEFORE] = row[: Feature.FORWARD_SENT]
+        actions = vstack([kron(eye_array(s.stages), row[None]) for row in of_kind])
+        exposed, held = list(self._exposed(s)), list(self._moments(s))
+        ends = np.array([back * s.ranks + r for back, r, _ in exposed])
+        return vstack(
+            [
+                hstack(
+                    [actions, -eye_array(len(Kind) * s.stages), csr_array((actions.shape[0], 2 * s.ranks))]
+                ),
+                hstack(
+                    [
+                        csr_array(np.array([w.ravel() for _, _, w in exposed])),
+                        csr_array((len(exposed), len(Kind) * s.stages)),
+                        -csr_array(np.eye(2 * s.ranks)[ends]),
+                    ]
+                ),
+                *(
+                    hstack(
+                        [
+                            csr_array(m.ravel()[None] * scale),
+                            csr_array((1, len(Kind) * s.stages + 2 * s.ranks)),
+                        ]
+                    )
+                    for m in held
+                ),
+            ],
+            format="csr",
         )
 
     def _scale(self) -> np.ndarray:
@@ -316,49 +364,6 @@ class StageBounds:
                 out[:, Feature.STATIC] = rank == r
                 out[:, Feature.KEPT], out[:, Feature.WAITING] = held
                 yield out / self.limits[r]
-
-
-def _schedule_rows(
-    s: Schedule,
-    known: Sequence[Path],
-    chains: Sequence[tuple[np.ndarray, float]],
-    exposed: Sequence[tuple[int, int, np.ndarray]],
-    moments: Sequence[np.ndarray],
-    of: np.ndarray,
-    unit: float,
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Rows of the program and their limits: paths (limits: in transfers), what of gathers and sums is exposed, moments.
-
-    of: the scale of each stage's features; unit: of seconds.
-    """
-    many, ends = s.stages, 2 * s.ranks
-    along = np.array([c.ravel() for c, _ in chains]) * of / unit
-    at_ends = np.zeros((len(chains), ends + 1))
-    at_ends[:, -1] = -1.0
-    for row, p in zip(at_ends, known, strict=True):
-        row[[p.first, s.ranks + p.last]] += 1.0
-    sent = np.array([w.ravel() for _, _, w in exposed]) * of / unit
-    which = np.zeros((len(exposed), ends + 1))
-    which[np.arange(len(exposed)), [back * s.ranks + r for back, r, _ in exposed]] = -1.0
-    rows = [
-        np.hstack([np.zeros((len(chains), many)), along, at_ends]),
-        np.hstack([np.zeros((len(exposed), many)), sent, which]),
-    ]
-    limits = [np.array([-crossed for _, crossed in chains]), np.zeros(len(exposed))]
-    if moments:
-        held = np.array([m.ravel() for m in moments]) * of
-        rows.append(np.hstack([np.zeros((len(moments), many)), held, np.zeros((len(moments), ends + 1))]))
-        limits.append(np.ones(len(moments)))
-    return rows, limits
-
-
-def _along(s: Schedule, p: Path) -> tuple[np.ndarray, float]:
-    """A path as the weights of each stage's features, float64 [stages, features], and its transfers. What its ends wait
-    for gathers and sums is ``_exposed``."""
-    out = _worked(p.runs)
-    out[:, Feature.FORWARD_SENT : Feature.BEFORE] = out[:, : Feature.FORWARD_SENT]
-    out[:, Feature.AFTER] = np.array(s.rank_of) == p.last
-    return out, float(p.crossed.sum())
 
 
 def _worked(runs: np.ndarray) -> np.ndarray:

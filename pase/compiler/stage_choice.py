@@ -77,9 +77,14 @@ def choose_stages(
 
     ways: of each stage. shares: part of the blocks of each rank, about. limits: float64 [ranks].
     """
+    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [once[id(some)] for some in ways]
+    most = [_most_blocks(s, r, _on(s, r, of), float(limits[r])) for r in range(s.ranks)]
+    if sum(most) < blocks:
+        return None
     for near in (_NEAR, 3 * _NEAR, blocks):
         found = [
-            _of_rank(s, r, _on(s, r, ways), blocks * float(shares[r]), float(limits[r]), near)
+            _of_rank(s, r, _on(s, r, of), blocks * float(shares[r]), float(limits[r]), near)
             for r in range(s.ranks)
         ]
         counts = _shared(found, blocks)
@@ -146,7 +151,7 @@ def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice],
             yield lambda c, source=source, ranks=ranks: onto(source, ranks, c)  # type: ignore[misc]
 
 
-def _on(s: Schedule, rank: int, of: Sequence[Sequence[StageSplit]]) -> list[Sequence[StageSplit]]:
+def _on(s: Schedule, rank: int, of: Sequence[_Ways]) -> list[_Ways]:
     """Those of the rank's stages."""
     return [x for x, at in zip(of, s.rank_of, strict=True) if at == rank]
 
@@ -170,7 +175,7 @@ def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -
 
 
 def _of_rank(
-    s: Schedule, rank: int, ways: Sequence[Sequence[StageSplit]], share: float, limit: float, more: int
+    s: Schedule, rank: int, ways: Sequence[_Ways], share: float, limit: float, more: int
 ) -> dict[int, tuple[float, np.ndarray]]:
     """Number of blocks -> (seconds per step, for each stage its way and blocks int [stages, 2])."""
     mine = [k for k, at in enumerate(s.rank_of) if at == rank]
@@ -182,10 +187,7 @@ def _of_rank(
     )  # several stages of a rank wait for the longest of them
     near = range(max(math.floor(each) - of_stage - ends, 1), math.floor(each) + of_stage + 2)
     flying = most_held(s, rank)[:, :, mine] if np.isfinite(limit) else np.zeros((1, 2, len(mine)))
-    columns = [
-        [_column(some, n, s.micro_batches, flying[:, :, i], limit) for n in near]
-        for i, some in enumerate(ways)
-    ]
+    columns = [[_column(some, n, flying[:, :, i], limit) for n in near] for i, some in enumerate(ways)]
     best: dict[int, tuple[float, np.ndarray]] = {}
     tried = (
         sorted({float(b) for of in columns for c in of for b in c.buffers}) if np.isfinite(limit) else [0.0]
@@ -198,20 +200,58 @@ def _of_rank(
     return best
 
 
-def _column(
-    ways: Sequence[StageSplit], blocks: int, micro_batches: int, flying: np.ndarray, limit: float
-) -> _Column:
+def _most_blocks(s: Schedule, rank: int, ways: Sequence[_Ways], limit: float) -> float:
+    """No more blocks than these fit on a rank, whatever its ways: at each moment each stage holds the least that any
+    way does."""
+    if np.isinf(limit):
+        return np.inf
+    mine = [k for k, at in enumerate(s.rank_of) if at == rank]
+    flying = most_held(s, rank)[:, :, mine]
+    held = [
+        np.tensordot(np.stack([np.ones(len(flying)), *flying[:, :, i].T]), w.nbytes, (0, 0)).min(axis=1)
+        for i, w in enumerate(ways)
+    ]
+    fixed, each = np.sum([x[:, 0] for x in held], axis=0), np.min([x[:, 1] for x in held], axis=0)
+    room = limit - min(float(w.buffers.min()) for w in ways) - fixed
+    if (room < 0).any():
+        return 0.0
+    return float(np.floor(np.divide(room, each, out=np.full_like(room, np.inf), where=each > 0) + 1e-9).min())
+
+
+def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column:
     """flying: micro-batches that the stage holds, and that its weights' gradients wait for, [moments, 2]."""
-    kept = np.array([w.fixed("kept") + blocks * w.of_block("kept") for w in ways])
-    waiting = np.array([w.fixed("kept") + blocks * (w.block.inner or w.block.kept) for w in ways])
-    static = np.array([w.fixed("static") + blocks * w.of_block("static") for w in ways])
+    at = np.array([1.0, blocks])
+    static, kept, waiting = of.nbytes @ at
     held = static[:, None] + kept[:, None] * flying[None, :, 0] + waiting[:, None] * flying[None, :, 1]
     return _Column(
         blocks=blocks,
-        seconds=np.array([w.step_s(blocks, micro_batches) for w in ways]),
-        nbytes=held if np.isfinite(limit) else np.zeros((len(ways), 1)),
-        buffers=np.array([w.buffers() for w in ways]),
+        seconds=(of.seconds @ at).max(axis=1),
+        nbytes=held if np.isfinite(limit) else np.zeros((len(static), 1)),
+        buffers=of.buffers,
     )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ways:
+    """The ways to split a stage, as (without blocks, of each block): the lines of their seconds per step [ways, lines,
+    2]; their bytes, throughout, of a micro-batch until its backward, and until its weights' gradients [3, ways, 2].
+    Their largest ops' bytes [ways]."""
+
+    seconds: np.ndarray
+    nbytes: np.ndarray
+    buffers: np.ndarray
+
+    @classmethod
+    def of(cls, ways: Sequence[StageSplit], micro_batches: int) -> _Ways:
+        lines = [w.step_lines(micro_batches) for w in ways]
+        most = max(map(len, lines))
+        waiting = ([w.fixed("kept"), w.block.inner or w.block.kept] for w in ways)
+        static, kept = ([[w.fixed(b), w.of_block(b)] for w in ways] for b in ("static", "kept"))
+        return cls(
+            seconds=np.stack([np.concatenate([x, np.repeat(x[:1], most - len(x), axis=0)]) for x in lines]),
+            nbytes=np.array([static, kept, list(waiting)]),
+            buffers=np.array([w.buffers() for w in ways]),
+        )
 
 
 def _extended(

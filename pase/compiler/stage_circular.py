@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CircularStages", "circular_bound_s", "circular_problem", "circular_staged"]
 
-_HELD_A_TURN = 4
-"""Activations that cross between stages and are held for each turn besides what backward needs: what is fed to the scan
-and what its turns return, and the gradients of both."""
+_HELD_A_TURN = 2
+"""How often activations that cross between stages are held for each turn besides what backward needs, and how often
+their gradients: what is fed to the scan, and what its turns return."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,7 +65,7 @@ def circular_staged(
 
 def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
     """No split under the schedule takes less, whatever the memory."""
-    sent = 2 * (_turns(s) + 2 * _handed(s)) * menu.least_send_s() if s.ranks > 1 else 0.0
+    sent = (_turns(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
     return sent + min(float(t.least_sum(*_weights(s)).bound) for t in menu.tables)
 
 
@@ -94,9 +94,9 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
     """Its times and bytes with this split of every stage."""
     splits = (w,) * s.stages
     p = menu.problem(s, splits)
-    f, part, send = p.fixed, s.micro_batches / s.ranks, float(p.fixed.send.max(initial=0.0))
+    f, part, (send, back) = p.fixed, s.micro_batches / s.ranks, p.fixed.send.max(axis=1, initial=0.0)
     assert p.once is not None and p.bytes_fixed is not None
-    handed = 2 * _handed(s) * send
+    handed = 2 * _handed(s)
     ends = [
         menu.gradient_bytes(w, name)
         for name, parts in menu.places.parts.items()
@@ -111,15 +111,15 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
         fixed=replace(
             f,
             forward=none + send,  # the next turn waits for what this one sends
-            input=none + send,
+            input=none + back,
             weight=none,
             again=none,
-            send=np.zeros(s.stages - 1),
-            before=f.before + part * f.forward + handed,
+            send=np.zeros((2, s.stages - 1)),
+            before=f.before + part * f.forward + handed * send,
             after=f.after
             - menu.tied_after(s, splits)
             + summed
-            + handed
+            + handed * back
             + part * (f.again + f.input + f.weight),
         ),
         once=replace(
@@ -127,7 +127,7 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
         ),  # a scan waits for all of its operands, and returns all sums
         bytes_fixed=StageBytes(
             held=p.bytes_fixed.held + part * p.bytes_fixed.kept,
-            kept=np.full(s.stages, _HELD_A_TURN * menu.sent_bytes(w)),
+            kept=np.full(s.stages, _HELD_A_TURN * sum(menu.sent_bytes(w))),
             for_weights=none,
         ),
     )

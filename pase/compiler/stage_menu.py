@@ -24,7 +24,7 @@ from pase.compiler.variants import Variant
 from pase.ir import Graph
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
-from pase.pipeline.beside import exposed_s
+from pase.pipeline.beside import exposed_lines
 from pase.search import Solution, solve
 from pase.tables import CostTables
 
@@ -119,16 +119,26 @@ class StageSplit:
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
         """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
+        return float((self.step_lines(micro_batches) @ np.array([1.0, blocks])).max())
+
+    def step_lines(self, micro_batches: int) -> np.ndarray:
+        """What ``step_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
+        busy, exposed = self._busy
+        lines: np.ndarray = micro_batches * busy + exposed
+        return lines
+
+    @cached_property
+    def _busy(self) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds of a micro-batch [2], seconds per step [lines, 2])."""
         forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
         sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "again_sent")
-        busy = micro_batches * (forward + backward + sent) + self.by_unit("after")
-        at = np.ones(len(busy))
-        at[-2] = blocks
-        return float(
-            busy @ at
-            + exposed_s(self.by_unit("before"), forward, blocks, self.slow)
-            + exposed_s(self.by_unit("sums"), backward, blocks, self.slow)
+        gathers = exposed_lines(self.by_unit("before"), forward, self.slow)
+        sums = exposed_lines(self.by_unit("sums"), backward, self.slow)
+        each, once = (
+            np.array([x[:-2].sum() + x[-1], x[-2]])
+            for x in (forward + backward + sent, self.by_unit("after"))
         )
+        return each, (gathers[:, None] + sums + once).reshape(-1, 2)
 
     def nbytes(self, blocks: float, flying: float) -> float:
         """Bytes on a device with this many micro-batches in flight."""

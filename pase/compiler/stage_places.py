@@ -28,8 +28,8 @@ class Places:
     """parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
 
     blocks: the number of equal blocks, which a loop runs or which are written out. crossing: (node, tensor) of what one
-    block passes to the next. numbers: node -> the written-out blocks that it is in or that read it, from 0; none of a
-    loop's.
+    block passes to the next, with a gradient or without. numbers: node -> the written-out blocks that it is in or that
+    read it, from 0; none of a loop's.
     """
 
     parts: Mapping[str, tuple[StagePart, ...]]
@@ -110,7 +110,6 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
             if n.kind == "carry" and times[n.name] == blocks
             for op in n.ops
             for a in op.writes
-            if graph.tensors[a.tensor].needs_grad
         )
     else:
         blocks = len(written_out)

@@ -173,6 +173,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
     assert sim is not None and counts is not None
     times = s.problem.times(np.array(counts))
     kept, waiting = _kept(s)
+    last = s.schedule.stages - 1
     strategies = list(dict.fromkeys(s.splits))
     stages = tuple(
         StagePlan(
@@ -186,15 +187,17 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
             memory_bytes=memory[rank].total,
             weight_s=float(times.weight[k]),
             again_s=float(times.again[k]),
-            send_s=float(times.send[k]) if k < len(times.send) else 0.0,
-            send_bytes=round(menu.sent_bytes(split)) if k < len(times.send) else 0,
+            send_s=float(times.send[0, k]) if k < last else 0.0,
+            back_s=float(times.send[1, k]) if k < last else 0.0,
+            send_bytes=round(menu.sent_bytes(split)[0]) if k < last else 0,
+            back_bytes=round(menu.sent_bytes(s.splits[k + 1], split)[1]) if k < last else 0,
             kept_bytes=round(kept[k]),
             waiting_bytes=round(waiting[k]),
         )
         for k, (rank, n, split) in enumerate(zip(s.schedule.rank_of, counts, s.splits, strict=True))
     )
     others = {}
-    for d, chunks in () if s.schedule.lockstep else menu.schedules():
+    for d, chunks in menu.schedules():
         if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
             other, _ = menu.staged(d, chunks)
             if other is not None:
@@ -227,7 +230,9 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
 
 
 def _scope(found: Pipelines, only: str) -> str:
-    schedules = "all schedules but 'circular'" if only == "auto" else f"schedule '{only}'"
+    schedules = {"every": "all schedules", "auto": "all schedules but 'circular'"}.get(
+        only, f"schedule '{only}'"
+    )
     counted = (
         (found.left, "of them were bounded only"),
         (found.loose, "of them are bounded by the mean work of their ranks alone"),

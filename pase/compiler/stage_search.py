@@ -5,7 +5,7 @@ It chooses the schedule, how each stage is split, and how many blocks each stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -17,10 +17,10 @@ from pase.compiler.stage_choice import StageChoice, aligned, choose_stages
 from pase.compiler.stage_circular import circular_bound_s, circular_staged
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
-from pase.ir import Graph
+from pase.ir import Graph, Tensor
 from pase.machine import CostModel, Mesh
 from pase.pipeline.beside import SentOnce
-from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
+from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts, least_step_s
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -68,7 +68,7 @@ class StageMenu:
 
     tables: of every site. limit: bytes on a device of every rank, or of each one. sites: the site of each rank; empty:
     all are equal. between: prices what ranks of different sites send each other. only: the one schedule to try; "auto":
-    all but those of one program.
+    all but those of one program; "every".
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class StageMenu:
         self.mesh: Mesh = tables[0].mesh
         self.spent = tables[0].spent
         self._splits: dict[StageRole, list[StageSplit]] = {}
-        self._sends: dict[tuple[StageSplit, StageSplit], float] = {}
+        self._sends: dict[tuple[StageSplit, StageSplit], tuple[float, float]] = {}
         self.bounds: StageBounds | None = None
 
     @cached_property
@@ -149,9 +149,16 @@ class StageMenu:
             return
         for d in sorted(disciplines(self.only), key=lambda d: -d.chunks[0]):
             for chunks in chunks_of(d, self.places.blocks, self.ranks):
-                one = not d.lockstep or (chunks == 1 and self.micro_batches % self.ranks == 0)
-                if one and not d.refuses(self.ranks, self.micro_batches, chunks):
+                if (not d.lockstep or self._as_one(chunks)) and not d.refuses(
+                    self.ranks, self.micro_batches, chunks
+                ):
                     yield d, chunks
+
+    def _as_one(self, chunks: int) -> bool:
+        """Whether one program can run the stages: one on each rank, equal ones on equal devices, and micro-batches that
+        the ranks divide."""
+        divide = self.micro_batches % self.ranks == 0 and self.places.blocks % self.ranks == 0
+        return chunks == 1 and divide and len(set(self.sites)) == 1
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
         """(a lower bound on every pipeline of these ranks under the schedules, within the limit; the best pipeline that
@@ -171,9 +178,7 @@ class StageMenu:
             if s.lockstep:
                 least = min(least, circular_bound_s(self, s))
                 continue
-            roles = self._roles(s)
-            begin = self.problem(s, tuple(self.splits(role)[0] for role in roles))
-            mine = self.bounds.least_s(begin, below)
+            mine = self.bounds.least_s(s, below)
             least = min(least, mine)
             if mine < below * (1 - GAP):
                 found, _ = self.staged(d, chunks, below)
@@ -181,19 +186,28 @@ class StageMenu:
                     best, below = found, found.step_s
         return min(least, below), best
 
-    def least_send_s(self) -> float:
-        """Seconds to send one micro-batch's activations to the next stage, however they are split."""
-        space, nbytes = self.tables[0].features.space, 0.0
-        for name, tensor in self.places.crossing:
-            n = self.graph.node[name]
+    def least_send_s(self) -> tuple[float, float]:
+        """Seconds to send one micro-batch's activations to the next stage, and their gradients back, however they are
+        split."""
+        ring = set(zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True))
+        of = self.least_bytes(self.places.crossing)
+        there, back = (min(self.sent_s(a, b, x) for a, b in ring) for x in of)
+        return there, back
+
+    def least_bytes(self, crossing: Iterable[tuple[str, str]]) -> tuple[float, float]:
+        """Bytes of one micro-batch's activations on a device, and of their gradients, however they are split."""
+        space, out = self.tables[0].features.space, np.zeros(2)
+        for name, tensor in crossing:
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
             cfg = space.configs[space.graph.nodes.index(n)]
-            access = n.write_of(tensor)[1]
-            nbytes += float(local_bytes(n, self.graph.tensors[tensor], access, cfg, self.mesh).min())
-        ring = zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True)
-        return min(self.sent_s(a, b, nbytes) for a, b in set(ring))
+            least = float(local_bytes(n, t, n.write_of(tensor)[1], cfg, self.mesh).min())
+            out += least, least * t.needs_grad
+        return float(out[0]), float(out[1])
 
     def sent_s(self, a: int, b: int, nbytes: float) -> float:
         """Seconds to send a device's bytes to the next rank, between these sites."""
+        if not nbytes:
+            return 0.0
         if a == b:
             return send_s(self.models[a], self.sites.count(a), self.mesh.devices, nbytes)
         assert self.between is not None
@@ -204,12 +218,16 @@ class StageMenu:
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if s.lockstep:
             return self._one_program(s, below)
+        if np.isfinite(below):
+            free = self.problem(s, tuple(self.splits(role)[0] for role in self._roles(s)))
+            if least_step_s(replace(free, bytes_fixed=None)) >= below:
+                return None, True
         chosen = self.chosen(s)
         if chosen is None:
             return None, False
         chosen = aligned(chosen, lambda splits: self.problem(s, splits))
         problem = self.problem(s, chosen.splits)
-        cuts = best_cuts(problem, below, SIMULATIONS, GAP, NODES)
+        cuts = best_cuts(problem, below, SIMULATIONS, GAP, NODES, chosen.counts)
         self.spent.cells += cuts.cells
         done = simulate(s, problem.times(chosen.counts))
         if done.step_s < min(below, np.inf if cuts.simulated is None else cuts.simulated.step_s):
@@ -281,12 +299,12 @@ class StageMenu:
                 input=fixed["input"],
                 weight=fixed["weight"],
                 again=fixed["again"],
-                send=np.array([self._handed_s(a, b) for a, b in pairwise(splits)]),
+                send=np.array([self._handed_s(a, b) for a, b in pairwise(splits)]).reshape(-1, 2).T,
                 before=np.zeros(s.ranks),
                 after=after,
             ),
             each=StageTimes(
-                send=np.zeros(s.stages - 1), before=np.zeros(s.stages), **{k: each[k] for k in _TIMES}
+                send=np.zeros((2, s.stages - 1)), before=np.zeros(s.stages), **{k: each[k] for k in _TIMES}
             ),
             once=SentOnce(
                 gathers=_by_unit(splits, "before"),
@@ -328,51 +346,57 @@ class StageMenu:
         """(node, tensor) of what a stage hands on."""
         return self.places.crossing
 
-    def _handed_s(self, a: StageSplit, b: StageSplit) -> float:
+    def _handed_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
         """``_moved_s``, once for each pair."""
         if (a, b) not in self._sends:
             self._sends[a, b] = self._moved_s(a, b)
         return self._sends[a, b]
 
-    def _moved_s(self, a: StageSplit, b: StageSplit) -> float:
-        """Seconds to send one micro-batch's activations to the next stage, and to bring them into the layout that it
-        reads.
-        """
-        total = 0.0
+    def _moved_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
+        """Seconds to send one micro-batch's activations to the next stage, in the layout that it reads; and to send
+        their gradients back, in the layout of this one."""
+        moved = np.zeros(2)
         for name, tensor in self.crossing(a):
             n, t = self.graph.node[name], self.graph.tensors[tensor]
             op, access = n.write_of(tensor)
-            before, after = (w.configs[name][None, :] for w in (a, b))
-            src, dst = (
-                forward_states(write_states(n, op, access, t, cfg, self.mesh)) for cfg in (before, after)
+            here, there = (
+                forward_states(write_states(n, op, access, t, w.configs[name][None, :], self.mesh))
+                for w in (a, b)
             )
-            for step in reshard(src, dst, self.mesh):
-                charge = Charge(
-                    kind=step.kind,
-                    axes=np.ravel(step.axes),
-                    nbytes=np.ravel(step.fraction) * float(t.nbytes),
-                    tensor=tensor,
-                    phase="forward",
-                    times=1.0,
-                )
-                total += float(np.ravel(charge_price(charge, self.models[b.role.site], self.mesh))[0])
-        return total + self.sent_s(a.role.site, b.role.site, self.sent_bytes(a))
-
-    def sent_bytes(self, a: StageSplit) -> float:
-        """Bytes of one micro-batch that a device of a stage sends to the next stage."""
-        crossing = ((self.graph.node[name], tensor) for name, tensor in self.crossing(a))
-        return sum(
-            float(
-                local_bytes(
-                    n,
-                    self.graph.tensors[tensor],
-                    n.write_of(tensor)[1],
-                    a.configs[n.name][None, :],
-                    self.mesh,
-                )[0]
-            )
-            for n, tensor in crossing
+            moved[0] += self._moves_s(here, there, t, self.models[b.role.site])
+            if t.needs_grad:
+                moved[1] += self._moves_s(there, here, t, self.models[a.role.site])
+        one, other = a.role.site, b.role.site
+        return (
+            float(moved[0]) + self.sent_s(one, other, self.sent_bytes(a)[0]),
+            float(moved[1]) + self.sent_s(one, other, self.sent_bytes(b, a)[1]),
         )
+
+    def _moves_s(self, src: np.ndarray, dst: np.ndarray, t: Tensor, model: CostModel) -> float:
+        """Seconds to bring a tensor from one layout into another."""
+        total = 0.0
+        for step in reshard(src, dst, self.mesh):
+            charge = Charge(
+                kind=step.kind,
+                axes=np.ravel(step.axes),
+                nbytes=np.ravel(step.fraction) * float(t.nbytes),
+                tensor=t.name,
+                phase="forward",
+                times=1.0,
+            )
+            total += float(np.ravel(charge_price(charge, model, self.mesh))[0])
+        return total
+
+    def sent_bytes(self, a: StageSplit, handed: StageSplit | None = None) -> tuple[float, float]:
+        """Bytes of one micro-batch's activations on a device of a stage, and of their gradients. handed: the stage that
+        hands them on, if it is not this one."""
+        out = np.zeros(2)
+        for name, tensor in self.crossing(a if handed is None else handed):
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
+            cfg = a.configs[name][None, :]
+            local = float(local_bytes(n, t, n.write_of(tensor)[1], cfg, self.mesh)[0])
+            out += local, local * t.needs_grad
+        return float(out[0]), float(out[1])
 
 
 _TIMES = ("forward", "input", "weight", "again", "after")
@@ -398,5 +422,6 @@ def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:
 
 
 def disciplines(only: str = "auto") -> list[Discipline]:
-    """Schedules to try: the one that is named, or all that the ranks run by themselves, stage by stage."""
-    return [d for d in SCHEDULES.values() if (not d.lockstep if only == "auto" else d.name == only)]
+    """Schedules to try: the one that is named, "every", or ("auto") all that the ranks run by themselves, stage by
+    stage."""
+    return [d for d in SCHEDULES.values() if only in ("every", d.name) or (only == "auto" and not d.lockstep)]

@@ -23,7 +23,7 @@ import numpy as np
 
 from pase.pipeline.types import Kind, Schedule
 
-__all__ = ["Lines", "SentOnce", "Start", "exposed_s", "starts"]
+__all__ = ["Lines", "SentOnce", "Start", "exposed_lines", "exposed_s", "starts"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +125,10 @@ def exposed_s(moved: np.ndarray, compute: np.ndarray, blocks: float, slow: float
     >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 1.0)
     4.0
     """
-    at = np.array([1.0, blocks])
-    total = moved[:-2].sum() + moved[-1] + blocks * moved[-2]
-    return max(float(g @ at - c @ at + slow * (total - g @ at)) for g, c in units(moved, compute))
+    return float((exposed_lines(moved, compute, slow) @ np.array([1.0, blocks])).max())
+
+
+def exposed_lines(moved: np.ndarray, compute: np.ndarray, slow: float) -> np.ndarray:
+    """What ``exposed_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
+    total = np.array([moved[:-2].sum() + moved[-1], moved[-2]])
+    return np.array([g - c + slow * (total - g) for g, c in units(moved, compute)])

@@ -26,20 +26,20 @@ class _Chain:
         self.schedule = schedule
         self.back = Kind.INPUT if schedule.splits_backward else Kind.BACKWARD
         self.runs = np.zeros((len(Kind), schedule.stages))
-        self.crossed = np.zeros(schedule.stages - 1)
+        self.crossed = np.zeros((2, schedule.stages - 1))
         rank = np.array(schedule.rank_of)
         self.crosses = (rank[1:] != rank[:-1]).astype(float)
 
     def there(self, start: int, stop: int, times: float = 1) -> _Chain:
         """A micro-batch forward through stages start … stop - 1, and on to stop."""
         self.runs[Kind.FORWARD, start:stop] += times
-        self.crossed[start:stop] += times * self.crosses[start:stop]
+        self.crossed[0, start:stop] += times * self.crosses[start:stop]
         return self
 
     def home(self, start: int, stop: int, times: float = 1) -> _Chain:
         """Its gradient from stage stop to stop - 1 and through those to start."""
         self.runs[self.back, start:stop] += times
-        self.crossed[start:stop] += times * self.crosses[start:stop]
+        self.crossed[1, start:stop] += times * self.crosses[start:stop]
         return self
 
     def work(self, actions: Iterable[Action]) -> _Chain:
@@ -76,7 +76,7 @@ def wait_paths(s: Schedule) -> Iterator[Path]:
 
         def way(chain: _Chain, j: int = j) -> _Chain:
             chain.there(0, s.stages).home(j + 1, s.stages)
-            chain.crossed[j : j + 1] += chain.crosses[j : j + 1]  # to stage j itself
+            chain.crossed[1, j : j + 1] += chain.crosses[j : j + 1]  # to stage j itself
             return chain
 
         yield from _from(s, order[ahead:], way)

@@ -17,13 +17,17 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.pipeline.beside import Lines, SentOnce
 from pase.pipeline.bounds import paths
+from pase.pipeline.potentials import step_rows
 from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
-from pase.pipeline.types import Schedule, StageTimes
+from pase.pipeline.types import Kind, Schedule, StageTimes
 
 if TYPE_CHECKING:
-    from scipy.optimize import OptimizeResult
+    from collections.abc import Iterator
 
-__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "longest_paths", "most_held"]
+    from scipy.optimize import OptimizeResult
+    from scipy.sparse import csr_array
+
+__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "least_step_s", "most_held"]
 
 TOLERANCE = 1e-6
 """Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
@@ -34,6 +38,9 @@ _ROUNDING = 1e-9
 
 _MOST_STAGES = 20
 """Whole numbers are asked for of so many stages; with more the integer program takes too long."""
+
+_MOST_ACTIONS = 5000
+"""Of schedules with more, some paths alone are in the program of the parts: with all of them it takes too long."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,28 +192,26 @@ def best_cuts(
     most: int = 200,
     gap: float = TOLERANCE,
     nodes: int | None = None,
+    start: np.ndarray | None = None,
 ) -> Cuts:
     """The numbers of blocks that give the shortest step.
 
     below: seconds that are known to be possible; only shorter steps are searched for. The search stops after ``most``
     simulations, at a relative ``gap``, or when one integer program has visited ``nodes`` of its tree. It then returns
-    the best so far, with a valid bound; how busy the machine is changes nothing. Infeasible if no numbers fit.
+    the best so far, with a valid bound; how busy the machine is changes nothing. start: numbers that fit, from which
+    those of many stages are looked for, too. Infeasible if no numbers fit.
     """
     s = problem.schedule
     if problem.blocks < problem.least * s.stages:
         raise Infeasible(f"{problem.blocks} blocks do not fill {s.stages} stages")
     known = [problem.along(p) for p in paths(s)]
+    if s.stages > _MOST_STAGES:
+        return _of_many(problem, known, below, 4 * most, start)
     best: tuple[np.ndarray, Simulated] | None = None
     bound, tried, cells = _parts(problem, known)[1], 0, 0
     while bound < below * (1 - TOLERANCE) and tried < most:
         counts, least = _master(problem, known, gap / 2, nodes)
         cells += (len(known) + len(problem.memory_rows[1])) * s.stages
-        if best is None and s.stages > _MOST_STAGES:  # start from equal numbers
-            even = _rounded(problem, np.full(s.stages, problem.blocks / s.stages))
-            counts = counts if even is None else even
-        if best is not None and counts is not None and (counts == best[0]).all():
-            bound = max(bound, least)
-            break  # the same numbers again after rounding
         bound = max(bound, least)
         top = below if best is None else min(below, best[1].step_s)
         if counts is None or bound >= top * (1 - gap):
@@ -226,46 +231,143 @@ def best_cuts(
     return Cuts(counts=whole, simulated=best[1], bound=bound, simulations=tried, cells=cells)
 
 
+def least_step_s(problem: CutProblem) -> float:
+    """Seconds that no numbers of blocks beat, by a few of the schedule's paths. Infeasible if no numbers fit."""
+    return _parts(problem, [problem.along(p) for p in paths(problem.schedule)])[1]
+
+
+def _of_many(
+    problem: CutProblem,
+    known: list[tuple[float, np.ndarray]],
+    below: float,
+    most: int,
+    start: np.ndarray | None,
+) -> Cuts:
+    """As ``best_cuts``, for many stages: the bound allows parts of blocks, which are then rounded. From there one block
+    after another moves to another stage where that makes the step shorter, first from and to the stages that are
+    furthest from the parts; up to ``most`` simulations."""
+    s = problem.schedule
+    exact = not s.lockstep and sum(map(len, s.orders)) <= _MOST_ACTIONS
+    parts, bound, cells = _timed_parts(problem) if exact else (*_parts(problem, known), len(known) * s.stages)
+    starts = [_rounded(problem, x) for x in (parts, np.full(s.stages, problem.blocks / s.stages))]
+    best: tuple[np.ndarray, Simulated] | None = None
+    seen, top = set[bytes](), below * (1 - TOLERANCE)
+
+    def better(counts: np.ndarray) -> bool:
+        nonlocal best
+        seen.add(counts.tobytes())
+        done = simulate(s, problem.times(counts))
+        if best is None or done.step_s < best[1].step_s:
+            best = counts, done
+            return True
+        return False
+
+    if bound < top:
+        for counts in (start, *starts):
+            if counts is not None and counts.tobytes() not in seen:
+                better(counts)
+    moved = best is not None
+    while moved and len(seen) < most:
+        assert best is not None
+        now = best[0]
+        moved = any(len(seen) < most and better(x) for x in _moves(problem, now, parts, seen))
+    if best is None or best[1].step_s >= below:
+        return Cuts(counts=None, simulated=None, bound=bound, simulations=len(seen), cells=cells)
+    return Cuts(
+        counts=tuple(map(int, best[0])),
+        simulated=best[1],
+        bound=min(bound, best[1].step_s),
+        simulations=len(seen),
+        cells=cells,
+    )
+
+
+def _moves(
+    problem: CutProblem, counts: np.ndarray, parts: np.ndarray, seen: set[bytes]
+) -> Iterator[np.ndarray]:
+    """These numbers with one block on another stage, as far as they fit and are not among ``seen``."""
+    (rows, room), far, n = problem.memory_rows, counts - parts, counts.size
+    for k, to in zip(*np.unravel_index(np.argsort(far[None] - far[:, None], axis=None), (n, n)), strict=True):
+        if k != to and counts[k] > problem.least:
+            x = counts.copy()
+            x[k], x[to] = x[k] - 1, x[to] + 1
+            if x.tobytes() not in seen and (not len(rows) or (rows @ x <= room * (1 + 1e-9)).all()):
+                yield x
+
+
+def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
+    """(fractional numbers of blocks whose step is shortest, that step: a lower bound for all numbers, how many numbers
+    are in the program's rows)."""
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array, hstack, vstack
+
+    s, steps = problem.schedule, step_rows(problem.schedule)
+    many, ends, kinds = s.stages, 2 * s.ranks, len(Kind) * s.stages
+    width = many + steps.columns
+    unit = float(problem.times(np.full(many, problem.blocks / many)).full.max()) * s.micro_batches or 1.0
+    blocks = np.tile(np.eye(many), (len(Kind), 1)) * problem.each.by_kind.reshape(-1, 1)
+    taken = np.hstack([blocks / unit, -np.eye(kinds)])
+    fixed, each = ((t.before, t.after) for t in (problem.fixed, problem.each))
+    lines, tops = list[np.ndarray](), list[float]()
+    for which, r in np.ndindex(2, s.ranks):
+        slope, base = problem.on_rank[r] * each[which], float(fixed[which][r])
+        of = (
+            problem.exposed[which][r]
+            if problem.once is not None
+            else Lines(base=np.zeros(1), slope=np.zeros((1, many)))
+        )
+        for b, x in zip(of.base, of.slope, strict=True):
+            lines.append(np.concatenate([(slope + x) / unit, -np.eye(ends)[which * s.ranks + r]]))
+            tops.append(-base - float(b))
+    held, room = problem.memory_rows
+    scale = np.maximum(np.abs(held).max(axis=1, initial=0.0), 1.0)
+    at_ends = np.array(lines)
+    rows = vstack(
+        [
+            hstack([csr_array((steps.rows.shape[0], many)), steps.rows]),
+            _wide(taken, width),
+            _wide(np.hstack([at_ends[:, :many], np.zeros((len(lines), kinds)), at_ends[:, many:]]), width),
+            *([_wide(held / scale[:, None], width)] if len(held) else []),
+        ],
+        format="csr",
+    )
+    found = linprog(
+        (np.arange(width) == many + kinds + ends).astype(float),
+        A_ub=rows,
+        b_ub=np.concatenate(
+            [
+                np.concatenate([steps.tops(problem.fixed.send), -problem.fixed.by_kind.ravel(), tops]) / unit,
+                room / scale,
+            ]
+        ),
+        A_eq=(np.arange(width) < many).astype(float)[None],
+        b_eq=[float(problem.blocks)],
+        bounds=[(float(problem.least), float(problem.blocks))] * many + [(0.0, np.inf)] * (width - many),
+        method="highs",
+    )
+    if found.status == 2:
+        raise _unfit(problem)
+    return found.x[:many], float(found.fun) * unit, rows.nnz
+
+
+def _wide(rows: np.ndarray, width: int) -> csr_array:
+    """The rows with zeros behind them."""
+    from scipy.sparse import csr_array, hstack
+
+    return hstack([csr_array(rows), csr_array((len(rows), width - rows.shape[1]))])
+
+
 def _parts(problem: CutProblem, known: list[tuple[float, np.ndarray]]) -> tuple[np.ndarray, float]:
     """(fractional numbers of blocks whose longest known path is shortest, a lower bound for all numbers)."""
     found, unit = _program(problem, known, 0.0, {})
     return found.x[:-1], float(found.fun) * unit
 
 
-def longest_paths(problem: CutProblem, rounds: int = 40, gap: float = 3e-3) -> list[Path]:
-    """The schedule's paths that determine the optimum for fractional numbers of blocks.
-
-    Each simulation is at a point between the program's answer, which is far off at first, and the best point so far.
-    It adds its longest path. (In-out separation: Ben-Ameur and Neto 2007.) Infeasible if no numbers fit.
-    """
-    s = problem.schedule
-    every = list(paths(s))
-    known = [problem.along(p) for p in every]
-    least, inner = np.inf, None
-    for _ in range(rounds):
-        parts, bound = _parts(problem, known)
-        if bound >= least * (1 - gap):
-            break
-        tried = parts if inner is None else 0.3 * parts + 0.7 * inner
-        done = simulate(s, problem.times(tried))
-        if done.step_s < least:
-            least, inner = done.step_s, tried
-        every.append(done.path)
-        known.append(problem.along(done.path, tried))
-    return every
-
-
 def _master(
     problem: CutProblem, known: list[tuple[float, np.ndarray]], gap: float, nodes: int | None
 ) -> tuple[np.ndarray | None, float]:
     """(the numbers of blocks whose longest known path is shortest, a lower bound for all numbers); None if the nodes
-    were spent before any were found.
-
-    For many stages, fractional numbers are rounded: the bound is valid, and the numbers are close to it.
-    """
-    if problem.schedule.stages > _MOST_STAGES:
-        parts, least = _parts(problem, known)
-        return _rounded(problem, parts), least
+    were spent before any were found."""
     limits = {"mip_rel_gap": gap if gap > TOLERANCE else 0.0} | (
         {} if nodes is None else {"node_limit": nodes}
     )
@@ -323,8 +425,13 @@ def _program(
         options=limits,
     )
     if found.status == 2:
-        raise Infeasible(
-            f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limits.max() / 2**30:.4g} GiB a device "
-            f"under schedule '{s.name}'"
-        )
+        raise _unfit(problem)
     return found, unit
+
+
+def _unfit(problem: CutProblem) -> Infeasible:
+    s = problem.schedule
+    return Infeasible(
+        f"no {problem.blocks} blocks in {s.stages} stages fit {problem.limits.max() / 2**30:.4g} GiB a device "
+        f"under schedule '{s.name}'"
+    )

@@ -38,7 +38,8 @@ class RangeWay:
     """A way to run the units ``first`` … ``end - 1`` as a stage.
 
     runs: seconds of one micro-batch by kind of action, float64 [kinds]. before, after: seconds once a step at the ends
-    of its rank; send: to the next stage: at least these. Bytes as of ``StageBytes``; buffers: of its largest op.
+    of its rank; send: of activations to the next stage, and of gradients back: at least these. Bytes as of
+    ``StageBytes``; buffers: of its largest op.
     """
 
     first: int
@@ -46,7 +47,7 @@ class RangeWay:
     runs: np.ndarray
     before: float = 0.0
     after: float = 0.0
-    send: float = 0.0
+    send: tuple[float, float] = (0.0, 0.0)
     held: float = 0.0
     kept: float = 0.0
     waiting: float = 0.0
@@ -77,7 +78,7 @@ class RangeProblem:
             out[c] = path.runs[:, k] @ way.runs
             out[c] += way.before * (rank[k] == path.first) + way.after * (rank[k] == path.last)
             if k < self.schedule.stages - 1:
-                out[c] += path.crossed[k] * way.send
+                out[c] += path.crossed[:, k] @ way.send
         return out
 
     @cached_property

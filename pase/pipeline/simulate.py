@@ -47,7 +47,7 @@ class Path:
     """A chain of actions that wait for one another. Its length is a lower bound on the step for any times.
 
     runs: how often each kind of action of each stage occurs in it, float64 [kinds, stages]. crossed: how often it
-    crosses each cut, float64 [stages - 1]. first, last: the ranks on which it starts and ends.
+    crosses each cut, forward and back, float64 [2, stages - 1]. first, last: the ranks on which it starts and ends.
     """
 
     runs: np.ndarray
@@ -58,7 +58,7 @@ class Path:
     def seconds(self, times: StageTimes) -> float:
         return float(
             (self.runs * times.by_kind).sum()
-            + self.crossed @ times.send
+            + (self.crossed * times.send).sum()
             + times.before[self.first]
             + times.after[self.last]
         )
@@ -107,9 +107,11 @@ def simulate(
         raise ValueError(f"times of {times.forward.size} stages for a schedule of {schedule.stages}")
     order = order_of(schedule)
     spent = times.by_kind[order.kind, order.stage]
-    late = np.append(times.send, 0.0)[order.send]  # -1: the zero at the end
+    back = (order.kind != Kind.FORWARD).astype(int)
+    late = np.pad(times.send, ((0, 0), (0, 1)))[back, order.send]  # -1: the zero at the end
     if schedule.lockstep:
-        spent, late = _lockstep(times, order.kind, spent), np.where(order.waits >= 0, _turn_s(times), 0.0)
+        turn_s = times.send.max(axis=1, initial=0.0)
+        spent, late = _lockstep(times, order.kind, spent), np.where(order.waits >= 0, turn_s[back], 0.0)
     begin = times.before[order.rank]
     end, by = kernels_for(kernel, order.kind.size).run(
         order.wave, order.before, order.waits, spent, late, begin
@@ -131,10 +133,6 @@ def simulate(
     )
 
 
-def _turn_s(times: StageTimes) -> float:
-    return float(times.send.max(initial=0.0))
-
-
 def _lockstep(times: StageTimes, kind: np.ndarray, spent: np.ndarray) -> np.ndarray:
     """In lockstep each turn takes as long as the slowest stage, whatever a rank does in it."""
     slowest = times.by_kind.max(axis=1)
@@ -145,12 +143,12 @@ def _lockstep(times: StageTimes, kind: np.ndarray, spent: np.ndarray) -> np.ndar
 def _path(schedule: Schedule, by: np.ndarray, last: int) -> Path:
     """The longest path, back from the action that ends it; by: which action each one waited for, -1 at its start."""
     order = order_of(schedule)
-    runs, crossed = np.zeros((len(Kind), schedule.stages)), np.zeros(schedule.stages - 1)
+    runs, crossed = np.zeros((len(Kind), schedule.stages)), np.zeros((2, schedule.stages - 1))
     at = first = int(order.last[last])
     while at >= 0:
         runs[order.kind[at], order.stage[at]] += 1
         if by[at] >= 0 and by[at] == order.waits[at] and order.send[at] >= 0:
-            crossed[order.send[at]] += 1
+            crossed[int(order.kind[at] != Kind.FORWARD), order.send[at]] += 1
         first, at = at, int(by[at])
     return Path(runs=runs, crossed=crossed, first=int(order.rank[first]), last=last)
 

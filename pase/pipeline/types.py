@@ -74,8 +74,8 @@ class Schedule:
 class StageTimes:
     """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once a step, float64 [ranks].
 
-    input, weight: the two parts of backward. again: recomputation, before a backward or its INPUT part. send: from a
-    stage to the next one if that is on another rank, float64 [stages - 1]; gradients take as long on the way back.
+    input, weight: the two parts of backward. again: recomputation, before a backward or its INPUT part. send: where
+    the next stage is on another rank, of activations to it, and of their gradients back; float64 [2, stages - 1].
     before, after: before a rank's first and after its last action (gathering weights once; summing gradients, update).
     """
 
@@ -100,7 +100,8 @@ class StageTimes:
         before: object = 0.0,
         after: object = 0.0,
     ) -> StageTimes:
-        """From sequences or single numbers. The number of stages is the length of the longest sequence.
+        """From sequences or single numbers. The number of stages is the length of the longest sequence. send: one for
+        each cut if gradients take as long as activations.
 
         >>> StageTimes.of([1, 2], 1.0, 0.0, ranks=2).full.tolist()
         [2.0, 3.0]
@@ -114,7 +115,7 @@ class StageTimes:
             input=i,
             weight=w,
             again=a,
-            send=np.broadcast_to(np.asarray(send, float), (f.size - 1,)),
+            send=np.broadcast_to(np.asarray(send, float), (2, f.size - 1)),
             before=np.broadcast_to(np.asarray(before, float), (ranks,)),
             after=np.broadcast_to(np.asarray(after, float), (ranks,)),
         )

@@ -26,10 +26,11 @@ class StagePlan:
     the plan's ``strategies`` splits it. recomputes: whether backward recomputes its blocks. weights: whether they are
     gathered and their gradients summed once per step, or at each micro-batch. forward_s, backward_s: seconds of one
     micro-batch; backward includes recomputation. memory_bytes: on a device of its rank, for all stages of that rank.
-    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation. send_s: to the next stage.
+    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation. send_s: to the next stage;
+    back_s: for gradients on the way back, as long where it is None.
     kept_bytes: what a device holds of one micro-batch until its backward; waiting_bytes: the part of it that stays
     until its weights' gradients, where they are computed apart. send_bytes: of one micro-batch, from a device of it to
-    the next stage. None in layouts written before these existed.
+    the next stage; back_bytes: of the gradients that come back. None in layouts written before these existed.
     """
 
     rank: Count
@@ -43,9 +44,11 @@ class StagePlan:
     weight_s: NotNegative | None = None
     again_s: NotNegative | None = None
     send_s: NotNegative | None = None
+    back_s: NotNegative | None = None
     kept_bytes: Count | None = None
     waiting_bytes: Count | None = None
     send_bytes: Count | None = None
+    back_bytes: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

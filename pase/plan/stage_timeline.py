@@ -13,7 +13,7 @@ from pase.pipeline.order import Order, order_of
 from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import Simulated, in_flight, simulate
 from pase.pipeline.types import Action, Kind, StageTimes
-from pase.plan.pipeline import PipelinePlan
+from pase.plan.pipeline import PipelinePlan, StagePlan
 from pase.replay.types import Event, Group, Mark, Timeline, from_events
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ def _times(p: PipelinePlan) -> StageTimes | None:
     parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
     if not p.before_s or any(x is None for part in parts for x in part):
         return None
-    weight, again, send = np.array(parts, dtype=float).T
+    weight, again, _ = np.array(parts, dtype=float).T
     backward = np.array([s.backward_s for s in p.stages])
     return StageTimes(
         forward=np.array([s.forward_s for s in p.stages]),
         input=backward - weight - again,
         weight=weight,
         again=again,
-        send=send[:-1],
+        send=np.array([[_sent_s(s, there=there) for s in p.stages[:-1]] for there in (True, False)]),
         before=np.array(p.before_s),
         after=np.array(p.after_s),
     )
@@ -163,14 +163,19 @@ def _sends(stages: SimulatedStages) -> Iterator[Event]:
     needed = np.flatnonzero(o.send >= 0)
     for i in needed[np.argsort(stages.done.end[o.waits[needed]], kind="stable")].tolist():
         cut, (a, rank, _, start) = int(o.send[i]), actions[int(o.waits[i])]
-        taken = p.stages[cut].send_s or 0.0
-        if stages.done.schedule.lockstep:
-            taken = max(s.send_s or 0.0 for s in p.stages)
+        there = a.kind is Kind.FORWARD
+        of = p.stages if stages.done.schedule.lockstep else p.stages[cut : cut + 1]
+        taken = max(_sent_s(s, there=there) for s in of)
         end, to = start + round(taken * 1e9), actions[i][1]
         free = busy.setdefault((rank, to), [])
         k = next((k for k, until in enumerate(free) if until <= start), len(free))
         free[k : k + 1] = [end]
-        what = "activations" if a.kind is Kind.FORWARD else "gradients"
+        what = "activations" if there else "gradients"
+        sent = (
+            p.stages[cut].send_bytes
+            if there or p.stages[cut].back_bytes is None
+            else p.stages[cut].back_bytes
+        )
         yield _event(
             rank,
             f"sends to rank {to}" + (f" ({k + 1})" if k else ""),
@@ -180,9 +185,13 @@ def _sends(stages: SimulatedStages) -> Iterator[Event]:
             kind="collective",
             operation="send_recv",
             group=_between(rank, to),
-            nbytes=-1 if (sent := p.stages[cut].send_bytes) is None else sent,
+            nbytes=-1 if sent is None else sent,
             correlation=i,
         )
+
+
+def _sent_s(s: StagePlan, *, there: bool) -> float:
+    return (s.send_s if there or s.back_s is None else s.back_s) or 0.0
 
 
 def _memory(stages: SimulatedStages) -> Iterator[Event]:

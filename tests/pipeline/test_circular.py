@@ -123,6 +123,20 @@ def test_a_plan_that_asks_for_it_says_so_and_runs():
     assert worst_difference(whole.parameters, plan.jax.gathered(updated)) < 1e-12
 
 
+def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
+    asked_for = {"pipeline": 2, "mesh": "2x2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+    with jax.enable_x64(True):
+        loop, written = (
+            pase.compile(gpt, *arguments(scan), devices=8, machine="h100x8", **asked_for)
+            for scan in (True, False)
+        )
+    tried = {loop.pipeline.schedule, *loop.pipeline.others}
+    assert "circular" in tried and "under all schedules," in loop.pipeline.scope
+    assert loop.bound <= loop.cost <= asked(remat="none").cost * (1 + 1e-9)
+    assert "circular" not in {written.pipeline.schedule, *written.pipeline.others}
+    assert "all schedules but 'circular'" in written.pipeline.scope
+
+
 @pytest.mark.parametrize("weights", ["once", "each"])
 def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
     """On one rank nothing crosses: the searched sum is the step. On two no split takes less than the bound."""

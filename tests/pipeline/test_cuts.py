@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pase.errors import Infeasible
+from pase.pipeline import cuts
 from pase.pipeline.cuts import TOLERANCE, CutProblem, StageBytes, best_cuts
 from pase.pipeline.registry import SCHEDULES, schedule
 from pase.pipeline.simulate import peak_bytes, simulate
@@ -78,6 +79,35 @@ def test_equal_to_enumeration(name, limited):
         assert found.simulated.step_s == pytest.approx(truth, rel=2 * TOLERANCE)
         assert found.bound <= truth * (1 + 1e-9) and fits(problem, np.array(found.counts))
         assert best_cuts(problem, below=truth * 0.999).counts is None
+
+
+@pytest.mark.parametrize("name", [n for n, d in SCHEDULES.items() if not d.lockstep])
+@pytest.mark.parametrize("limited", [False, True])
+def test_of_many_stages_the_bound_is_a_step_in_parts_of_blocks(name, limited, monkeypatch):
+    """The program of all actions against simulations of its own answer, and against enumeration of whole numbers."""
+    monkeypatch.setattr(cuts, "_MOST_STAGES", 0)
+    rng = np.random.default_rng(len(name) + limited)
+    low, _ = SCHEDULES[name].chunks
+    p, v = (4, 1) if low == 1 else (2, 2)
+    seen = 0
+    for _ in range(6):
+        problem = problem_of(rng, name, p, v, 2 * p, 11, 40.0 if limited else np.inf)
+        truth = enumerated(problem)
+        if np.isinf(truth):
+            continue
+        parts, bound, _ = cuts._timed_parts(problem)
+        assert simulate(problem.schedule, problem.times(parts)).step_s == pytest.approx(bound)
+        rows, room = problem.memory_rows
+        assert parts.sum() == pytest.approx(11) and (
+            not len(rows) or (rows @ parts <= room * (1 + 1e-6)).all()
+        )
+        found = best_cuts(problem)
+        assert found.bound == pytest.approx(bound) and bound <= truth * (1 + 1e-9)
+        if found.simulated is not None:
+            seen += 1
+            assert truth * (1 - 1e-9) <= found.simulated.step_s < 1.05 * truth
+            assert fits(problem, np.array(found.counts)) and sum(found.counts) == 11
+    assert seen >= 3
 
 
 def test_a_large_chain_takes_few_simulations():

@@ -198,7 +198,7 @@ def drawn(rng, name, p, v, m, units, limit):
                         kept=kept,
                         waiting=kept / 2,
                         buffers=buffers,
-                        send=0.1 * (b < units),
+                        send=(0.1 * (b < units), 0.05 * (b < units)),
                     )
                 )
         ways.append(of)
@@ -208,7 +208,12 @@ def drawn(rng, name, p, v, m, units, limit):
         runs = np.array([w.runs for w in mine])
         after = np.bincount(s.rank_of, [w.after for w in mine], p)
         return StageTimes.of(
-            runs[:, 0], runs[:, 2], runs[:, 3], ranks=p, send=[w.send for w in mine[:-1]], after=after
+            runs[:, 0],
+            runs[:, 2],
+            runs[:, 3],
+            ranks=p,
+            send=np.reshape([w.send for w in mine[:-1]], (-1, 2)).T,
+            after=after,
         )
 
     return RangeProblem(schedule=s, units=units, ways=ways, exact=exact, limits=np.full(p, limit))

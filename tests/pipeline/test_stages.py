@@ -381,7 +381,7 @@ def test_no_splits_and_no_cuts_beat_the_bound(limited, slow):
             [t.cheapest(r, 8 / s.stages, p, 2, step) for t in ways for p in prices for step in t.steps]
             for r in roles
         ]
-        least, seen = bounds.least_s(menu.problem(s, tuple(w[0] for w in splits))), 0
+        least, seen = bounds.least_s(s), 0
         for _ in range(40):
             problem = menu.problem(s, tuple(w[rng.integers(len(w))] for w in splits))
             counts = 1 + rng.multinomial(8 - s.stages, np.ones(s.stages) / s.stages)
