@@ -19,11 +19,17 @@ __all__ = ["emit"]
 
 
 def emit(plan: PlanData, path: Path, *, model: object) -> str:
-    """Write the list of actions. Raises PaseError for a plan without stages."""
+    """Write the list of actions. Raises PaseError for a plan without stages, or with a replica on each group."""
     p = plan.pipeline
     if p is None:
         raise PaseError(
             f"the plan for '{plan.model}' has no stages: compile it with pipeline=N or pipeline='auto'"
+        )
+    if p.replicas:
+        raise PaseError(
+            f"the plan for '{plan.model}' has a replica on each of {len(p.replicas)} groups, with a schedule and a share "
+            f"of the micro-batches of its own, and PyTorch reads one schedule: compile it with pipeline=N for stages on "
+            f"the groups, or run it in JAX"
         )
     made = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
     write_atomically(path, f"{made}\n")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import pase
+from pase.backends.registry import emit
 from pase.compiler.options import CompileOptions
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import traced_model
@@ -154,7 +155,7 @@ def test_where_equal_shares_are_as_good_it_says_so():
     assert plan.baselines["replicas on the groups"] >= plan.cost >= plan.bound
 
 
-def test_a_plan_of_replicas_is_priced_saved_and_given_to_jax():
+def test_a_plan_of_replicas_is_priced_saved_and_given_to_jax(tmp_path):
     plan = pase.compile(
         WIDE,
         devices=4,
@@ -178,6 +179,10 @@ def test_a_plan_of_replicas_is_priced_saved_and_given_to_jax():
     tree["pipeline"]["replicas"][0]["pipeline"]["groups"] = ["one"] * 9
     with pytest.raises(PaseError, match="pipeline/replicas/0/pipeline/groups: 9 for"):
         from_json(tree)
+    with pytest.raises(PaseError, match="a replica on each of 2 groups, with a schedule and a share"):
+        emit(plan, "torch-schedule", tmp_path / "schedule.csv")
+    with pytest.raises(PaseError, match="stages|pipeline"):
+        _ = plan.torch
 
 
 def test_all_devices_are_asked_for():
