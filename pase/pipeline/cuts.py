@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pase.errors import Infeasible
+from pase.errors import Infeasible, PaseError
 from pase.pipeline.beside import Lines, SentOnce
 from pase.pipeline.bounds import paths
 from pase.pipeline.potentials import step_rows
@@ -22,7 +22,7 @@ from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterator
 
     from scipy.optimize import OptimizeResult
     from scipy.sparse import csr_array
@@ -250,40 +250,33 @@ def _of_many(
     exact = not s.lockstep and sum(map(len, s.orders)) <= _MOST_ACTIONS
     parts, bound, cells = _timed_parts(problem) if exact else (*_parts(problem, known), len(known) * s.stages)
     starts = [_rounded(problem, x) for x in (parts, np.full(s.stages, problem.blocks / s.stages))]
-    best: tuple[np.ndarray, Simulated] | None = None
-    seen, top = set[bytes](), below * (1 - TOLERANCE)
+    done = dict[bytes, tuple[np.ndarray, Simulated]]()
 
-    def better(counts: np.ndarray) -> bool:
-        nonlocal best
-        seen.add(counts.tobytes())
-        done = simulate(s, problem.times(counts))
-        if best is None or done.step_s < best[1].step_s:
-            best = counts, done
-            return True
-        return False
+    def step_s(counts: np.ndarray) -> float:
+        key = counts.tobytes()
+        if key not in done:
+            done[key] = counts, simulate(s, problem.times(counts))
+        return done[key][1].step_s
 
-    if bound < top:
-        for counts in (start, *starts):
-            if counts is not None and counts.tobytes() not in seen:
-                better(counts)
-    moved = best is not None
-    while moved and len(seen) < most:
-        assert best is not None
-        now = best[0]
-        moved = any(len(seen) < most and better(x) for x in _moves(problem, now, parts, seen))
+    tried = [x for x in (start, *starts) if x is not None] if bound < below * (1 - TOLERANCE) else []
+    now = min(tried, key=step_s, default=None)
+    while now is not None and len(done) < most:
+        least, near = step_s(now), _moves(problem, now, parts, done)
+        now = next((x for x in near if len(done) < most and step_s(x) < least), None)
+    best = min(done.values(), key=lambda x: x[1].step_s, default=None)
     if best is None or best[1].step_s >= below:
-        return Cuts(counts=None, simulated=None, bound=bound, simulations=len(seen), cells=cells)
+        return Cuts(counts=None, simulated=None, bound=bound, simulations=len(done), cells=cells)
     return Cuts(
         counts=tuple(map(int, best[0])),
         simulated=best[1],
         bound=min(bound, best[1].step_s),
-        simulations=len(seen),
+        simulations=len(done),
         cells=cells,
     )
 
 
 def _moves(
-    problem: CutProblem, counts: np.ndarray, parts: np.ndarray, seen: set[bytes]
+    problem: CutProblem, counts: np.ndarray, parts: np.ndarray, seen: Container[bytes]
 ) -> Iterator[np.ndarray]:
     """These numbers with one block on another stage, as far as they fit and are not among ``seen``."""
     (rows, room), far, n = problem.memory_rows, counts - parts, counts.size
@@ -347,6 +340,8 @@ def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
     )
     if found.status == 2:
         raise _unfit(problem)
+    if found.x is None or found.fun is None:
+        raise PaseError(f"the program of a pipeline's cuts was not solved: {found.message}")
     return found.x[:many], float(found.fun) * unit, rows.nnz
 
 
