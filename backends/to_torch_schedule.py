@@ -27,9 +27,9 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
         )
     if p.replicas:
         raise PaseError(
-            f"the plan for '{plan.model}' has a replica on each of {len(p.replicas)} groups, with a schedule and a share "
-            f"of the micro-batches of its own, and PyTorch reads one schedule: compile it with pipeline=N for stages on "
-            f"the groups, or run it in JAX"
+            f"the plan for '{plan.model}' has a replica on each of {len(p.replicas)} groups, with a schedule and a "
+            f"share of the micro-batches of its own, and PyTorch reads one schedule: compile it with pipeline=N for "
+            f"stages on the groups, or run it in JAX"
         )
     made = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
     write_atomically(path, f"{made}\n")
