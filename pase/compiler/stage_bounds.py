@@ -265,20 +265,8 @@ class StageBounds:
         send = np.broadcast_to(np.array(self.send_s)[:, None], (2, many - 1))
         held = sum(1 for _ in self._moments(s))
         tops = [steps.tops(send) / scale[0], np.zeros(taken.shape[0] - held), np.ones(held)]
-        owners = list[tuple[StageRole, int]]()
-        for role, hs in ((role, hs) for role, hs in active.items() if hs):
-            at = np.array([k for k, r in enumerate(roles) if r == role])
-            weights = np.array([h.weights for h in hs]) * scale
-            size = np.abs(weights).max(axis=1)
-            lines = np.hstack([np.array([[h.slope] for h in hs]), -weights]) / size[:, None]
-            columns = np.hstack([at[:, None], many + at[:, None] * len(Feature) + np.arange(len(Feature))])
-            count, line = len(hs) * len(at), 1 + len(Feature)
-            data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
-            where = np.broadcast_to(columns[:, None], (len(at), len(hs), line)).ravel()
-            start = np.arange(count + 1) * line
-            rows.append(csr_array((data, where, start), shape=(count, width)))
-            tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
-            owners.append((role, count))
+        spaces, bases, owners = _spaces(roles, active, scale, width)
+        rows, tops = [*rows, *spaces], [*tops, *bases]
         every = vstack(rows, format="csr")
         self.tables[0].spent.cells += every.nnz
         found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
@@ -364,6 +352,32 @@ class StageBounds:
                 out[:, Feature.STATIC] = rank == r
                 out[:, Feature.KEPT], out[:, Feature.WAITING] = held
                 yield out / self.limits[r]
+
+
+def _spaces(
+    roles: Sequence[StageRole],
+    active: Mapping[StageRole, Sequence[_HalfSpace]],
+    scale: np.ndarray,
+    width: int,
+) -> tuple[list[csr_array], list[np.ndarray], list[tuple[StageRole, int]]]:
+    """The program's rows of half-spaces, their right sides, and how many are of each role. scale: of the features."""
+    from scipy.sparse import csr_array
+
+    rows, tops, owners = list[csr_array](), list[np.ndarray](), list[tuple[StageRole, int]]()
+    many, line = len(roles), 1 + len(Feature)
+    for role, hs in ((role, hs) for role, hs in active.items() if hs):
+        at = np.array([k for k, r in enumerate(roles) if r == role])
+        weights = np.array([h.weights for h in hs]) * scale
+        size = np.abs(weights).max(axis=1)
+        lines = np.hstack([np.array([[h.slope] for h in hs]), -weights]) / size[:, None]
+        columns = np.hstack([at[:, None], many + at[:, None] * len(Feature) + np.arange(len(Feature))])
+        count = len(hs) * len(at)
+        data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
+        where = np.broadcast_to(columns[:, None], (len(at), len(hs), line)).ravel()
+        rows.append(csr_array((data, where, np.arange(count + 1) * line), shape=(count, width)))
+        tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
+        owners.append((role, count))
+    return rows, tops, owners
 
 
 def _worked(runs: np.ndarray) -> np.ndarray:
