@@ -12,7 +12,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import is_literal, scan_groups
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
@@ -40,7 +40,7 @@ def one_loop(traced: TracedJax, turns: int) -> bool:
     """Whether there is one such loop, which runs forwards and hands on only its carry."""
     found = [eqn for _, eqn in _loops(traced.jaxpr.jaxpr, turns, "")]
     return len(found) == 1 and not any(
-        eqn.params["reverse"] or len(eqn.outvars) > eqn.params["num_carry"] for eqn in found
+        eqn.params["reverse"] or len(eqn.outvars) > scan_groups(eqn)[1] for eqn in found
     )
 
 

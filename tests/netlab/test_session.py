@@ -1,5 +1,6 @@
 """What a stopped run had done is taken up, by commit and machine; the time given is kept to."""
 
+import dataclasses
 import json
 import time
 from pathlib import Path
@@ -7,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from bench.netlab import jobs, replays, strategies
-from bench.netlab.__main__ import PARTS, _steps
+from bench.netlab.__main__ import EXPECTED_MIN, PARTS, _steps
 from bench.netlab.net import LabError, Topology
 from bench.netlab.page import render
 from bench.netlab.session import Session, rows_of
+from bench.netlab.steps import Cell
 
 CELLS = [{"key": k} for k in "abc"]
 
@@ -86,11 +88,15 @@ def test_nothing_is_begun_after_the_time_is_up(tmp_path, hosts):
 
 
 def test_a_cell_without_a_result_yet_has_no_row():
-    cell = {"model": "m", "batch": 8, "strategy": "ours", "same_as": None, "mesh": [2], "predicted_s": 1.0}
-    item = {"cell": cell | {"predicted_compute_s": 0.5}}
+    """And of a result under the other lowering it has none either."""
+    about = {"model": "m", "batch": 8, "strategy": "ours", "layout": "", "mesh": (2,), "lowering": "manual"}
+    cell = Cell(**about, predicted_s=1.0, predicted_compute_s=0.5)
+    item = {"cell": dataclasses.asdict(cell)}
     assert strategies._row(Lab.topology, item, {}) is None
-    got = {"m 8 ours": {"steps_s": [1.0, 2.0, 3.0], "compile_s": 0.1, "cpu_s": 0.2}}
-    row = strategies._row(Lab.topology, item, got)
+    got = {"m 8 ours annotated": {"steps_s": [1.0, 2.0, 3.0], "compile_s": 0.1, "cpu_s": 0.2}}
+    assert strategies._row(Lab.topology, item, got) is None
+    row = strategies._row(Lab.topology, item, {"m 8 ours manual": got["m 8 ours annotated"]})
+    assert row["lowering"] == "manual"
     assert row["measured_s"] == 2.0 and row["spread"] == pytest.approx(1.0)
 
 
@@ -100,13 +106,14 @@ def test_every_part_gets_its_turn_before_the_larger_networks(tmp_path):
         batches, iterations, training = "0,1", 6, 8
 
     steps = _steps(Args(), Session(folder=tmp_path), list(PARTS))
-    parts = [p for p, _, _ in steps]
-    assert set(parts) == set(PARTS) and len(steps) == 10
-    assert (
-        parts.index("replay")
-        < max(i for i, p in enumerate(parts) if p == "strategies")
-        < parts.index("racks")
-    )
+    order = ["strategies of 2 hosts", "buckets", "replay", "lowerings", "strategies of 4 hosts"]
+    order += ["racks", "torch", "frameworks"]
+    took = [f"{p} of {t.split()[1]} hosts" if p == "strategies" else p for p, t, _ in steps]
+    assert list(dict.fromkeys(took)) == order and {p for p, _, _ in steps} == set(PARTS) == set(EXPECTED_MIN)
+    networks = {p: len({t for q, t, _ in steps if q == p}) for p in PARTS}
+    assert networks == dict.fromkeys(PARTS, 1) | {"strategies": len(strategies.FULL), "frameworks": 2}
+    # One part alone is that part alone.
+    assert [p for p, _, _ in _steps(Args(), Session(folder=tmp_path), ["lowerings"])] == ["lowerings"]
 
 
 def test_the_page_takes_what_a_session_writes(tmp_path):
