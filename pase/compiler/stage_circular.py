@@ -56,11 +56,19 @@ def circular_staged(
             if len(rows) and (rows @ counts > room * (1 + 1e-9)).any():
                 continue
             fits, done = True, simulate(s, problem.times(counts))
+            done = replace(done, busy=_busy_s(menu, s, w))
             if done.step_s < below:
                 below = done.step_s
                 cuts = Cuts(counts=(n,) * s.stages, simulated=done, bound=done.step_s, simulations=1)
                 best = CircularStages(split=w, problem=problem, cuts=cuts)
     return best, fits
+
+
+def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
+    """Seconds that each rank works on micro-batches, float64 [ranks]: its stage on all, both ends on its part."""
+    p = menu.problem(s, (w,) * s.stages)
+    each: np.ndarray = p.each.full * (menu.places.blocks / s.stages) + p.fixed.full / s.ranks
+    return s.micro_batches * each
 
 
 def circular_bound_s(menu: StageMenu, s: Schedule) -> float:

@@ -137,6 +137,19 @@ def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
     assert "all schedules but 'circular'" in written.pipeline.scope
 
 
+def test_a_rank_that_works_on_either_end_is_not_idle():
+    """All ranks together work as long as one would alone; the rest is bubble."""
+    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "once")
+    for ranks in (1, 2):
+        menu, s = StageMenu([t], ranks, 4, np.inf, only="circular"), schedule("circular", ranks, 4)
+        best, _ = circular_staged(menu, s, np.inf, ())
+        alone, one = StageMenu([t], 1, 4, np.inf), schedule("1f1b", 1, 4)
+        work = simulate(one, alone.problem(one, (best.split,)).times(np.array([4]))).busy
+        done = best.cuts.simulated
+        assert done.busy.sum() == pytest.approx(work.sum(), rel=1e-12) and len(done.busy) == ranks
+        assert done.bubble == pytest.approx(1 - work.sum() / ranks / done.step_s, rel=1e-12)
+
+
 @pytest.mark.parametrize("weights", ["once", "each"])
 def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
     """On one rank nothing crosses: the searched sum is the step. On two no split takes less than the bound."""
