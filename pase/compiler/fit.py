@@ -236,8 +236,9 @@ def fit_limit(
     below: the cost of a known strategy; strategies that cost as much or more need not be found.
 
     Two lower bounds hold for a mesh: its unconstrained optimum, and one elimination at a price per byte, which the
-    search of the first mesh finds. Meshes are searched in order of their bound, lowest first, until the bound is no
-    better than the best answer. When the work is spent, the search returns the best answer so far.
+    first mesh finds. The mesh of the lowest bound is always next: it gets its second bound, and is searched once it is
+    the lowest again, until no bound is below the best answer. So meshes that are too dear anyway are never priced. When
+    the work is spent, the search returns the best answer so far.
     """
     best: Found | None = None
     proven = {m: free.bounds[m.sizes] for m in over}
@@ -246,22 +247,25 @@ def fit_limit(
         for m in over
     }
     price = 0.0
-    for mesh in sorted(over, key=lambda m: proven[m]):
-        if proven[mesh] < below and not spent.over():
-            say(f"what a byte is worth on mesh {'×'.join(map(str, mesh.sizes))}")
-            least, worth = searches[mesh].priced(price)
-            proven[mesh] = max(proven[mesh], least)
-            price = price or worth
-    for i, mesh in enumerate(order := sorted(over, key=lambda m: proven[m])):
+    todo, priced, done = list(over), set[Mesh](), list[Mesh]()
+    while todo:
+        mesh = min(todo, key=lambda m: proven[m])
         if proven[mesh] >= below or (spent.over() and np.isfinite(below)):
             break
-        say(
-            PieceOfWork(
-                f"mesh {'×'.join(map(str, mesh.sizes))} within {limit / 2**30:.4g} GiB", i, len(order)
-            )
-        )
-        open_before = any(proven[m] < min(below, proven[mesh]) for m in order[:i])
+        name = f"mesh {'×'.join(map(str, mesh.sizes))}"
+        if mesh not in priced:
+            priced.add(mesh)
+            if not spent.over():
+                say(f"what a byte is worth on {name}")
+                least, worth = searches[mesh].priced(price)
+                proven[mesh] = max(proven[mesh], least)
+                price = price or worth
+                continue
+        say(PieceOfWork(f"{name} within {limit / 2**30:.4g} GiB", len(done), len(over)))
+        open_before = any(proven[m] < min(below, proven[mesh]) for m in done)
         answer = searches[mesh].cheapest(below, price, close=not open_before)
+        todo.remove(mesh)
+        done.append(mesh)
         proven[mesh] = max(proven[mesh], answer.bound)
         if answer.solution is not None:
             best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)

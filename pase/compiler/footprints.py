@@ -12,8 +12,6 @@ from pase.compiler.problem import SplitProblem
 from pase.compiler.variants import Variant
 from pase.errors import Infeasible
 from pase.machine import Mesh
-from pase.tables.facts import facts
-from pase.tables.layouts import configs
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -31,11 +29,7 @@ class Footprint(NamedTuple):
 
 def least_memory(problem: SplitProblem, mesh: Mesh) -> float:
     """A lower bound on the bytes per device that any strategy on this mesh needs, without bytes in flight."""
-    numbers = facts(problem.graph).space  # equal nodes of repeated layers have the same configs
-    of_number = {
-        number: configs(n, mesh) for number, n in dict(zip(numbers, problem.graph.nodes, strict=True)).items()
-    }
-    spaces = [of_number[number] for number in numbers]
+    spaces = problem.pricing.configs(mesh)
     p = problem.account.profile(problem.graph, mesh, spaces, float("inf"), problem.optimizer)
     lowest = {id(b): b.min() for b in p.bytes}
     least = np.array([lowest[id(b)] for b in p.bytes])

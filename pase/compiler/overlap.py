@@ -19,13 +19,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from pase.search import Known, Solution, solve
 from pase.search.excess import Excess
 from pase.search.labels import label_choices
-from pase.search.priced import HeldAlong, prepare
+from pase.search.priced import HeldAlong, PricedTables, effort_of, prepare
+from pase.search.solve import WORTH_FOLDING
 from pase.tables import CostTables
 from pase.tables.beside import Passes, StepTables
 
@@ -34,8 +36,8 @@ __all__ = ["Beside", "SolveMean", "SolveWithin"]
 PassWeights = tuple[float, ...]
 """For each pass, the weight of compute."""
 
-SolveMean = Callable[[CostTables, PassWeights], Solution]
-"""Solves the tables for given weights of the passes' compute: (tables, weights)."""
+SolveMean = Callable[[PassWeights], Solution]
+"""Solves the tables of the mean for given weights of the passes' compute."""
 
 SolveWithin = Callable[[CostTables, Known], Solution]
 """Solves tables under a memory limit: (tables, what is known of them)."""
@@ -43,6 +45,8 @@ SolveWithin = Callable[[CostTables, Known], Solution]
 _MOST_WEIGHTS = 8
 _EXACT = 1e-9
 _LABELS = 100_000
+_THREADS = 2
+_LONGER = 2  # elimination may take, where that saves loading the tables
 
 
 @dataclass(kw_only=True, eq=False)
@@ -71,11 +75,32 @@ class Beside:
             self._made[weights] = self.tables.at(self.passes.between(weights))
         return self._made[weights]
 
-    def mean(self, tables: CostTables, weights: PassWeights) -> Solution:
+    def mean(self, weights: PassWeights) -> Solution:
         """The optimum of the tables for given weights, computed once."""
         if weights not in self.means:
-            self.means[weights] = solve(tables)
+            known = self._priced if self.means else None
+            self.means[weights] = solve(self.at(weights)) if known is None else self._optimum(known, weights)
         return self.means[weights]
+
+    @cached_property
+    def _priced(self) -> PricedTables | None:
+        """The tables of the first weights, loaded and with an order of elimination, to be solved at any others. None if
+        there is no order, if blocks are folded first, or if equal rows that the weights tell apart make it longer."""
+        (weights, first), excess = next(iter(self.means.items())), self.excess()
+        if not first.order or len(self.tables.nodes) >= WORTH_FOLDING:
+            return None
+        made = prepare(self.at(weights), excess.held, "numba", _THREADS, 0, excess.along, first.order)
+        longer = made is None or made.effort > _LONGER * effort_of(first.work)
+        return None if longer else made
+
+    def _optimum(self, priced: PricedTables, weights: PassWeights) -> Solution:
+        """``solve``'s answer for the tables of given weights."""
+        first = next(iter(self.means))
+        choice, least, _ = priced.at(np.subtract(weights, first))
+        cost = float(self.passes.between(weights) @ self.tables.of_choice(choice).row)
+        return replace(
+            self.means[first], choice=choice, cost=cost, bound=min(least, cost), work=priced.plan.work
+        )
 
     def solve(
         self,
@@ -96,7 +121,7 @@ class Beside:
         bound, w, tried = -np.inf, self.best, set[PassWeights]()
         while w not in tried and len(tried) < _MOST_WEIGHTS:
             tried.add(w)
-            s = one(self.at(w), w)
+            s = one(w)
             if s.bound > bound:
                 bound, self.best = s.bound, w
             if not s.feasible:
@@ -112,6 +137,7 @@ class Beside:
             if min(found.cost, below, height) <= bound * (1 + enough):
                 break
             w = next((x for x in likely if x not in tried), w)
+        self.__dict__.pop("_priced", None)  # holds a copy of the tables
         assert found is not None
         return replace(
             found,
@@ -127,7 +153,7 @@ class Beside:
         below: strategies of that cost or more need not be found.
         """
         excess, sums = self.excess(), len(self.best)
-        priced = prepare(self.at(self.best), excess.held, "numba", sums, 0)
+        priced = prepare(self.at(self.best), excess.held, "numba", _THREADS, 0)
         if priced is None:
             return found
         _, least, pool = priced.at(np.zeros(sums))

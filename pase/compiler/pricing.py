@@ -18,7 +18,7 @@ from pase.search import Known, Solution, solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
 from pase.tables.beside import StepTables, edges_at, nodes_at, passes_of
-from pase.tables.build import Space, build, edge_tables, phase_costs
+from pase.tables.build import Space, build, config_space, edge_tables, phase_costs
 from pase.tables.pieces import slowed
 from pase.tables.types import EdgeTable
 
@@ -40,16 +40,25 @@ class Summed:
         self.graph, self.model, self.optimizer = graph, model, optimizer
         self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
         self._free: dict[tuple[int, ...], Solution] = {}
+        self._configs: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
 
     @property
     def beside(self) -> float | None:
         """The value that plans record (``PlanData.beside``)."""
         return None
 
+    def configs(self, mesh: Mesh) -> tuple[np.ndarray, ...]:
+        """The configs of ``space(mesh)``, per node int8 [K, axes], without its tables."""
+        if mesh.sizes not in self._configs:
+            self._configs[mesh.sizes] = config_space(self.graph, mesh, self.model)
+        return self._configs[mesh.sizes]
+
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
         """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
         if mesh.sizes not in self._tables:
-            self._tables[mesh.sizes] = build(self.graph, mesh, self.model, self.optimizer)
+            self._tables[mesh.sizes] = build(
+                self.graph, mesh, self.model, self.optimizer, among=self.configs(mesh)
+            )
         return self._tables[mesh.sizes]
 
     def space(self, mesh: Mesh) -> Space:
@@ -128,7 +137,7 @@ class BesideCompute(Summed):
     def search(self, mesh: Mesh) -> Beside:
         """The search of a mesh, with its prices by part."""
         if mesh.sizes not in self._searches:
-            tables = StepTables.of(self.graph, mesh, self.model, self.optimizer)
+            tables = StepTables.of(self.graph, mesh, self.model, self.optimizer, self.configs(mesh))
             self._searches[mesh.sizes] = Beside(tables=tables, passes=self._passes)
         return self._searches[mesh.sizes]
 
@@ -151,7 +160,7 @@ class BesideCompute(Summed):
         found = self.search(mesh)
         if solver is not None:
             s = found.solve(
-                lambda tables, w: solver(tables, Known(free=found.means.get(w), close=not close), 1 / 4),
+                lambda w: solver(found.at(w), Known(free=found.means.get(w), close=not close), 1 / 4),
                 below,
                 _ENOUGH,
             )
@@ -166,7 +175,7 @@ class BesideCompute(Summed):
         if mesh.sizes in self._free:
             return self._free[mesh.sizes].bound
         found = self.search(mesh)
-        return found.mean(found.at(found.best), found.best).bound
+        return found.mean(found.best).bound
 
     def close(self, mesh: Mesh, below: float) -> Solution:
         self._free[mesh.sizes] = self.search(mesh).close(self.solve(mesh), below)
@@ -174,7 +183,7 @@ class BesideCompute(Summed):
 
     def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
         found = self.search(mesh)
-        return found.at(found.best), found.mean(found.at(found.best), found.best)
+        return found.at(found.best), found.mean(found.best)
 
     def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
         """At the weights of the cheapest strategy found so far."""

@@ -32,7 +32,6 @@ _MOST_CUTS = 12  # prices tried for one part
 _ENOUGH = 0.02  # of the gap: prices that promise less are not tried
 _LOOK, _CLOSED = 16, 0.9  # parts after which so much of the gap, at most, may be left
 _ROUNDED = 1e-12
-_STEP_WORK = 50_000  # operations that take as long as what an elimination does besides its products
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +112,7 @@ class _Parted:
 @dataclass(kw_only=True, eq=False)
 class Branches:
     """A search through parts. offer: takes a choice. top: what the cheapest known choice costs; dearer ones are not
-    looked for. work: min-plus operations so far, and what else takes as long."""
+    looked for. work: that of the eliminations so far (``PricedTables.effort``)."""
 
     problem: SummedTables
     kernel: KernelName
@@ -185,7 +184,7 @@ class Branches:
                 local, least, tables = prepared.at(prices - p.weights)
             except Infeasible:
                 return None
-            self.work += prepared.plan.work + _STEP_WORK
+            self.work += prepared.effort
             choice = np.array([k[i] for k, i in zip(among, local, strict=True)])
             self.offer(choice)
             bound = least - float(prices @ p.limits)

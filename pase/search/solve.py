@@ -16,6 +16,7 @@ from pase.search.exact import KernelName, best_plan, kernels_for
 from pase.search.excess import Excess
 from pase.search.factors import Pool, load
 from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
+from pase.search.priced import effort_of
 from pase.search.repeat import fold
 from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.search.within import Within, fits
@@ -140,7 +141,7 @@ def solve(
                 or known.excess is not None
                 or (rounds is not None and within.choice is not None)
             ):
-                return _settled(within, free, began)
+                return _settled(within, free, began, free is known.free)
             begin = (free.choice if within.choice is None else within.choice), within.bound
     from pase.search.bounded import bounded_search
 
@@ -173,7 +174,8 @@ def price_memory(
     return within.bound, within.price
 
 
-def _settled(within: Within, free: Solution, began: float) -> Solution:
+def _settled(within: Within, free: Solution, began: float, known: bool) -> Solution:
+    """known: the answer without the limit was, so that it took no work here."""
     choice = free.choice if within.choice is None else within.choice
     cost = free.cost if within.choice is None else within.cost
     return Solution(
@@ -186,7 +188,7 @@ def _settled(within: Within, free: Solution, began: float) -> Solution:
         order=free.order,
         method="elimination at prices per byte",
         certificate="elimination at the best price per byte, and labels",
-        work=free.work + within.work,
+        work=within.work + (0 if known else effort_of(free.work)),
         peak_entries=free.peak_entries,
         byte_price=within.price,
     )
@@ -197,12 +199,12 @@ def _within(
 ) -> Within:
     def folded(priced: CostTables) -> tuple[np.ndarray, float, int]:
         at = solve(priced, kernel=kernel, threads=threads, seed=seed)
-        return at.choice, at.bound, at.work
+        return at.choice, at.bound, effort_of(at.work)
 
     return Within(
         tables=tables,
         memory=memory,
-        eliminate=folded if len(tables.node_costs) >= _WORTH_FOLDING else None,
+        eliminate=folded if len(tables.node_costs) >= WORTH_FOLDING else None,
         kernel=kernel,
         threads=threads,
         seed=seed,
@@ -234,7 +236,7 @@ def _fold_and_solve(
     """Through repeated blocks, where there are some and what is left can be eliminated."""
     small = tables
     folds = []
-    while len(small.node_costs) >= _WORTH_FOLDING:
+    while len(small.node_costs) >= WORTH_FOLDING:
         folded = fold(small, kernel, threads)
         if folded is None:
             break
@@ -265,5 +267,5 @@ def _fold_and_solve(
 
 
 _TO_ELIMINATE = 0.5  # of the time, at most, for looking for an order and eliminating by it
-_WORTH_FOLDING = 150  # nodes; below, planning is as quick
+WORTH_FOLDING = 150  # nodes; below, planning is as quick
 _MAX_PLANNED_NODES = 20_000  # beyond, reductions come first: planning takes a while per node

@@ -98,7 +98,8 @@ class Solution:
     seconds: wall time of the search.
     order: the nodes in the order in which they were eliminated; empty if they were not.
     method: how the answer was found; certificate: what proves ``bound``.
-    work: min-plus operations spent by eliminations, and what labels and turns of the bounded search count as.
+    work: min-plus operations of eliminations; within a memory limit in units of 50 ns, of labels and turns of the
+        bounded search too.
     peak_entries: entries of the largest table.
     byte_price: what a byte of the memory limit is worth, at the best bound; 0 where it was not priced.
     """

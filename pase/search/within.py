@@ -30,11 +30,11 @@ from pase.tables.types import CostTables
 __all__ = ["Eliminate", "Within", "fits"]
 
 Eliminate = Callable[[CostTables], tuple[np.ndarray, float, int]]
-"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost, operations)."""
+"""Tables -> (cheapest choice int64 [nodes], lower bound on its cost, what it took)."""
 
 _MOST_SUMS = 6
 _LABELS = 1_000_000  # to make at most in each look for choices
-_LABEL_WORK = 100  # operations that take as long as one label
+_LABEL_WORK = 100  # of a label, where ``PricedTables.effort`` is that of an elimination
 _MOST_BRANCHED = 150  # nodes; of more, or where most are equal, layers would be parted one by one
 _MOST_PARTS = 400  # that are divided in one search
 _MOST_TESTED = 256  # choices within the sums, of one set of labels, that are tested at every point
@@ -58,7 +58,7 @@ class Within:
     below: what costs that much need not be found. price: of a byte, in all sums together; to begin with, and in the end
     where the bound is best. stop: asked between steps.
     choice, int64 [nodes], costs ``cost``; None: none was found. No choice that fits costs less than ``bound``.
-    work: min-plus operations so far; a label counts as some.
+    work: so far, of eliminations (``PricedTables.effort``) and labels.
     """
 
     tables: CostTables
@@ -217,7 +217,7 @@ class Within:
             known = bool(np.isfinite(gap))
             cap = share * (max(gap, 0.0) if known else abs(base) or self._ceiling - base or 1.0)
             labels, costs = look.within(cap)
-            self.work += look.priced.plan.work + _LABEL_WORK * labels.made
+            self.work += look.priced.effort + _LABEL_WORK * labels.made
             broken = None
             for i in np.argsort(costs, kind="stable")[:_MOST_TESTED].tolist():
                 if costs[i] >= self.cost or self.offer(choice := labels.choice(i)):
@@ -293,7 +293,7 @@ class _Oracle:
         s = self.search
         if self.priced is not None:
             choice, least, _ = self.priced.at(prices)
-            s.work += self.priced.plan.work
+            s.work += self.priced.effort
         else:
             assert s.eliminate is not None
             choice, least, work = s.eliminate(self.tables_at(prices))

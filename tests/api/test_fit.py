@@ -10,16 +10,20 @@ import pytest
 
 import pase
 from pase.baselines import Baseline, baselines
+from pase.compiler.fit import _LimitedSearch, fit_limit
+from pase.compiler.mesh_search import search_meshes
+from pase.compiler.methods import memory_of
 from pase.compiler.options import CompileOptions
 from pase.compiler.plans import plan_of
 from pase.compiler.problem import SplitProblem
 from pase.compiler.resolve import resolve
+from pase.compiler.spent import Spent
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
 from pase.frontends.jax_blocks import blocks_of, micro
 from pase.ir.blocks import mixes_examples
-from pase.machine import mesh_from
+from pase.machine import Mesh, mesh_from
 from pase.tables.layouts import configs
 
 S = jax.ShapeDtypeStruct
@@ -209,3 +213,27 @@ def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
     assert plans["auto"].cost == min(p.cost for p in plans.values())
     assert plans["auto"].once == "gathers"
     assert plans["auto"].optimal
+
+
+def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
+    """Within the limit the answer and its bound are what they are where every mesh is priced before any is searched."""
+    weights = {name: S((512, 512), "float32") for name in "wv"}
+    traced = trace(
+        lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2), weights, S((4096, 512), "float32")
+    )
+    problem = SplitProblem.of(traced.graph, 16, None, "analytic", "adam", "parameters")
+    over = problem.meshes(None, 2)
+    free = search_meshes(problem, over, close=False)
+    limit = 0.6 * memory_of(problem, free.configs, free.mesh).total
+    each = {m: fit_limit(problem, free, [m], limit, Spent(), lambda _: None) for m in over}
+    least = min(found.solution.cost for found, _ in each.values() if found is not None)
+    priced, price = list[Mesh](), _LimitedSearch.priced
+    monkeypatch.setattr(
+        _LimitedSearch, "priced", lambda self, worth: (priced.append(self.mesh), price(self, worth))[1]
+    )
+    found, bound = fit_limit(problem, free, over, limit, Spent(), lambda _: None)
+    assert found is not None and found.solution.cost == pytest.approx(least, rel=1e-9)
+    assert bound <= found.solution.cost and bound <= least * (1 + 1e-12)
+    assert bound == pytest.approx(min(b for _, b in each.values()), rel=1e-6)
+    dear = [m for m in over if free.bounds[m.sizes] >= found.solution.cost]
+    assert dear and not set(dear) & set(priced)

@@ -19,6 +19,7 @@ from pase.machine import load, mesh_from
 from pase.machine.scale import scaled
 from pase.plan.communication import communication_problem, transfer_origins
 from pase.questions.explain import causes
+from pase.search import cost_of, solve
 from pase.tables.layouts import configs
 from pase.tables.work import node_work
 
@@ -195,7 +196,11 @@ def test_bound_optimum_and_answer_are_in_order_on_random_machines(seed):
     assert closed.optimal
     assert closed.cost == pytest.approx(least, rel=1e-9)
     for weight in itertools.product((0.0, 0.3, 1.0), repeat=len(search.best)):
-        assert search.mean(search.at(weight), weight).cost <= least * (1 + 1e-9)
+        mean = search.mean(weight)  # by one loading for all weights, and for these alone
+        assert mean.cost == pytest.approx(cost_of(search.at(weight), mean.choice), rel=1e-12)
+        assert mean.cost == pytest.approx(solve(search.at(weight)).cost, rel=1e-12)
+        assert mean.optimal and mean.bound == pytest.approx(mean.cost, rel=1e-12)
+        assert mean.cost <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("model", ["mlp", "alexnet", "gpt2?layers=2", "transformer?batch=64"])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pase.errors import Infeasible
 from pase.search import Known, MemoryProfile, brute_force, cost_of, price_memory, solve, verify
 from pase.search.labels import label_choices
-from pase.search.priced import prepare
+from pase.search.priced import effort_of, prepare
 from pase.search.sums import alike, sums_of
 from pase.search.within import Within, fits
 from pase.tables.types import CostTables
@@ -263,3 +263,11 @@ def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch:
     clock = iter(range(10**9))
     monkeypatch.setattr("time.perf_counter", lambda: 60.0 * next(clock))
     assert answer(2) == answer(3) == quick
+
+
+def test_the_answer_without_the_limit_takes_no_work_where_it_is_known() -> None:
+    p = next(p for p in map(problem, range(100)) if p is not None and p[3] is not None)
+    tables, memory = p[:2]
+    free = solve(tables)
+    first, second = (solve(tables, memory, known=known) for known in (Known(), Known(free=free)))
+    assert first.work == second.work + effort_of(free.work) and first.cost == second.cost
