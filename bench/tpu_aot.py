@@ -27,6 +27,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,8 @@ MODELS = {
 }
 """Name -> zoo model, topology, devices."""
 
-MANUAL = "ours, manual"
-"""Our plan, lowered by hand; the other rows are lowered by annotations."""
+MANUAL, AHEAD = "ours, manual", "ours, manual, gathers ahead"
+"""Our plan lowered by hand, each turn of a loop by itself or gathering ahead; other rows are lowered by annotations."""
 
 RECORDED = {
     "source": "jax 0.10.0, libtpu 0.0.40, a GPT of the same sizes written for the occasion; "
@@ -217,12 +218,14 @@ def strategies(
             "predicted_collectives_s": sum(c.cost for c in plan.collectives),
         }
 
-        def lower(plan: Any = plan, lowering: Lowering = "annotated") -> Any:
-            return plan.jax.lower_train_step(optimizer, plan.jax.mesh(on), lowering=lowering)
+        def lower(plan: Any = plan, lowering: Lowering = "annotated", ahead: bool = False) -> Any:
+            made = replace(plan.jax, gathers_ahead=ahead)
+            return made.lower_train_step(optimizer, made.mesh(on), lowering=lowering)
 
         yield name, facts, lower
         if name == "ours":
             yield MANUAL, facts, partial(lower, lowering="manual")
+            yield AHEAD, facts, partial(lower, lowering="manual", ahead=True)
     model = zoo.get(zoo_name)
     if on and model.name.startswith("gpt"):
         mesh = jax.sharding.Mesh(np.array(on, dtype=object), ("all",))
@@ -268,7 +271,7 @@ def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> d
     from pase.hlo.cycles import cycles
     from pase.machine import Mesh
 
-    began = time.perf_counter()
+    began, cpu = time.perf_counter(), time.process_time()
     try:
         program = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -280,7 +283,7 @@ def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> d
             "limit": asked[1],
             "compile_s": round(time.perf_counter() - began, 1),
         }
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if text is not None:
         text.write_text(program.as_text())
     mesh = Mesh(names=tuple("abcdef"[: len(mesh_sizes)]), sizes=tuple(mesh_sizes))
@@ -303,6 +306,7 @@ def compiled(lowered: Any, mesh_sizes: list[int], text: Path | None = None) -> d
         "waiting": _by_kind((c.kind, c.bytes * c.count) for c in read.waiting if c.group_size > 1),
         "hidden": _by_kind((c.kind, c.bytes * c.count) for c in read.hidden if c.group_size > 1),
         "compile_s": round(seconds, 1),
+        "compile_cpu_s": round(cpu, 1),
     }
 
 
