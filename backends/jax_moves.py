@@ -1,4 +1,5 @@
-"""Moves of a local program in JAX, inside ``shard_map``. Each move is exactly one collective, forward and backward."""
+"""Moves of a local program in JAX, inside ``shard_map``. Each move is exactly one collective, forward and backward, but
+for the few whose parts do not nest (``pase.local.exchange``)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from functools import reduce
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.local.exchange import UnitExchange, exchange, nests
 from pase.local.parts import WireView, digits, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
 from pase.machine import Mesh
@@ -66,6 +68,8 @@ def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mes
     match move.kind:
         case "all_reduce":
             return summed(x, move.axes, combine)
+        case "permute" | "all_to_all" if not nests(move, shape, mesh):
+            return _exchanged_in_rounds(x, exchange(move, shape, mesh), move.axes)
         case "permute":
             return jax.lax.ppermute(x, move.axes, pairs(move, shape, mesh))
         case "own":
@@ -161,6 +165,25 @@ def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
     front = _to_front(x, v)
     rows = jax.lax.all_to_all(front.reshape(front.shape[0], -1), tuple(axes), 0, 0, tiled=True)
     return _from_front(rows.reshape(front.shape), v)
+
+
+def _exchanged_in_rounds(x: Array, how: UnitExchange, axes: Sequence[str]) -> Array:
+    """Units to the front, sent permute by permute, and each put in its place."""
+    import jax
+    import jax.numpy as jnp
+
+    me, rank = jax.lax.axis_index(tuple(axes)), x.ndim
+    apart = [k for n, cut in zip(x.shape, how.before, strict=True) for k in (cut, n // cut)]
+    front = x.reshape(apart).transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
+    blocks = front.shape[rank:]
+    front = front.reshape(math.prod(how.before), *blocks)
+    came = []
+    for r in how.rounds:
+        some = front[jnp.asarray(r.units)[me]]
+        came.append(some if r.stays else jax.lax.ppermute(some, tuple(axes), r.pairs))
+    placed = jnp.concatenate(came)[jnp.asarray(how.order)[me]].reshape(*how.after, *blocks)
+    together = placed.transpose(*(i for d in range(rank) for i in (d, rank + d)))
+    return together.reshape([cut * n for cut, n in zip(how.after, blocks, strict=True)])
 
 
 def on_wire(x: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:

@@ -210,7 +210,7 @@ def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int
     for i, part in enumerate(have):
         left.setdefault(part, []).append(i)
     if sorted(have) != sorted(want):
-        raise PaseError(f"a permute over {', '.join(move.axes)} does not hand on whole parts")
+        raise NotNested(f"a permute over {', '.join(move.axes)} does not hand on whole parts")
     return [(left[part].pop(0), i) for i, part in enumerate(want)]
 
 

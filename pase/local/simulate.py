@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pase.errors import PaseError
+from pase.local.exchange import nests
 from pase.local.parts import pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove
 from pase.machine import Mesh
@@ -96,6 +97,8 @@ def _on_one(
 ) -> np.ndarray:
     """What one device holds after a move among the devices of its group, which are in row-major order."""
     mine = group.index(place)
+    if move.kind not in ("all_reduce", "own") and not nests(move, shape, mesh):
+        return _by_definition(parts, move, shape, mesh, place, group)
     match move.kind:
         case "all_reduce":
             return joined([parts[p] for p in group])
@@ -115,3 +118,24 @@ def _on_one(
         return joined([on_wire(p)[mine] for p in sources]).reshape(v.shape)
     came = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
     return came.reshape(*v.ways, *came.shape[1:]).transpose(v.arriving).reshape(v.shape)
+
+
+def _by_definition(
+    parts: DeviceParts,
+    move: LocalMove,
+    shape: Extents,
+    mesh: Mesh,
+    place: tuple[int, ...],
+    group: list[tuple[int, ...]],
+) -> np.ndarray:
+    """Each element that the device is to hold, from one of its group that holds it."""
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    whole = np.empty(numbers.size, next(iter(parts.values())).dtype)
+    there = np.zeros(numbers.size, dtype=bool)
+    for p in group:
+        had = part_of(numbers, move.before, p, mesh)
+        whole[had], there[had] = parts[p], True
+    wanted = part_of(numbers, move.after, place, mesh)
+    if not there[wanted].all():
+        raise PaseError(f"a {move.kind} over {', '.join(move.axes)} brings what none of its devices has")
+    return whole[wanted]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pase.errors import PaseError
-from pase.local.parts import pairs, view
+from pase.local.exchange import exchange, nests
 from pase.local.types import (
     Extents,
     Layout,
@@ -159,12 +159,10 @@ def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Lay
 
 
 def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Iterator[str]:
-    """Sources and targets are well defined: the digits that distinguish two layouts nest, only whole digits move."""
+    """Sources and targets are well defined: only whole digits move, or every device sends as much as it receives."""
     try:
-        if m.kind == "permute":
-            pairs(m, shape, mesh)
-        elif m.kind not in ("all_reduce", "own"):
-            view(m, shape, mesh)
+        if m.kind not in ("all_reduce", "own") and not nests(m, shape, mesh):
+            exchange(m, shape, mesh)
     except PaseError as e:
         yield f"a {m.kind} of '{t.tensor}' for {t.dst}: {e}"
 

@@ -1,0 +1,163 @@
+"""Moves whose parts do not nest, as permutes that together carry each element once.
+
+Most moves hand on whole digits, and are one collective (``pase.local.parts``). Where a mesh axis gets another part of
+a dim that overlaps with what it has, a device sends to some of the others only, and to each of them another amount.
+Each device still sends as much as it receives. So the table of who sends how much to whom is a sum of permutations
+(Birkhoff, 1946), and each of them is a permute of equal parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from pase.local.parts import NotNested, held, pairs, view
+from pase.local.types import Layout, LocalMove, digits_of
+from pase.machine import Mesh
+
+__all__ = ["ExchangeRound", "UnitExchange", "exchange", "nests"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeRound:
+    """One permute. pairs: (source, target), positions along the move's axes, row-major. units: per position, which of
+    its units it sends, int64 [positions, units]."""
+
+    pairs: tuple[tuple[int, int], ...]
+    units: np.ndarray
+
+    @property
+    def stays(self) -> bool:
+        """Whether every device only hands on to itself."""
+        return all(a == b for a, b in self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitExchange:
+    """A move in units, the largest blocks of the dims that change which no digit cuts.
+
+    before, after: how many units a device has along each dim, row-major (1: a dim that does not change).
+    rounds: the permutes. order: per position, where the units that it receives, round by round, belong: int64
+    [positions, units], so that unit i afterwards is the order[position, i]-th to arrive.
+    """
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    rounds: tuple[ExchangeRound, ...]
+    order: np.ndarray
+
+
+def nests(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    """Whether a move is one collective of whole digits; otherwise ``exchange`` says how it is sent."""
+    try:
+        if move.kind == "permute":
+            pairs(move, shape, mesh)
+        else:
+            view(move, shape, mesh)
+    except NotNested:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1 << 12)
+def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchange:
+    """An all-to-all or a permute of a tensor of this whole shape, as permutes. NotNested if devices do not send as much
+    as they receive."""
+    if move.kind not in ("all_to_all", "permute"):
+        raise NotNested(f"a {move.kind} over {', '.join(move.axes)} does not move whole digits")
+    axes = [mesh.names.index(name) for name in move.axes]
+    units = tuple(_units(dim, move, axes) for dim in range(len(shape)))
+    group = [
+        tuple(dict(zip(axes, at, strict=True)).get(a, 0) for a in range(len(mesh.sizes)))
+        for at in itertools.product(*(range(mesh.sizes[a]) for a in axes))
+    ]
+    had, has = (
+        [_numbers(units, layout, place, mesh) for place in group] for layout in (move.before, move.after)
+    )
+    common = _handed(had, has, math.prod(units))
+    left = np.array([[len(some) for some in row] for row in common])
+    sizes = {x.size for x in (*had, *has)}
+    if len(sizes) > 1 or {int(n) for n in (*left.sum(0), *left.sum(1))} != sizes:
+        raise NotNested(f"a {move.kind} over {', '.join(move.axes)} is between parts of different sizes")
+    rounds, arrived = [], [list[int]() for _ in group]
+    while left.any():
+        targets, amount = _matching(left)
+        sent = []
+        for source, target in enumerate(targets):
+            begin = len(common[source][target]) - left[source, target]
+            some = common[source][target][begin : begin + amount]
+            sent.append(np.searchsorted(had[source], some))
+            arrived[target] += some
+            left[source, target] -= amount
+        rounds.append(ExchangeRound(pairs=tuple(enumerate(targets)), units=np.stack(sent)))
+    order = [np.argsort(came, kind="stable") for came in arrived]
+    return UnitExchange(
+        before=_extents(units, move.before, mesh),
+        after=_extents(units, move.after, mesh),
+        rounds=tuple(rounds),
+        order=np.stack(order),
+    )
+
+
+def _handed(had: Sequence[np.ndarray], has: Sequence[np.ndarray], units: int) -> list[list[list[int]]]:
+    """[source][target] -> the units that go from one to the other: what a device keeps stays, and of a unit that
+    several have and several others want, the first goes to the first."""
+    out = [[list[int]() for _ in has] for _ in had]
+    for unit in range(units):
+        sources, targets = ({i for i, held in enumerate(every) if unit in held} for every in (had, has))
+        kept = sources & targets
+        for pair in [
+            *((i, i) for i in kept),
+            *zip(sorted(sources - kept), sorted(targets - kept), strict=False),
+        ]:
+            out[pair[0]][pair[1]].append(unit)
+    return out
+
+
+def _units(dim: int, move: LocalMove, axes: Sequence[int]) -> int:
+    """Into how many units a whole dim is cut: 1 if no axis of the move changes what it holds of it."""
+    if not any(
+        s != t and dim in {x[0] for x in (s, t) if isinstance(x, tuple)} for s, t in _states(move, axes)
+    ):
+        return 1
+    return math.lcm(*(blocks for layout in (move.before, move.after) for _, blocks in digits_of(layout, dim)))
+
+
+def _states(move: LocalMove, axes: Sequence[int]) -> list[tuple[object, object]]:
+    return [(move.before[a], move.after[a]) for a in axes]
+
+
+def _within(units: tuple[int, ...], layout: Layout) -> Layout:
+    """The layout of the dims that are cut into units."""
+    return tuple(None if not isinstance(s, tuple) or units[s[0]] == 1 else s for s in layout)
+
+
+def _numbers(units: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
+    """The numbers, row-major, of the units that a device has, in order. What axes that do not move hold of them is the
+    same for all of a group, and shifts no unit within a device's part."""
+    along = held(units, _within(units, layout), place, mesh)
+    return np.ravel_multi_index(np.ix_(*along), units).reshape(-1)
+
+
+def _extents(units: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, ...]:
+    return tuple(map(len, held(units, _within(units, layout), (0,) * len(layout), mesh)))
+
+
+def _matching(amounts: np.ndarray) -> tuple[list[int], int]:
+    """A target for each source, all different, and how much each of them sends: what stays first, then as much as one
+    permute can take. amounts: int [sources, targets], whose rows and columns all have the same sum."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
+
+    if stays := int(amounts.diagonal().min()):
+        return list(range(len(amounts))), stays
+    for least in sorted({int(x) for x in amounts.flat if x}, reverse=True):
+        found = maximum_bipartite_matching(csr_array(amounts >= least), perm_type="column")
+        if (found >= 0).all():
+            return [int(x) for x in found], least
+    raise AssertionError("rows and columns with one sum have a perfect matching (Hall)")
