@@ -80,7 +80,9 @@ def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchang
         [_numbers(units, layout, place, mesh) for place in group] for layout in (move.before, move.after)
     )
     common = _handed(had, has, math.prod(units))
-    left = np.array([[len(some) for some in row] for row in common])
+    left = np.zeros((len(group), len(group)), dtype=np.int64)
+    for pair, some in common.items():
+        left[pair] = len(some)
     sizes = {x.size for x in (*had, *has)}
     if len(sizes) > 1 or {int(n) for n in (*left.sum(0), *left.sum(1))} != sizes:
         raise NotNested(f"a {move.kind} over {', '.join(move.axes)} is between parts of different sizes")
@@ -89,8 +91,8 @@ def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchang
         targets, amount = _matching(left)
         sent = []
         for source, target in enumerate(targets):
-            begin = len(common[source][target]) - left[source, target]
-            some = common[source][target][begin : begin + amount]
+            begin = len(common[source, target]) - left[source, target]
+            some = common[source, target][begin : begin + amount]
             sent.append(np.searchsorted(had[source], some))
             arrived[target] += some
             left[source, target] -= amount
@@ -104,18 +106,24 @@ def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchang
     )
 
 
-def _handed(had: Sequence[np.ndarray], has: Sequence[np.ndarray], units: int) -> list[list[list[int]]]:
-    """[source][target] -> the units that go from one to the other: what a device keeps stays, and of a unit that
+def _handed(
+    had: Sequence[np.ndarray], has: Sequence[np.ndarray], units: int
+) -> dict[tuple[int, int], list[int]]:
+    """(source, target) -> the units that go from one to the other: what a device keeps stays, and of a unit that
     several have and several others want, the first goes to the first."""
-    out = [[list[int]() for _ in has] for _ in had]
-    for unit in range(units):
-        sources, targets = ({i for i, held in enumerate(every) if unit in held} for every in (had, has))
-        kept = sources & targets
-        for pair in [
+    sources, targets = ([set[int]() for _ in range(units)] for _ in range(2))
+    for sets, held_by in ((sources, had), (targets, has)):
+        for device, some in enumerate(held_by):
+            for unit in some:
+                sets[unit].add(device)
+    out: dict[tuple[int, int], list[int]] = {}
+    for unit, (there, wanted) in enumerate(zip(sources, targets, strict=True)):
+        kept = there & wanted
+        for pair in (
             *((i, i) for i in kept),
-            *zip(sorted(sources - kept), sorted(targets - kept), strict=False),
-        ]:
-            out[pair[0]][pair[1]].append(unit)
+            *zip(sorted(there - kept), sorted(wanted - kept), strict=False),
+        ):
+            out.setdefault(pair, []).append(unit)
     return out
 
 

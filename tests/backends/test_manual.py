@@ -14,12 +14,14 @@ import optax
 import pytest
 
 import pase
+from bench import xla_fuzz
 from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_plans import jax_plan
 from pase.backends.jax_values import NotByHand
 from pase.backends.truth import compare, sharded_step, unsharded_step
 from pase.errors import PaseError
+from pase.local.exchange import nests
 
 EXACT = [
     ("mlp", "zero2"),
@@ -303,3 +305,25 @@ def test_a_gradient_that_cannot_be_taken_names_only_ways_that_there_are(mode, wa
     plan = pase.compile(lambda p, x: jnp.sum(x @ p), params, x, devices=8, mode=mode)
     with pytest.raises(PaseError, match=re.escape(f"cannot be differentiated: use {ways}'annotated'")):
         jax.grad(plan.jax.loss(lowering="manual"))(params, x)
+
+
+@pytest.mark.parametrize("seed", [183, 375, 455])
+def test_moves_whose_parts_do_not_nest_in_a_whole_step(seed):
+    """Random programs under blind strategies: the unsharded step's numbers, no more bytes than the plan's."""
+    drawn, rng = xla_fuzz.program(seed, list(xla_fuzz.KINDS)), np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        params, batch = jax.tree.map(
+            lambda s: jnp.asarray(rng.normal(size=s.shape) / 4), (drawn.params, drawn.batch)
+        )
+        plan = case_of(drawn.loss, params, batch).plan(f"random{seed}@8")
+        moves = [
+            (m, plan.jax.program.result(t.tensor).shape)
+            for t in plan.jax.program.transfers
+            for m in (*t.forward, *(t.backward or ()))
+        ]
+        assert any(m.kind == "all_to_all" and not nests(m, shape, plan.mesh) for m, shape in moves)
+        step = sharded_step(plan, optax.sgd(0.1), params, batch, lowering="manual")
+        off = unsharded_step(drawn.loss, optax.sgd(0.1), params, batch).differences(step)
+        rows = compare(plan, step.compiled, "manual")
+    assert max(off.values()) < 1e-12
+    assert sum(r.compiled for r in rows) <= sum(r.predicted for r in rows)

@@ -242,8 +242,8 @@ def test_of_replicas_each_sends_to_one():
         had = [np.array([k // count]) for k in range(2 * count)]
         has = [np.array([1 - k // count]) for k in range(2 * count)]
         sent = _handed(had, has, 2)
-        assert all(sum(map(len, row)) == 1 for row in sent)
-        assert all(sum(len(row[k]) for row in sent) == 1 for k in range(2 * count))
+        assert sorted(k for k, _ in sent) == sorted(k for _, k in sent) == list(range(2 * count))
+        assert all(units == [source // count] for (source, _), units in sent.items())
 
 
 def test_parts_of_different_sizes_are_refused():
