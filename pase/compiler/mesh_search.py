@@ -15,6 +15,7 @@ from pase.garbage import uncollected
 from pase.machine import Mesh
 from pase.search import Solution
 from pase.tables.build import Space
+from pase.tables.walks import expect_alike
 
 __all__ = ["Found", "add_seconds", "closed", "search_meshes"]
 
@@ -82,10 +83,12 @@ def search_meshes(
     for i, mesh in enumerate(over):
         say(PieceOfWork(f"mesh {'×'.join(map(str, mesh.sizes))}", i, len(over)))
         start = time.perf_counter()
+        expect_alike(len(over) - 1 - i)
         pricing.space(mesh)
         built = time.perf_counter()
         bounds[mesh.sizes] = pricing.glance(mesh)
         spent = add_seconds(spent, {"tables": built - start, "search": time.perf_counter() - built})
+    expect_alike(0)
     start = time.perf_counter()
     for mesh in sorted(over, key=lambda m: bounds[m.sizes]):  # most promising first, so that others end early
         solution = pricing.solve(mesh, below=np.inf if best is None else best.solution.cost)

@@ -11,7 +11,7 @@ import numpy as np
 from pase.machine import COLLECTIVES
 from pase.tables.reshard_path import canonical_collectives
 
-__all__ = ["walked"]
+__all__ = ["expect_alike", "walked"]
 
 _KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 _IMPORT_CASES = 12_000
@@ -24,16 +24,24 @@ _ROOM = 3
 
 
 class _Walked:
-    """Cases that Python has walked in this process. Either way gives the same moves."""
+    """cases: that Python has walked in this process. alike: how many times as many as are asked for next will follow.
+    Either way gives the same moves."""
 
     cases = 0
+    alike = 0
+
+
+def expect_alike(times: int) -> None:
+    """Say how many meshes of the same graph come after the next one, each with about as many new cases: where they
+    are worth numba's import together, it does not wait until Python has walked most of them."""
+    _Walked.alike = times
 
 
 def walked(cases: np.ndarray) -> np.ndarray:
     """Kind (as in COLLECTIVES), axes and split of each move of cases [U, 3, axes] (ways, src, dst): int32
     [3, U, most moves], -1 behind the last; free moves are left out."""
     loaded = "pase.tables.kernels_walk" in sys.modules
-    if not loaded and _Walked.cases + len(cases) < _IMPORT_CASES:
+    if not loaded and _Walked.cases + len(cases) * (1 + _Walked.alike) < _IMPORT_CASES:
         _Walked.cases += len(cases)
         return one_by_one(cases)
     return compiled(cases)

@@ -93,6 +93,21 @@ def test_python_walks_until_the_kernel_pays(monkeypatch: pytest.MonkeyPatch) -> 
     assert "pase.tables.kernels_walk" in sys.modules
 
 
+def test_python_walks_nothing_where_many_meshes_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = np.array([[[2, 2], [_DIM + 2, -1], [-1, _DIM + 2]]])
+    monkeypatch.delitem(sys.modules, "pase.tables.kernels_walk", raising=False)
+    monkeypatch.setattr(walks._Walked, "cases", 0)
+    monkeypatch.setattr(walks, "_IMPORT_CASES", 10)
+    walks.expect_alike(8)
+    walks.walked(case)
+    assert "pase.tables.kernels_walk" not in sys.modules and walks._Walked.cases == 1
+    walks.expect_alike(9)
+    found = walks.walked(case)
+    walks.expect_alike(0)
+    assert "pase.tables.kernels_walk" in sys.modules and walks._Walked.cases == 1
+    np.testing.assert_array_equal(found, walks.one_by_one(case))
+
+
 def test_equal_layouts_cost_nothing_either_way() -> None:
     mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     rows = np.array([[-1, 2], [2, -1]])
