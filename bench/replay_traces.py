@@ -37,7 +37,7 @@ from pase.replay.predict import held_out_ranks, mean_lengths
 from pase.replay.simulate import subgraph
 from pase.replay.steady import evaluate
 from pase.replay.trust import Run
-from pase.replay.types import GPU_KINDS, Timeline
+from pase.replay.types import Timeline, on_stream
 
 RUNS = {
     "pax FSDP on 4 A100 (device-bound)": "jaxtoolbox_pax_fsdp4",
@@ -185,7 +185,7 @@ def first_and_other(run: Run) -> dict[str, Any]:
 def device_only(run: Run) -> float:
     """Error of a replay of the device ops alone, as Daydream-like simulators without launching threads make it."""
     g = run.graph
-    part = subgraph(g, np.isin(g.kind, GPU_KINDS))
+    part = subgraph(g, on_stream(g.kind))
     part = replace(part, root={}, tail={}, release_ns=np.zeros(len(part)))
     return float(max(evaluate(part).values()) / run.measured_ns - 1)
 

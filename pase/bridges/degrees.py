@@ -27,7 +27,7 @@ from pase.replay.report import Rewrite
 from pase.replay.restage import StageAction, StageTransfer, staged
 from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
 from pase.replay.simulate import subgraph
-from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline
+from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline, on_stream
 from pase.replay.whatif import WireLine, collective_line
 from pase.stated.ops import StatedOps, stated_ops
 from pase.stated.timeline import stage_layers
@@ -351,7 +351,7 @@ class _Retensored:
         s, g = self.s, self.g
         a, b = (o.nbytes(of_parameters=True, phase="update") for o in (self.now, self.then))
         ratio = b / a if a else 1.0
-        update = (s.phase == StepPhase.UPDATE) & np.isin(g.kind, GPU_KINDS)
+        update = (s.phase == StepPhase.UPDATE) & on_stream(g.kind)
         self.duration[update] = g.duration_ns[update] * ratio
         line = collective_line(g)
         for i in np.flatnonzero((g.kind == COLLECTIVE) & ~self._between_now()).tolist():

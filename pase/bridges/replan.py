@@ -138,10 +138,10 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
 
 def _check_beside_compute(g: DataflowGraph, moved: np.ndarray) -> None:
     """PaseError where collectives share a stream with compute: moving them would move the compute between them."""
-    from pase.replay.types import COLLECTIVE, GPU_KINDS
+    from pase.replay.types import COLLECTIVE, on_stream
 
     for device in np.unique(g.device[moved]).tolist():
-        here = (g.device == device) & np.isin(g.kind, GPU_KINDS) & (g.kind != COLLECTIVE)
+        here = (g.device == device) & on_stream(g.kind) & (g.kind != COLLECTIVE)
         if here.any():
             task = int(moved[g.device[moved] == device][0])
             raise PaseError(

@@ -14,8 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 
@@ -94,10 +92,10 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
 def _scaled(
     g: DataflowGraph, now: Mapping[str, float], other: Mapping[str, float], unit: str, where: str
 ) -> tuple[DataflowGraph, JsonObject]:
-    from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
+    from pase.replay.types import COLLECTIVE, OPERATIONS, on_stream
 
     comm = g.kind == COLLECTIVE
-    compute = np.isin(g.kind, GPU_KINDS) & ~comm
+    compute = on_stream(g.kind) & ~comm
     duration = g.duration_ns.copy()
     ratios = {"compute": _ratio(now["compute"], other["compute"])}
     duration[compute] *= ratios["compute"]

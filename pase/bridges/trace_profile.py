@@ -223,9 +223,9 @@ def _forward_end_s(
     backward: set[tuple[int, int]],
 ) -> float:
     """The start of backward's first op, if the trace shows it; else a third of the way to the last gradient."""
-    from pase.replay.types import GPU_KINDS
+    from pase.replay.types import on_stream
 
-    tasks = np.flatnonzero(compute & np.isin(g.kind, GPU_KINDS) & (g.event >= 0))
+    tasks = np.flatnonzero(compute & on_stream(g.kind) & (g.event >= 0))
     begun = [
         float(start[i])
         for i, e in zip(tasks.tolist(), g.event[tasks].tolist(), strict=True)

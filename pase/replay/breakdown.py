@@ -15,7 +15,7 @@ import numpy as np
 
 from pase.replay.iterations import Iteration
 from pase.replay.model import Measured
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, Timeline
+from pase.replay.types import COLLECTIVE, KINDS, Timeline, on_stream
 from pase.replay.waits import BLOCKED_NS, SYNC
 
 __all__ = ["CAUSES", "Blocked", "Breakdown", "breakdowns"]
@@ -150,7 +150,7 @@ class _RankView:
     def __init__(self, t: Timeline, rank: int, here: np.ndarray) -> None:
         self.t, self.rank = t, rank
         kind = t["kind"][here]
-        device = here[np.isin(kind, GPU_KINDS)]
+        device = here[on_stream(kind)]
         self.device = device[np.argsort(t["start_ns"][device], kind="stable")]
         self.comm = self.device[t["kind"][self.device] == COLLECTIVE]
         self.work = self.device[t["kind"][self.device] != COLLECTIVE]

@@ -15,7 +15,7 @@ import numpy as np
 
 from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import Replay
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
+from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, on_stream
 from pase.replay.whatif import split_cost
 
 __all__ = ["FUSIBLE", "Coarse", "SyncedTensor", "coarsen"]
@@ -97,7 +97,7 @@ class Coarse:
 def coarsen(g: DataflowGraph, r: Replay) -> Coarse:
     """The coarsened view of every rank; tensors of different ranks are joined by their order on the rank."""
     n = len(g)
-    gpu = np.isin(g.kind, GPU_KINDS)
+    gpu = on_stream(g.kind)
     light = np.array([bool(FUSIBLE.search(x)) and not _HEAVY.search(x) for x in g.names])[g.name] & gpu
     copies = np.array([bool(_COPY.search(x)) for x in g.names])[g.name]
     fusible = light & ~copies & (g.kind == KINDS.index("kernel"))

@@ -16,7 +16,7 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.simulate import replay_graph
 from pase.replay.stragglers import Straggler
 from pase.replay.trust import Run
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
+from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS, on_stream
 from pase.replay.whatif import apply, split_cost
 
 __all__ = ["LOOKS", "Evidence", "Finding", "Scene", "remarks"]
@@ -107,13 +107,13 @@ def _launch_bound(s: Scene) -> list[Finding]:
     idle = b.mean_ns("launch")
     into = g.edge_kind == EDGES.index("launch")
     n = int(((g.rank[g.dst] == b.rank) & into).sum())
-    on_device = np.isin(g.kind, GPU_KINDS) & (g.kind != COLLECTIVE)
+    on_device = on_stream(g.kind) & (g.kind != COLLECTIVE)
     if not n or not on_device.any() or idle < _SHARE * b.iteration_ns:
         return []
     free = apply(g, [("host", "", 1e-6)])
     cost = s.saved(replace(free, lag_ns=np.where(into, 0.0, free.lag_ns)))
     r = replay_graph(g)
-    ops = np.flatnonzero(np.isin(g.kind, GPU_KINDS) & (g.rank == b.rank))
+    ops = np.flatnonzero(on_stream(g.kind) & (g.rank == b.rank))
     order = ops[np.argsort(r.start_ns[ops], kind="stable")]
     gaps = r.start_ns[order[1:]] - np.maximum.accumulate(r.finish_ns[order])[:-1]
     top = order[1:][np.argsort(-gaps)[:3]]
@@ -277,7 +277,7 @@ def _exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[
     work = {
         k: merged(r.start_ns[w], r.finish_ns[w])
         for k in g.ranks
-        for w in [np.isin(g.kind, GPU_KINDS) & (g.kind != COLLECTIVE) & (g.rank == k)]
+        for w in [on_stream(g.kind) & (g.kind != COLLECTIVE) & (g.rank == k)]
     }
     exposed: dict[int, float] = {}
     for i in comm.tolist():
@@ -404,7 +404,7 @@ def _hot_ops(s: Scene) -> list[Finding]:
             weight[int(g.name[task])] += step.added_ns - step.lag_ns
     out = []
     for name, on_path in sorted(weight.items(), key=lambda x: -x[1])[:3]:
-        mine = (g.name == name) & np.isin(g.kind, GPU_KINDS)
+        mine = (g.name == name) & on_stream(g.kind)
         duration = np.where(mine, 0.5 * g.duration_ns, g.duration_ns)
         first = np.flatnonzero(mine)
         out.append(

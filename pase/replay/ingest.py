@@ -16,7 +16,7 @@ from pase.replay.nsys_jax import is_nsys_jax, read_nsys_jax
 from pase.replay.reader import LIMITS, Limits, open_stream
 from pase.replay.sizes import from_annotations, from_execution_trace, is_execution_trace, read_execution_trace
 from pase.replay.timeline_io import load_timeline
-from pase.replay.types import GPU_KINDS, KINDS, Mark, Problem, Timeline
+from pase.replay.types import KINDS, Mark, Problem, Timeline, on_stream
 from pase.replay.xplane import read_xplane
 
 __all__ = ["load"]
@@ -159,7 +159,7 @@ def _missing(t: Timeline) -> list[Problem]:
             f"{len(absent)} of {len(wanted)} ranks left no trace ({shown}): waiting for them counts as work"
         )
         out.append(Problem(where="ranks", what=what))
-    gpu = np.isin(t["kind"], GPU_KINDS) & (t["correlation"] >= 0)
+    gpu = on_stream(t["kind"]) & (t["correlation"] >= 0)
     rank = t.rank_of
     graphs = np.array(["GraphLaunch" in n for n in t.names], dtype=bool)[t["name"]]
     for r in t.ranks:
@@ -217,7 +217,7 @@ def _label_iterations(t: Timeline) -> Timeline:
     rank = t.rank_of
     problems: list[Problem] = []
     iteration = t["iteration"].copy()
-    gpu = np.isin(t["kind"], GPU_KINDS)
+    gpu = on_stream(t["kind"])
     launch = t["kind"] == KINDS.index("runtime")
     for r in t.ranks:
         here = rank == r

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.replay.types import GPU_KINDS, KINDS, Timeline
+from pase.replay.types import KINDS, Timeline, on_stream
 
 __all__ = ["LONGER", "Iteration", "iterations", "warm_up"]
 
@@ -48,7 +48,7 @@ class Iteration:
 
 def iterations(t: Timeline) -> dict[tuple[int, int], Iteration]:
     """(rank, number) → iteration, for every mark with device ops. Of marks with one number the first counts."""
-    gpu = np.flatnonzero(np.isin(t["kind"], GPU_KINDS) & (t["iteration"] >= 0))
+    gpu = np.flatnonzero(on_stream(t["kind"]) & (t["iteration"] >= 0))
     rank = t.rank_of
     on_thread = set(
         zip(
@@ -120,7 +120,7 @@ def _of_rank(
 
 def _launches_without_op(t: Timeline, rank: int) -> Counter[int]:
     """Iteration → calls that launch something, by their names elsewhere in the trace, without any device op."""
-    gpu = np.isin(t["kind"], GPU_KINDS) & (t.rank_of == rank)
+    gpu = on_stream(t["kind"]) & (t.rank_of == rank)
     calls = np.flatnonzero((t["kind"] == _RUNTIME) & (t.rank_of == rank) & (t["correlation"] >= 0))
     launched = np.isin(t["correlation"][calls], t["correlation"][gpu])
     names = np.zeros(len(t.names), dtype=bool)

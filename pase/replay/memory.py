@@ -12,7 +12,7 @@ from pase.replay.graph import EDGES, DataflowGraph
 from pase.replay.model import Measured
 from pase.replay.simulate import replay_graph
 from pase.replay.steady import evaluate
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
+from pase.replay.types import COLLECTIVE, KINDS, on_stream
 
 __all__ = ["MemoryOption", "MemoryUse", "memory_options", "memory_use"]
 
@@ -90,7 +90,7 @@ def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
             MemoryOption(name="recomputation", iteration_ns=max(evaluate(again).values()), peak_bytes=peak)
         )
     comm = g.kind == COLLECTIVE
-    device = np.isin(g.kind, GPU_KINDS) & ~comm
+    device = on_stream(g.kind) & ~comm
     for k in (2, 4, 8):
         shrunk = np.where(
             device, np.maximum(g.duration_ns / k, np.minimum(g.duration_ns, _FLOOR_NS)), g.duration_ns

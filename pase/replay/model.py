@@ -16,7 +16,7 @@ from pase.replay.iterations import LONGER, Iteration, iterations, warm_up
 from pase.replay.matching import Match, match_collectives
 from pase.replay.program import RankProgram, extract
 from pase.replay.times import RankTimes, rank_times
-from pase.replay.types import COLLECTIVE, GPU_KINDS, Timeline
+from pase.replay.types import COLLECTIVE, Timeline, on_stream
 
 __all__ = ["Measured", "OwnTimes", "estimate", "measure", "own_times"]
 
@@ -94,7 +94,7 @@ def measure(t: Timeline) -> Measured:
 
 def _nothing(t: Timeline) -> str:
     """Why no iteration can be taken apart, and what to record instead."""
-    if not np.isin(t["kind"], GPU_KINDS).any():
+    if not on_stream(t["kind"]).any():
         return (
             "no op of a device is in the trace; record the device too (torch.profiler: the activity of your device "
             "beside ProfilerActivity.CPU, for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)"

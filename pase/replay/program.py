@@ -13,7 +13,7 @@ import numpy as np
 
 from pase.replay.handoff import add_handoffs, main_lane
 from pase.replay.tasks import RankProgram, Thread
-from pase.replay.types import GPU_KINDS, KINDS, Mark, Timeline
+from pase.replay.types import KINDS, Mark, Timeline, on_stream
 from pase.replay.waits import SYNC, WAIT, Launches, add_waits
 
 __all__ = ["RankProgram", "extract"]
@@ -27,7 +27,7 @@ def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankP
     p = RankProgram(rank=mark.rank, iteration=mark.iteration, zero_ns=mark.start_ns)
     here = np.flatnonzero((t.rank_of == mark.rank) & (t["iteration"] == mark.iteration))
     kind = t["kind"][here]
-    ops = here[np.isin(kind, GPU_KINDS)]
+    ops = here[on_stream(kind)]
     ops = ops[np.argsort(t["start_ns"][ops], kind="stable")]
     calls = here[(kind == RUNTIME)]
     op_task = _device_tasks(t, p, ops, mark.start_ns)
@@ -142,7 +142,7 @@ def _host_tasks(
 
 
 def _previous_backlog(t: Timeline, p: RankProgram, mark: Mark, ops: np.ndarray) -> None:
-    earlier = np.isin(t["kind"], GPU_KINDS) & (t.rank_of == mark.rank)
+    earlier = on_stream(t["kind"]) & (t.rank_of == mark.rank)
     if not len(ops):
         return
     mine = t["start_ns"][ops]

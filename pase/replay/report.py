@@ -25,7 +25,7 @@ from pase.replay.simulate import replay_graph
 from pase.replay.steady import evaluate, stretched
 from pase.replay.timeline_io import from_json, save_timeline
 from pase.replay.trust import Run, unexplained_ns
-from pase.replay.types import GPU_KINDS, KINDS, Timeline
+from pase.replay.types import KINDS, Timeline, on_stream
 from pase.replay.whatif import apply, parse_knob
 
 __all__ = [
@@ -339,7 +339,7 @@ def compare_timelines(
 
 
 def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
-    keep = np.isin(t["kind"], GPU_KINDS)
+    keep = on_stream(t["kind"])
     runs = 1
     if iterations is not None:
         keep &= np.isin(t["iteration"], iterations)

@@ -19,7 +19,7 @@ import numpy as np
 from pase.errors import Infeasible
 from pase.replay.graph import DataflowGraph, launching_calls
 from pase.replay.simulate import replay_graph
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, CompiledOp, Shapes, Timeline
+from pase.replay.types import COLLECTIVE, KINDS, CompiledOp, Shapes, Timeline, on_stream
 
 __all__ = ["OpShape", "ProductKey", "Sections", "StepPhase", "op_shapes", "product_of", "sections"]
 
@@ -80,9 +80,7 @@ def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
     """Device task → the innermost op with operands around the call that launched it, where the trace says so; of
     compiled programs the op that it is."""
     if t.compiled:
-        known = {
-            i: t.compiled.get(g.task_name(i)) for i in np.flatnonzero(np.isin(g.kind, GPU_KINDS)).tolist()
-        }
+        known = {i: t.compiled.get(g.task_name(i)) for i in np.flatnonzero(on_stream(g.kind)).tolist()}
         return {i: _shape_of(g.task_name(i), x) for i, x in known.items() if x is not None}
     call_of = launching_calls(g)
     shaped = np.flatnonzero((t["kind"] == _HOST) & (t["shape"] >= 0))
@@ -184,7 +182,7 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
 
 def _computes(g: DataflowGraph, order: np.ndarray) -> int:
     """The stream with most work of these tasks."""
-    kernels = order[np.isin(g.kind[order], GPU_KINDS) & (g.kind[order] != COLLECTIVE)]
+    kernels = order[on_stream(g.kind[order]) & (g.kind[order] != COLLECTIVE)]
     return int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax())
 
 

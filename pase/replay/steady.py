@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from pase.replay.analyse import PathStep, path_steps
-from pase.replay.graph import DataflowGraph, csr
+from pase.replay.graph import DataflowGraph
 from pase.replay.simulate import Replay, replay_graph
-from pase.replay.types import GPU_KINDS
+from pase.replay.types import on_stream
 
 __all__ = ["MAX_TASKS", "Steady", "evaluate", "lengths_in_a_row", "steady", "stretched", "unroll"]
 
@@ -84,8 +84,8 @@ def steady(g: DataflowGraph, times: int = _ROW, before: DataflowGraph | None = N
             continue
         if times > 1:
             begin[k] = float(finish[-2, mine].max())
-        elif (mine & np.isin(g.kind, GPU_KINDS)).any():
-            begin[k] = float(r.start_ns[mine & np.isin(g.kind, GPU_KINDS)].min())
+        elif (mine & on_stream(g.kind)).any():
+            begin[k] = float(r.start_ns[mine & on_stream(g.kind)].min())
         else:
             continue
         length[k] = float(finish[-1, mine].max()) - begin[k]
@@ -201,13 +201,10 @@ def unroll(g: DataflowGraph, times: int, before: DataflowGraph | None = None) ->
 def _between(g: DataflowGraph, order: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Edges from one iteration to the next: source, destination, lag, kind. order: in which tasks start."""
     # Ties by the edges, which a stable order of tasks keeps.
-    device = g.device[order]
-    first = {int(d): int(order[np.argmax(device == d)]) for d in np.unique(device)}
-    last = {int(d): int(order[len(order) - 1 - np.argmax(device[::-1] == d)]) for d in np.unique(device)}
+    first, last = (dict(zip(g.device[o].tolist(), o.tolist(), strict=True)) for o in (order[::-1], order))
     known = set(zip(g.carried.src.tolist(), g.carried.dst.tolist(), strict=True))
-    extra = [(last[d], first[d], 0.0) for d in first if (last[d], first[d]) not in known]
-    ptr, _, _ = csr(replace(g, src=g.dst, dst=g.src))
-    free = np.flatnonzero(np.diff(ptr) == 0)
+    extra = [(last[d], first[d], 0.0) for d in sorted(first) if (last[d], first[d]) not in known]
+    free = np.flatnonzero(np.bincount(g.dst, minlength=len(g)) == 0)
     for rank, root in g.root.items():
         tail = g.tail.get(rank)
         if tail is None:

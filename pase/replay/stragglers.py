@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.replay.model import Measured
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
+from pase.replay.types import COLLECTIVE, KINDS, on_stream
 
 __all__ = ["Straggler", "stragglers"]
 
@@ -84,6 +84,6 @@ def _work(
         for call, done in p.blocked.items():
             length[call] = p.end[call] - max(done, p.start[call])
         kind = np.array(p.kind)
-        device[rank, i] = float(length[np.isin(kind, GPU_KINDS) & (kind != COLLECTIVE)].sum())
+        device[rank, i] = float(length[on_stream(kind) & (kind != COLLECTIVE)].sum())
         host[rank, i] = float(length[np.isin(kind, (KINDS.index("host"), KINDS.index("runtime")))].sum())
     return device, host

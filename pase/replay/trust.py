@@ -13,7 +13,7 @@ from pase.replay.model import Measured, OwnTimes, own_times
 from pase.replay.predict import HeldOut, held_out, held_out_ranks
 from pase.replay.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
 from pase.replay.times import UNSEEN_NS
-from pase.replay.types import GPU_KINDS
+from pase.replay.types import on_stream
 from pase.replay.whatif import balanced_rows
 
 __all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
@@ -193,7 +193,11 @@ class Run:
         x = self._own
         whole, plain = (_mean_ns(x.graph, x.own_ns, lag) for lag in (x.own_lag_ns, x.plain_lag_ns))
         now_and_then = 1 - plain / whole if whole and plain is not None else 0.0
-        return unexplained_share(self.graph, self.replay) + max(now_and_then, 0.0)
+        return self._unexplained_path + max(now_and_then, 0.0)
+
+    @cached_property
+    def _unexplained_path(self) -> float:
+        return unexplained_share(self.graph, self.replay)
 
     def _outside(self, allowed: float) -> str:
         """How the replay of the unchanged run contradicts its iterations, with the cause; empty if it does not."""
@@ -303,7 +307,7 @@ class Run:
         (a rank that is no longer late) is no guess.
         """
         s, ns = steady(changed), self.changed_ns(changed)
-        share = unexplained_share(changed, s) + self.unexplained - unexplained_share(self.graph, self.replay)
+        share = unexplained_share(changed, s) + self.unexplained - self._unexplained_path
         doubts = [*self._outside_doubts, *self._other_doubts]
         if not _same_tasks(self.graph, changed):
             doubts += self._stretch_doubts
@@ -391,7 +395,7 @@ def unexplained_ns(g: DataflowGraph) -> np.ndarray:
     device = g.device[dst]
     for name, plain in _PLAIN_NS.items():
         mine = np.flatnonzero(kind == EDGES.index(name))
-        mine = mine[np.isin(g.kind[dst[mine]], GPU_KINDS)] if name != "handoff" else mine
+        mine = mine[on_stream(g.kind[dst[mine]])] if name != "handoff" else mine
         for d in np.unique(device[mine]):
             these = mine[device[mine] == d]
             usual = min(max(plain, 3 * float(np.median(lag[these]))), 3 * plain)

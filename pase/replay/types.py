@@ -29,6 +29,7 @@ __all__ = [
     "Shapes",
     "Timeline",
     "from_events",
+    "on_stream",
 ]
 
 KINDS = ("host", "runtime", "kernel", "memcpy", "memset", "collective", "annotation", "memory")
@@ -36,6 +37,14 @@ KINDS = ("host", "runtime", "kernel", "memcpy", "memset", "collective", "annotat
 
 COLLECTIVE = KINDS.index("collective")
 GPU_KINDS = tuple(KINDS.index(k) for k in ("kernel", "memcpy", "memset", "collective"))
+_ON_DEVICE = np.isin(np.arange(len(KINDS)), GPU_KINDS)
+
+
+def on_stream(kind: np.ndarray) -> np.ndarray:
+    """Which of these kinds are of ops that run on a stream."""
+    out: np.ndarray = _ON_DEVICE[kind]
+    return out
+
 
 OPERATIONS = (
     "",

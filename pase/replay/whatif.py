@@ -11,7 +11,7 @@ import numpy as np
 from pase.errors import Infeasible, PaseError
 from pase.replay.graph import EDGES, DataflowGraph, twins
 from pase.replay.simulate import replay_graph
-from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS
+from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS, OPERATIONS, on_stream
 
 __all__ = [
     "KNOBS",
@@ -211,7 +211,7 @@ def apply(
             g = replace(g, carried=replace(c, lag_ns=np.where(c.kind == hand, c.lag_ns * value, c.lag_ns)))
         elif name == "op":
             found = np.array([bool(re.search(pattern, n)) for n in g.names])[g.name]
-            mine = found & np.isin(g.kind, GPU_KINDS)
+            mine = found & on_stream(g.kind)
             if not mine.any():
                 raise PaseError(f"what-if op:{pattern}: no device op has a name that matches")
             duration[mine] *= value
@@ -307,6 +307,8 @@ def _as_the_median_rank(ns: np.ndarray, shares: _RankSums) -> np.ndarray:
     out = ns.copy()
     for parts in shares.values():
         ranks = list(parts[0])
+        if len(ranks) < 2:
+            continue
         own = np.array([[ns[by[r]].max() for r in ranks] for by in parts])  # [parts, ranks]
         middle = (len(ranks) - 1) // 2
         usual, total = np.sort(own, axis=1)[:, middle], float(np.sort(own.sum(axis=0))[middle])

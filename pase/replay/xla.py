@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.replay.hlo import HloFacts
-from pase.replay.types import BESIDE, COLLECTIVE, GPU_KINDS, OPERATIONS, Group, Lane, Mark, Timeline
+from pase.replay.types import BESIDE, COLLECTIVE, OPERATIONS, Group, Lane, Mark, Timeline, on_stream
 
 __all__ = ["Executions", "describe", "untangle"]
 
@@ -56,7 +56,7 @@ def describe(t: Timeline, facts: HloFacts) -> Timeline:
     nbytes, group = t["nbytes"].copy(), t["group"].copy()
     kind, operation = t["kind"].copy(), t["operation"].copy()
     sends = {k: OPERATIONS.index(facts.kinds[n]) for k, n in enumerate(t.names) if n in facts.kinds}
-    sent = np.isin(t["name"], list(sends)) & np.isin(kind, GPU_KINDS)
+    sent = np.isin(t["name"], list(sends)) & on_stream(kind)
     kind[sent] = COLLECTIVE
     operation[sent] = [sends[k] for k in t["name"][sent].tolist()]
     groups = list(t.groups)
@@ -84,7 +84,7 @@ def describe(t: Timeline, facts: HloFacts) -> Timeline:
 
 def untangle(t: Timeline) -> Timeline:
     """Drop ops that only contain others (loops, calls), and give ops that overlap on a device lanes of their own."""
-    device = np.isin(t["kind"], GPU_KINDS)
+    device = on_stream(t["kind"])
     container = np.array([bool(_CONTAINER.match(n)) for n in t.names], dtype=bool)[t["name"]] & device
     if container.any():
         t = t.select(~container)

@@ -16,7 +16,7 @@ from pase.errors import PaseError
 from pase.replay import align, estimate, load, measure, replay_graph
 from pase.replay.graph import build_graph
 from pase.replay.steady import evaluate
-from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS
+from pase.replay.types import COLLECTIVE, OPERATIONS, on_stream
 from pase.schedule import (
     BucketPlan,
     ComputeBlock,
@@ -117,7 +117,7 @@ def test_collectives_on_the_stream_that_computes_are_not_moved(tmp_path: Path) -
     p = problem_from_timeline(t)
     lanes = {g.rank[i]: g.device[i] for i in np.flatnonzero(g.kind == COLLECTIVE)}
     sends = g.kind == COLLECTIVE
-    computes = np.isin(g.kind, GPU_KINDS) & ~sends
+    computes = on_stream(g.kind) & ~sends
     device = np.where(computes, [lanes[r] for r in g.rank], g.device)
     with pytest.raises(PaseError, match="on the stream that computes"):
         replan(replace(g, device=device), p, as_measured(p))
