@@ -3,8 +3,9 @@
     .venv/bin/python -m bench.replay_xla [--budget 30]     # writes bench/results/replay_xla.json
 
 Two host devices in one process, each with a core. A GPT-2 of two layers runs whole on both and split by Megatron's
-rule, both traced. From each trace the other is predicted: with the kernels of the other run, by shape, and by the
-roofline of a machine file alone that is measured in the same run. Nothing is fitted to the steps.
+rule. Steps of the two are traced in turn, a few times over: the machine's speed changes by the minute, and that must
+not pass for a degree's. From each turn's traces the other degree is predicted: with the kernels of the other run, by
+shape, and by the roofline of a machine file alone that is measured in the same run. Nothing is fitted to the steps.
 """
 
 from __future__ import annotations
@@ -13,15 +14,19 @@ import os
 import statistics
 import sys
 import tempfile
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.arguments import parser, wanted
 from bench.calibrate_cpu import KEPT, calibrated
 from bench.provenance import save
 
-STEPS = 12
+if TYPE_CHECKING:
+    from pase.replay.trust import Run
+
+STEPS, TURNS = 6, 5
+"""Traced steps of a strategy each time that its turn comes, and turns."""
 BATCHES = (16, 32, 64)
 WHOLE, SPLIT = "no split", "megatron"
 
@@ -71,52 +76,86 @@ def main() -> None:
     print(save({"what_ifs": len(rows), "summary": summary, "rows": rows}, args.o).read_text())
 
 
-def traced(batch: int, machine: Path, folder: Path) -> dict[str, Path]:
-    """Strategy → traces of its run on two host devices."""
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The traces of one turn: of either strategy some steps, directly behind the other's. others_cores: how many of
+    this machine's cores other programs took meanwhile."""
+
+    traces: dict[str, Path]
+    others_cores: float
+
+
+def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
+    """Both strategies on two host devices, in turn. A step goes before each: the other's arrays are in the caches."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     from bench.netlab.steps import Running, planned
+    from pase.calibrate.here import others_s
 
-    out = {}
-    for cell in planned("gpt2", batch, 2, machine, folder):
-        if cell.strategy in (WHOLE, SPLIT):
-            out[cell.strategy] = folder / f"{batch}_{cell.strategy.replace(' ', '_')}"
-            Running(replace(cell, lowering="auto")).run(STEPS, out[cell.strategy])
+    cells = {c.strategy: c for c in planned("gpt2", batch, 2, machine, folder)}
+    running = {s: Running(replace(cells[s], lowering="auto")) for s in (WHOLE, SPLIT)}
+    out = []
+    for turn in range(TURNS):
+        traces = {s: folder / f"{batch}_{turn}_{s.replace(' ', '_')}" for s in running}
+        others, took = others_s(), 0.0
+        for s, r in running.items():
+            r.run(1)
+            r.forget()
+            r.run(STEPS, traces[s])
+            took += sum(r.times)
+        out.append(Turn(traces=traces, others_cores=max(others_s() - others, 0.0) / took))
     return out
 
 
 def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
-    """Four predictions: either degree from the other, with its kernels and without."""
+    """Four what-ifs: either degree from the other, with its kernels and without; each asked of every turn, and compared
+    with what the same turn measured. The error is the median of the turns'."""
     from pase.bridges.degrees import by_tensor, loaded_kernel_times
-    from pase.replay import align, load, measure
-    from pase.replay.steady import evaluate
-    from pase.replay.trust import Run
 
-    runs = traced(batch, machine, folder)
-    read = {s: Run(measured=measure(align(load(path)))) for s, path in runs.items()}
+    turns = traced(batch, machine, folder)
+    read = [{s: measured_run(path) for s, path in t.traces.items()} for t in turns]
     rows = []
     for now, then, ran, ways in ((WHOLE, SPLIT, "tp=1,sp", 2), (SPLIT, WHOLE, "tp=2,sp", 1)):
         for known in (True, False):
-            kernels = loaded_kernel_times([runs[then]]) if known else None
-            model = f"bench.replay_xla:gpt2_{batch}"
-            change = by_tensor(ways, model=model, ran=ran, machine=str(machine), measured=kernels)
-            graph, said = change(read[now].measured.timeline, read[now].graph)
-            predicted, true = max(evaluate(graph).values()), read[then].measured_ns
+            asked = []
+            for turn, runs in zip(turns, read, strict=True):
+                kernels = loaded_kernel_times([turn.traces[then]]) if known else None
+                model = f"bench.replay_xla:gpt2_{batch}"
+                change = by_tensor(ways, model=model, ran=ran, machine=str(machine), measured=kernels)
+                graph, said = change(runs[now].measured.timeline, runs[now].graph)
+                ns = runs[now].changed_ns(graph)
+                asked.append(
+                    {
+                        "now_ms": runs[now].measured_ns / 1e6,
+                        "predicted_ms": ns / 1e6,
+                        "true_ms": runs[then].measured_ns / 1e6,
+                        "error": ns / runs[then].measured_ns - 1,
+                        "spread_of_true": runs[then].spread,
+                        "others_cores": turn.others_cores,
+                        "note": said["note"],
+                    }
+                )
+            true = [x["true_ms"] for x in asked]
             rows.append(
                 {
                     "what_if": f"gpt2, {batch} examples, {ran}: tensor={ways}",
                     "kernels_measured": known,
-                    "now_ms": read[now].measured_ns / 1e6,
-                    "predicted_ms": predicted / 1e6,
-                    "true_ms": true / 1e6,
-                    "error": predicted / true - 1,
-                    "spread_of_true": read[then].spread,
-                    "note": said["note"],
+                    "error": statistics.median(x["error"] for x in asked),
+                    "spread_of_turns": (max(true) - min(true)) / 2 / statistics.fmean(true),
+                    "turns": asked,
                 }
             )
     return rows
+
+
+def measured_run(traces: Path) -> Run:
+    """The traced steps of a turn."""
+    from pase.replay import align, load, measure
+    from pase.replay.trust import Run
+
+    return Run(measured=measure(align(load(traces))))
 
 
 if __name__ == "__main__":

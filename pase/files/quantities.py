@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from pase.errors import PaseError
 
-__all__ = ["parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
+__all__ = ["bytes_text", "parse_bytes", "parse_factors", "parse_rate", "parse_seconds"]
 
 _NUMBER = r"\d+(?:\.\d*)?(?:e[+-]?\d+)?"
 _BYTES = {"": 1.0, "b": 1.0} | {
@@ -19,6 +19,18 @@ _BYTES = {"": 1.0, "b": 1.0} | {
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES_PER_S = {"b/s": 1.0, "mb/s": 1e6, "gb/s": 1e9, "gbit/s": 1e9 / 8}
 _POINTS = 5
+
+
+def bytes_text(n: float) -> str:
+    """
+    >>> bytes_text(1536), bytes_text(80 * 2**30)
+    ('1.5 KiB', '80 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n) < 1024 or unit == "TiB":
+            return f"{n:.3g} {unit}" if abs(n) < 1000 else f"{n:.0f} {unit}"
+        n /= 1024
+    raise AssertionError
 
 
 def _parse(text: str, units: Mapping[str, float], refusal: str, *, zero: bool = False) -> float:

@@ -6,6 +6,7 @@ import io
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
+from pase.files.quantities import bytes_text
 from pase.files.terminal import console
 from pase.ir.blocks import again_text, once_text
 from pase.plan.pipeline import lines as stage_lines
@@ -29,18 +30,6 @@ __all__ = [
     "render",
     "storage_table",
 ]
-
-
-def bytes_text(n: float) -> str:
-    """
-    >>> bytes_text(1536), bytes_text(80 * 2**30)
-    ('1.5 KiB', '80 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(n) < 1024 or unit == "TiB":
-            return f"{n:.3g} {unit}" if abs(n) < 1000 else f"{n:.0f} {unit}"
-        n /= 1024
-    raise AssertionError
 
 
 def cost_text(cost: float, unit: str) -> str:

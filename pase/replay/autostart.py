@@ -20,6 +20,8 @@ __all__ = ["autostart_jax", "autostart_torch", "environment"]
 FOLDER, SECONDS = "PASE_PROFILE", "PASE_PROFILE_SECONDS"
 SKIP, STEPS = "PASE_PROFILE_SKIP", "PASE_PROFILE_STEPS"
 """Environment variables: where to write, for how long; PyTorch: steps to let pass first, and how many to trace."""
+_recording: list[str] = []
+"""The framework whose profiler has this process's folder: the first one that does something."""
 
 
 def environment(folder: Path, seconds: float, skip: int = 2, steps: int = 10) -> dict[str, str]:
@@ -39,13 +41,12 @@ def autostart_jax(folder: str, seconds: float) -> None:
     """
     import threading
 
-    run = profile(folder)
-    state = {"started": False}
+    run = profile(folder, framework="jax")
 
     def begin(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if state["started"] or not event.endswith("backend_compile_duration"):
+        if _recording or not event.endswith("backend_compile_duration"):
             return
-        state["started"] = True
+        _recording.append("jax")
         run.start()
         atexit.register(run.stop)
         if seconds > 0:
@@ -66,11 +67,12 @@ def autostart_torch(folder: str, seconds: float) -> None:
 
     def after() -> None:
         state["passed"] += 1
-        if "jax" in sys.modules and not state["began"]:
-            handle.remove()  # JAX's own recording has this process's folder
+        if _recording == ["jax"]:
+            handle.remove()
             return
         done = state["passed"] - max(skip, 1)  # the first step is over before anything can be known of it
         if done == 0:
+            _recording.append("torch")
             run.start(between=True)
             state["began"] = time.monotonic()
             atexit.register(run.stop)

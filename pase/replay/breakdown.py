@@ -29,7 +29,7 @@ CAUSES = {
     "allocator": "idle: the CPU was in the driver's memory allocator",
     "data": "idle: the CPU was loading data",
     "stream": "idle: between ops that were queued, event and stream latencies included",
-    "unexplained": "idle: launched, and nothing in the trace says why it had not begun",
+    "unexplained": "idle: nothing in the trace says why the next op had not begun",
 }
 """Every moment of an iteration has one of these causes; the first that applies, in this order."""
 
@@ -258,7 +258,8 @@ class _RankView:
         call = self.call_of.get(int(t["correlation"][op]), -1) if op >= 0 else -1
         # A launching call may itself take long: the driver loads a module or allocates memory.
         at = 0 if call < 0 else int((t["start_ns"] if call in self.is_blocking else t.end_ns)[call])
-        launched = min(max(at, a), b) if call >= 0 else b
+        # A compiled program's trace holds ops and no launches, so none can be said to have been late.
+        launched = min(max(at, a), b) if call >= 0 else (b if len(self.calls) else a)
         if launched > a:
             self._not_launched(a, launched, call, parts)
         if b - launched > _PLAIN_NS:

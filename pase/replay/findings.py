@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pase.files.quantities import bytes_text
 from pase.replay.analyse import merged, overlap_ns, waits_ns
 from pase.replay.breakdown import Breakdown
 from pase.replay.gloo import WAIT as GLOO_WAIT
@@ -208,7 +209,7 @@ _ADVICE = {
         "Use more loader workers, prefetch, and copy from pinned memory with non_blocking=True.",
     ),
     "unexplained": (
-        "Launched ops do not begin, and nothing in the trace says why",
+        "The device idles, and nothing in the trace says why",
         "What-ifs are not to be trusted where this is large.",
     ),
 }
@@ -292,9 +293,9 @@ def _exposed_tasks(g: DataflowGraph, comm: np.ndarray) -> tuple[list[int], dict[
 def _label(g: DataflowGraph, i: int) -> str:
     name = g.task_name(i)
     short = OPERATIONS[int(g.operation[i])] if "ccl" in name else name
-    size = f" of {g.nbytes[i] / 1e6:.1f} MB" if g.nbytes[i] >= 0 else ""
+    size = f", {bytes_text(int(g.nbytes[i]))}" if g.nbytes[i] >= 0 else ""
     mine = np.flatnonzero((g.kind == COLLECTIVE) & (g.rank == g.rank[i]))
-    return f"{short} {int(np.searchsorted(mine, i)) + 1} of {len(mine)}{size}"
+    return f"{short} ({int(np.searchsorted(mine, i)) + 1} of {len(mine)}{size})"
 
 
 def _stragglers(s: Scene) -> list[Finding]:
@@ -328,6 +329,11 @@ def _stragglers(s: Scene) -> list[Finding]:
         "host": "Look at that host: data loading, logging, other programs, a slower CPU.",
         "start": "Look at what that rank does between steps, and at the network for its first collective.",
     }[where]
+    if share <= 0.6:
+        change = (
+            "No rank is late much more than the others: look for what varies from step to step on all of them "
+            "(batches, other programs, clocks), and let them wait for each other less often."
+        )
     last = sum(x.last for x in mine) / max(1, sum(x.of for x in mine))
     title = (
         f"The others wait for rank {rank}: up to {_ms(worst)} an iteration"

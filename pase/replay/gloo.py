@@ -3,7 +3,7 @@
 Kineto records a collective twice: ``c10d::allreduce_`` on the thread that asks, which returns at once, and
 ``gloo:all_reduce`` on the worker thread that does it. Nothing ties the two together but their order: a process group
 hands its work to its workers one after the other. Waiting leaves no event either: it is a gap on the asking thread
-that ends as a collective does.
+that ends as a collective does. Functional collectives (DTensor's, FSDP2's) alone record it, as an op of the thread.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = ["ASKED", "WAIT", "tie_gloo"]
 ASKED = re.compile(r"^c10d::_?(all_?reduce|all_?gather|reduce_scatter|broadcast|all_?to_?all|reduce|barrier)")
 WAIT = "gloo wait"
 """Name of the calls put where a thread waited; ``program`` knows it as a call that waits."""
+_RECORDED = re.compile(r"^_?c10d_functional::wait_tensor$")
 _HOST, _RUNTIME = KINDS.index("host"), KINDS.index("runtime")
 _LEAST_NS, _RETURN_NS = 20_000, 10_000_000
 """Shortest gap taken for a wait; how long after the collective it may end: threads on a busy machine wake late."""
@@ -61,8 +62,15 @@ def tie_gloo(t: Timeline) -> Timeline:
     for number, (call, op) in enumerate(tied):
         kind[call] = _RUNTIME
         correlation[call] = correlation[op] = number
-    columns = {**t.columns, "lane": lane, "kind": kind, "correlation": correlation}
-    out = replace(t, columns=columns, lanes=tuple(lanes))
+    names = t.names if WAIT in t.names else (*t.names, WAIT)
+    waited, name = (t["kind"] == _HOST) & _named(t, _RECORDED.pattern), t["name"].copy()
+    kind[waited], name[waited] = _RUNTIME, names.index(WAIT)
+    length = t["duration_ns"].copy()
+    for op, end in _noted_late(t, tied, np.flatnonzero(waited)).items():
+        length[op] = end - int(t["start_ns"][op])
+    columns = {**t.columns, "lane": lane, "kind": kind, "correlation": correlation, "name": name}
+    columns["duration_ns"] = length
+    out = replace(t, columns=columns, lanes=tuple(lanes), names=names)
     if uneven:
         what = f"calls and gloo's work differ in number in {uneven} iterations, which are left untied"
         out = replace(out, problems=(*t.problems, Problem(where=f"rank {rank}", what=what)))
@@ -76,6 +84,28 @@ def _named(t: Timeline, pattern: str) -> np.ndarray:
 def _within(t: Timeline, events: np.ndarray, start: int, end: int) -> np.ndarray:
     at = t["start_ns"][events]
     return events[(at >= start) & (at < end)]
+
+
+def _noted_late(t: Timeline, tied: list[tuple[int, int]], waits: np.ndarray) -> dict[int, int]:
+    """Collectives whose end is noted after a recorded wait for them is over → when that was.
+
+    A wait does not say for what it is: if one collective alone was under way it is that one, else those that are noted
+    at about the same time.
+    """
+    if not tied:
+        return {}
+    begun, ends = (
+        np.array(x) for x in (t["start_ns"][[c for c, _ in tied]], t.end_ns[[op for _, op in tied]])
+    )
+    out: dict[int, int] = {}
+    for w in waits.tolist():
+        low, high = int(t["start_ns"][w]), int(t.end_ns[w])
+        open_then = np.flatnonzero((begun < low) & (ends > low))
+        late = ends[open_then] - high
+        within = open_then[(late > 0) & (late <= (_NOTED_NS if len(open_then) == 1 else _EARLY_NS))]
+        ends[within] = high
+        out |= {tied[i][1]: high for i in within.tolist()}
+    return out
 
 
 def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int, int]]) -> Timeline:
@@ -101,7 +131,7 @@ def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int,
         return t
     fill = {
         "kind": _RUNTIME,
-        "name": len(t.names),
+        "name": t.names.index(WAIT),
         "correlation": -1,
         "nbytes": -1,
         "operation": 0,
@@ -116,7 +146,7 @@ def _with_waits(t: Timeline, tied: list[tuple[int, int]], spans: list[tuple[int,
     for op, at in early.items():
         columns["duration_ns"][op] = at - columns["start_ns"][op]
     order = np.lexsort((-columns["duration_ns"], columns["start_ns"], columns["lane"]))
-    return replace(t, columns={k: v[order] for k, v in columns.items()}, names=(*t.names, WAIT))
+    return replace(t, columns={k: v[order] for k, v in columns.items()})
 
 
 def _waits(

@@ -287,8 +287,8 @@ def _told(before: JsonObject, now: JsonObject) -> JsonObject:
 
 
 def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
-    """One line of the what-ifs, alone or together: of means where it is about other numbers of ranks and chance is
-    known, else of medians."""
+    """One line of the what-ifs, alone or together. Where it is about other numbers of ranks and chance is known, of
+    steps that are drawn."""
     base = run.replayed_ns
     before = base if c.control is None else max(evaluate(c.control).values())
     ns, doubt = run.judged(made)
@@ -320,17 +320,14 @@ def compare_timelines(
 ) -> JsonObject:
     """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
     want = load_any(predicted) if timeline is None else timeline
-    m = measure(align_clocks(load(traces), align))
-    steady = m.steady()
-    got = m.timeline
-    ours, theirs = _op_seconds(want, None), _op_seconds(got, steady)
+    run = Run(measured=measure(align_clocks(load(traces), align)))
+    ours, theirs = _op_seconds(want, None), _op_seconds(run.measured.timeline, run.iterations)
     both = sorted(set(ours) & set(theirs), key=lambda n: -abs(ours[n] - theirs[n]))
-    lengths = [v for (_, i), v in m.measured_ns.items() if i in steady]
     marks = [mark.end_ns - mark.start_ns for mark in want.marks]
     whole = max(marks) if marks else int(want.end_ns.max() - want["start_ns"].min())
     return {
         "predicted_s": whole / 1e9,
-        "measured_s": float(np.median(lengths)) / 1e9,
+        "measured_s": run.measured_ns / 1e9,
         "matched": len(both),
         "only_predicted": len(set(ours) - set(theirs)),
         "only_measured": len(set(theirs) - set(ours)),

@@ -121,8 +121,8 @@ class Run:
         return held_out_ranks(self.measured, self.graph, self.iterations)
 
     @property
-    def _held(self) -> str:
-        return "Iterations held out are" if len(self.iterations) > 1 else "One iteration; ranks held out are"
+    def _kept_out(self) -> str:
+        return "iterations" if len(self.iterations) > 1 else "ranks"
 
     def length_ns(self, iteration: int) -> float:
         """Measured length of an iteration on the slowest rank."""
@@ -238,10 +238,14 @@ class Run:
             )
         error, naive, worst = self.error(), self.error(naive=True), self.error(worst=True)
         if error is not None and worst is not None and (error > _POOR or worst > _WRONG):
-            out.append(f"held out, they are predicted {error:.0%} off in the median and {worst:.0%} at worst")
+            plain = self.error(naive=True, worst=True) or 0.0
+            out.append(
+                f"{self._kept_out} held out are predicted {error:.0%} off in the median and {worst:.0%} at worst (the "
+                f"mean of the others: {naive or 0.0:.0%} and {plain:.0%})"
+            )
         elif error is not None and naive is not None and error > max(_GOOD, 1.1 * naive):
             out.append(
-                f"the mean of the other iterations predicts one better ({naive:.1%} off in the median) than the "
+                f"the mean of the other {self._kept_out} predicts one better ({naive:.1%} off in the median) than the "
                 f"replay does ({error:.1%})"
             )
         gaps = self.gaps_errors
@@ -287,9 +291,10 @@ class Run:
             return (
                 "One iteration to learn from: nothing is left to test the replay on, so its error is unknown."
             )
+        these = "Iterations" if len(self.iterations) > 1 else "One iteration; ranks"
         return (
-            f"{self._held} predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at worst "
-            f"(the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
+            f"{these} held out are predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at "
+            f"worst (the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
         )
 
     def must_be_possible(self, what: str, force: bool) -> None:

@@ -46,8 +46,9 @@ def test_replay_prints_the_contract(traces: Path, tmp_path: Path) -> None:
 
 def test_replay_against_traces_compares_op_by_op(traces: Path, tmp_path: Path) -> None:
     predicted = tmp_path / "predicted.json"
-    reported("replay", traces, "--predicted", predicted)
+    alone = reported("replay", traces, "--predicted", predicted)
     report = reported("replay", predicted, "--against", traces)
+    assert report["measured_s"] == alone["measured_s"]
     assert report["matched"] > 20
     assert report["only_predicted"] == report["only_measured"] == 0
     for o in report["ops"]:

@@ -10,6 +10,7 @@ import pytest
 
 from pase.bridges.degrees import _Pair, by_stages
 from pase.errors import Infeasible
+from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
 from pase.replay.graph import Carried, build_graph
 from pase.replay.hlo import HloFacts, read_hlo
@@ -163,6 +164,12 @@ def test_a_rank_that_is_late_by_itself_is_what_balance_takes_away() -> None:
     ns, doubt = late.judged(apply(late.graph, [("balance", "", 1.0)]))
     assert not doubt and ns == pytest.approx(even.replayed_ns, rel=0.05)
     assert "nothing in the trace explains" in late.judged(apply(late.graph, [("bandwidth", "", 2.0)]))[1]
+
+
+def test_no_launch_is_late_where_the_trace_holds_none() -> None:
+    """What a rank idles for is then unknown: it had been the CPU, which had "not launched the next op"."""
+    late = breakdowns(measure(align(_trace(_facts(2), ranks=2, late_us=5000))))[1]
+    assert late.mean_ns("launch") == 0 and late.mean_ns("unexplained") == pytest.approx(5000 * US)
 
 
 def test_balance_sees_what_waits_and_not_what_for() -> None:

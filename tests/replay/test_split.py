@@ -79,3 +79,32 @@ def test_without_a_wire_a_line_finds_the_startup(startup_ms):
     sizes = [0.1, 0.2, 0.5, 1.0, 3.0]
     g = build_graph([task(startup_ms + 40 * x, x) for x in sizes], [])
     assert split_cost(g).fixed_ns / MS == pytest.approx([startup_ms] * 5)
+
+
+def ring_ms(ranks, mb, *, startup_ms, add_ms, lost=0.25):
+    """An all-reduce as a ring does it, message by message: each rank passes a part on as soon as it has it and the link
+    is free. startup_ms: of a message; add_ms: to add a MB to one's own; lost: copies of a byte, in units of its time on
+    the wire."""
+    part = mb / ranks
+    message_ms = startup_ms + part * 1e6 / WIRE * 1e3 * (1 + lost)
+    has, free = [[0.0] * ranks for _ in range(ranks)], [0.0] * ranks
+    for step in range(2 * (ranks - 1)):
+        arrived = []
+        for r in range(ranks):
+            which = (r - step) % ranks
+            free[r] = max(free[r], has[r][which]) + message_ms
+            arrived.append(((r + 1) % ranks, which, free[r] + (part * add_ms if step < ranks - 1 else 0.0)))
+        for r, which, at in arrived:
+            has[r][which] = at
+    return max(map(max, has))
+
+
+@pytest.mark.parametrize(("now", "then"), [(2, 4), (2, 8), (4, 8), (4, 2)])
+@pytest.mark.parametrize("wire", [WIRE, None])
+@pytest.mark.parametrize("habits", [{"startup_ms": 3, "add_ms": 0}, {"startup_ms": 0.5, "add_ms": 20}])
+def test_more_ranks_take_what_a_ring_of_them_takes(now, then, wire, habits):
+    """Only startups are paid at each of a ring's steps; copies, sums and what the link loses go with the bytes."""
+    sizes = [0.25, 0.5, 1.0, 2.0]
+    traced = [task(ring_ms(now, x, **habits), x, ways=now) for x in sizes]
+    made = apply(build_graph(traced, [(0, 1), (1, 2), (2, 3)]), [("ranks", "", then)], wire)
+    assert made.duration_ns / MS == pytest.approx([ring_ms(then, x, **habits) for x in sizes], rel=0.01)

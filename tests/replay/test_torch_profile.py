@@ -22,6 +22,7 @@ from tests.command import printed, reported
 
 TRAIN = """
 import os, sys
+import jax  # as other libraries do: whoever trains is traced
 import torch, torch.distributed as dist
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -105,8 +106,9 @@ def test_a_run_over_gloo_is_aligned_and_replayed(traces: Path) -> None:
     assert "launch-bound" not in [f["kind"] for f in reported("diagnose", traces)["findings"]]
 
 
-def _gloo_trace(rank: int, late_us: float) -> dict[str, Any]:
-    """Three steps with two sums each; the thread waits for both, and works 300 µs after."""
+def _gloo_trace(rank: int, late_us: float, recorded: bool = False) -> dict[str, Any]:
+    """Three steps with two sums each; the thread waits for both, and works 300 µs after. recorded: the wait is an op,
+    as functional collectives have it."""
     events: list[dict[str, Any]] = []
 
     def span(cat: str, name: str, tid: int, ts: float, dur: float, **args: Any) -> None:
@@ -127,15 +129,18 @@ def _gloo_trace(rank: int, late_us: float) -> dict[str, Any]:
         a, b = (8, 9) if k % 2 else (9, 8)
         span("user_annotation", "gloo:all_reduce", a, z + 550 + own, 1450 - own, **sizes)
         span("user_annotation", "gloo:all_reduce", b, z + 1050 + own, 1960 - own, **sizes)
+        if recorded:
+            span("cpu_op", "_c10d_functional::wait_tensor", 1, z + 1020 + own, 1980 - own)
         span("cpu_op", "copy", 1, z + 3000, 300)
     info = {"rank": rank, "world_size": 2}
     return {"distributedInfo": info, "traceEvents": events}
 
 
-def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded", [False, True])
+def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path, recorded: bool) -> None:
     for rank in (0, 1):
         with gzip.open(tmp_path / f"rank{rank}.json.gz", "wt") as f:
-            json.dump(_gloo_trace(rank, 100.0), f)
+            json.dump(_gloo_trace(rank, 100.0, recorded), f)
     t = align(load(tmp_path), "none")
     waits = np.array([n == WAIT for n in t.names])[t["name"]]
     assert waits.sum() == 6 and (t["duration_ns"][waits] > 1_800_000).all()
@@ -150,6 +155,7 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path) -> None
     report = reported("replay", tmp_path, "--align", "none", "--what-if", "bandwidth=1000")
     for r in report["ranks"]:
         assert abs(r["error"]) < 0.02
+        assert r["compute_s"] == pytest.approx(1.3e-3 + 1e-4 * r["rank"], rel=0.05)
     # The sums no longer hide anything: what is left of the step is the thread's own work.
     assert report["what_if"][0]["iteration_s"] < 1.7e-3
 
