@@ -145,7 +145,9 @@ _UNBLOCK = (
     "Keep losses, metrics and sizes on the device (no .item(), no print), copy with non_blocking=True from and to "
     "pinned memory, and read results some steps later."
 )
-_WAITED = "It waits for its collectives: start them earlier (smaller first buckets), or move fewer bytes."
+_WAITED = (
+    "The thread waits for its collectives: start them earlier (smaller first buckets), or move fewer bytes."
+)
 
 
 def _blocking(s: Scene) -> list[Finding]:
@@ -168,12 +170,6 @@ def _blocking(s: Scene) -> list[Finding]:
     out = []
     for b in s.parts:
         n = len(b.iterations)
-        idle = b.mean_ns("blocking")
-        left = (
-            f"The device idles {_ms(idle)} an iteration because blocking calls left it nothing to do."
-            if idle >= _SHARE / 2 * b.iteration_ns
-            else "The device has enough queued not to idle for it: the device is what the CPU waits for."
-        )
         for x in [x for x in b.blocked if x.total_ns / n >= _SHARE * b.iteration_ns][:3]:
             where = f" in {x.where}" if x.where else ""
             out.append(
@@ -185,7 +181,7 @@ def _blocking(s: Scene) -> list[Finding]:
                     ),
                     detail=(
                         f"{_times(x.count / n)} an iteration{where}, at most {_ms(x.longest_ns)} at a time; nothing is "
-                        f"launched meanwhile. {left} {_WAITED if x.name == GLOO_WAIT else _UNBLOCK}"
+                        f"launched meanwhile. {_meanwhile(x.name, b)}"
                     ),
                     cost_ns=cost,
                     measured_ns=x.total_ns / n,
@@ -196,6 +192,20 @@ def _blocking(s: Scene) -> list[Finding]:
     # All ranks do the same, so the worst place of each call is enough.
     first = {f.title.split(" holds ")[0]: f for f in reversed(out)}
     return sorted(first.values(), key=lambda f: -f.measured_ns)[:3]
+
+
+def _meanwhile(call: str, b: Breakdown) -> str:
+    """What runs while a call blocks, and what to change."""
+    idle = b.mean_ns("blocking")
+    much = idle >= _SHARE / 2 * b.iteration_ns
+    if call == GLOO_WAIT:
+        short = f"For {_ms(idle)} an iteration gloo runs nothing either, as where threads outnumber cores."
+        return f"{short if much else 'Gloo works meanwhile.'} {_WAITED}"
+    if much:
+        return f"The device idles {_ms(idle)} an iteration because blocking calls left it nothing to do. {_UNBLOCK}"
+    return (
+        f"The device has enough queued not to idle for it: the device is what the CPU waits for. {_UNBLOCK}"
+    )
 
 
 _ADVICE = {

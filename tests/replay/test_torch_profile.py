@@ -158,6 +158,9 @@ def test_launches_and_waits_are_found_among_gloos_events(tmp_path: Path, recorde
         assert r["compute_s"] == pytest.approx(1.3e-3 + 1e-4 * r["rank"], rel=0.05)
     # The sums no longer hide anything: what is left of the step is the thread's own work.
     assert report["what_if"][0]["iteration_s"] < 1.7e-3
+    found = reported("diagnose", tmp_path, "--align", "none")["findings"]
+    (held,) = [f for f in found if f["kind"] == "blocking-calls"]
+    assert "Gloo works meanwhile. The thread waits for its collectives" in held["detail"]
 
 
 def _contended_trace(rank: int, slower: float) -> dict[str, Any]:
