@@ -17,7 +17,9 @@ __all__ = ["calibrated", "results_of"]
 
 def calibrated(network: Network, session: Session) -> Path:
     """The machine file of this network, measured by ``pase calibrate`` on its hosts; taken up where one is there."""
-    folder, budget_s = session.folder, session.calibrate_s
+    folder = session.folder
+    # Racks have tables of three kinds: of a level alone, of the other, and of both together.
+    budget_s = session.calibrate_s * (1 if len(network.topology.racks) == 1 else 3)
     out = folder / f"{network.topology.slug}.toml"
     if out.exists():
         return out
@@ -44,11 +46,11 @@ def calibrated(network: Network, session: Session) -> Path:
 
 def _seeded(out: Path, hosts: int) -> None:
     """A journal for this network with the compute samples of another with as many hosts: they are the same hosts,
-    and only the collectives are its own. Hosts with cores of their own are other hosts."""
+    and only the collectives are its own, also where they stand in racks. Hosts with cores of their own are others."""
     journal = out.with_name(out.name + ".journal")
     others = sorted(out.parent.glob(f"{hosts}hosts_*.toml.journal"))
     other = next((o for o in others if "acore" not in o.name), None)
-    if journal.exists() or other is None or "p" in out.name.partition("hosts")[0] or "acore" in out.name:
+    if journal.exists() or other is None or "acore" in out.name:
         return
     journal.write_text("".join(line for line in other.open() if " over [" not in line))
 

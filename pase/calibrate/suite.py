@@ -48,14 +48,19 @@ def ladder(low: int, high: int, factor: int) -> list[int]:
 def ways_of(levels: tuple[Level, ...]) -> list[tuple[tuple[int, ...], int]]:
     """(ways, rank) of the groups to measure: each level alone and in parts, and whole levels together.
 
+    All levels together are as needed as each alone: a plain data-parallel step sums over all devices, and which
+    algorithm a library takes across levels (one ring through all, or level by level) no level alone tells.
+
     >>> ways_of((Level(name="host", ways=4), Level(name="rack", ways=2)))
-    [((4, 1), 0), ((1, 2), 0), ((4, 2), 1), ((2, 1), 2)]
+    [((4, 1), 0), ((1, 2), 0), ((4, 2), 0), ((2, 1), 2)]
     """
     n = len(levels)
     found: dict[tuple[int, ...], int] = {}
     for l, level in enumerate(levels):
         if level.ways > 1:
             found[tuple(level.ways if i == l else 1 for i in range(n))] = 0
+    if any(level.ways > 1 for level in levels):
+        found[tuple(level.ways for level in levels)] = 0
     for chosen in itertools.product((False, True), repeat=n):
         ways = tuple(level.ways if c else 1 for c, level in zip(chosen, levels, strict=True))
         if math.prod(ways) > 1:

@@ -10,7 +10,9 @@ from pase.calibrate.here import level_layout, parse_levels
 from pase.calibrate.session import again, measure
 from pase.calibrate.suite import budgeted, ways_of
 from pase.calibrate.types import Sample, Task
+from pase.costmodels.analytic import Analytic
 from pase.errors import PaseError
+from pase.machine import mesh_from
 from tests.calibrate.synthetic import ONE, TWO, Fake, target
 
 HERE = {"host": "a", "devices": 4}
@@ -29,8 +31,20 @@ def test_coarse_comes_first_and_every_prefix_of_ranks_is_a_whole_machine():
 
 
 def test_groups_are_levels_parts_of_them_and_all_together():
-    assert dict(ways_of(TWO)) == {(4, 1): 0, (1, 2): 0, (4, 2): 1, (2, 1): 2}
+    assert dict(ways_of(TWO)) == {(4, 1): 0, (1, 2): 0, (4, 2): 0, (2, 1): 2}
     assert ways_of((Level(name="device", ways=1),)) == []
+
+
+def test_the_shortest_budget_prices_all_levels_together_as_measured():
+    """Here one ring goes through all devices: level by level would be faster, but is not what runs."""
+    tasks, bench, journal = suite(target(TWO)), Fake(levels=TWO), Journal(None, {})
+    session(tasks, bench, journal, Settings(budget_s=1.0))
+    about = {"name": "f", "device_name": "F", "memory_bytes": 1, "levels": TWO, "provenance": {}}
+    model = Analytic(fit(tasks, journal.samples, **about).machine)
+    for op in ("all_reduce", "all_gather"):
+        whole = Task(op=op, nbytes=1 << 22, ways=(4, 2))
+        priced = model.collective(op, mesh_from("data=8", 8), [1], whole.nbytes)
+        assert priced[0] == pytest.approx(bench.truth(whole), rel=0.05)
 
 
 def test_a_budget_ends_the_session_after_what_is_needed():
