@@ -4,7 +4,7 @@
     sudo .venv/bin/python -m bench.netlab full         # within --minutes, an hour where nothing else is said
     sudo .venv/bin/python -m bench.netlab full --resume          # what a stopped run of this commit had not done
     sudo .venv/bin/python -m bench.netlab strategies --hosts 2   # a part
-    sudo .venv/bin/python -m bench.netlab racks        # others: lowerings buckets torch frameworks replay
+    sudo .venv/bin/python -m bench.netlab pipelines    # others: racks levels lowerings buckets torch frameworks replay
     sudo .venv/bin/python -m bench.netlab clean        # what a killed run left behind
     .venv/bin/python -m bench.netlab render            # docs/proof.md's tables from the result files
 
@@ -25,21 +25,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.netlab import buckets, frameworks, replays, strategies
-from bench.netlab.models import BATCHES, SIZES
+from bench.netlab import buckets, frameworks, levels, replays, strategies
+from bench.netlab.models import BATCHES, LOOPED, SIZES
 from bench.netlab.net import LabError, Topology, clean, interruptible, unavailable
 from bench.netlab.page import render
 from bench.netlab.session import Session
 from bench.provenance import RESULTS, ROOT
 
-PARTS = ("strategies", "lowerings", "buckets", "replay", "racks", "torch", "frameworks")
+PARTS = (
+    "strategies",
+    "lowerings",
+    "buckets",
+    "replay",
+    "racks",
+    "levels",
+    "pipelines",
+    "torch",
+    "frameworks",
+)
 EXPECTED_MIN = {
     "strategies": 36.0,
     "lowerings": 6.0,
     "buckets": 8.0,
     "torch": 4.0,
     "replay": 6.0,
-    "racks": 5.0,
+    "racks": 7.0,
+    "levels": 1.0,
+    "pipelines": 9.0,
     "frameworks": 6.0,
 }
 """In full, on two cores; every part says more as it begins."""
@@ -143,19 +155,20 @@ def _steps(
     out: list[tuple[str, str, Callable[[], None]]] = []
     rows: dict[str, list[dict[str, Any]]] = {}
     models = args.models.split(",") if args.models else list(SIZES)
+    networks = {"strategies": chosen, "pipelines": strategies.STAGED}
     batches = [int(b) for b in args.batches.split(",")]
     rates = tuple(map(float, args.rates.split(","))) if args.rates else buckets.RATES
 
     def measured(part: str, topology: Topology, these: list[str]) -> Callable[[], None]:
         def step() -> None:
             # What is measured now replaces the rows of these networks; the others of this commit stay.
-            every = [t.name for t in chosen] if part == "strategies" else [topology.name]
+            every = [t.name for t in networks.get(part, (topology,))]
             before = rows.get(part, session.kept(part, every))
 
             def put(new: list[dict[str, Any]]) -> None:
                 together = rows[part] = [*before, *new]
                 if any("measured_s" in r and r["strategy"] == "ours" for r in together):
-                    summary = strategies.summary(together)
+                    summary = (strategies.staged if part == "pipelines" else strategies.summary)(together)
                     session.write(part, {"summary": summary, "rows": together})
 
             put(strategies.measure(topology, these, batches, session, put))
@@ -187,6 +200,12 @@ def _steps(
     if "racks" in parts:
         some = [m for m in ("mlp", "gpt2") if m in models]
         out.append(("racks", "", measured("racks", strategies.RACKS, some)))
+    if "levels" in parts:
+        out.append(("levels", "", lambda: session.write("levels", levels.measure(strategies.RACKS, session))))
+    if "pipelines" in parts:
+        out += [
+            ("pipelines", f", {t.name}", measured("pipelines", t, list(LOOPED))) for t in strategies.STAGED
+        ]
     if "torch" in parts:
         out.append(("torch", "", policies("torch", 0)))
     return out + (_compared(args, session) if "frameworks" in parts else [])

@@ -6,7 +6,7 @@ from typing import Any
 
 from pase.zoo.registry import ZooModel, _build, entry
 
-__all__ = ["BATCHES", "SIZES", "model"]
+__all__ = ["BATCHES", "LOOPED", "RANKS", "SIZES", "model"]
 
 SIZES: dict[str, dict[str, Any]] = {
     "mlp": dict(layers=2, features=256, hidden=1024, classes=128),
@@ -16,6 +16,13 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt2": dict(seq=32, layers=2, vocab=2048, d=192, context=32, scan=0, remat=0),
     "mixtral_8x7b": dict(seq=16, layers=1, vocab=1024, d=128, ff=256, scan=0, remat=0),
 }
+LOOPED: dict[str, dict[str, Any]] = {
+    "gpt2_loop": dict(seq=32, layers=8, vocab=256, d=192, context=32, scan=1, remat=0),
+}
+"""The same models with a loop over their layers, which one program runs in stages. Eight layers hold 14 MB, and what
+crosses a cut is a twentieth of that."""
+RANKS = (2, 4)
+"""In how many stages a model of ``LOOPED`` is run beside all else."""
 BATCHES: dict[str, tuple[int, int]] = {
     "mlp": (1024, 8192),
     "alexnet": (32, 256),
@@ -23,13 +30,14 @@ BATCHES: dict[str, tuple[int, int]] = {
     "transformer": (64, 512),
     "gpt2": (32, 160),
     "mixtral_8x7b": (64, 768),
+    "gpt2_loop": (32, 96),
 }
 """Small: splitting pays on the faster links at most; large: compute is worth splitting on the slower ones too."""
 
 
 def model(name: str, batch: int) -> ZooModel:
     """The model in the laboratory's size."""
-    found = entry(name)
-    sizes = {**found.reduced, **SIZES[name], "batch": batch, "dtype": "float32"}
+    found = entry(name.removesuffix("_loop"))
+    sizes = {**found.reduced, **(SIZES | LOOPED)[name], "batch": batch, "dtype": "float32"}
     settings = {k: sizes.get(k, v) for k, v in found.settings.items()}
     return _build(found, settings, {k: sizes.get(k, v) for k, v in found.architecture.items()})

@@ -83,6 +83,31 @@ def _strategies(d: Mapping[str, Any]) -> str:
     return _about(d) + _table(head, rows)
 
 
+def _pipelines(d: Mapping[str, Any]) -> str:
+    """Of each cell the pipelines, and the fastest of what has no stages; then every strategy's two times."""
+    head = ["network", "model", "batch", "pipeline", "best without", "times its speed, predicted", "measured"]
+    rows = [
+        [
+            c["network"],
+            c["model"],
+            str(c["batch"]),
+            c["pipeline"],
+            c["best_without"],
+            f"{c['predicted_speed_over_best_without']:.2f}",
+            f"{c['measured_speed_over_best_without']:.2f}",
+        ]
+        for c in d["summary"]["cells"]
+    ]
+    each = [
+        [network, str(batch), s, _ms(r["predicted_s"]), f"{_ms(r['measured_s'])} ± {r['spread'] / 2:.0%}"]
+        for (network, _, batch), by in _cells(d).items()
+        for s, r in sorted(by.items(), key=lambda x: x[1]["predicted_s"])
+        if "measured_s" in r and not r["same_as"]
+    ]
+    times = ["network", "batch", "strategy", "predicted, ms", "measured"]
+    return _about(d) + _table(head, rows) + "\n" + _table(times, each)
+
+
 def _middle_and_most(xs: Sequence[float]) -> str:
     return f"{xs[len(xs) // 2]:.2f}; {xs[-1]:.2f} ({len(xs)} cells)" if xs else "in no cell"
 
@@ -271,6 +296,7 @@ def _changed(c: Mapping[str, Any]) -> list[str]:
 _TABLES: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
     "strategies": ("strategies", _strategies),
     "racks": ("racks", _strategies),
+    "pipelines": ("pipelines", _pipelines),
     "summary": ("strategies", _summary),
     "errors": ("strategies", _by_strategy),
     "buckets": ("buckets", _buckets),

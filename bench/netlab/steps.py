@@ -6,22 +6,32 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bench.netlab.models import model
+from bench.netlab.models import LOOPED, RANKS, model
 
 if TYPE_CHECKING:
     from pase.backends.jax_manual import Lowering
 
-__all__ = ["ALONE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
+__all__ = ["ALONE", "PIPELINE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
 
 ALONE = "no split"
 """Every host does the whole step: what a strategy has to beat."""
-METHODS = ("ours", "data_parallel", "fsdp", "owt", "expert", "megatron", ALONE)
+PIPELINE = "pipeline"
+METHODS = (
+    "ours",
+    "data_parallel",
+    "fsdp",
+    "owt",
+    "expert",
+    "megatron",
+    ALONE,
+    *(f"{PIPELINE} {n}" for n in RANKS),
+)
 ROUNDS = 3
 DISTURBED, TRIES = 0.2, 3
 """Cores that programs other than the hosts' may take while a run is traced, and how often it is tried."""
@@ -45,7 +55,8 @@ class Cell:
 
 def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, stamp: str = "") -> list[Cell]:
     """Our strategy, the cheapest of every method and the unsharded one, priced on the machine file, as layouts in a
-    folder; cheapest first. stamp: plans made under the same stamp are read back."""
+    folder; cheapest first. Of a model with a loop over its layers also ours in stages, each number of ``RANKS``: `auto`
+    takes the cheapest of ours. stamp: plans made under the same stamp are read back."""
     from pase.api import Plan
     from pase.compiler.compilation import compile_model
     from pase.compiler.methods import price_methods
@@ -64,6 +75,9 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     made.append((ALONE, whole, c.plan.mesh))
     found = [("ours", c.plan)]
     found += [(n, plan_of(c.problem, strategy, mesh, c.plan.model, c.traced)) for n, strategy, mesh in made]
+    for ranks in RANKS if name in LOOPED else ():  # one program: these hosts are processes
+        staged = replace(options, pipeline=ranks, stage_schedule="circular")
+        found.append((f"{PIPELINE} {ranks}", compile_model(m.loss_fn, m.params, (m.batch,), staged).plan))
     cells: list[Cell] = []
     seen: dict[str, Any] = {}
     for strategy, plan in sorted(found, key=lambda pair: (pair[1].cost, pair[0] != "ours")):
@@ -79,7 +93,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
                 batch=batch,
                 strategy=method,
                 layout=str(path),
-                mesh=plan.mesh.sizes,
+                mesh=plan.mesh.sizes if plan.pipeline is None else (plan.pipeline.degree, *plan.mesh.sizes),
                 predicted_s=plan.cost,
                 predicted_compute_s=plan.compute,
                 same_as=same,
@@ -92,7 +106,10 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether everything is split the same way over a mesh of the same sizes; axis names may differ."""
+    """Whether everything is split the same way over a mesh of the same sizes; axis names may differ. Stages are never
+    the same as something else here."""
+    if a.pipeline is not None or b.pipeline is not None:
+        return False
     if not any(split for p in (a, b) for split in map(_taken, p.strategy.values())):
         return True  # neither splits anything, whatever the mesh
     if a.mesh.sizes != b.mesh.sizes:

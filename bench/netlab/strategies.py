@@ -14,16 +14,18 @@ from bench.netlab.jobs import calibrated, results_of
 from bench.netlab.models import BATCHES
 from bench.netlab.net import Network, Topology
 from bench.netlab.session import Session
-from bench.netlab.steps import ROUNDS, planned
+from bench.netlab.steps import PIPELINE, ROUNDS, planned
 
 if TYPE_CHECKING:
     from pase.backends.jax_manual import Lowering
 
-__all__ = ["FULL", "LOWERINGS", "QUICK", "RACKS", "beside", "measure", "summary"]
+__all__ = ["FULL", "LOWERINGS", "QUICK", "RACKS", "STAGED", "beside", "measure", "staged", "summary"]
 
 FULL = tuple(Topology(racks=(hosts,), host_mbit=mbit) for hosts in (2, 4) for mbit in (1000.0, 200.0))
 RACKS = Topology(racks=(2, 2), host_mbit=1000.0, uplink_mbit=200.0)
 """Two levels of links: measured on two models."""
+STAGED = (Topology(racks=(4,), host_mbit=200.0), RACKS)
+"""Where stages are measured beside what has none: every link slow, and the one between two racks."""
 QUICK = (Topology(racks=(2,), host_mbit=200.0),)
 LOWERINGS: tuple[Lowering, ...] = ("annotated", "manual")
 _NOISE = 0.05
@@ -142,6 +144,55 @@ def beside(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         },
         "slower_beyond_noise": sum(ratio > 1 + noise for ratio, noise in pairs),
         **{how: summary([r for r in rows if r["lowering"] == how]) for how in LOWERINGS},
+    }
+
+
+def staged(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The best of a cell's pipelines beside the best that has no stages, each as predicted and as measured.
+
+    A prediction holds if the one that was predicted to be faster was, by more than the noise of both or within it.
+    """
+    cells: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    for r in rows:
+        if "measured_s" in r:
+            cells[r["network"], r["model"], r["batch"]].append(r)
+    found = []
+    for (network, model, batch), members in cells.items():
+        parts = [
+            [r for r in members if r["strategy"].startswith(PIPELINE) is with_stages]
+            for with_stages in (True, False)
+        ]
+        if not all(parts):
+            continue
+        (piped, plain), (first, other) = (
+            [min(part, key=lambda r, key=key: r[key]) for part in parts]
+            for key in ("predicted_s", "measured_s")
+        )
+        predicted = plain["predicted_s"] / piped["predicted_s"]
+        # What would be run is the pipeline that was predicted to be the fastest; what it has to beat is the fastest.
+        measured = other["measured_s"] / piped["measured_s"]
+        noise = max(_NOISE, (other["spread"] + piped["spread"]) / 2)
+        found.append(
+            {
+                "network": network,
+                "model": model,
+                "batch": batch,
+                "pipeline": piped["strategy"],
+                "fastest_pipeline": first["strategy"],
+                "best_without": other["strategy"],
+                "best_without_predicted": plain["strategy"],
+                "predicted_speed_over_best_without": predicted,
+                "measured_speed_over_best_without": measured,
+                "as_predicted": (predicted > 1) == (measured > 1) or abs(measured - 1) <= noise,
+            }
+        )
+    won = [c for c in found if c["predicted_speed_over_best_without"] > 1]
+    return {
+        "cells": found,
+        "pipeline_predicted": len(won),
+        "of_these_measured_faster": sum(c["measured_speed_over_best_without"] > 1 for c in won),
+        "as_predicted": sum(c["as_predicted"] for c in found),
+        **{k: v for k, v in summary(rows).items() if not k.startswith("ours")},
     }
 
 

@@ -47,6 +47,11 @@ def main(job_file: str, rank: str) -> None:
 
         run_cells(job, say)
         return
+    if job["kind"] == "levels":
+        from bench.netlab import levels
+
+        levels.run_cells(job, say)
+        return
     cells = [(item, Cell(**{**item["cell"], "mesh": tuple(item["cell"]["mesh"])})) for item in job["cells"]]
     for _, group in itertools.groupby(cells, key=lambda x: (x[1].model, x[1].batch)):
         together = list(group)

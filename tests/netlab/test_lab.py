@@ -7,9 +7,10 @@ import sys
 
 import pytest
 
-from bench.netlab import net, strategies
+from bench.netlab import levels, models, net, strategies
 from bench.netlab.launch import on_every_host
 from bench.netlab.net import LabError, Network, Topology
+from bench.netlab.steps import Running, planned
 from tests.needs import NEEDS
 
 PROGRAM = """
@@ -28,6 +29,34 @@ else:
             import time; time.sleep(0.05)
 if len(sys.argv) > 3:
     sys.exit("host %d gives up" % rank)
+"""
+
+
+SLOW = """
+schema = "pase.machine/1"
+name = "racks"
+
+[device]
+name = "a core"
+memory_bytes = 4000000000
+memory_bandwidth_bytes_per_s = 4e9
+peak_flops = { float32 = 20e9 }
+
+[[levels]]
+name = "host"
+ways = 2
+latency_s = 5e-4
+bandwidth_bytes_per_s = 1e8
+
+[[levels]]
+name = "rack"
+ways = 0
+latency_s = 1e-3
+bandwidth_bytes_per_s = 1e7
+
+[sources]
+device = "made up"
+levels = "made up"
 """
 
 
@@ -148,3 +177,53 @@ def test_lowerings_stand_beside_each_other():
     assert found["manual_over_annotated"] == {"median": 0.825, "least": 0.5, "most": 1.15}
     rows[-2]["measured_s"] = 2.5
     assert strategies.beside(rows)["slower_beyond_noise"] == 1
+
+
+def test_pipelines_stand_beside_the_fastest_that_has_no_stages():
+    rows = [row("ours", 1.2, 1.0), row("data_parallel", 2.0, 0.9), row("no split", 3.0, 3.0)]
+    rows += [row("pipeline 2", 1.0, 0.6), row("pipeline 4", 1.1, 0.5)]
+    other = [{**r, "batch": 9} for r in rows[:3]] + [row("pipeline 2", 1.0, 1.2, batch=9)]
+    found = strategies.staged([*rows, *other])
+    first, second = found["cells"]
+    # What is predicted to be the fastest pipeline counts, against what is measured to be the fastest without stages.
+    assert (first["pipeline"], first["fastest_pipeline"], first["best_without"]) == (
+        "pipeline 2",
+        "pipeline 4",
+        "data_parallel",
+    )
+    assert first["predicted_speed_over_best_without"] == pytest.approx(1.2)
+    assert first["measured_speed_over_best_without"] == pytest.approx(1.5)
+    assert first["as_predicted"] and not second["as_predicted"]
+    assert (found["pipeline_predicted"], found["of_these_measured_faster"], found["as_predicted"]) == (
+        2,
+        1,
+        1,
+    )
+    assert found["rows"] == 9 and "ours_fastest" not in found
+    other[-1] |= {"measured_s": 0.92}
+    assert strategies.staged(other)["as_predicted"] == 1  # within the noise
+
+
+def test_the_model_with_a_loop_runs_in_stages_as_it_does_whole(tmp_path, monkeypatch):
+    """As its layouts on disk say, on host devices; the prediction takes stages where links between hosts are slow."""
+    monkeypatch.setitem(
+        models.LOOPED, "gpt2_loop", models.LOOPED["gpt2_loop"] | dict(layers=4, d=64, seq=8, vocab=64)
+    )
+    machine = tmp_path / "racks.toml"
+    machine.write_text(SLOW)
+    cells = {c.strategy: c for c in planned("gpt2_loop", 16, 4, machine, tmp_path)}
+    assert {"ours", "no split", "data_parallel", "pipeline 2", "pipeline 4"} <= set(cells)
+    assert cells["pipeline 2"].mesh == (2, 2) and not cells["pipeline 4"].same_as
+    losses = []
+    for name in ("no split", "pipeline 2"):
+        running = Running(cells[name])
+        losses.append(float(running.step(*running.held, running.batch)[-1]))
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-3)
+
+
+def test_two_levels_at_once_are_held_against_each_alone():
+    times = {"host": 1.0, "rack": 3.0, levels.BOTH: 4.0, "as one group": 2.5}
+    rows = [{"what": w, "nbytes": 8, "measured_s": t, "sent_bytes": [12.0, 11.0]} for w, t in times.items()]
+    said = levels.summary(rows)["8"]
+    assert said["both_over_their_sum"] == 1.0 and said["both_over_the_longer"] == pytest.approx(4 / 3)
+    assert said["sent_over_message"] == 1.5

@@ -107,11 +107,12 @@ def test_every_part_gets_its_turn_before_the_larger_networks(tmp_path):
 
     steps = _steps(Args(), Session(folder=tmp_path), list(PARTS))
     order = ["strategies of 2 hosts", "buckets", "replay", "lowerings", "strategies of 4 hosts"]
-    order += ["racks", "torch", "frameworks"]
+    order += ["racks", "levels", "pipelines", "torch", "frameworks"]
     took = [f"{p} of {t.split()[1]} hosts" if p == "strategies" else p for p, t, _ in steps]
     assert list(dict.fromkeys(took)) == order and {p for p, _, _ in steps} == set(PARTS) == set(EXPECTED_MIN)
     networks = {p: len({t for q, t, _ in steps if q == p}) for p in PARTS}
-    assert networks == dict.fromkeys(PARTS, 1) | {"strategies": len(strategies.FULL), "frameworks": 2}
+    several = {"strategies": len(strategies.FULL), "pipelines": len(strategies.STAGED), "frameworks": 2}
+    assert networks == dict.fromkeys(PARTS, 1) | several
     # One part alone is that part alone.
     assert [p for p, _, _ in _steps(Args(), Session(folder=tmp_path), ["lowerings"])] == ["lowerings"]
 
