@@ -157,7 +157,6 @@ def _steps(
     models = args.models.split(",") if args.models else list(SIZES)
     networks = {"strategies": chosen, "pipelines": strategies.STAGED}
     batches = [int(b) for b in args.batches.split(",")]
-    rates = tuple(map(float, args.rates.split(","))) if args.rates else buckets.RATES
 
     def measured(part: str, topology: Topology, these: list[str]) -> Callable[[], None]:
         def step() -> None:
@@ -175,23 +174,9 @@ def _steps(
 
         return step
 
-    def policies(part: str, training: int) -> Callable[[], None]:
-        def step() -> None:
-            buckets.measure(
-                session,
-                rates=rates,
-                policies=buckets.POLICIES if part == "buckets" else buckets.IN_TORCH,
-                iterations=args.iterations,
-                training=training,
-                kind=part,
-                on_rows=lambda found: session.write(part, found),
-            )
-
-        return step
-
     out += [("strategies", f", {t.name}", measured("strategies", t, models)) for t in few]
     if "buckets" in parts:
-        out.append(("buckets", "", policies("buckets", args.training)))
+        out.append(("buckets", "", partial(_policies, args, session, "buckets", args.training)))
     if "replay" in parts:
         out.append(("replay", "", lambda: _replay(args, session, models)))
     if "lowerings" in parts:
@@ -207,8 +192,21 @@ def _steps(
             ("pipelines", f", {t.name}", measured("pipelines", t, list(LOOPED))) for t in strategies.STAGED
         ]
     if "torch" in parts:
-        out.append(("torch", "", policies("torch", 0)))
+        out.append(("torch", "", partial(_policies, args, session, "torch", 0)))
     return out + (_compared(args, session) if "frameworks" in parts else [])
+
+
+def _policies(args: argparse.Namespace, session: Session, part: str, training: int) -> None:
+    """As a step of ``_steps``: bucket plans in JAX, or in PyTorch."""
+    buckets.measure(
+        session,
+        rates=tuple(map(float, args.rates.split(","))) if args.rates else buckets.RATES,
+        policies=buckets.POLICIES if part == "buckets" else buckets.IN_TORCH,
+        iterations=args.iterations,
+        training=training,
+        kind=part,
+        on_rows=lambda found: session.write(part, found),
+    )
 
 
 def _replay(args: argparse.Namespace, session: Session, models: list[str]) -> None:
