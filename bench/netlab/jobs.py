@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.netlab.launch import on_every_host, port
-from bench.netlab.net import LabError, Network
+from bench.netlab.net import LabError, Network, Topology
 from bench.netlab.session import Session, rows_of
 
 __all__ = ["calibrated", "results_of"]
@@ -24,7 +24,7 @@ def calibrated(network: Network, session: Session) -> Path:
     if out.exists():
         return out
     session.say(f"{network.topology.name}: calibrating, {budget_s:g} s and what the coarsest tables need")
-    _seeded(out, network.topology.hosts)
+    _seeded(out, network.topology)
     coordinator = f"{network.address(0)}:{port()}"
 
     def argv(i: int) -> list[str]:
@@ -44,15 +44,20 @@ def calibrated(network: Network, session: Session) -> Path:
     return out
 
 
-def _seeded(out: Path, hosts: int) -> None:
+def _seeded(out: Path, topology: Topology) -> None:
     """A journal for this network with the compute samples of another with as many hosts: they are the same hosts,
     and only the collectives are its own, also where they stand in racks. Hosts with cores of their own are others."""
     journal = out.with_name(out.name + ".journal")
-    others = sorted(out.parent.glob(f"{hosts}hosts_*.toml.journal"))
+    others = sorted(out.parent.glob(f"{topology.hosts}hosts_*.toml.journal"))
     other = next((o for o in others if "acore" not in o.name), None)
-    if journal.exists() or other is None or "acore" in out.name:
+    if journal.exists() or other is None or topology.hosts_a_core:
         return
-    journal.write_text("".join(line for line in other.open() if " over [" not in line))
+    first, *samples = other.read_text().splitlines(keepends=True)
+    head = json.loads(first)
+    levels = (level.split("=") for level in topology.levels.split(","))
+    head["fingerprint"]["levels"] = [[name, int(ways)] for name, ways in levels]
+    kept = "".join(line for line in samples if " over [" not in line)
+    journal.write_text(json.dumps(head) + "\n" + kept)
 
 
 def results_of(

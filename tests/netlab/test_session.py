@@ -13,6 +13,8 @@ from bench.netlab.net import LabError, Topology
 from bench.netlab.page import render
 from bench.netlab.session import Session, rows_of
 from bench.netlab.steps import Cell
+from pase.calibrate import Journal, Sample
+from pase.calibrate.here import parse_levels
 
 CELLS = [{"key": k} for k in "abc"]
 
@@ -68,6 +70,23 @@ def test_a_cell_that_kills_its_hosts_is_left_behind_and_a_resumed_run_does_the_r
     jobs.results_of(Lab(), Session(folder=tmp_path, resume=True), "n", CELLS, stamp="other")
     jobs.results_of(Lab(), Session(folder=tmp_path), "n", CELLS)
     assert told[-2:] == [["a", "b", "c"]] * 2
+
+
+def test_racks_take_up_the_compute_of_as_many_hosts(tmp_path):
+    """Under their own levels, or ``pase calibrate`` would refuse the journal; of collectives they take nothing."""
+    hosts, racks = (Topology(racks=r, host_mbit=200) for r in ((4,), (2, 2)))
+    about = {"platform": "cpu", "levels": [["host", 4]]}
+    journal = Journal(tmp_path / f"{hosts.slug}.toml.journal", about)
+    for key in ("launch float32", "all_reduce float32 1024B over [4]"):
+        journal.add(Sample(key=key, seconds=1.0, spread=0.0, repeats=5, inner=1))
+    out = tmp_path / f"{racks.slug}.toml"
+    jobs._seeded(out, racks)
+    levels = [[level.name, level.ways] for level in parse_levels(racks.levels, 4)]
+    seeded = Journal(out.with_name(out.name + ".journal"), about | {"levels": levels})
+    assert list(seeded.samples) == ["launch float32"]
+    alone = Topology(racks=(4,), host_mbit=200, hosts_a_core=2)
+    jobs._seeded(tmp_path / f"{alone.slug}.toml", alone)
+    assert not list(tmp_path.glob("*acore*"))
 
 
 def test_a_cut_line_is_no_result(tmp_path):
