@@ -92,20 +92,19 @@ def traced(batch: int, machine: Path, folder: Path) -> list[Turn]:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     from bench.netlab.steps import Running, planned
-    from pase.calibrate.here import others_s
 
     cells = {c.strategy: c for c in planned("gpt2", batch, 2, machine, folder)}
     running = {s: Running(replace(cells[s], lowering="auto")) for s in (WHOLE, SPLIT)}
     out = []
     for turn in range(TURNS):
         traces = {s: folder / f"{batch}_{turn}_{s.replace(' ', '_')}" for s in running}
-        others, took = others_s(), 0.0
         for s, r in running.items():
             r.run(1)
             r.forget()
             r.run(STEPS, traces[s])
-            took += sum(r.times)
-        out.append(Turn(traces=traces, others_cores=max(others_s() - others, 0.0) / took))
+        others = sum(r.busy_s - r.cpu_s for r in running.values())
+        took = sum(sum(r.times) for r in running.values())
+        out.append(Turn(traces=traces, others_cores=max(others, 0.0) / took))
     return out
 
 

@@ -133,7 +133,9 @@ def _event(
         kind = COLLECTIVE if operation else KINDS.index("kernel")
         b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
         if op:
-            module, run = _text(stats.get("hlo_module"), stat_names), stats.get("run_id")
+            # Programs may share a name: a step that was compiled twice, or two plans of one model.
+            program, run = _number(stats.get("program_id")), stats.get("run_id")
+            module = _text(stats.get("hlo_module"), stat_names) + (f"({program})" if program >= 0 else "")
             executions.add(
                 ordinal,
                 module,

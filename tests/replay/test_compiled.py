@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from pase.replay.breakdown import breakdowns
 from pase.replay.clocks import align
 from pase.replay.graph import Carried, build_graph
 from pase.replay.hlo import HloFacts, read_hlo
+from pase.replay.ingest import load
 from pase.replay.model import measure
+from pase.replay.profiling import profile
 from pase.replay.sections import StepPhase, sections
 from pase.replay.steady import evaluate
 from pase.replay.timeline_io import from_json, to_json
@@ -91,6 +94,24 @@ def test_a_compiled_program_says_what_its_ops_belong_to() -> None:
     update = sum(s.phase == StepPhase.UPDATE)
     want = 10 * US * (len(s.order) - update + update / LAYERS)
     assert max(evaluate(graph).values()) == pytest.approx(want, rel=0.01)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_of_programs_with_one_name_the_one_that_ran_is_read(tmp_path: Path, width: int) -> None:
+    """The profiler writes down all that the process has compiled: the first by that name had been taken."""
+    jax = pytest.importorskip("jax")
+
+    def step(w: Any) -> Any:
+        return w @ w
+
+    made = {n: jax.jit(step).lower(jax.numpy.ones((n, n))).compile() for n in (32, 64)}
+    w = jax.numpy.ones((width, width))
+    with profile(tmp_path) as run:
+        for _ in range(3):
+            with run.step():
+                jax.block_until_ready(made[width](w))
+    (product,) = [op.product for op in load(tmp_path).compiled.values() if op.product]
+    assert product == ((width, width),) * 3
 
 
 @pytest.mark.parametrize("micro_batches", [2, 8])
