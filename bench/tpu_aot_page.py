@@ -54,8 +54,13 @@ def _line(r: dict[str, Any], *, bold: bool) -> str:
     step = step_s(r) or 0.0
     return (
         f"| {mark}{r['strategy']}{mark} | {mesh} | {mark}{r['mcycles']:,.1f}{mark} | {r['waiting_s'] * 1e3:,.1f} "
-        f"| {mark}{step * 1e3:,.1f}{mark} | {predicted} | {r['peak'] / 1e6:,.0f} | {foreseen} | {r['compile_s']:.0f} |"
+        f"| {mark}{step * 1e3:,.1f}{mark} | {predicted} | {r['peak'] / 1e6:,.0f} | {foreseen} | {_compile(r)} |"
     )
+
+
+def _compile(r: dict[str, Any]) -> str:
+    """Seconds: of the processor where they were counted, else on the clock."""
+    return f"{r['compile_cpu_s']:.0f} CPU" if "compile_cpu_s" in r else f"{r['compile_s']:.0f}"
 
 
 def _agreement(rows: list[dict[str, Any]]) -> list[str]:
