@@ -18,6 +18,7 @@ from pase.search import (
     brute_force,
     cost_of,
     dependent_sets,
+    eliminate,
     find_best_strategy,
     generate_seq,
     kernels_numpy,
@@ -55,6 +56,17 @@ def test_every_search_is_brute_force(name: str) -> None:
         tables = random_tables(np.random.default_rng(seed))
         found = answer(lambda t: SEARCHES[name].run(t, None, SearchOptions(time_limit=20.0)), tables)
         assert found == answer(brute_force, tables), seed
+
+
+@pytest.mark.parametrize("cells", [1, 5, 30])
+def test_tables_made_in_parts_are_brute_force(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the parts of a table that are made at once."""
+    monkeypatch.setattr(eliminate, "_SIDE", cells)
+    monkeypatch.setattr(eliminate, "_PRODUCTS", cells)
+    for seed in range(300):
+        tables = random_tables(np.random.default_rng(seed))
+        want = answer(brute_force, tables)
+        assert answer(lambda t: find_best_strategy(t, kernel="numpy"), tables) == want, seed
 
 
 @given(st.integers(0, 2**32 - 1))

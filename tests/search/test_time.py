@@ -18,6 +18,7 @@ from pase.search.contract import contract
 from pase.search.eliminate import run_plan
 from pase.search.exact import best_plan
 from pase.search.factors import Pool, load
+from pase.tables.types import CostTables, EdgeTable
 
 from .instances import chain_of_blocks, random_memory, random_tables
 
@@ -98,6 +99,36 @@ def test_elimination_stops_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert made["planned"] <= 2 and not made["eliminated"]
     assert found.bound <= solve(tables).cost + 1e-9
     assert made["eliminated"]
+
+
+def test_one_step_stops_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node with many neighbours makes one large table, in parts: it is asked before each, and nothing is made after
+    it said so."""
+    rng, cls, made = np.random.default_rng(0), np.arange(4, dtype=np.int32), 0
+    costs = tuple(rng.integers(0, 9, 4).astype(float) for _ in range(7))
+    edges = tuple(
+        EdgeTable(src=0, dst=v, cost=rng.integers(0, 9, (4, 4)).astype(float), src_class=cls, dst_class=cls)
+        for v in range(1, 7)
+    )
+    tables = CostTables(node_costs=costs, edges=edges)
+    parts = eliminate._parts
+
+    def counted(*args: Any) -> Any:
+        nonlocal made
+        out = parts(*args)
+        made += sum(table.size for _, table in out)
+        return out
+
+    monkeypatch.setattr(eliminate, "_parts", counted)
+    monkeypatch.setattr(eliminate, "_SIDE", 256)
+    monkeypatch.setattr(eliminate, "_WORK_A_LOOK", 0.0)
+    pool = Pool()
+    whole = plan.plan_elimination(7, load(tables, pool, kernels_numpy), pool, order=tuple(range(7)))
+    assert whole.peak == 4**6
+    asked = iter([False, False, True])
+    with pytest.raises(Stopped):
+        run_plan(whole, pool, kernels_numpy, stop=lambda: next(asked))
+    assert made <= 3 * 2 * 256  # of 4 ** 6 sums of each half
 
 
 def test_what_the_program_has_done_before_counts() -> None:
