@@ -20,10 +20,11 @@ from pase.search.bundle import next_prices
 from pase.search.check import cost_of
 from pase.search.clock import Deadline
 from pase.search.contract import contract, restrict
+from pase.search.depth_first import DepthFirst, depth_first_fits
 from pase.search.exact import eliminate_pairwise
 from pase.search.greedy import greedy_choice
 from pase.search.ilp import IlpJob, ilp_problem, solve_ilp
-from pase.search.residual import ACTIVE_POINTS, Incumbent, Residual
+from pase.search.residual import ACTIVE_POINTS, Incumbent, Residual, usable_pairs
 from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
@@ -106,7 +107,7 @@ class _Rounds:
     """The turns of the search; each is a fixed amount of work.
 
     now: what is left of the problem. rounds: turns at most; None: as many as the clock allows. pairs_tried: of the last
-    integer program.
+    integer program. tree: a depth-first search of what is left, where that is small.
     """
 
     state: Incumbent
@@ -118,6 +119,7 @@ class _Rounds:
     turn: int = 0
     job: IlpJob | None = None
     pairs_tried: float = np.inf
+    tree: DepthFirst | None = None
 
     def run(self) -> str:
         """Turns until the search ends; returns how it did."""
@@ -175,6 +177,8 @@ class _Rounds:
         self.turn += 1
         if self.progress is not None:
             self.progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
+        if self._deeper():
+            return "depth-first search"
         if self.job is None or not (self._last or self.turn >= self.job.due):
             return ""
         # Where the clock ends the search anyway, turns go on until the answer is there.
@@ -183,6 +187,26 @@ class _Rounds:
             return ""
         self._stop_program()
         return "integer program" if answer is not None and _take(state, now, answer) else ""
+
+    def _deeper(self) -> bool:
+        """Go on depth first, where what is left is small; True once nothing cheaper than the best choice is left."""
+        if not depth_first_fits(self.now) or self.state.done() or not self.clock.allows("depth"):
+            return False
+        from pase.search.kernels_depth import descend
+
+        if self.clock.left < _COMPILE_S and not is_compiled(descend):
+            return False
+        if self.tree is None or self.tree.of is not self.now:
+            self.tree = DepthFirst(self.now, self.state.integers)
+        found, lower, ended = self.clock.run("depth", self.tree.run, self.state.cost)
+        if found is not None:
+            self.state.offer(found)
+        if ended and self.state.choice is None:
+            raise Infeasible(
+                "no choice of configs has a finite cost: a depth-first search of all of them proves it"
+            )
+        self.state.prove(min(self.state.cost if ended else lower, self.state.cost), "depth-first search")
+        return ended
 
     def _prove(self, lower: float) -> None:
         self.state.prove(min(lower, self.state.cost), "dual bound")
@@ -206,7 +230,7 @@ class _Rounds:
         """Start an integer program on the other core once the rest is small; False if it is not, or was tried."""
         if self.turn < 2:
             return False
-        usable, pairs = _usable_pairs(self.state, self.now)
+        usable, pairs = usable_pairs(self.state, self.now)
         if pairs > min(_ILP_PAIRS, 0.7 * self.pairs_tried):
             return False
         self.pairs_tried = pairs
@@ -275,7 +299,7 @@ def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
 
 def _settle_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     """A small residual goes to the integer program at once, in this process."""
-    usable, pairs = _usable_pairs(state, now)
+    usable, pairs = usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
         return False
     scale = max(1.0, float(np.abs(now.flat.cost).max(initial=0.0)))
@@ -419,29 +443,6 @@ def _press(now: Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.
         price[worst] = max(4.0 * price[worst], price.max(initial=0.0) / 16, least * 1e9)
         polish(flat.graph, now.priced(price), choice, 5, int(rng.integers(2**31)))
     return choice
-
-
-def _usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
-    """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
-    flat = now.flat
-    usable = np.isfinite(flat.entries)
-    if not flat.head.size:
-        return usable, 0
-    sizes = np.diff(flat.slot)
-    area = sizes[flat.head] * sizes[flat.tail]
-    if np.isfinite(state.cost):
-        least_node = np.minimum.reduceat(flat.cost, flat.slot[:-1])
-        least_edge = np.array(
-            [flat.entries[s : s + a].min() for s, a in zip(flat.matrix, area, strict=True)], np.float64
-        )
-        spare = state.cost - now.left.constant - float(least_node.sum()) - float(least_edge.sum())
-        # Entries may be shared by several edges: an entry is dropped if even the most generous edge forbids it.
-        most = np.full(flat.entries.size, -np.inf)
-        for s, a, least in zip(flat.matrix, area, least_edge, strict=True):
-            np.maximum(most[s : s + a], least + spare, out=most[s : s + a])
-        usable &= flat.entries <= most + 1e-9 * abs(state.cost)
-    count = np.concatenate([[0], np.cumsum(usable)])
-    return usable, int((count[flat.matrix + area] - count[flat.matrix]).sum())
 
 
 def _take(state: Incumbent, now: Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:

@@ -14,7 +14,7 @@ from pase.search.rows import Rows, memory_rows
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
 
-__all__ = ["ACTIVE_POINTS", "Incumbent", "Residual"]
+__all__ = ["ACTIVE_POINTS", "Incumbent", "Residual", "usable_pairs"]
 
 ACTIVE_POINTS = 400
 
@@ -146,3 +146,26 @@ class Residual:
         out = np.zeros(self.flat.cost.size)
         priced_costs(self.rows.limit, self.flat.cost, price, np.zeros(self.rows.points + 1), out)
         return out
+
+
+def usable_pairs(state: Incumbent, now: Residual) -> tuple[np.ndarray, int]:
+    """(bool per entry: may an answer as good as the best use it; their number over all edges)."""
+    flat = now.flat
+    usable = np.isfinite(flat.entries)
+    if not flat.head.size:
+        return usable, 0
+    sizes = np.diff(flat.slot)
+    area = sizes[flat.head] * sizes[flat.tail]
+    if np.isfinite(state.cost):
+        least_node = np.minimum.reduceat(flat.cost, flat.slot[:-1])
+        least_edge = np.array(
+            [flat.entries[s : s + a].min() for s, a in zip(flat.matrix, area, strict=True)], np.float64
+        )
+        spare = state.cost - now.left.constant - float(least_node.sum()) - float(least_edge.sum())
+        # Entries may be shared by several edges: an entry is dropped if even the most generous edge forbids it.
+        most = np.full(flat.entries.size, -np.inf)
+        for s, a, least in zip(flat.matrix, area, least_edge, strict=True):
+            np.maximum(most[s : s + a], least + spare, out=most[s : s + a])
+        usable &= flat.entries <= most + 1e-9 * abs(state.cost)
+    count = np.concatenate([[0], np.cumsum(usable)])
+    return usable, int((count[flat.matrix + area] - count[flat.matrix]).sum())

@@ -15,7 +15,7 @@ __all__ = ["warm"]
 def warm() -> float:
     """Compile, or load from the cache, every kernel; returns the seconds it took."""
     began = time.perf_counter()
-    from pase.search import kernels_labels, kernels_memory, kernels_numba
+    from pase.search import kernels_depth, kernels_labels, kernels_memory, kernels_numba
     from pase.tables import distinct, walks
 
     kernels_labels.undominated(
@@ -31,6 +31,7 @@ def warm() -> float:
     kernels_memory.dual_ascent(flat.graph, rows, flat.cost, price, message, choice, active, state, np.inf, 1)
     kernels_memory.polish(flat.graph, flat.cost, choice, 1, 0)
     kernels_memory.lns(flat.graph, rows, flat.cost, price, choice, choice.copy(), stats, 1, 2, 0.0, 0)
+    kernels_depth.descend(flat.graph, flat.cost, kernels_depth.new_tree(flat.slot, message), np.inf, 0.0, 1.0)
     distinct.hashed(np.zeros(1, np.int64))
     walks.compiled(np.full((1, 3, 2), -1))
     return time.perf_counter() - began

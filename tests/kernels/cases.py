@@ -76,6 +76,16 @@ def _search(seed: int) -> Iterator[Any]:
     yield from (choice, usage.used, usage.delta, w.picked)
 
 
+def _depth(seed: int) -> Iterator[Any]:
+    from pase.search import kernels_depth
+
+    flat = flat_instance(np.random.default_rng(seed))
+    tree = kernels_depth.new_tree(flat.slot, np.zeros(flat.messages))
+    for work in (1.0, 2_000.0):
+        yield kernels_depth.descend(flat.graph, flat.cost, tree, np.inf, 0.0, work)
+        yield from (tree.now.copy(), tree.count.copy(), tree.message.copy(), tree.best.copy())
+
+
 def _schedule(seed: int) -> Iterator[Any]:
     from bench.cases.schedules import random_problem
     from pase.schedule import kernels_chain, kernels_greedy, kernels_search
@@ -120,7 +130,7 @@ def _walks(seed: int) -> Iterator[Any]:
 
 def results() -> dict[str, list[str]]:
     """Every number that the kernels return or write, as bits."""
-    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _schedule, _walks)
+    runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _depth, _schedule, _walks)
     return {
         f"{run.__name__} {seed}": [np.asarray(x, float).tobytes().hex() for x in run(seed)]
         for run in runs

@@ -1,0 +1,290 @@
+"""Compiled kernels of the depth-first search: message passing over the configs that are left, and a tree of decisions.
+
+sweep: ``trws_pass`` over live configs alone, which also drops those that no choice below a ceiling has. descend: a
+node's config is decided, or excluded; the messages that an earlier state left behind are valid in every later one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pase.compiled import jit
+
+__all__ = ["BOUND", "DEPTH", "DONE", "TOP", "WORK", "Tree", "descend", "new_tree"]
+
+TOP, CEILING, BOUND, BEFORE, DEPTH, WORK, DONE, LAST = range(8)
+_PAIRS = 20  # sweeps up and down at one state, at most
+_WORTH = 0.1  # of what is missing to the ceiling: sweeps go on while two of them gain that much
+
+
+class Tree(NamedTuple):
+    """The state of a search, which may stop and go on.
+
+    live: int64 [slots], per node its configs, count[v] of them left, the others behind them. message: float64, as
+    ``Flat`` has them. excess: float64 [slots], of the last sweep. weight: float64 [n], failures at each node.
+    counts [n + 1, n], messages [n + 1, …], before [n + 1]: the state at each decision; node, config: int64 [n + 1],
+    what it decided. best: int64 [n]. now: float64 [8]: cost of the best choice; no choice above the ceiling is looked
+    for; bound of the root; bound of the last sweep; depth; pairs of configs read so far; 1 once nothing is left; the
+    node of the last decision that failed, or -1.
+    """
+
+    live: np.ndarray
+    count: np.ndarray
+    message: np.ndarray
+    excess: np.ndarray
+    weight: np.ndarray
+    counts: np.ndarray
+    messages: np.ndarray
+    before: np.ndarray
+    node: np.ndarray
+    config: np.ndarray
+    best: np.ndarray
+    now: np.ndarray
+
+
+def new_tree(slot: np.ndarray, message: np.ndarray) -> Tree:
+    """slot: int64 [n + 1]. message: of the dual, to begin with; not changed."""
+    sizes = np.diff(slot)
+    n, slots = sizes.size, int(slot[-1])
+    now = np.array([np.inf, np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, -1.0])
+    return Tree(
+        live=np.arange(slots) - np.repeat(slot[:-1], sizes),
+        count=sizes.astype(np.int64),
+        message=message.copy(),
+        excess=np.zeros(slots),
+        weight=np.ones(n),
+        counts=np.zeros((n + 1, n), np.int64),
+        messages=np.zeros((n + 1, message.size)),
+        before=np.zeros(n + 1),
+        node=np.zeros(n + 1, np.int64),
+        config=np.zeros(n + 1, np.int64),
+        best=np.zeros(n, np.int64),
+        now=now,
+    )
+
+
+@jit()
+def drop(live, count, s0, v, at):
+    """The live config at this place goes behind those that are left."""
+    count[v] -= 1
+    last = s0 + count[v]
+    k = live[s0 + at]
+    live[s0 + at] = live[last]
+    live[last] = k
+
+
+@jit()
+def visit(graph, cost, tree, v):
+    """v's excess over its best live config, drops what is above the ceiling; returns the least, inf if none is left."""
+    slot, head, ptr, edge = graph.slot, graph.head, graph.ptr, graph.edge
+    live, count, message, excess, now = tree.live, tree.count, tree.message, tree.excess, tree.now
+    s0 = slot[v]
+    for x in range(count[v]):
+        i = live[s0 + x]
+        excess[s0 + i] = cost[s0 + i]
+    for q in range(ptr[v], ptr[v + 1]):
+        e = edge[q]
+        at = graph.to_head[e] if head[e] == v else graph.to_tail[e]
+        for x in range(count[v]):
+            i = live[s0 + x]
+            excess[s0 + i] += message[at + i]
+    least = np.inf
+    for x in range(count[v]):
+        t = excess[s0 + live[s0 + x]]
+        least = t if t < least else least
+    if least == np.inf:
+        return least
+    for x in range(count[v] - 1, -1, -1):
+        i = live[s0 + x]
+        excess[s0 + i] -= least
+        if excess[s0 + i] == np.inf or now[BEFORE] + excess[s0 + i] > now[CEILING]:
+            drop(live, count, s0, v, x)
+    return least if count[v] > 0 else np.inf
+
+
+@jit()
+def send(graph, tree, e, v, share):
+    """v's message along edge e; drops configs without a partner. Returns the least, inf if none is left there."""
+    slot, head, tail, entries = graph.slot, graph.head, graph.tail, graph.entries
+    live, count, message, excess = tree.live, tree.count, tree.message, tree.excess
+    if head[e] == v:
+        u, out, back = tail[e], graph.to_tail[e], graph.to_head[e]
+        step_v, step_u = slot[u + 1] - slot[u], 1
+    else:
+        u, out, back = head[e], graph.to_head[e], graph.to_tail[e]
+        step_v, step_u = 1, slot[v + 1] - slot[v]
+    s0, t0 = slot[v], slot[u]
+    least = np.inf
+    for y in range(count[u]):
+        j = live[t0 + y]
+        at = graph.matrix[e] + j * step_u
+        best = np.inf
+        for x in range(count[v]):
+            i = live[s0 + x]
+            t = share * excess[s0 + i] - message[back + i] + entries[at + i * step_v]
+            best = t if t < best else best
+        message[out + j] = best
+        least = best if best < least else least
+    tree.now[WORK] += count[u] * count[v]
+    if least == np.inf:
+        return least
+    for y in range(count[u] - 1, -1, -1):
+        j = live[t0 + y]
+        if message[out + j] == np.inf:
+            drop(live, count, t0, u, y)
+        else:
+            message[out + j] -= least
+    return least
+
+
+@jit()
+def sweep(graph, cost, tree, forward):
+    """The bound of one sweep over what is left; inf if no choice below the ceiling is."""
+    head, ptr, edge = graph.head, graph.ptr, graph.edge
+    n = graph.slot.shape[0] - 1
+    bound = 0.0
+    for step in range(n):
+        v = step if forward else n - 1 - step
+        least = visit(graph, cost, tree, v)
+        if least == np.inf:
+            tree.weight[v] += 1.0
+            return np.inf
+        bound += least
+        ahead = 0
+        for q in range(ptr[v], ptr[v + 1]):
+            if (head[edge[q]] == v) == forward:
+                ahead += 1
+        share = 1.0 / max(ahead, ptr[v + 1] - ptr[v] - ahead, 1)
+        for q in range(ptr[v], ptr[v + 1]):
+            if (head[edge[q]] == v) != forward:
+                continue
+            least = send(graph, tree, edge[q], v, share)
+            if least == np.inf:
+                tree.weight[v] += 1.0
+                return np.inf
+            bound += least
+    tree.now[BEFORE] = bound
+    return bound if bound <= tree.now[CEILING] else np.inf
+
+
+@jit()
+def propagate(graph, cost, tree):
+    """Sweeps up and down while they gain enough; returns the bound, inf if no choice below the ceiling is left."""
+    bound = tree.now[BEFORE]
+    for _ in range(_PAIRS):
+        if sweep(graph, cost, tree, True) == np.inf:
+            return np.inf
+        raised = sweep(graph, cost, tree, False)
+        if raised == np.inf:
+            return np.inf
+        enough = _WORTH * (tree.now[CEILING] - raised)
+        if not raised - bound > enough:
+            return raised
+        bound = raised
+    return bound
+
+
+@jit()
+def next_node(tree):
+    """The node to decide: that of the last failure, else the one with few configs and many failures; -1: all are."""
+    last = int(tree.now[LAST])
+    if last >= 0 and tree.count[last] > 1:
+        return last
+    picked, least = -1, np.inf
+    for v in range(tree.count.shape[0]):
+        if tree.count[v] > 1 and tree.count[v] / tree.weight[v] < least:
+            picked, least = v, tree.count[v] / tree.weight[v]
+    return picked
+
+
+@jit()
+def decide(graph, tree, v):
+    """Remember the state, and leave v only its config of least excess."""
+    slot, live = graph.slot, tree.live
+    s0, depth = slot[v], int(tree.now[DEPTH])
+    at = 0
+    for x in range(1, tree.count[v]):
+        if tree.excess[s0 + live[s0 + x]] < tree.excess[s0 + live[s0 + at]]:
+            at = x
+    k = live[s0 + at]
+    live[s0 + at] = live[s0]
+    live[s0] = k
+    tree.counts[depth, :] = tree.count
+    tree.messages[depth, :] = tree.message
+    tree.before[depth] = tree.now[BEFORE]
+    tree.node[depth] = v
+    tree.config[depth] = k
+    tree.count[v] = 1
+    tree.now[DEPTH] = depth + 1
+
+
+@jit()
+def back(graph, tree):
+    """To the last decision, whose config is excluded; False if there is none."""
+    depth = int(tree.now[DEPTH]) - 1
+    if depth < 0:
+        return False
+    tree.now[DEPTH] = depth
+    tree.count[:] = tree.counts[depth]
+    tree.message[:] = tree.messages[depth]
+    tree.now[BEFORE] = tree.before[depth]
+    v = tree.node[depth]
+    tree.now[LAST] = v
+    for x in range(tree.count[v]):
+        if tree.live[graph.slot[v] + x] == tree.config[depth]:
+            drop(tree.live, tree.count, graph.slot[v], v, x)
+            break
+    return True
+
+
+@jit()
+def take_best(graph, cost, tree, whole):
+    """All nodes are decided: if that is cheaper, it is the best, and the ceiling falls below it."""
+    slot, head, tail, now = graph.slot, graph.head, graph.tail, tree.now
+    total = 0.0
+    for v in range(tree.count.shape[0]):
+        total += cost[slot[v] + tree.live[slot[v]]]
+    for e in range(head.shape[0]):
+        h, t = head[e], tail[e]
+        at = graph.matrix[e] + tree.live[slot[h]] * (slot[t + 1] - slot[t])
+        total += graph.entries[at + tree.live[slot[t]]]
+    if total < now[TOP]:
+        now[TOP] = total
+        for v in range(tree.count.shape[0]):
+            tree.best[v] = tree.live[slot[v]]
+        lower(now, whole)
+
+
+@jit()
+def lower(now, whole):
+    """The ceiling, ``whole`` below the cost of the best choice."""
+    if now[TOP] < np.inf:
+        now[CEILING] = min(now[CEILING], now[TOP] - max(whole, 1e-9 * abs(now[TOP])))
+
+
+@jit()
+def descend(graph, cost, tree, top, whole, work):
+    """Search on, until about so much more ``work`` is done or nothing is left. top: cost of a known choice, or inf.
+    whole: a choice that is cheaper by less is
+    not looked for."""
+    now = tree.now
+    now[TOP] = min(now[TOP], top)
+    lower(now, whole)
+    until = now[WORK] + work
+    while now[DONE] == 0.0 and now[WORK] < until:
+        # What no decision costs is counted, too.
+        now[WORK] += tree.message.shape[0]
+        bound = propagate(graph, cost, tree)
+        if bound < np.inf:
+            if now[DEPTH] == 0.0:
+                now[BOUND] = max(now[BOUND], bound)
+            v = next_node(tree)
+            if v >= 0:
+                decide(graph, tree, v)
+                continue
+            take_best(graph, cost, tree, whole)
+        if not back(graph, tree):
+            now[DONE] = 1.0
+    return now[DONE] > 0.0
