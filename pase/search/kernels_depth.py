@@ -22,7 +22,7 @@ _WORTH = 0.1  # of what is missing to the ceiling: sweeps go on while two of the
 class Tree(NamedTuple):
     """The state of a search, which may stop and go on.
 
-    live: int64 [slots], per node its configs, count[v] of them left, the others behind them. message: float64, as
+    live: int64 [slots], per node its configs, left[v] of them left, the others behind them. message: float64, as
     ``Flat`` has them. excess: float64 [slots], of the last sweep. weight: float64 [n], failures at each node.
     counts [n + 1, n], messages [n + 1, …], before [n + 1]: the state at each decision; node, config: int64 [n + 1],
     what it decided. best: int64 [n]. now: float64 [8]: cost of the best choice; no choice above the ceiling is looked
@@ -31,7 +31,7 @@ class Tree(NamedTuple):
     """
 
     live: np.ndarray
-    count: np.ndarray
+    left: np.ndarray
     message: np.ndarray
     excess: np.ndarray
     weight: np.ndarray
@@ -51,7 +51,7 @@ def new_tree(slot: np.ndarray, message: np.ndarray) -> Tree:
     now = np.array([np.inf, np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, -1.0])
     return Tree(
         live=np.arange(slots) - np.repeat(slot[:-1], sizes),
-        count=sizes.astype(np.int64),
+        left=sizes.astype(np.int64),
         message=message.copy(),
         excess=np.zeros(slots),
         weight=np.ones(n),
@@ -79,7 +79,7 @@ def drop(live, count, s0, v, at):
 def visit(graph, cost, tree, v):
     """v's excess over its best live config, drops what is above the ceiling; returns the least, inf if none is left."""
     slot, head, ptr, edge = graph.slot, graph.head, graph.ptr, graph.edge
-    live, count, message, excess, now = tree.live, tree.count, tree.message, tree.excess, tree.now
+    live, count, message, excess, now = tree.live, tree.left, tree.message, tree.excess, tree.now
     s0 = slot[v]
     for x in range(count[v]):
         i = live[s0 + x]
@@ -108,7 +108,7 @@ def visit(graph, cost, tree, v):
 def send(graph, tree, e, v, share):
     """v's message along edge e; drops configs without a partner. Returns the least, inf if none is left there."""
     slot, head, tail, entries = graph.slot, graph.head, graph.tail, graph.entries
-    live, count, message, excess = tree.live, tree.count, tree.message, tree.excess
+    live, count, message, excess = tree.live, tree.left, tree.message, tree.excess
     if head[e] == v:
         u, out, back = tail[e], graph.to_tail[e], graph.to_head[e]
         step_v, step_u = slot[u + 1] - slot[u], 1
@@ -190,12 +190,12 @@ def propagate(graph, cost, tree):
 def next_node(tree):
     """The node to decide: that of the last failure, else the one with few configs and many failures; -1: all are."""
     last = int(tree.now[LAST])
-    if last >= 0 and tree.count[last] > 1:
+    if last >= 0 and tree.left[last] > 1:
         return last
     picked, least = -1, np.inf
-    for v in range(tree.count.shape[0]):
-        if tree.count[v] > 1 and tree.count[v] / tree.weight[v] < least:
-            picked, least = v, tree.count[v] / tree.weight[v]
+    for v in range(tree.left.shape[0]):
+        if tree.left[v] > 1 and tree.left[v] / tree.weight[v] < least:
+            picked, least = v, tree.left[v] / tree.weight[v]
     return picked
 
 
@@ -205,18 +205,18 @@ def decide(graph, tree, v):
     slot, live = graph.slot, tree.live
     s0, depth = slot[v], int(tree.now[DEPTH])
     at = 0
-    for x in range(1, tree.count[v]):
+    for x in range(1, tree.left[v]):
         if tree.excess[s0 + live[s0 + x]] < tree.excess[s0 + live[s0 + at]]:
             at = x
     k = live[s0 + at]
     live[s0 + at] = live[s0]
     live[s0] = k
-    tree.counts[depth, :] = tree.count
+    tree.counts[depth, :] = tree.left
     tree.messages[depth, :] = tree.message
     tree.before[depth] = tree.now[BEFORE]
     tree.node[depth] = v
     tree.config[depth] = k
-    tree.count[v] = 1
+    tree.left[v] = 1
     tree.now[DEPTH] = depth + 1
 
 
@@ -227,14 +227,14 @@ def back(graph, tree):
     if depth < 0:
         return False
     tree.now[DEPTH] = depth
-    tree.count[:] = tree.counts[depth]
+    tree.left[:] = tree.counts[depth]
     tree.message[:] = tree.messages[depth]
     tree.now[BEFORE] = tree.before[depth]
     v = tree.node[depth]
     tree.now[LAST] = v
-    for x in range(tree.count[v]):
+    for x in range(tree.left[v]):
         if tree.live[graph.slot[v] + x] == tree.config[depth]:
-            drop(tree.live, tree.count, graph.slot[v], v, x)
+            drop(tree.live, tree.left, graph.slot[v], v, x)
             break
     return True
 
@@ -244,7 +244,7 @@ def take_best(graph, cost, tree, whole):
     """All nodes are decided: if that is cheaper, it is the best, and the ceiling falls below it."""
     slot, head, tail, now = graph.slot, graph.head, graph.tail, tree.now
     total = 0.0
-    for v in range(tree.count.shape[0]):
+    for v in range(tree.left.shape[0]):
         total += cost[slot[v] + tree.live[slot[v]]]
     for e in range(head.shape[0]):
         h, t = head[e], tail[e]
@@ -252,7 +252,7 @@ def take_best(graph, cost, tree, whole):
         total += graph.entries[at + tree.live[slot[t]]]
     if total < now[TOP]:
         now[TOP] = total
-        for v in range(tree.count.shape[0]):
+        for v in range(tree.left.shape[0]):
             tree.best[v] = tree.live[slot[v]]
         lower(now, whole)
 

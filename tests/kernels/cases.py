@@ -83,7 +83,7 @@ def _depth(seed: int) -> Iterator[Any]:
     tree = kernels_depth.new_tree(flat.slot, np.zeros(flat.messages))
     for work in (1.0, 2_000.0):
         yield kernels_depth.descend(flat.graph, flat.cost, tree, np.inf, 0.0, work)
-        yield from (tree.now.copy(), tree.count.copy(), tree.message.copy(), tree.best.copy())
+        yield from (tree.now.copy(), tree.left.copy(), tree.message.copy(), tree.best.copy())
 
 
 def _schedule(seed: int) -> Iterator[Any]:
