@@ -12,14 +12,14 @@ import numpy as np
 
 from pase.compiled import jit
 
-__all__ = ["BOUND", "DEPTH", "DONE", "TOP", "WORK", "Tree", "descend", "new_tree"]
+__all__ = ["BOUND", "DEPTH", "DONE", "TOP", "WORK", "SearchTree", "descend", "new_tree"]
 
 TOP, CEILING, BOUND, BEFORE, DEPTH, WORK, DONE, LAST = range(8)
 _PAIRS = 20  # sweeps up and down at one state, at most
 _WORTH = 0.1  # of what is missing to the ceiling: sweeps go on while two of them gain that much
 
 
-class Tree(NamedTuple):
+class SearchTree(NamedTuple):
     """The state of a search, which may stop and go on.
 
     live: int64 [slots], per node its configs, left[v] of them left, the others behind them. message: float64, as
@@ -44,12 +44,12 @@ class Tree(NamedTuple):
     now: np.ndarray
 
 
-def new_tree(slot: np.ndarray, message: np.ndarray) -> Tree:
+def new_tree(slot: np.ndarray, message: np.ndarray) -> SearchTree:
     """slot: int64 [n + 1]. message: of the dual, to begin with; not changed."""
     sizes = np.diff(slot)
     n, slots = sizes.size, int(slot[-1])
     now = np.array([np.inf, np.inf, -np.inf, -np.inf, 0.0, 0.0, 0.0, -1.0])
-    return Tree(
+    return SearchTree(
         live=np.arange(slots) - np.repeat(slot[:-1], sizes),
         left=sizes.astype(np.int64),
         message=message.copy(),
