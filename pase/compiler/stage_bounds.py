@@ -26,7 +26,7 @@ from pase.pipeline.beside import starts
 from pase.pipeline.bounds import paths
 from pase.pipeline.cuts import most_held
 from pase.pipeline.potentials import StepRows, path_rows, step_rows
-from pase.pipeline.simulate import simulate
+from pase.pipeline.simulate import Path, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
 
 if TYPE_CHECKING:
@@ -80,6 +80,29 @@ class _Relaxation:
 
 
 @dataclass(kw_only=True, eq=False)
+class Climb:
+    """The bound of a schedule, which every round of a program and its searches may raise.
+
+    best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths,
+    if not all are rows. active: the half-spaces in the program; seen: how many of all known ones it has had.
+    """
+
+    schedule: Schedule
+    roles: tuple[StageRole, ...]
+    some: list[Path]
+    active: dict[StageRole, list[_HalfSpace]]
+    seen: dict[StageRole, int]
+    best: float = 0.0
+    still: int = 0
+    rounds: int = 0
+
+    @property
+    def final(self) -> bool:
+        """Whether more rounds are not worth their time."""
+        return np.isinf(self.best) or self.still >= _STILL or self.rounds >= _ROUNDS
+
+
+@dataclass(kw_only=True, eq=False)
 class StageBounds:
     """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
 
@@ -107,32 +130,62 @@ class StageBounds:
 
     def least_s(self, s: Schedule, below: float = np.inf, rounds: int = _ROUNDS) -> float:
         """Seconds that no pipeline under the schedule beats; infinite if none fits. Ends at ``below``."""
-        roles = [
+        climb = self.climb(s)
+        while climb.rounds < rounds and not climb.final and climb.best < below:
+            self.lift(climb)
+        return climb.best
+
+    def climb(self, s: Schedule) -> Climb:
+        """The bound of a schedule before its first round."""
+        roles = tuple(
             StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
             for k, r in enumerate(s.rank_of)
-        ]
+        )
         for role in dict.fromkeys(roles):
             if role not in self.known:
                 self.known[role] = []
                 for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
                     self._search(role, weights)
-        some = list(paths(s)) if sum(map(len, s.orders)) > _MOST_ACTIONS else []
-        best, still, active = 0.0, 0, {role: list(self.known[role]) for role in roles}
-        for _ in range(rounds):
-            try:
-                found = self._program(s, roles, path_rows(s, some) if some else step_rows(s), active)
-            except Infeasible:
-                return np.inf
-            still = still + 1 if found.step_s < best * (1 + _ENOUGH) else 0
-            best = max(best, found.step_s)
-            if best >= below or still >= _STILL:
+        return Climb(
+            schedule=s,
+            roles=roles,
+            some=list(paths(s)) if sum(map(len, s.orders)) > _MOST_ACTIONS else [],
+            active={role: [] for role in roles},
+            seen=dict.fromkeys(roles, 0),
+        )
+
+    def lift(self, c: Climb) -> None:
+        """One more round: the program, and searches in the directions in which its answer is too good to be true."""
+        s = c.schedule
+        c.rounds += 1
+        for role, hs in c.active.items():  # with what other schedules' rounds have found
+            hs += self.known[role][c.seen[role] :]
+            c.seen[role] = len(self.known[role])
+        try:
+            found = self._program(s, c.roles, path_rows(s, c.some) if c.some else step_rows(s), c.active)
+        except Infeasible:
+            c.best = np.inf
+            return
+        c.still = c.still + 1 if found.step_s < c.best * (1 + _ENOUGH) else 0
+        c.best = max(c.best, found.step_s)
+        if c.final:
+            return
+        if c.some:
+            c.some.append(simulate(s, self._times(s, found.stages)).path)
+        c.active = {role: [h for h in hs if id(h) in found.used] for role, hs in c.active.items()}
+        for role, weights in self._asked(c.roles, found.directions):
+            self._search(role, weights)
+
+    def least_of(self, schedules: Sequence[Schedule], below: float) -> list[float]:
+        """Bounds of some schedules, of which the least is as high as rounds make it, or ``below``: a schedule whose
+        bound is not the least needs no more rounds."""
+        climbs = [self.climb(s) for s in schedules]
+        while climbs:
+            lowest = min(climbs, key=lambda c: c.best)
+            if lowest.best >= below or lowest.final:
                 break
-            if some:
-                some.append(simulate(s, self._times(s, found.stages)).path)
-            active = {role: [h for h in hs if id(h) in found.used] for role, hs in active.items()}
-            for role, weights in self._asked(roles, found.directions):
-                active[role].append(self._search(role, weights))
-        return float(best)
+            self.lift(lowest)
+        return [c.best for c in climbs]
 
     def ways(self, role: StageRole) -> list[StageSplit]:
         """The splits that come nearest to the half-spaces that were searched, each once."""
@@ -210,8 +263,8 @@ class StageBounds:
                     hidden[x.kind, x.stage] += 1
                     yield back, r, out - _worked(hidden)
 
-    def _search(self, role: StageRole, weights: np.ndarray) -> _HalfSpace:
-        """The half-space of a direction, which is then known."""
+    def _search(self, role: StageRole, weights: np.ndarray) -> None:
+        """The half-space of a direction is then known."""
         weights = weights / np.abs(weights * self.unit).max()
         free = not weights[Feature.STATIC :].any()
         rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
@@ -236,9 +289,7 @@ class StageBounds:
             at_low, at_high = least(low), least(high)
             slope = (at_high - at_low) / (high - low)
             base = at_low - slope * low
-        made = _HalfSpace(weights=weights, base=base, slope=slope, touched=tuple(touched))
-        self.known[role].append(made)
-        return made
+        self.known[role].append(_HalfSpace(weights=weights, base=base, slope=slope, touched=tuple(touched)))
 
     def _program(
         self,

@@ -21,7 +21,7 @@ from pase.pipeline.cuts import CutProblem, most_held
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule
 
-__all__ = ["StageChoice", "aligned", "choose_stages"]
+__all__ = ["StageChoice", "aligned", "choose_stages", "even_stages"]
 
 _NEAR = 2
 """Numbers of blocks to try for a rank: those of its share, and so many more or fewer."""
@@ -84,14 +84,43 @@ def choose_stages(
         return None
     for near in (_NEAR, 3 * _NEAR, blocks):
         found = [
-            _of_rank(s, r, _on(s, r, of), blocks * float(shares[r]), float(limits[r]), near)
+            _of_rank(s, r, _on(s, r, of), *_near(s, r, blocks * float(shares[r]), near), float(limits[r]))
             for r in range(s.ranks)
         ]
         counts = _shared(found, blocks)
         if counts is not None or near >= blocks:
             break
-    if counts is None:
-        return None
+    return None if counts is None else _picked(s, ways, found, counts)
+
+
+def even_stages(
+    s: Schedule, ways: Sequence[Sequence[StageSplit]], blocks: int, limits: np.ndarray
+) -> StageChoice | None:
+    """The same if stages have equal numbers of blocks, those nearest to both ends one fewer where it takes that.
+
+    Every stage waits for the longest in its chain, however little its rank has to do."""
+    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [once[id(some)] for some in ways]
+    most = -(-blocks // s.stages)
+    number = np.full(s.stages, most)
+    inwards = np.argsort(np.minimum(np.arange(s.stages), np.arange(s.stages)[::-1] - 0.5), kind="stable")
+    number[inwards[: most * s.stages - blocks]] -= 1
+    rank = np.array(s.rank_of)
+    counts = [int(number[rank == r].sum()) for r in range(s.ranks)]
+    found = [
+        _of_rank(s, r, _on(s, r, of), [[int(n)] for n in number[rank == r]], n, n, float(limits[r]))
+        for r, n in enumerate(counts)
+    ]
+    return _picked(s, ways, found, counts) if all(found) else None
+
+
+def _picked(
+    s: Schedule,
+    ways: Sequence[Sequence[StageSplit]],
+    found: Sequence[dict[int, tuple[float, np.ndarray]]],
+    counts: Sequence[int],
+) -> StageChoice:
+    """The choice with these numbers of blocks of the ranks."""
     splits, many = dict[int, StageSplit](), np.zeros(s.stages, np.int64)
     for r, n in enumerate(counts):
         mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
@@ -103,9 +132,11 @@ def choose_stages(
     )
 
 
-def aligned(choice: StageChoice, made: Callable[[tuple[StageSplit, ...]], CutProblem]) -> StageChoice:
-    """The choice, with the stages of one rank on others where the schedule is then shorter. made: splits of all stages
-    -> the problem of their cuts."""
+def aligned(
+    choice: StageChoice, made: Callable[[tuple[StageSplit, ...]], CutProblem]
+) -> tuple[float, StageChoice]:
+    """(seconds of the step, infinite if it does not fit; the choice, with the stages of one rank on others where the
+    schedule is then shorter). made: splits of all stages -> the problem of their cuts."""
 
     def seconds(c: StageChoice) -> float:
         problem = made(c.splits)
@@ -121,7 +152,7 @@ def aligned(choice: StageChoice, made: Callable[[tuple[StageSplit, ...]], CutPro
         now = best if tried is None else seconds(tried)
         if tried is not None and now < best:
             choice, best = tried, now
-    return choice
+    return best, choice
 
 
 def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice], StageChoice | None]]:
@@ -174,10 +205,8 @@ def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -
     return counts
 
 
-def _of_rank(
-    s: Schedule, rank: int, ways: Sequence[_Ways], share: float, limit: float, more: int
-) -> dict[int, tuple[float, np.ndarray]]:
-    """Number of blocks -> (seconds per step, for each stage its way and blocks int [stages, 2])."""
+def _near(s: Schedule, rank: int, share: float, more: int) -> tuple[list[range], int, int]:
+    """(numbers of blocks to try for each of the rank's stages, the least and the most of all of them)."""
     mine = [k for k, at in enumerate(s.rank_of) if at == rank]
     each = share / len(mine)
     low, high = max(math.floor(share) - more, len(mine)), math.ceil(share) + more
@@ -186,8 +215,26 @@ def _of_rank(
         more if len(mine) == 1 else more - _NEAR
     )  # several stages of a rank wait for the longest of them
     near = range(max(math.floor(each) - of_stage - ends, 1), math.floor(each) + of_stage + 2)
+    return [near] * len(mine), low, high
+
+
+def _of_rank(
+    s: Schedule,
+    rank: int,
+    ways: Sequence[_Ways],
+    near: Sequence[Sequence[int]],
+    low: int,
+    high: int,
+    limit: float,
+) -> dict[int, tuple[float, np.ndarray]]:
+    """Number of blocks -> (seconds per step, for each stage its way and blocks int [stages, 2]). near: the numbers of
+    blocks of each stage; low, high: of all of them."""
+    mine = [k for k, at in enumerate(s.rank_of) if at == rank]
     flying = most_held(s, rank)[:, :, mine] if np.isfinite(limit) else np.zeros((1, 2, len(mine)))
-    columns = [[_column(some, n, flying[:, :, i], limit) for n in near] for i, some in enumerate(ways)]
+    columns = [
+        [_column(some, n, flying[:, :, i], limit) for n in numbers]
+        for i, (some, numbers) in enumerate(zip(ways, near, strict=True))
+    ]
     best: dict[int, tuple[float, np.ndarray]] = {}
     tried = (
         sorted({float(b) for of in columns for c in of for b in c.buffers}) if np.isfinite(limit) else [0.0]

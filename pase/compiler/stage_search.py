@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from pase.compiler.stage_bounds import StageBounds
-from pase.compiler.stage_choice import StageChoice, aligned, choose_stages
+from pase.compiler.stage_choice import StageChoice, aligned, choose_stages, even_stages
 from pase.compiler.stage_circular import circular_bound_s, circular_staged
 from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
@@ -172,14 +172,15 @@ class StageMenu:
             send_s=self.least_send_s(),
             sites=self.sites,
         )
-        best, least = None, below
-        for d, chunks in self.schedules():
-            s = schedule(d.name, self.ranks, self.micro_batches, chunks)
-            if s.lockstep:
-                least = min(least, circular_bound_s(self, s))
-                continue
-            mine = self.bounds.least_s(s, below)
-            least = min(least, mine)
+        every = [
+            (schedule(d.name, self.ranks, self.micro_batches, chunks), d, chunks)
+            for d, chunks in self.schedules()
+        ]
+        least = min((circular_bound_s(self, s) for s, _, _ in every if s.lockstep), default=below)
+        paced = [x for x in every if not x[0].lockstep]
+        bounds = self.bounds.least_of([s for s, _, _ in paced], min(least, below))
+        best, least = None, min([least, below, *bounds])
+        for mine, (_, d, chunks) in zip(bounds, paced, strict=True):
             if mine < below * (1 - GAP):
                 found, _ = self.staged(d, chunks, below)
                 if found is not None:
@@ -222,10 +223,11 @@ class StageMenu:
             free = self.problem(s, tuple(self.splits(role)[0] for role in self._roles(s)))
             if least_step_s(replace(free, bytes_fixed=None)) >= below:
                 return None, True
-        chosen = self.chosen(s)
-        if chosen is None:
+        choices = [c for c in (self.chosen(s), self.even(s)) if c is not None]
+        if not choices:
             return None, False
-        chosen = aligned(chosen, lambda splits: self.problem(s, splits))
+        each = [aligned(c, lambda splits: self.problem(s, splits)) for c in choices]
+        chosen = min(each, key=lambda x: x[0])[1]
         problem = self.problem(s, chosen.splits)
         cuts = best_cuts(problem, below, SIMULATIONS, GAP, NODES, chosen.counts)
         self.spent.cells += cuts.cells
@@ -268,14 +270,23 @@ class StageMenu:
         ]
 
     def chosen(self, s: Schedule) -> StageChoice | None:
-        """For each stage one of its ways and its blocks, as far as is known: first those at a few prices per byte, then
-        those that the bound's searches found; None if none of them fit."""
+        """For each stage one of its ways and its blocks, as far as is known; None if none of them fit."""
+        return choose_stages(s, self.ways(s), self.shares, self.places.blocks, self.limits)
+
+    def even(self, s: Schedule) -> StageChoice | None:
+        """The same with equal stages, if ranks have several and are equal."""
+        if s.stages == s.ranks or len(set(self.sites)) > 1:
+            return None
+        return even_stages(s, self.ways(s), self.places.blocks, self.limits)
+
+    def ways(self, s: Schedule) -> list[list[StageSplit]]:
+        """Of each stage: first those at a few prices per byte, then those that the bound's searches found."""
         roles = self._roles(s)
-        ways = {
+        of = {
             role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
             for role in dict.fromkeys(roles)
         }
-        return choose_stages(s, [ways[role] for role in roles], self.shares, self.places.blocks, self.limits)
+        return [of[role] for role in roles]
 
     def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
         """How many blocks each stage gets, split as given."""
