@@ -79,7 +79,7 @@ def graph_of(row: PublishedRow, batch: int, tensor: int, *, written_out: bool = 
     if d % heads or heads % kv:
         raise Infeasible(f"{heads} heads and {kv} key-value heads do not divide a width of {d}")
     head_dim = head_width(row)
-    vocab = padded(row.whole("vocab") or 51200, tensor)
+    vocab = padded(row.vocab or 51200, tensor)
     common = {"batch": batch, "seq": sizes["seq"], "layers": sizes["layers"], "vocab": vocab}
     ffn = row.whole("ffn") or (0 if row.whole("experts") else 4 * d)
     if latent is not None or (row.whole("experts") or 0) > 1:

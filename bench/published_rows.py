@@ -60,6 +60,12 @@ class PublishedRow:
         return float(found.group(1)) * 2**30 if found else None
 
     @property
+    def vocab(self) -> int | None:
+        """The column, or the notes' "a vocabulary near 128k"."""
+        near = re.search(r"vocabulary near (\d+)k", self.notes)
+        return self.whole("vocab") or (int(near.group(1)) * 1000 if near else None)
+
+    @property
     def pipelined(self) -> bool:
         return (self.whole("pp") or 1) > 1
 

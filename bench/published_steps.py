@@ -118,6 +118,7 @@ _COMPOSER: dict[str, Any] = {
 }
 _DEEPSPEED: dict[str, Any] = {
     "one_by_one": True,
+    "whole_passes": 0.0,  # shards alone
     "bytes": replace(PROGRAMS["megatron_2021"].bytes, gradient=2),
 }
 """DeepSpeed of 2021 fetches parameter by parameter (runtime/zero/partition_parameters.py, all_gather of each)."""
@@ -125,6 +126,23 @@ _AUTOMODEL = Bytes(weight=2, gradient=2, state=4, used=2, summed=4)
 """NeMo Automodel's benchmarks (examples/llm_benchmark): from_config's torch_dtype "auto" is bfloat16
 (nemo_automodel/_transformers/auto_model.py), torch.optim.Adam keeps its moments so; sums in float32 (FSDP2's policy in
 components/distributed/config.py)."""
+_SCALING: dict[str, Any] = {
+    # Aleph Alpha's own framework, public since 2024 (Aleph-Alpha/scaling@737f855, src/scaling/core and transformer).
+    # bytes, sums_whole, whole_passes: optimizer/optimizer.py and allreduce.py all-reduce bfloat16 gradients in float32,
+    # under ZeRO-1 too: joined, divided, cast, cast back, copied back, normed (26 bytes of a parameter).
+    # update_bytes: parameter_group.py casts a shard's gradients and parameters beside torch's AdamW.
+    # whole_logits: lm_head.py gathers logits; losses/cross_entropy.py casts them, and takes torch's loss and an argmax.
+    # stage_ends: pipeline_partitioning.py (uniform) counts embedding, norm and output as a layer each.
+    # around: attention.py asks the device for the longest sequence before each kernel.
+    "attention": ("flash2",),
+    "bytes": Bytes(weight=2, gradient=2, state=12, used=2, summed=4),
+    "sums_whole": True,
+    "whole_passes": 13.0,
+    "whole_logits": True,
+    "metrics_bytes": 4.0,
+    "stage_ends": (1, 2),
+    "around": AroundAttention(waits=1),
+}
 _DEEPSEEK: dict[str, Any] = {
     # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe runs the exchange of tokens beside another micro-batch's compute;
     # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product run again.
@@ -151,15 +169,18 @@ def program_of(row: PublishedRow) -> Program:
         own = replace(
             PROGRAMS["megatron_2021"].executor,
             kernels=PROGRAMS["eager"].executor.kernels - {"rms_norm"} | norm,
+            update_bytes=PROGRAMS["eager"].executor.update_bytes + 16,
         )
-        held = replace(PROGRAMS["megatron_2021"].bytes, gradient=2)  # DeepSpeed's ZeRO-1 in bfloat16
-        return replace(PROGRAMS["megatron_2021"], executor=own, attention=("flash2",), bytes=held)
+        return replace(PROGRAMS["megatron_2021"], executor=own, **_SCALING)
     if row.source in _MEGATRON or "megatron" in notes:
         program = PROGRAMS["megatron"]
         if row.source in ("mbr", "nem", "bwl") or "examples/llama" in notes:
             # grad_reduce_in_fp32 = False in NeMo's and Megatron-Bridge's performance recipes; --grad-reduce-in-bf16 in
             # Megatron-LM's examples/llama.
-            program = replace(program, bytes=replace(program.bytes, gradient=2.0, summed=2.0))
+            # average_in_collective there: gradients are not scaled.
+            program = replace(
+                program, bytes=replace(program.bytes, gradient=2.0, summed=2.0), whole_passes=2.0
+            )
     elif row.source == "mxt" or "maxtext" in notes:
         program = PROGRAMS["xla"]
         if 'remat "minimal"' in notes:
@@ -179,6 +200,8 @@ def program_of(row: PublishedRow) -> Program:
         program = replace(program, attention=("cudnn", "flash2"))
     elif "flash" in kernel and "pallas" not in kernel:
         program = replace(program, attention=("flash2",))
+    if row.source == "ttn":
+        program = replace(program, around=_repeated_heads(row, program))
     if row.source == "mpt":
         program = replace(program, **_COMPOSER)
     if row.source == "dsv":
@@ -194,6 +217,17 @@ def program_of(row: PublishedRow) -> Program:
             program, executor=replace(program.executor, kernels=PROGRAMS["megatron"].executor.kernels)
         )
     return program
+
+
+def _repeated_heads(row: PublishedRow, program: Program) -> AroundAttention:
+    """torchtitan writes keys and values once for each query head before attention, and sums their gradients over the
+    group behind it (torchtitan/models/llama/model.py, repeat_kv). Compiled, the keys' rotation writes them so."""
+    heads = row.whole("heads") or 1
+    group = heads // (row.whole("kv_heads") or heads)
+    if group == 1:
+        return program.around
+    passes = 2.0 if program.executor.fused else 2 * (1 + 1 / group)
+    return AroundAttention(forward=passes, backward=passes)
 
 
 def _compiles_loss(row: PublishedRow) -> bool:

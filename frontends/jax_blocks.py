@@ -22,12 +22,13 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
 
 
-def blocks_of(traced: TracedJax) -> tuple[Block, ...]:
-    """Bodies of loops over layers, and equal runs of equations from unrolled layers. Rematerialised ones are left out.
+def blocks_of(traced: TracedJax, *, marked: bool = False) -> tuple[Block, ...]:
+    """Bodies of loops over layers, and equal runs of equations from unrolled layers. Rematerialised ones are left out;
+    marked: runs of these too.
 
     A block holds a product or a convolution. Equal runs are cut where the fewest bytes cross.
     """
-    return tuple(_blocks(traced.jaxpr.jaxpr, ""))
+    return tuple(_blocks(traced.jaxpr.jaxpr, "", marked))
 
 
 def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
@@ -53,7 +54,7 @@ def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
             yield from _loops(inner_jaxpr(eqn)[0], turns, f"{prefix}{i}.")
 
 
-def _blocks(jaxpr: Jaxpr, prefix: str) -> Iterator[Block]:
+def _blocks(jaxpr: Jaxpr, prefix: str, marked: bool) -> Iterator[Block]:
     eqns = jaxpr.eqns
     for i, eqn in enumerate(eqns):
         name = eqn.primitive.name
@@ -62,8 +63,8 @@ def _blocks(jaxpr: Jaxpr, prefix: str) -> Iterator[Block]:
             if eqn.params["length"] > 1 and _holds(body.eqns, _HEAVY) and not _holds(body.eqns, _REMAT):
                 yield Block(prefix=f"{prefix}{i}.", start=0, stop=len(body.eqns))
         elif inlined(eqn) and name not in _REMAT:
-            yield from _blocks(inner_jaxpr(eqn)[0], f"{prefix}{i}.")
-    yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr))
+            yield from _blocks(inner_jaxpr(eqn)[0], f"{prefix}{i}.", marked)
+    yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr, marked))
 
 
 def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
@@ -77,13 +78,14 @@ def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
     return False
 
 
-def _runs(jaxpr: Jaxpr) -> list[tuple[int, int]]:
+def _runs(jaxpr: Jaxpr, marked: bool) -> list[tuple[int, int]]:
     """The longest stretch of equal runs of equations, as (start, stop) of each."""
     eqns = jaxpr.eqns
     runs = equal_runs(
         [_token(e) for e in eqns], lambda a, b: _holds(eqns[a:b], _HEAVY), lambda: _crossing(jaxpr)
     )
-    return [] if runs and _holds(eqns[slice(*runs[0])], _REMAT | {"scan"}) else runs
+    apart = {"scan"} if marked else _REMAT | {"scan"}
+    return [] if runs and _holds(eqns[slice(*runs[0])], frozenset(apart)) else runs
 
 
 def _token(eqn: Eqn) -> object:

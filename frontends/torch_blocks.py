@@ -27,9 +27,9 @@ __all__ = ["batch_size", "blocks_of", "micro"]
 _HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "_grouped_mm")
 
 
-def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
-    """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself. Runs are cut where
-    the fewest bytes cross."""
+def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:
+    """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself; marked: these too.
+    Runs are cut where the fewest bytes cross."""
     nodes = list(traced.scope.nodes)
     loops = [(f"{i}.", traced.scope.inner[f"{i}"].nodes) for i, n in enumerate(nodes) if _turns(n) > 1]
     bodies = [Block(prefix=at, start=0, stop=len(of)) for at, of in loops if any(map(_heavy, of))]
@@ -40,7 +40,7 @@ def blocks_of(traced: TracedTorch) -> tuple[Block, ...]:
     )
     found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
     own = any(b.start < m.stop and m.start < b.stop for b in found for m in traced.marked)
-    if own or any(_turns(n) for b in found for n in nodes[b.start : b.stop]):
+    if (own and not marked) or any(_turns(n) for b in found for n in nodes[b.start : b.stop]):
         found = ()
     return (*bodies, *found)
 

@@ -44,7 +44,7 @@ class RankMemory:
 
 def rank_memory(parts: Parts, s: Strategy, program: Program, mesh: Mesh, pipe: Pipeline | None) -> RankMemory:
     """The memory of the first or the last stage, whichever is larger."""
-    layers = stage_layers(parts.blocks, s.pipeline)
+    layers = stage_layers(parts.blocks, s.pipeline, program.stage_ends)
     ranks = {"first": (layers[0], True, len(layers) == 1), "last": (layers[-1], len(layers) == 1, True)}
     return max(
         (_rank(parts, s, program, mesh, name, *what, pipe) for name, what in ranks.items()),

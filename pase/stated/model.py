@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.compiler.problem import SplitProblem
+from pase.compiler.variants import block_ways
 from pase.errors import Infeasible, PaseError
 from pase.ir import Graph, Op, named, simplify
 from pase.stated.price import Priced, price_strategy
@@ -21,18 +22,12 @@ __all__ = ["micro_batch_graph", "price_model"]
 
 def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Program) -> Priced:
     """Price a strategy on a traced model. Infeasible, with the reason, where it cannot be split or run so."""
-    from pase.frontends.jax_blocks import batch_size
-
     if problem.model.unit != "s":
         raise PaseError(
             f"a stated strategy is priced in seconds, but cost model '{problem.model.name}' has none"
         )
-    if traced.frontend != "jax":
-        raise PaseError(
-            f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches of a stated strategy "
-            f"need a JAX model"
-        )
-    examples = batch_size(traced)  # type: ignore[arg-type]
+    ways = block_ways(traced)
+    examples = ways.batch_size(traced)
     own = examples // s.ranks
     if own * s.ranks != examples:
         raise Infeasible(
@@ -48,15 +43,17 @@ def price_model(problem: SplitProblem, traced: Traced, s: Strategy, program: Pro
     samples = max(at_once, 2)
     if examples % samples:
         raise Infeasible(f"a batch of {examples} cannot be read as micro-batches of {samples}")
-    graph = micro_batch_graph(traced, examples // samples)
-    return price_strategy(graph, s, program, problem.model, examples, share=at_once / samples)
+    traced = ways.micro(traced, examples // samples)
+    blocks = ways.blocks_of(traced, marked=True)
+    graph = micro_batch_graph(traced, 1)
+    return price_strategy(
+        graph, s, program, problem.model, examples, share=at_once / samples, written_out=blocks
+    )
 
 
 def micro_batch_graph(traced: Traced, parts: int) -> Graph:
     """The graph of one part of the batch, split into this many parts, without recomputation."""
-    from pase.frontends.jax_blocks import micro
-
-    raw = traced.graph if parts == 1 else micro(traced, parts).graph  # type: ignore[arg-type]
+    raw = traced.graph if parts == 1 else block_ways(traced).micro(traced, parts).graph
     return _unmarked(named(simplify(raw)))
 
 

@@ -7,8 +7,10 @@ weights. These are the graph's own work and collectives (``pase.tables``), price
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,8 +18,10 @@ from pase.baselines import Baseline
 from pase.compiler.stage_places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
+from pase.ir.blocks import Block, holders
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
+from pase.ir.types import LEAF
 from pase.machine import CollectiveKind, CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.step import executed_work, launches, saved_by_kernels
@@ -67,7 +71,7 @@ class Part:
     sent: list[Sent] = field(default_factory=list)
     update_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
-    tensors: int = 0
+    tensors: float = 0.0
     largest: float = 0.0
     saved: float = 0.0
     kept: float = 0.0
@@ -92,14 +96,20 @@ class Parts:
 
 
 def parts_of(
-    graph: Graph, placed: Baseline, s: Strategy, program: Program, model: CostModel, share: float = 1.0
+    graph: Graph,
+    placed: Baseline,
+    s: Strategy,
+    program: Program,
+    model: CostModel,
+    share: float = 1.0,
+    written_out: Sequence[Block] = (),
 ) -> Parts:
     """The parts of a graph whose batch is one micro-batch of all data-parallel ranks.
 
     share: the part of the graph's batch that the micro-batch really has. A batch of one is read as two, because a
-    dim of one element is not a dim.
+    dim of one element is not a dim. written_out: the blocks if no loop runs them; the block is then their mean.
     """
-    places = _places(graph)
+    places = _places(graph, written_out)
     made = _PartsInTheMaking(
         graph=graph,
         placed=placed,
@@ -108,6 +118,7 @@ def parts_of(
         model=model,
         share=share,
         places=places,
+        written_out=written_out if places.numbers else (),
     )
     for n in graph.nodes:
         made.add_work(n)
@@ -117,7 +128,7 @@ def parts_of(
     made.add_parameters()
     made.add_kept()
     end = made.logits()
-    elements = made.on_device(*end) if end is not None else 0.0
+    elements = max((made.on_device(*held) for held in made.holds(end[1])), default=0.0) if end else 0.0
     return Parts(**made.parts, blocks=places.blocks, logits=elements * share)
 
 
@@ -135,6 +146,7 @@ class _PartsInTheMaking:
     model: CostModel
     share: float
     places: Places
+    written_out: Sequence[Block]
     parts: dict[str, Part] = field(
         default_factory=lambda: {name: Part() for name in ("first", "block", "last", "tied")}
     )
@@ -145,12 +157,49 @@ class _PartsInTheMaking:
         """How often the part that the node is in runs."""
         return float(self.places.blocks) if self.places.of(node) == "block" else 1.0
 
+    def copies(self, node: str) -> float:
+        """How many nodes the graph has for one of the part: of written-out blocks, one in each."""
+        return self.turns(node) if self.written_out else 1.0
+
+    @cached_property
+    def products(self) -> Mapping[str, int]:
+        """For each product, how many products of its block, or its loop, come before it."""
+        seen: Counter[object] = Counter()
+        out = {}
+        for n in self.graph.nodes:
+            if n.kind in ("matmul", "conv"):
+                around = (n.main.loops, *sorted(self.places.numbers.get(n.name, ())))
+                out[n.name] = seen[around]
+                seen[around] += 1
+        return out
+
+    @cached_property
+    def handed_on(self) -> Mapping[str, tuple[Node, int, int]]:
+        """What one written-out block makes and what comes after it reads: the node that makes it, the block, and the
+        last block that reads it. By their equations: a node may have those of two blocks, and a copy has none."""
+        held_by, many = holders(self.written_out), len(self.written_out)
+        read: dict[str, int] = {}
+        out = {}
+        for n in reversed(self.graph.nodes):
+            after = many if self.places.of(n.name) == "last" else -1
+            for op in reversed(n.ops):
+                of = [read.get(a.tensor, -1) for a in op.writes]
+                found = held_by(op.eqn)
+                here = max(of, default=-1) if op.kind == "copy" else found[0] if found else after
+                for a in op.reads:
+                    read[a.tensor] = max(read.get(a.tensor, -1), here)
+                if found and op.kind not in (*LEAF, "copy"):
+                    out |= {
+                        a.tensor: (n, found[0], r) for a, r in zip(op.writes, of, strict=True) if r > found[0]
+                    }
+        return out
+
     def again(self, n: Node, heavy: bool) -> float:
         """The part of a node's forward work that backward repeats."""
         s = self.strategy
         if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
             return 0.0
-        return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy)
+        return 1.0 if s.remat == "full" else self.program.selective(self.graph, n, heavy, self.products)
 
     def on_device(self, n: Node, access: Access) -> float:
         """Elements of a tensor on one device, laid out as the node accesses it."""
@@ -200,7 +249,7 @@ class _PartsInTheMaking:
         executor, more = self.program.executor, self.experts_apart(n, cfg)
         for i, phase in enumerate(_PHASES):
             kernels = launches(self.graph, n, executor)[phase] / many
-            part.host_s[i] += (kernels + more * (i + 1)) * executor.host_s[i]
+            part.host_s[i] += (kernels + more / self.copies(n.name) * (i + 1)) * executor.host_s[i]
 
     def experts_apart(self, n: Node, cfg: np.ndarray) -> float:
         """How many more products the host launches forward, for the experts of a device after the first; backward has
@@ -222,7 +271,8 @@ class _PartsInTheMaking:
         queries = next(op for op in n.ops if op.kind == "attention").reads[0]
         once = self.pass_s(n, queries)
         waits_s = around.waits * program.executor.host_s[0]
-        self.add_light(n, around.forward * once + waits_s, around.backward * once)
+        many = self.copies(n.name)
+        self.add_light(n, (around.forward * once + waits_s) / many, around.backward * once / many)
 
     def add_around_experts(self, n: Node, sent: Access) -> None:
         """What the program does with the tokens that are sent to experts. n, sent: the first product with a weight for
@@ -264,11 +314,11 @@ class _PartsInTheMaking:
         for n in self.graph.nodes:
             if n.kind == "parameter" and self.graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
                 local = self.on_device(n, n.ops[0].writes[0]) / self.turns(n.name)
-                axes = self.summed.get(n.name, ())
+                axes, many = self.summed.get(n.name, ()), self.copies(n.name)
                 for name in (self.places.of(n.name), *["tied"] * (n.name in self.places.tied)):
                     part = self.parts[name]
-                    part.tensors += 1
-                    part.largest = max(part.largest, local)
+                    part.tensors += 1 / many
+                    part.largest = max(part.largest, local * many)
                     part.elements[axes] = part.elements.get(axes, 0.0) + local
 
     def add_kept(self) -> None:
@@ -301,7 +351,7 @@ class _PartsInTheMaking:
             op, write = n.write_of(t)
             nbytes = (
                 self.settled(n, op, write) * (narrow_bytes if t in narrow else tensor.itemsize) * self.share
-            )
+            ) / self.copies(n.name)
             part = self.parts["block" if n.kind == "carry" else at]
             part.saved += nbytes
             if n.kind == "carry":
@@ -309,6 +359,23 @@ class _PartsInTheMaking:
                 part.kept += nbytes
             else:
                 part.kept += nbytes * (1 - self.again(n, op.kind in HEAVY) if at == "block" else 1.0)
+        self.add_entry(wanted)
+
+    def add_entry(self, wanted: Collection[str]) -> None:
+        """What a written-out block gets from the one before it; a loop's carries say it themselves."""
+        part, reruns = self.parts["block"], self.strategy.remat not in (None, "none")
+        middle = len(self.written_out) // 2
+        for t, (n, made, read) in self.handed_on.items():
+            if not made < middle <= read:
+                continue
+            op, write = n.write_of(t)
+            nbytes = self.settled(n, op, write) * self.graph.tensors[t].itemsize * self.share
+            part.entry += nbytes
+            if t in wanted:
+                part.kept += nbytes * self.again(n, op.kind in HEAVY)
+            elif reruns:
+                part.kept += nbytes
+                part.saved += nbytes
 
     def stays(self, n: Node) -> bool:
         """Does selective recomputation keep what the products or the attention of this node make?"""
@@ -332,9 +399,14 @@ class _PartsInTheMaking:
             seen.add(t)
             if t in chosen:
                 found.add(t)
-            elif makers[t][0].kind not in ("carry", "parameter"):
+            elif t not in self.handed_on and makers[t][0].kind not in ("carry", "parameter"):
                 left += [a.tensor for a in makers[t][1].reads]
         return found
+
+    def holds(self, result: Access) -> Iterator[tuple[Node, Access]]:
+        """Who has this result, and how: the node that makes it, and those that read it."""
+        for n in self.graph.nodes:
+            yield from ((n, a) for op in n.ops for a in (*op.writes, *op.reads) if a.tensor == result.tensor)
 
     def logits(self) -> tuple[Node, Access] | None:
         """The logits: the largest tensor that a product makes after the blocks, with its node."""
@@ -368,14 +440,14 @@ def _sent_to_experts(graph: Graph, places: Places) -> tuple[Node, Access] | None
     return None
 
 
-def _places(graph: Graph) -> Places:
-    """Where each node is: before, in or after the loop over layers with the most turns."""
+def _places(graph: Graph, written_out: Sequence[Block]) -> Places:
+    """Where each node is: before, in or after the loop over layers with the most turns, or the written-out blocks."""
     try:
-        return places_of(graph)
+        return places_of(graph, written_out)
     except Infeasible as e:
         raise Infeasible(
-            f"'{graph.name}' has no loop over equal blocks, by which a stated strategy is priced: write its layers as "
-            f"a scan (of the zoo's models: scan=1)"
+            f"'{graph.name}' has no equal blocks, by which a stated strategy is priced: no loop over layers, no three "
+            f"equal layers written out one after the other"
         ) from e
 
 

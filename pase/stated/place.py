@@ -25,20 +25,25 @@ def stage_mesh(s: Strategy) -> Mesh:
     return Mesh(names=tuple(kept), sizes=tuple(kept.values()))
 
 
-def place(graph: Graph, s: Strategy, model: CostModel) -> Baseline:
-    """The strategy of one stage. Infeasible, with the reason, where the graph has nothing to split so."""
+def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = False) -> Baseline:
+    """The strategy of one stage. Infeasible, with the reason, where the graph has nothing to split so.
+
+    whole_logits: as in ``Program``.
+    """
     r = roles(graph)
     _refuse(graph, r, s)
-    found = _settled(graph, stage_mesh(s), s.sequence, model)
+    found = _settled(graph, stage_mesh(s), s.sequence, whole_logits, model)
     if not isinstance(found, Baseline):
         raise Infeasible(f"{s} on '{graph.name}': {found.reason}")
     return found
 
 
 @once
-def _settled(graph: Graph, mesh: Mesh, sequence: bool, model: CostModel) -> Baseline | Skipped:
+def _settled(
+    graph: Graph, mesh: Mesh, sequence: bool, whole_logits: bool, model: CostModel
+) -> Baseline | Skipped:
     """What strategies of one mesh have in common, whatever they recompute, shard flat or run in stages."""
-    allowed = _Allowed(roles(graph), sequence)
+    allowed = _Allowed(roles(graph), sequence, whole_logits)
     return settle_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
 
@@ -59,8 +64,10 @@ def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:
 class _Allowed:
     """Which configs the strategy has for a node (``pase.baselines.types.Allow``)."""
 
-    def __init__(self, r: Roles, sequence: bool) -> None:
+    def __init__(self, r: Roles, sequence: bool, whole_logits: bool) -> None:
         self.r, self.sequence = r, sequence
+        self.splits_logits = {w.node for w in r.weights} if whole_logits else None
+        """If logits are gathered, the nodes that may split the vocabulary: embedding and output."""
 
     def __call__(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         at = {name: i for i, name in enumerate(mesh.names)}
@@ -96,6 +103,9 @@ class _Allowed:
         """Megatron's: heads, hidden units and vocabulary; with sequence parallelism the sequence between them."""
         r = self.r
         tensor, inside = r.dims(node, r.tensor), r.dims(node, r.tensor - r.ends)
+        whole = self.splits_logits is not None and node.name not in self.splits_logits
+        if whole and r.dims(node, r.ends) and node.kind not in ("parameter", "copy"):
+            return allowed & only(cfg, [axis], free(node))
         sequence = r.dims(node, r.sequence) if self.sequence and not inside else []
         allowed = allowed & only(cfg, [axis], [*tensor, *sequence, *free(node)])
         if node.kind == "copy":

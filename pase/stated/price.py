@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pase.costmodels.analytic import Analytic
 from pase.errors import Infeasible
 from pase.files.json_values import JsonObject
 from pase.ir import Graph
+from pase.ir.blocks import Block
 from pase.ir.precision import in_fp8
 from pase.machine import CostModel, Mesh
 from pase.plan.throughput import StepWork, Throughput, step_work
@@ -75,11 +76,18 @@ class Priced:
 
 
 def price_strategy(
-    graph: Graph, s: Strategy, program: Program, model: CostModel, examples: int, share: float = 1.0
+    graph: Graph,
+    s: Strategy,
+    program: Program,
+    model: CostModel,
+    examples: int,
+    share: float = 1.0,
+    written_out: Sequence[Block] = (),
 ) -> Priced:
     """Price a strategy on a graph whose batch is one micro-batch of all data-parallel ranks (x 1/share).
 
-    examples: of the whole batch. Infeasible where the model cannot be split so, with the reason.
+    examples: of the whole batch. written_out: the graph's equal blocks, if no loop runs them. Infeasible where the
+    model cannot be split so, with the reason.
     """
     micro = s.micro or 1
     m = examples // (s.ranks * micro)
@@ -96,8 +104,8 @@ def price_strategy(
                 f"[device.peak_flops]): leave out precision={s.precision} or name another machine"
             )
         graph = in_fp8(graph, dtype)
-    placed = place(graph, s, model)
-    parts = parts_of(graph, placed, s, program, model, share)
+    placed = place(graph, s, model, whole_logits=program.whole_logits)
+    parts = parts_of(graph, placed, s, program, model, share, written_out)
     stages = s.pipeline * s.chunks
     if (
         s.pipeline > 1 and parts.blocks < stages and (parts.blocks + 2) % stages

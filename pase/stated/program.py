@@ -6,14 +6,12 @@ to a step time.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from pase.ir import Graph, Node
 from pase.ir.precision import weight_products
-from pase.once import once
 from pase.plan.step import COMPILED, EAGER, Executor
 from pase.registry import Registry
 
@@ -29,9 +27,9 @@ __all__ = [
     "every_other_product",
 ]
 
-Selective = Callable[[Graph, Node, bool], float]
-"""(graph, a node of a block, True for its products and attention, False for its light ops) -> the part of its forward
-work that selective recomputation runs again."""
+Selective = Callable[[Graph, Node, bool, Mapping[str, int]], float]
+"""(graph, a node of a block, True for its products and attention, False for its light ops, how many products of their
+block come before each product) -> the part of its forward work that selective recomputation runs again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,17 +102,22 @@ class Program:
     one_by_one: each weight is gathered and summed separately, not together with the other weights of its block.
     by_weight: a weight and its gradient are whole only while its own product runs, not while its block runs.
     sums_beside: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
+    sums_whole: they are all-reduces, of which ZeRO-1 and 2 keep a shard.
+    adds_apart: a kernel of its own adds a gradient to that of earlier micro-batches; otherwise the product does.
+    whole_passes: passes over all gradients of the rank, once a step, whatever ZeRO shards.
     sends_beside: transfers between stages overlap with compute. sends_parts: what is replicated over tensor parallelism
     is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
     exchange_beside: tokens are sent to experts and back while another micro-batch computes.
     in_pieces: what an asynchronous strategy's tensor parallelism does.
     zero_in_stages: the most of ZeRO that runs with stages.
+    stage_ends: how many layers embedding and output count as when layers are divided among the stages.
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; none: the
     program has no context parallelism.
     selective: what selective recomputation runs again. keeps_chosen: all else is kept, whether backward reads it or
     not.
     logits: the number of float32 copies of the logits that take memory at the loss, in addition to the logits.
     logits_in_parts: the same where tensor parallelism splits the vocabulary; None: as many.
+    whole_logits: logits that tensor parallelism splits are gathered, and every rank computes the whole loss.
     sums_unsplit: stages accumulate gradients that are not summed over devices before the last micro-batch.
     fp8_passes: how often a tensor that is cast to fp8 is read for its scale.
     keeps_fp8: what a product reads in fp8 is kept in fp8 for its backward.
@@ -138,6 +141,9 @@ class Program:
     by_weight: bool = False
     sums_beside: bool = True
     sums_each: bool = True
+    sums_whole: bool = False
+    adds_apart: bool = False
+    whole_passes: float = 0.0
     sends_beside: bool = False
     sends_parts: bool = False
     context: Literal["ring", "gather", "none"] = "ring"
@@ -145,8 +151,10 @@ class Program:
     exchange_beside: bool = False
     in_pieces: InPieces = InPieces()
     zero_in_stages: int = 3
+    stage_ends: tuple[int, int] = (0, 0)
     logits: float = 2.0
     logits_in_parts: float | None = None
+    whole_logits: bool = False
     sums_unsplit: bool = False
     fp8_passes: float = 1.0
     keeps_fp8: bool = False
@@ -154,7 +162,7 @@ class Program:
     source: str = ""
 
 
-def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
+def every_other_product(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
     """torchtitan's selective recomputation per op. Attention and every other product, starting with the first of a
     block, are kept. All else runs again (torchtitan/parallelisms/parallelize_llama.py,
     _apply_ac_to_transformer_block)."""
@@ -162,23 +170,11 @@ def every_other_product(graph: Graph, node: Node, heavy: bool) -> float:
         return 1.0
     if node.kind == "attention":
         return 0.0
-    place = _place_in_block(graph).get(node.name)
+    place = before.get(node.name)
     return 0.5 if place is None else float(place % 2)  # half of what is sent to nodes other than products
 
 
-@once
-def _place_in_block(graph: Graph) -> dict[str, int]:
-    """For each product, how many products of its loop come before it."""
-    seen: Counter[object] = Counter()
-    out = {}
-    for n in graph.nodes:
-        if n.kind in ("matmul", "conv"):
-            out[n.name] = seen[n.main.loops]
-            seen[n.main.loops] += 1
-    return out
-
-
-def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
+def core_attention(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
     """Megatron's selective recomputation: the scores and what is computed from them, between the projections. A fused
     attention keeps none of these."""
     between = [n for n in graph.nodes if n.kind == "matmul" and not weight_products(graph, n)]
@@ -189,12 +185,12 @@ def core_attention(graph: Graph, node: Node, heavy: bool) -> float:
     return 1.0 if node in between or max(made, default=0) >= scores else 0.0
 
 
-def all_but_products(graph: Graph, node: Node, heavy: bool) -> float:
+def all_but_products(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
     """MaxText's ``minimal_with_context``: products with weights and attention's result are kept."""
     return 0.0 if heavy else 1.0
 
 
-def all_but_weight_products(graph: Graph, node: Node, heavy: bool) -> float:
+def all_but_weight_products(graph: Graph, node: Node, heavy: bool, before: Mapping[str, int]) -> float:
     """MaxText's ``minimal`` (jax.checkpoint_policies.dots_with_no_batch_dims_saveable): what products with weights make
     is kept; attention runs again."""
     return 0.0 if heavy and node.kind != "attention" else 1.0
@@ -246,6 +242,7 @@ for _p in (
         copied=(4.0, 6.0),
         rearranges=True,
         in_pieces=_SYMMETRIC_MEMORY,
+        adds_apart=True,
         keeps_chosen=True,
         logits=3.0,
         logits_in_parts=4.0,
@@ -259,7 +256,8 @@ for _p in (
         "torch.utils.checkpoint keeps the results that a policy saves. logits: cross_entropy's float32 operand, its "
         "log softmax and, in backward, a gradient of each; the allocator cannot use the bfloat16 ones' block. "
         "logits_in_parts: torch/distributed/tensor/parallel/loss.py makes one more. sums_unsplit: stages leave "
-        "gradients unsummed in the type of their sum (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).",
+        "gradients unsummed in the type of their sum, and add to them (torch/distributed/fsdp/_fully_shard/"
+        "_fsdp_param.py).",
     ),
     Program(
         name="compiled",
@@ -271,6 +269,7 @@ for _p in (
         copied=(4.0, 6.0),
         rearranges=True,
         in_pieces=_SYMMETRIC_MEMORY,
+        adds_apart=True,
         logits=0.5,
         sums_unsplit=True,
         reserve_bytes=1e9,
@@ -305,6 +304,7 @@ for _p in (
         sends_parts=True,
         in_pieces=_USERBUFFERS,
         zero_in_stages=1,
+        whole_passes=4.0,
         experts=AroundExperts(forward=5.0, backward=5.0, apart=True),
         logits=1.0,
         fp8_passes=0.0,
@@ -318,7 +318,9 @@ for _p in (
         "apart: GroupedLinear calls cuBLAS for one expert after the other (transformer_engine/common/gemm/"
         "cublaslt_gemm.cu, nvte_multi_tensor_gemm), gate and up in one. "
         "zero_in_stages: its FSDP runs with tensor, expert and context parallelism only (Megatron-LM#1455, and "
-        "--use-torch-fsdp2 asserts one stage)",
+        "--use-torch-fsdp2 asserts one stage). whole_passes: megatron/core/distributed/param_and_grad_buffer.py zeroes "
+        "the buffer of gradients, reads it for the check, and scales it (read and written). Products add to it "
+        "(gradient_accumulation_fusion)",
     ),
     Program(
         name="megatron_2021",
@@ -331,6 +333,8 @@ for _p in (
         sends_parts=True,
         sums_beside=False,
         sums_each=False,
+        adds_apart=True,
+        whole_passes=6.0,
         in_pieces=_USERBUFFERS,
         zero_in_stages=1,
         context="none",
@@ -339,7 +343,10 @@ for _p in (
         source="EAGER's; update_bytes: megatron/optimizer/optimizer.py copies, checks and clips gradients; local DDP "
         "sums them after backward (megatron/model/distributed.py); gradients of float16 stay in float16 until then "
         "(megatron/arguments.py: accumulate_allreduce_grads_in_fp32 is for bfloat16). zero_in_stages: "
-        "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5",
+        "deepspeed/runtime/pipe/engine.py refuses ZeRO-2 and 3. context: Megatron-Core has it since 0.5. adds_apart: "
+        "float16 gradients are added by autograd or the hook of megatron/model/distributed.py (fused into products in "
+        "float32 from 2022-02, in float16 from 2022-09). whole_passes: there, allreduce_gradients joins gradients, "
+        "divides them and copies them back",
     ),
 ):
     PROGRAMS.add(_p.name, _p)

@@ -74,6 +74,14 @@ class StatedStep:
         logits = self.parts.logits if part is self.parts.last else 0.0
         return self.copying_s(logits * self.program.metrics_bytes)
 
+    def added_s(self, part: Part) -> float:
+        """Seconds to add a part's gradients to those of earlier micro-batches, on average over the micro-batches."""
+        p, m = self.program, self.micro_batches
+        if not p.adds_apart or (p.sums_each and self.s.zero >= 2 and self.s.pipeline == 1):
+            return 0.0  # the product adds, or a shard is all there is to add
+        nbytes = part.parameters * (p.bytes.used + 2 * p.bytes.gradient)
+        return self.copying_s(nbytes) * (1 - 1 / m)
+
     def rearranged_s(self, part: Part, backward: bool) -> float:
         """Seconds of copies of what tensor parallelism gathers and scatters whole; 0 if it is sent piece by piece."""
         if not self.program.rearranges or self.s.asynchronous:
@@ -94,12 +102,12 @@ class StatedStep:
     def sum_s(self, part: Part) -> float:
         """Seconds to sum a part's gradients once."""
         s, b = self.s, self.program.bytes
-        if s.zero in (2, 3):
+        if s.zero in (2, 3) and not self.program.sums_whole:
             inner = self.over_data(part, "reduce_scatter", b.summed, "inner")
             return inner + (
                 self.over_data(part, "all_reduce", b.summed, "outer") if s.data > 1 < s.shard else 0.0
             )
-        if s.zero == 1:
+        if s.zero == 1 and not self.program.sums_whole:
             return self.over_data(part, "reduce_scatter", b.summed)
         return self.over_data(part, "all_reduce", b.summed)
 
@@ -149,7 +157,8 @@ class StatedStep:
         for part in parts:
             device = part.backward_s + part.again_s if backward else part.forward_s
             device += self.copied_s(part, backward) if gathers or sums else 0.0
-            device += self.rearranged_s(part, backward) + (self.metrics_s(part) if backward else 0.0)
+            device += self.rearranged_s(part, backward)
+            device += self.metrics_s(part) + self.added_s(part) if backward else 0.0
             sent = self.sent_s(part, backward)
             launched = part.host_s[int(backward)]
             out.append(
@@ -210,6 +219,8 @@ class StatedStep:
         if p.executor.update_bytes:
             moved = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
             seconds += self.copying_s(moved)
+        whole = sum(part.parameters * k for part, k in parts) * p.bytes.gradient
+        seconds += self.copying_s(whole * p.whole_passes)
         gathered = 0.0
         if s.zero in (1, 2):
             gathered = sum(self.over_data(part, "all_gather", p.bytes.used, "inner") * k for part, k in parts)
@@ -223,7 +234,7 @@ class StatedStep:
     def _staged(self) -> tuple[dict[str, float], Pipeline]:
         """A pipelined step. Weights are gathered once, and gradients are summed once, after a stage's last backward."""
         s, p, m = self.s, self.program, self.micro_batches
-        layers = stage_layers(self.parts.blocks, s.pipeline)
+        layers = stage_layers(self.parts.blocks, s.pipeline, p.stage_ends)
         forward, backward = [], []
         for i, n in enumerate(layers):
             ends = i == 0, i == len(layers) - 1
@@ -251,7 +262,9 @@ class StatedStep:
         """One micro-batch's activations to the next stage, once."""
         s = self.s
         split = s.tensor if self.program.sends_parts and not s.sequence else 1
-        return send_s(self.model, s.pipeline, self.mesh.devices, self.parts.block.entry / split)
+        whole = self.parts.block.entry
+        sent = send_s(self.model, s.pipeline, self.mesh.devices, whole / split)
+        return sent + (self.collective_s("all_gather", ("model",), whole) if split > 1 else 0.0)
 
     def tied_s(self) -> float:
         """The sum of tied parameters' gradients over the first and the last stage, after both have computed theirs."""

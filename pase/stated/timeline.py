@@ -108,14 +108,22 @@ def pipelined(
     return Pipeline(step_s=total, bubble=1 - m * max(t) / total, in_flight=min(held, float(m)))
 
 
-def stage_layers(blocks: int, stages: int) -> list[int]:
+def stage_layers(blocks: int, stages: int, ends: tuple[int, int] = (0, 0)) -> list[int]:
     """Number of blocks of each stage. Equal if the stages divide the blocks. Otherwise embedding and loss count as a
     block each, as in Llama-3 and Megatron's account options. If that does not divide either, the last stages have one
     block less.
 
+    ends: the blocks that embedding and output always count as; the first stages then have one more if need be.
+
     >>> stage_layers(32, 4), stage_layers(126, 8), stage_layers(61, 16)[-4:]
     ([8, 8, 8, 8], [15, 16, 16, 16, 16, 16, 16, 15], [4, 3, 3, 3])
+    >>> stage_layers(80, 8, (1, 2))
+    [10, 11, 11, 10, 10, 10, 10, 8]
     """
+    if any(ends):
+        each, more = divmod(blocks + sum(ends), stages)
+        out = [each + (i < more) for i in range(stages)]
+        return [out[0] - ends[0], *out[1:-1], out[-1] - ends[1]] if stages > 1 else [blocks]
     if blocks % stages == 0:
         return [blocks // stages] * stages
     if (blocks + 2) % stages == 0:

@@ -157,6 +157,43 @@ def test_what_a_framework_does_besides_products_is_counted_once_each():
     assert more - step == pytest.approx(layers * once, rel=1e-6)
 
 
+def test_gradients_are_added_by_the_product_or_by_a_kernel_of_their_own():
+    """Read, and read and written where they are added up, for all micro-batches but the first."""
+    rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
+    elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
+    apart, few = (replace(AHEAD, adds_apart=a, sums_beside=False) for a in (True, False))
+    for s, micro, m in (("dp=8", 2, 1), ("dp=8", 2, 4)):
+        more, less = (price(f"{s},micro={micro}", program=p, examples=16 * m).step_s for p in (apart, few))
+        assert more - less == pytest.approx((m - 1) * elements * (2 + 2 * 4) / rate, rel=1e-6)
+    passes = replace(few, whole_passes=3.0)
+    once = price("dp=8,zero=1", program=passes).step_s - price("dp=8,zero=1", program=few).step_s
+    assert once == pytest.approx(elements * 4 * 3 / rate, rel=1e-6)
+
+
+def test_zero_may_sum_whole_gradients():
+    """As without ZeRO: twice what a reduce-scatter takes, less its latencies."""
+    whole = replace(PROGRAMS["eager"], sums_whole=True)
+    sums = [
+        price(s, program=p).moved["sums of gradients"]
+        for s, p in (("dp=8", "eager"), ("dp=8,zero=1", whole), ("dp=8,zero=1", "eager"))
+    ]
+    assert sums[0] == sums[1] > 1.5 * sums[2]
+
+
+def test_whole_logits_are_gathered_and_every_rank_computes_the_whole_loss():
+    whole = replace(AHEAD, whole_logits=True, logits_in_parts=None)
+    parts = replace(AHEAD, logits_in_parts=None)
+    for text in ("tp=8", "tp=8,sp"):
+        a, b = (price(text, program=p, graph=graph_of(vocab=1 << 18)) for p in (whole, parts))
+        gathered = a.moved["all_gather over model"] - b.moved.get("all_gather over model", 0.0)
+        logits = 16 * 512 * (1 << 18) * 4
+        assert gathered == pytest.approx(logits * 7 / 8 / (450e9 * 0.824), rel=0.2)
+        assert a.seconds["compute"] > b.seconds["compute"]
+        assert a.memory.logits > b.memory.logits
+    one = price("dp=8", program=whole)
+    assert one.step_s == price("dp=8", program=parts).step_s
+
+
 def test_tensor_parallelism_along_a_later_dim_copies_what_it_moves():
     eager, plain = AHEAD, replace(AHEAD, rearranges=False)
     rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
@@ -253,10 +290,69 @@ def test_api_and_command_say_the_same():
     assert json.loads(printed(*args, "--json"))["step_s"] == p.step_s
     with pytest.raises(PaseError, match="no executor 'lazy'; there are"):
         pase.price(SMALL, devices=8, strategy="", executor="lazy")
-    with pytest.raises(Infeasible, match="no loop over equal blocks"):
+    with pytest.raises(Infeasible, match="no equal blocks"):
         pase.price("zoo:alexnet", devices=8, strategy="dp=8")
     with pytest.raises(Infeasible, match="cannot be divided by the 5"):
         pase.price(SMALL, devices=5, strategy="dp=5")
+
+
+@pytest.mark.parametrize(
+    ("text", "executor"),
+    [
+        ("fsdp=8,remat=none", "eager"),
+        ("fsdp=8,remat=selective", "eager"),
+        ("fsdp=4,tp=2,sp,remat=selective", "compiled"),
+        ("fsdp=8,remat=full", "xla"),
+        ("dp=2,zero=1,tp=2,sp,pp=2,micro=1,remat=full", "megatron"),
+    ],
+)
+def test_layers_written_out_cost_what_a_loop_over_them_does(text, executor):
+    """Whether the model marks them or not. But for the norms at the ends, which the equal runs of equations share."""
+    shape = "zoo:llama3_8b?batch=16&seq=512&layers=6&vocab=4096&attention=fused"
+    loop, out, marked = (
+        pase.price(f"{shape}&scan={scan}&remat={remat}", devices=8, strategy=text, executor=executor)
+        for scan, remat in ((1, 0), (0, 0), (0, 1))
+    )
+    for p in (out, marked):
+        assert p.step_s == pytest.approx(loop.step_s, rel=0.01)
+        assert p.memory.total == pytest.approx(loop.memory.total, rel=0.01)
+        assert p.memory.activations == pytest.approx(loop.memory.activations, rel=0.1)
+    assert sum(out.moved.values()) == pytest.approx(sum(loop.moved.values()), rel=0.02)
+
+
+def test_a_pytorch_module_is_priced():
+    torch = pytest.importorskip("torch")
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.LayerNorm(256)
+            self.up, self.down = torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256)
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Layer() for _ in range(6))
+
+        def forward(self, x):  # type: ignore[no-untyped-def]
+            for layer in self.layers:
+                x = layer(x)
+            return x.square().mean()
+
+    batch = torch.zeros(32, 16, 256)
+    whole, micro = (
+        pase.price(Model(), batch, devices=4, strategy=f"fsdp=4,micro={m}", executor="eager") for m in (8, 4)
+    )
+    elements = 6 * (2 * 256 * 1024 + 1024 + 256 + 2 * 256)
+    assert whole.memory.optimizer == pytest.approx(8 * elements / 4, rel=0.01)
+    assert micro.micro_batches == 2 and micro.memory.activations < whole.memory.activations
+    staged = pase.price(Model(), batch, devices=4, strategy="pp=2,dp=2,micro=4", executor="eager")
+    assert staged.pipeline is not None and staged.memory.optimizer == pytest.approx(
+        8 * elements / 2, rel=0.01
+    )
 
 
 def test_what_the_model_marks_runs_again_unless_stated_otherwise():
@@ -269,7 +365,9 @@ def test_what_the_model_marks_runs_again_unless_stated_otherwise():
 def test_one_example_on_one_rank_is_read_as_two_of_half():
     """A dim of one is no dim: one example takes half of what two take together, but for what is once a step."""
     two, one = (
-        pase.price(SMALL.replace("batch=64", f"batch={b}"), devices=8, strategy="tp=8,sp,micro=1")
+        pase.price(
+            SMALL.replace("batch=64", f"batch={b}"), devices=8, strategy="tp=8,sp,micro=1", executor="xla"
+        )
         for b in (4, 2)
     )
     assert two.micro_batches == 4 and one.micro_batches == 2
