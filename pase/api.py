@@ -254,7 +254,8 @@ def price(
 ) -> Priced:
     """Price a given strategy without a search: seconds by cause, memory on the fullest rank, collectives.
 
-    model, params, batch: as for ``compile``; the model must be a JAX model. strategy: for example
+    model, params, batch: as for ``compile``; a JAX function or a PyTorch module, of a loop over layers or of at least
+    three equal layers in a row. strategy: for example
     ``"fsdp=32,tp=8,sp,remat=full"``; ``pase price --help`` lists the terms. executor: how the program runs, one of
     ``pase.stated.program.PROGRAMS``.
 

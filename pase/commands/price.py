@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -73,6 +74,10 @@ def price(
         print_json({"model": model, **found.to_json()})
         strictly(found.fits, strict)
         return
+    out = console()
     for line in as_lines(model, found):
-        console().print(line, style="bold red" if line.startswith("WARNING") else None)
+        folded = fill(
+            line, out.width, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+        )
+        out.print(folded, style="bold red" if line.startswith("WARNING") else None)
     strictly(found.fits, strict)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["scale"]
 
-_WIDTH = 40
+_WIDTH = 36
 
 
 @compile_options(
@@ -91,40 +91,34 @@ def _print(model: str, points: list[ScalePoint]) -> None:
     from pase.plan.table import bytes_text, cost_text
 
     bar = "▒ ideal, █ reached"
-    names = (
-        "devices",
-        "mesh",
-        "step",
-        "MFU",
-        "memory",
-        "fits",
-        "device-seconds",
-        "hours/1e9 tokens",
-        "speed-up",
-        bar,
-    )
-    out = columns(*names, left=("mesh", "fits", bar))
+    names = ("devices", "step", "MFU", "memory", "fits", "device-seconds", "hours/1e9 tokens")
+    out = columns(*names, left=("fits",), overflow="fold")
+    chart = columns("devices", "speed-up", bar, "mesh", left=(bar, "mesh"), overflow="fold")
+    chart.columns[2].no_wrap = True
     known = [p for p in points if p.plan is not None]
     first = known[0] if known else None
     most = known[-1].devices / first.devices if first is not None else 1.0
     for p in points:
         if p.plan is None or first is None or first.plan is None:
-            out.add_row(str(p.devices), p.why_not or "")
+            chart.add_row(str(p.devices), "", "", p.why_not or "")
             continue
         row, gain, ideal = _row(p), first.plan.cost / p.plan.cost, p.devices / first.devices
         hours = row["device_hours_per_1e9_tokens"]
         reached = min(round(_WIDTH * gain / most), _WIDTH)
         out.add_row(
             str(p.devices),
-            " ".join(f"{k}={v}" for k, v in row["mesh"].items()),
             cost_text(p.plan.cost, p.plan.unit),
             "" if row["mfu"] is None else f"{row['mfu']:.1%}",
             bytes_text(row["memory_bytes"]),
             "yes" if row["fits"] else "NO",
             f"{p.device_s:.3g}",
             "" if hours is None else f"{hours:.3g}",
+        )
+        chart.add_row(
+            str(p.devices),
             f"×{gain:.2f}",
             "█" * reached + "▒" * max(round(_WIDTH * ideal / most) - reached, 0),
+            " ".join(f"{k}={v}" for k, v in row["mesh"].items()),
         )
     plan = first.plan if first is not None else None
     name, measured = ("", "") if plan is None else (plan.machine, f", {plan.objective}")
@@ -132,3 +126,5 @@ def _print(model: str, points: list[ScalePoint]) -> None:
         f"{model} on {name}: the same whole batch on each number of devices; predictions{measured}"
     )
     console().print(out)
+    console().print()
+    console().print(chart)

@@ -32,6 +32,21 @@ def test_the_command_prints_a_table_and_json():
     assert all(p["device_s"] == p["cost"] * p["devices"] and 0 < p["mfu"] < 1 for p in found)
 
 
+def test_nothing_is_cut_at_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    wide = "scale", MODEL, "--devices", "2..8"
+    priced = (
+        "price",
+        "zoo:llama3_8b?batch=8&seq=256&layers=2&vocab=512",
+        "--devices",
+        "4",
+        "--as",
+        "fsdp=2,tp=2",
+    )
+    for shown in (printed(*wide), printed(*priced)):
+        assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("text", ["8..", "x", "0..8", "8..4", "8,,9", "-8", "9999999999"])
 def test_what_is_no_range_is_refused(text):
     with pytest.raises(PaseError, match="--devices"):
