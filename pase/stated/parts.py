@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -19,23 +19,21 @@ from pase.compiler.stage_places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders
-from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import FP8, operand_bytes
 from pase.ir.types import LEAF
-from pase.machine import CollectiveKind, CostModel, Mesh
+from pase.machine import CollectiveKind, CostModel
 from pase.memory.residuals import kept
-from pase.plan.step import executed_work, launches, saved_by_kernels
+from pase.plan.step import launches, saved_by_kernels
 from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
-from pase.tables.build import work_price
+from pase.stated.work import priced_work
 from pase.tables.itemize import collectives
 from pase.tables.layouts import dim_index, number, shards
-from pase.tables.work import SCALE_PASSES, Phase, Work
+from pase.tables.work import Phase
 
 __all__ = ["Part", "Parts", "Sent", "parts_of"]
 
 HEAVY = ("matmul", "conv", "attention")
-OPTIMIZER = "adam"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +177,7 @@ class _PartsInTheMaking:
         last block that reads it. By their equations: a node may have those of two blocks, and a copy has none."""
         held_by, many = holders(self.written_out), len(self.written_out)
         read: dict[str, int] = {}
-        out = {}
+        out: dict[str, tuple[Node, int, int]] = {}
         for n in reversed(self.graph.nodes):
             after = many if self.places.of(n.name) == "last" else -1
             for op in reversed(n.ops):
@@ -230,7 +228,7 @@ class _PartsInTheMaking:
         part, many, share = self.parts[self.places.of(n.name)], self.turns(n.name), self.share
         inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
-        for w, seconds in _priced(
+        for w, seconds in priced_work(
             self.graph, n, cfg, self.placed.mesh, self.strategy, self.program, self.model
         ):
             each = w.times * seconds / many
@@ -449,45 +447,6 @@ def _places(graph: Graph, written_out: Sequence[Block]) -> Places:
             f"'{graph.name}' has no equal blocks, by which a stated strategy is priced: no loop over layers, no three "
             f"equal layers written out one after the other"
         ) from e
-
-
-def _priced(
-    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, s: Strategy, program: Program, model: CostModel
-) -> Iterator[tuple[Work, float]]:
-    """The node's work, each piece with its price for one run. The program defines what casts to fp8 read; NVFP4 has a
-    scale of the whole tensor, for which it is read once more (Transformer Engine, NVFP4BlockScaling)."""
-    for w in executed_work(graph, n, cfg, mesh, model, program.executor, OPTIMIZER):
-        if w.kind == "attention":
-            yield w, _attention_s(graph, n, cfg, mesh, w, program, model)
-            continue
-        if w.casts:
-            written = 2 * operand_bytes(PRODUCTS_IN[s.precision] or FP8)
-            passes = max(program.fp8_passes, 1.0) if s.precision == "nvfp4" else program.fp8_passes
-            own, had = (2 * (1 + often) + written for often in (passes, SCALE_PASSES))
-            w = replace(w, nbytes=w.nbytes * own / had)
-        yield w, float(np.ravel(work_price(w, model))[0])
-
-
-def _attention_s(
-    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, w: Work, program: Program, model: CostModel
-) -> float:
-    """Uses the program's own kernel if the machine knows it. With a causal mask and a sharded sequence, all ranks have
-    the same work, because all frameworks assign chunks in pairs (zigzag)."""
-    op = next(op for op in n.ops if op.kind == "attention")
-    if op.function is CAUSAL_ATTENTION:
-        queries = op.writes[1].map.walks[1].dims
-        ways = float(shards(cfg, dim_index(n, queries), mesh)[0])
-        w = replace(w, flops=w.flops * (0.5 / (1 - 1 / (2 * ways))))
-    device = model.machine.device
-    known = {k.name: k for k in device.attention_kernels}
-    name = next((name for name in program.attention if name in known), None)
-    seconds = float(np.ravel(work_price(w, model))[0])
-    if name is None or w.mnk is None:
-        return seconds
-    rate = device.peak(w.dtype) * float(
-        known[name].at(np.asarray(w.mnk[1]), backward=w.phase == "backward").ravel()[0]
-    )
-    return float(np.ravel(w.flops)[0]) / rate + device.launch_s
 
 
 def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
