@@ -27,7 +27,8 @@ __all__ = ["AxisGroups", "axis_groups"]
 
 @dataclass(frozen=True, kw_only=True)
 class AxisGroups:
-    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order.
+    """The groups that this rank is in. devices: PyTorch's mesh, with the plan's axes in the plan's order; of a
+    pipeline, the mesh of this rank's stages. everywhere: of a pipeline, all of them, the stages' axis first.
 
     names: axes used together (without axes of size 1) -> the group's name. place: this rank's index along each axis.
     """
@@ -36,8 +37,21 @@ class AxisGroups:
     devices: DeviceMesh
     names: dict[tuple[str, ...], str] = field(default_factory=dict)
     place: tuple[int, ...]
+    everywhere: DeviceMesh | None = None
     kinds: list[CollectiveKind] = field(default_factory=list)
     """What is being sent, in the plan's words, where PyTorch's collective does not tell."""
+
+    def ordered(self, order: Sequence[str]) -> DeviceMesh:
+        """PyTorch's mesh with the axes in another order. Every rank must call it with the same orders."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if tuple(order) == self.mesh.names:
+            return self.devices
+        whole = self.devices if self.everywhere is None else self.everywhere
+        names = tuple(n for n in whole.mesh_dim_names or () if n not in order) + tuple(order)
+        ranks = whole.mesh.permute([(whole.mesh_dim_names or ()).index(n) for n in names])
+        made = DeviceMesh(whole.device_type, ranks, mesh_dim_names=names)
+        return made if self.everywhere is None else made[tuple(order)]
 
     def index(self, axis: str) -> int:
         """This rank's index along an axis."""
@@ -181,9 +195,13 @@ class AxisGroups:
         return torch.ops._c10d_functional.wait_tensor(x)
 
 
-def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> AxisGroups:
+STAGE = "stage"
+"""The axis of a pipeline's ranks, outermost."""
+
+
+def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str, stages: int = 1) -> AxisGroups:
     """The groups of these sets of axes, over all ranks of ``torch.distributed``. Every rank must call it with the same
-    sets.
+    sets. stages: how many such meshes there are, one after another.
 
     Raises PaseError if the number of ranks is not the plan's number of devices.
     """
@@ -196,15 +214,23 @@ def axis_groups(mesh: Mesh, needed: Iterable[tuple[str, ...]], device: str) -> A
             "there is no process group: start the program with torchrun, and call "
             "torch.distributed.init_process_group() first"
         )
-    if dist.get_world_size() != mesh.devices:
+    devices_in_all = stages * mesh.devices
+    if dist.get_world_size() != devices_in_all:
         raise PaseError(
-            f"the plan is for {mesh.devices} devices, but there are {dist.get_world_size()} ranks: start as many "
+            f"the plan is for {devices_in_all} devices, but there are {dist.get_world_size()} ranks: start as many "
             f"(torchrun --nproc-per-node), or compile for devices={dist.get_world_size()}"
         )
-    ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
-    devices = DeviceMesh(device, ranks, mesh_dim_names=mesh.names)
+    if stages == 1:
+        everywhere = None
+        devices = DeviceMesh(
+            device, torch.arange(mesh.devices).reshape(mesh.sizes), mesh_dim_names=mesh.names
+        )
+    else:
+        ranks = torch.arange(stages * mesh.devices).reshape(stages, *mesh.sizes)
+        everywhere = DeviceMesh(device, ranks, mesh_dim_names=(STAGE, *mesh.names))
+        devices = everywhere[mesh.names]
     place = tuple(int(i) for i in devices.get_coordinate() or ())
-    groups = AxisGroups(mesh=mesh, devices=devices, place=place)
+    groups = AxisGroups(mesh=mesh, devices=devices, place=place, everywhere=everywhere)
     for axes in sorted({groups.wide(a) for a in needed} - {()}):
         part = devices if axes == mesh.names else devices[axes]
         whole = part if len(axes) == 1 else part._flatten("_".join(("pase", *axes)))

@@ -87,6 +87,7 @@ class RankWalk:
     """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
 
     totals: sums over all micro-batches; counting: the ops that make a micro-batch's share of them, by place and tensor.
+    only: the numbers of the nodes that it runs; None: all of them.
     """
 
     program: LocalProgram
@@ -95,6 +96,7 @@ class RankWalk:
     blocks: tuple[Block, ...] = ()
     counting: frozenset[tuple[Place, str]] = frozenset()
     totals: frozenset[str] = frozenset()
+    only: frozenset[int] | None = None
 
     @cached_property
     def joined(self) -> tuple[tuple[int, ...], ...]:
@@ -164,11 +166,16 @@ class RankWalk:
         while i < len(scope.nodes):
             block = next((b for b in self.blocks if (b.prefix, b.start) == (prefix, i)), None)
             if block is None:
-                self._step(scope, i, prefix, body)
+                if self._runs(prefix, i):
+                    self._step(scope, i, prefix, body)
                 i += 1
                 continue
-            self._again(block, scope, body)
+            if any(self._runs(prefix, j) for j in range(i, block.stop)):
+                self._again(block, scope, body)
             i = block.stop
+
+    def _runs(self, prefix: str, i: int) -> bool:
+        return self.only is None or bool(prefix) or i in self.only
 
     def count(self, body: Body) -> dict[str, Tensor]:
         """This micro-batch's share of the totals, made from inputs alone. What is made on the way stays in the body."""
@@ -198,7 +205,8 @@ class RankWalk:
         def inside() -> tuple[Tensor, ...]:
             mine = body.within(self.joined, body.constants, keeping)
             for j in range(block.start, block.stop):
-                self._step(scope, j, block.prefix, mine)
+                if self._runs(block.prefix, j):
+                    self._step(scope, j, block.prefix, mine)
             made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
             return tuple(v.array for v in made)
 

@@ -17,7 +17,7 @@ from pase.backends.torch_compiled import added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
-from pase.backends.torch_storage import Storage
+from pase.backends.torch_storage import Storage, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pase.plan.types import PlanData
 
-__all__ = ["ParallelModule", "TorchPlan", "TorchStep", "torch_plan"]
+__all__ = ["ParallelModule", "TorchPlan", "TorchStep", "agreed_seed", "torch_plan", "traced_by_torch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,12 +85,29 @@ class TorchPlan:
         every = ((n, found.get(n)) for n in self.traced.scope.nodes if n.op == "placeholder")
         return {n.name: v.tensor.name for n, v in every if isinstance(v, Value) and v.tensor is not None}
 
-    def groups(self, device: str) -> AxisGroups:
-        """Process groups over all axes that something is sent along, over all ranks of ``torch.distributed``."""
+    @property
+    def sent_along(self) -> set[tuple[str, ...]]:
+        """Axes that something is sent along together."""
         program = self.program
         needed = {m.axes for t in program.transfers for m in (*t.forward, *(t.backward or ())) if not m.free}
-        needed |= {s.axes for op in program.ops for s in op.sent}
-        return axis_groups(self.mesh, needed, device)
+        return needed | {s.axes for op in program.ops for s in op.sent}
+
+    @cached_property
+    def cut(self) -> frozenset[str]:
+        """The inputs of which a micro-batch has a part."""
+        from torch.utils._pytree import tree_leaves
+
+        if self.whole is None:
+            return frozenset()
+        both = (tree_leaves(t.batch) for t in (self.whole, self.traced))
+        sizes = zip(self.traced.program.inputs, *both, strict=True)
+        return frozenset(
+            name for name, a, b in sizes if getattr(a, "shape", None) != getattr(b, "shape", None)
+        )
+
+    def groups(self, device: str) -> AxisGroups:
+        """Process groups over all axes that something is sent along, over all ranks of ``torch.distributed``."""
+        return axis_groups(self.mesh, self.sent_along, device)
 
     def walk(self, groups: AxisGroups) -> RankWalk:
         return RankWalk(
@@ -155,7 +172,7 @@ class ParallelModule:
     """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
     _graph: Callable[..., Sequence[Tree]] | None = field(default=None, repr=False)
     """What was compiled."""
-    _stored: dict[str, Any] = field(default_factory=dict, repr=False)
+    stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
 
     @classmethod
@@ -183,10 +200,11 @@ class ParallelModule:
             module=module,
             walk=plan.walk(groups),
             device=at,
-            seed=_agreed_seed(at),
+            seed=agreed_seed(at),
             compiler=("inductor" if compile is True else compile) or None,
         )
-        Storage(parallel=made).replace()
+        storage = Storage(parallel=made)
+        shared_out(storage, lambda tensor: storage)
         return made
 
     def __call__(self, *batch: Tree) -> Tensor:
@@ -202,31 +220,31 @@ class ParallelModule:
             raise PaseError(
                 "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
             )
-        (body,) = self._bodies(batch)
-        return self._loss(self._parameters(self._local()), body)
+        (body,) = self.bodies(batch)
+        return self._loss(self.parameters(self.local()), body)
 
     def backward(self, *batch: Tree) -> Tensor:
         """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
         losses: list[Tensor] = []
-        held = self._parameters(self._local()) if self.compiler is None else {}
-        for body in self._bodies(batch):
+        held = self.parameters(self.local()) if self.compiler is None else {}
+        for body in self.bodies(batch):
             if self.compiler is not None:
                 losses.append(self._at_once(body))
                 continue
-            loss = self._loss(held, body) * self._share
+            loss = self._loss(held, body) * self.share
             loss.backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
     @property
-    def _share(self) -> float:
+    def share(self) -> float:
         """What a micro-batch's loss is multiplied by: a sum counts whole, of a mean a share."""
         (power,) = self.plan.sums.outputs.values()
         return float(self.plan.accumulate**-power)
 
-    def _bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
+    def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
         """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
-        k, totals = self.plan.accumulate, self.plan.sums.totals
+        k, totals = self.plan.accumulate, self.walk.totals
         first, constants = self.seed + self.steps, self._constants()
         bodies = (self.walk.body(self._inputs(batch, i), constants, self.device, first + i) for i in range(k))
         if not totals:
@@ -234,7 +252,8 @@ class ParallelModule:
             return
         every = list(bodies)
         shares = [self.walk.count(body) for body in every]
-        for t, power in totals.items():
+        for t in sorted(totals):
+            power = self.plan.sums.totals[t]
             total = sum((s[t] for s in shares[1:]), shares[0][t])
             whole = total * k**-power if power else total
             for body in every:
@@ -243,12 +262,12 @@ class ParallelModule:
 
     def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
         body.values.update({**parameters, **self._kept()})
-        loss = self._walked(body)
+        loss = self.walked(body)
         self._write_back(self._next_values(body))
         self.steps += 1
         return loss
 
-    def _walked(self, body: Body) -> Tensor:
+    def walked(self, body: Body) -> Tensor:
         """The loss after a walk."""
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
@@ -268,7 +287,7 @@ class ParallelModule:
         import torch
 
         before.values.update(self._kept())
-        constants, stored = self._constants(), self._local()
+        constants, stored = self._constants(), self.local()
         held_values, sent = before.values, before.sent
         given = [
             *stored.values(),
@@ -276,7 +295,7 @@ class ParallelModule:
             *sent.values(),
             *constants.values(),
         ]
-        trained = [t for t, p in self._stored.items() if p.requires_grad]
+        trained = [t for t, p in self.stored.items() if p.requires_grad]
 
         def joint(*arrays: Tensor) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor]]:
             mine = iter(arrays)
@@ -284,10 +303,10 @@ class ParallelModule:
             read = {t: replace(v, array=next(mine)) for t, v in held_values.items()}
             came = {number: next(mine) for number in sent}
             body = self.walk.body(
-                {**read, **self._parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
+                {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
             )
             body.sent.update(came)
-            loss = self._walked(body) * self._share
+            loss = self.walked(body) * self.share
             found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
             return loss.detach(), found, list(self._next_values(body).values())
 
@@ -298,7 +317,7 @@ class ParallelModule:
             loss, gradients, new = self._graph(*given)
             for t, g in zip(trained, gradients, strict=True):
                 if g is not None:
-                    added(self._stored[t], g)
+                    added(self.stored[t], g)
             self._write_back(dict(zip(self._next_paths, new, strict=True)))
         self.steps += 1
         return loss
@@ -317,11 +336,11 @@ class ParallelModule:
         # A tensor that the model has in addition to its buffers. The export lifted it out.
         return self.plan.traced.program.constants[path]
 
-    def _local(self) -> dict[str, Tensor]:
-        """This rank's part of each parameter."""
-        return {tensor: stored.to_local() for tensor, stored in self._stored.items()}
+    def local(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter, as it is stored."""
+        return {tensor: stored.to_local() for tensor, stored in self.stored.items()}
 
-    def _parameters(self, parts: Mapping[str, Tensor]) -> dict[str, RankValue]:
+    def parameters(self, parts: Mapping[str, Tensor]) -> dict[str, RankValue]:
         """Parameters in the layouts that the step reads. If a parameter's state is split further, it is gathered."""
         program, out = self.plan.program, {}
         for tensor, local in parts.items():
@@ -366,7 +385,7 @@ class ParallelModule:
             r = program.result(leaves[name])
             x = x.to(self.device)
             here = local_shape(r.shape, r.layout, self.plan.mesh)
-            if k > 1 and x.dim() and x.shape[0] in (k * r.shape[0], k * here[0]):
+            if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0]):
                 x = x[turn::k]
             if tuple(x.shape) == r.shape:
                 x = part(x, r.shape, r.layout, self.walk.groups)
@@ -433,7 +452,7 @@ class TorchStep:
         return loss
 
 
-def _agreed_seed(device: torch.device) -> int:
+def agreed_seed(device: torch.device) -> int:
     """Rank 0's seed, on all ranks. Random ops must agree across the ranks."""
     import torch
     import torch.distributed as dist
@@ -444,16 +463,20 @@ def _agreed_seed(device: torch.device) -> int:
     return int(seed.item())
 
 
-def torch_plan(plan: PlanData) -> TorchPlan:
-    """The plan in PyTorch's terms. Raises PaseError if it was loaded without its model, or if that is not a PyTorch
-    module.
-    """
-    plan.check_emitted()
-    traced = plan.traced_as(
+def traced_by_torch(plan: PlanData) -> TracedTorch:
+    """The model. Raises PaseError if the plan was loaded without it, or if that is not a PyTorch module."""
+    return plan.traced_as(
         TracedTorch,
         "module, *batch",
         "there is no PyTorch module to run: use plan.jax for a JAX function, and 'pase emit' for other frameworks",
     )
+
+
+def torch_plan(plan: PlanData) -> TorchPlan:
+    """The plan in PyTorch's terms. Raises PaseError if it has no PyTorch module, or is a pipeline. (For a pipeline, see
+    ``torch_pipeline``.)"""
+    plan.check_emitted()
+    traced = traced_by_torch(plan)
     return TorchPlan(
         traced=micro(traced, plan.accumulate),
         whole=traced if plan.accumulate > 1 else None,

@@ -97,6 +97,12 @@ def _copy(call: RankCall) -> Tensor:
     return call.given["src"].to(call.whole[0].dtype)
 
 
+@RANK_RULES.register("type_as")
+def _type_as(call: RankCall) -> Tensor:
+    """Only the dtype of the other tensor matters, which may be elsewhere."""
+    return call.given["self"].to(call.whole[0].dtype)
+
+
 # Parts of a tensor. Split dims are either not sliced, or sliced in the same way in all parts.
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
@@ -15,6 +15,7 @@ from pase.local.parts import placement
 from pase.local.types import Layout, LocalOp
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from pase.backends.torch_plan import ParallelModule
 
-__all__ = ["Storage"]
+__all__ = ["Storage", "shared_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,48 +33,8 @@ class Storage:
     parallel: ParallelModule
     meshes: dict[tuple[str, ...], DeviceMesh] = field(default_factory=dict)
 
-    def replace(self) -> None:
-        import torch
-        from torch import nn
-
-        p = self.parallel
-        program, leaves = p.plan.traced.program, p.plan.leaves
-        tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
-        made: dict[int, Parameter] = {}
-        old: Tensor
-        for path, old in list(p.module.named_parameters(remove_duplicate=False)):
-            if id(old) not in made:
-                self._check(path, old, tensor.get(path))
-                new = self._distributed(old, tensor.get(path), gradient=True)
-                made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad)
-                if path in tensor:
-                    p._stored[tensor[path]] = made[id(old)]
-            self._owner(path)._parameters[path.rpartition(".")[2]] = made[id(old)]
-        if missing := sorted(set(tensor.values()) - set(p._stored)):
-            path = next(k for k, v in tensor.items() if v == missing[0])
-            raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
-        kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
-        for path, old in list(p.module.named_buffers()):
-            if path in program.mutated.values():
-                self._owner(path)._buffers[path.rpartition(".")[2]] = self._distributed(
-                    old, kept[path], gradient=False
-                )
-            elif isinstance(old, torch.Tensor):
-                self._owner(path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
-
-    def _owner(self, path: str) -> Module:
-        return self.parallel.module.get_submodule(path.rpartition(".")[0])
-
-    def _check(self, path: str, old: Tensor, tensor: str | None) -> None:
-        if tensor is None:
-            return
-        shape = self.parallel.plan.program.result(tensor).shape
-        if tuple(old.shape) != shape:
-            raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
-
-    def _distributed(self, old: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
-        """A DTensor with rank 0's values. A tensor that the step does not read is whole on every rank."""
-        import torch.distributed as dist
+    def distributed(self, x: Tensor, tensor: str | None, *, gradient: bool) -> DTensor:
+        """A DTensor of values that every rank has. A tensor that the step does not read is whole on every rank."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
@@ -81,9 +42,6 @@ class Storage:
         if tensor is not None:
             r = self.parallel.plan.program.result(tensor)
             layout = r.gradient if gradient else r.layout
-        x = old.detach().to(self.parallel.device)
-        if x.device.type != "meta":
-            dist.broadcast(x, 0)
         local = part(x, tuple(x.shape), layout, groups).contiguous()
         states = dict(zip(mesh.names, layout, strict=True))
         order = self._common or self._order([layout])
@@ -97,6 +55,14 @@ class Storage:
             shape=x.shape,
             stride=x.contiguous().stride(),
         )
+
+    @property
+    def orders(self) -> set[tuple[str, ...]]:
+        """The orders of the mesh's axes that it needs."""
+        if self._common is not None:
+            return {self._common}
+        every = {self._order([r.gradient]) for op in self._kept for r in op.results}
+        return {self.parallel.plan.mesh.names, *(o for o in every if o is not None)}
 
     @cached_property
     def _common(self) -> tuple[str, ...] | None:
@@ -131,17 +97,77 @@ class Storage:
 
     def _devices(self, order: tuple[str, ...]) -> DeviceMesh:
         """PyTorch's mesh in a given order of its axes."""
-        import torch
-        from torch.distributed.device_mesh import DeviceMesh
-
-        groups, mesh = self.parallel.walk.groups, self.parallel.plan.mesh
-        if order == mesh.names:
-            return groups.devices
         if order not in self.meshes:
-            ranks = torch.arange(mesh.devices).reshape(mesh.sizes)
-            ranks = ranks.permute([mesh.names.index(a) for a in order])
-            self.meshes[order] = DeviceMesh(groups.devices.device_type, ranks, mesh_dim_names=order)
+            self.meshes[order] = self.parallel.walk.groups.ordered(order)
         return self.meshes[order]
+
+
+def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -> frozenset[str]:
+    """Replace a module's tensors by DTensors with rank 0's values, and put parameters into ``stored``. Returns the
+    tensors that are trained.
+
+    first: of the module. holder: tensor (None: the step does not read it) -> what it is stored by, None: it is stored
+    by another rank, and here it becomes None.
+    """
+    import torch
+    from torch import nn
+
+    p = first.parallel
+    program, leaves, module = p.plan.traced.program, p.plan.leaves, p.module
+    tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
+    made: dict[int, Parameter | None] = {}
+    trained, seen = set(), set()
+    old: Tensor
+    for path, old in list(module.named_parameters(remove_duplicate=False)):
+        if id(old) not in made:
+            t = tensor.get(path)
+            _check(first, path, old, t)
+            x, storage = _of_first_rank(old, p.device), holder(t)
+            made[id(old)] = None
+            if storage is not None:
+                new = nn.Parameter(storage.distributed(x, t, gradient=True), requires_grad=old.requires_grad)
+                made[id(old)] = new
+                if t is not None:
+                    storage.parallel.stored[t] = new
+            if t is not None:
+                seen.add(t)
+                trained |= {t} if old.requires_grad else set()
+        _owner(module, path)._parameters[path.rpartition(".")[2]] = made[id(old)]
+    if missing := sorted(set(tensor.values()) - seen):
+        path = next(k for k, v in tensor.items() if v == missing[0])
+        raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
+    kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
+    for path, old in list(module.named_buffers()):
+        if path in program.mutated.values():
+            x = _of_first_rank(old, p.device)
+            _owner(module, path)._buffers[path.rpartition(".")[2]] = first.distributed(
+                x, kept[path], gradient=False
+            )
+        elif isinstance(old, torch.Tensor):
+            _owner(module, path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
+    return frozenset(trained)
+
+
+def _owner(module: Module, path: str) -> Module:
+    return module.get_submodule(path.rpartition(".")[0])
+
+
+def _check(storage: Storage, path: str, old: Tensor, tensor: str | None) -> None:
+    if tensor is None:
+        return
+    shape = storage.parallel.plan.program.result(tensor).shape
+    if tuple(old.shape) != shape:
+        raise PaseError(f"'{path}' has shape {list(old.shape)}; the plan was compiled for {list(shape)}")
+
+
+def _of_first_rank(old: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's values, on every rank."""
+    import torch.distributed as dist
+
+    x = old.detach().to(device)
+    if x.device.type != "meta":
+        dist.broadcast(x, 0)
+    return x
 
 
 def _stable(sorter: TopologicalSorter[str], names: Sequence[str]) -> tuple[str, ...]:

@@ -149,7 +149,7 @@ def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
                 r = plan.program.result(plan.leaves[node])
                 shape = local_shape(r.shape, r.gradient, plan.mesh)
                 trained = tensors[r.tensor].needs_grad
-                step._stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
+                step.stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
         batch: list[Tensor | None] = []
         for name in plan.traced.program.inputs:
             if name not in plan.leaves:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.jax_replicas import JaxReplicas
     from pase.backends.to_jax import JaxPlan
+    from pase.backends.torch_pipeline import TorchPipeline
     from pase.backends.torch_plan import TorchPlan
     from pase.compiler.problem import Progress
     from pase.machine import Machine
@@ -157,13 +158,14 @@ class Plan(PlanData):
         return jax_plan(self) if self.pipeline is None else in_stages(self)
 
     @cached_property
-    def torch(self) -> TorchPlan:
-        """The plan of a PyTorch module. PyTorch runs it on the ranks of ``torch.distributed``."""
+    def torch(self) -> TorchPlan | TorchPipeline:
+        """The plan of a PyTorch module. PyTorch runs it on the ranks of ``torch.distributed``, a pipelined one stage by
+        stage."""
+        from pase.backends.torch_pipeline import torch_pipeline
         from pase.backends.torch_plan import torch_plan
 
-        self.check_emitted()
         self._warn_of_waits("run the strategy in a program that takes them apart, such as torchtitan's")
-        return torch_plan(self)
+        return torch_plan(self) if self.pipeline is None else torch_pipeline(self)
 
     def _warn_of_waits(self, instead: str) -> None:
         if self.provenance.get("decompose") == "products":

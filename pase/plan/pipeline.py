@@ -150,12 +150,17 @@ def lines(plan: PlanData) -> list[str]:
         texts = (f"{name} {s / plan.cost - 1:+.1%}" for s, name in slower)
         out.append(f"other schedules, each with its own best cuts: {' · '.join(texts)}")
     out.append(f"scope  {p.scope}")
-    if p.replicas:
+    if plan.provenance.get("frontend") == "torch" and not p.groups and not p.replicas:
+        runs_in = (
+            "plan.torch.train_step(module, optimizer) runs it, stage by stage; 'pase emit --to torch-schedule' writes "
+            "its list of actions, which torch.distributed.pipelining runs"
+        )
+    elif plan.provenance.get("frontend") == "torch":
+        runs_in = "plan.torch does not run stages on unequal groups of devices yet"
+    elif p.replicas:
         runs_in = (
             "plan.jax.train_step(optimizer) runs the replicas in JAX, each its share of the micro-batches"
         )
-    elif plan.provenance.get("frontend") == "torch":
-        runs_in = "'pase emit --to torch-schedule' writes its list of actions, which torch.distributed.pipelining runs"
     else:
         way = "as one program" if p.schedule == "circular" else "stage by stage"
         runs_in = f"plan.jax.train_step(optimizer) runs it in JAX, {way}; pase emit does not take it yet"

@@ -173,8 +173,8 @@ class PlanData:
         if self.pipeline is not None:
             raise PaseError(
                 f"the plan for '{self.model}' is a pipeline ({self.pipeline}): plan.jax runs it stage by stage, "
-                f"'pase emit --to torch-schedule' writes its list of actions, nothing else takes it yet; compile with "
-                f"pipeline='none' for a plan without stages"
+                f"plan.torch that of a PyTorch module, 'pase emit --to torch-schedule' writes its list of actions, "
+                f"nothing else takes it yet; compile with pipeline='none' for a plan without stages"
             )
 
     def traced_as(self, kind: type[T], arguments: str, instead: str) -> T:

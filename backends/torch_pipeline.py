@@ -1,0 +1,167 @@
+"""A pipelined plan run by PyTorch: each rank runs its stages in the order of the schedule's list of actions.
+
+A stage is a part of the exported graph of a micro-batch (``torch_stages``), walked on parts as a plan without stages is
+(``torch_local``): by the local program of the stage's own strategy, on the mesh of the ranks that have the stage.
+Activations and their gradients go from each rank to the one with the same place in the next stage's mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.torch_groups import AxisGroups, axis_groups
+from pase.backends.torch_pipeline_run import PipelinedModule, PipelinedStep
+from pase.backends.torch_plan import TorchPlan, traced_by_torch
+from pase.backends.torch_stages import TorchStage, stages_of
+from pase.backends.torch_values import steps_from
+from pase.errors import PaseError
+from pase.frontends.from_torch import TracedTorch
+from pase.frontends.torch_blocks import micro
+from pase.frontends.values import Value
+from pase.local.lower import between
+from pase.local.types import LocalResult
+from pase.pipeline.registry import schedule
+from pase.pipeline.types import Schedule
+from pase.plan.pipeline import PipelinePlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from pase.plan.types import PlanData
+
+__all__ = ["TorchPipeline", "torch_pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPipeline:
+    """A pipelined plan in PyTorch, as returned by ``plan.torch``."""
+
+    pipeline: PipelinePlan
+    splits: tuple[TorchPlan, ...]
+    """The model on a micro-batch, under each of the pipeline's strategies, on the mesh of one stage."""
+
+    @property
+    def traced(self) -> TracedTorch:
+        return self.splits[0].traced
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        p = self.pipeline
+        return schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+
+    @cached_property
+    def stages(self) -> tuple[TorchStage, ...]:
+        program = self.splits[0].program
+        return stages_of(self.traced, program, self.pipeline, [self._returned])
+
+    @property
+    def _returned(self) -> str:
+        """The tensor of which the loss is a view."""
+        outputs, (loss,) = self.splits[0].program.outputs, self.traced.program.losses
+        found = next(v for n, v in self.traced.scope.values.items() if n.name == loss)
+        chain = steps_from(found) if isinstance(found, Value) else ()
+        return next(v.tensor.name for v, _ in chain if v.tensor is not None and v.tensor.name in outputs)
+
+    def split(self, stage: int) -> TorchPlan:
+        """What a stage runs by."""
+        return self.splits[self.pipeline.stages[stage].strategy]
+
+    def laid(self, stage: int, tensor: str) -> LocalResult:
+        """A tensor as a stage's own program makes it."""
+        return self.split(stage).program.result(tensor)
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """Parameter -> the stage that stores it, which is the first that reads it. Others get it from there, and send
+        their gradients there."""
+        parameters = {op.results[0].tensor for op in self.splits[0].program.ops if op.op.kind == "parameter"}
+        found: dict[str, int] = {}
+        for k, stage in enumerate(self.stages):
+            for t in sorted(stage.reads & parameters):
+                found.setdefault(t, k)
+        return found
+
+    def trains(self, tensor: str) -> bool:
+        """Whether a parameter gets a gradient."""
+        return self.traced.graph.tensors[tensor].path not in self.traced.program.frozen
+
+    @cached_property
+    def borrowed(self) -> tuple[tuple[str, int], ...]:
+        """(parameter, stage) where a stage reads what another one stores."""
+        every = ((t, k) for k, stage in enumerate(self.stages) for t in sorted(stage.reads & set(self.homes)))
+        return tuple((t, k) for t, k in every if self.homes[t] != k)
+
+    def groups(self, device: str) -> AxisGroups:
+        """Process groups over all axes that any stage sends along."""
+        mesh = self.splits[0].mesh
+        needed = {axes for split in self.splits for axes in split.sent_along}
+        ends = [(t, k - 1, k) for k, stage in enumerate(self.stages) for t in stage.enters]
+        for t, a, b in (*ends, *((t, self.homes[t], k) for t, k in self.borrowed)):
+            here, there = self.laid(a, t), self.laid(b, t)
+            for have in (here.layout, here.gradient):
+                for want in (there.layout, there.gradient):
+                    needed |= {m.axes for m in between(have, want, mesh) if not m.free}
+                    needed |= {m.axes for m in between(want, have, mesh) if not m.free}
+        return axis_groups(mesh, needed, device, self.pipeline.degree)
+
+    def parallelize(
+        self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
+    ) -> PipelinedModule:
+        """Keep this rank's stages of the module, its parameters sharded as the plan stores them, and return its step:
+        ``loss = step.backward(*batch)``.
+
+        The module is changed in place: what this rank does not have is None in it. Every rank gives the same batch,
+        whole or its own part of it. module, device: see ``TorchPlan.parallelize``. Stages are not compiled.
+        """
+        if compile:
+            raise PaseError("the stages of a pipeline cannot be compiled yet: use compile=False")
+        return PipelinedModule.of(self, module, device)
+
+    def train_step(
+        self,
+        module: Module,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        compile: bool | str = False,
+        **settings: object,
+    ) -> PipelinedStep:
+        """step(*batch) -> loss, including the optimizer's update of this rank's parameters; see
+        ``TorchPlan.train_step``."""
+        parallel = self.parallelize(module, device=device, compile=compile)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return PipelinedStep(parallel=parallel, optimizer=optimizer_class(trained, **settings))
+
+
+def torch_pipeline(plan: PlanData) -> TorchPipeline:
+    """A pipelined plan in PyTorch's terms. Raises PaseError if its stages cannot be run."""
+    p = plan.pipeline
+    assert p is not None
+    traced = traced_by_torch(plan)
+    name = traced.graph.name
+    if p.replicas or p.groups:
+        raise PaseError(
+            f"the plan for '{name}' has ranks on unequal groups of devices, which plan.torch does not run yet"
+        )
+    part = micro(traced, p.micro_batches)
+    if written := (*part.program.mutated.values(), *part.program.counters.values()):
+        raise PaseError(
+            f"stages cannot write buffers yet, and '{name}' writes '{written[0]}': compile with pipeline='none'"
+        )
+    splits = tuple(
+        TorchPlan(
+            traced=part,
+            whole=traced if p.micro_batches > 1 else None,
+            mesh=plan.mesh,
+            strategy=strategy,
+            accumulate=p.micro_batches,
+            blocks=p.blocks_again(i, plan.remat),
+        )
+        for i, strategy in enumerate(p.strategies)
+    )
+    return TorchPipeline(pipeline=p, splits=splits)

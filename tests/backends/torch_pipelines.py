@@ -1,0 +1,200 @@
+"""Small PyTorch models that are run in stages, plans of them with stages drawn at random, and messages between ranks
+that are threads."""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import pase
+from bench.cases.torch_ranks import on_ranks
+from pase.ir import named, simplify
+from pase.ir.blocks import rematerialised
+from pase.pipeline.registry import schedule
+from pase.plan.pipeline import StagePlan
+from pase.tables.itemize import split_of
+from pase.tables.layouts import configs
+
+RANKS, MICRO_BATCHES = 2, 4
+
+
+def words(layers: int = 4, dropout: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
+    """A decoder with tied embeddings, a mask that each layer reads, and labels of which not all count."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+    from torch.nn.functional import dropout as dropped
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+            self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+        def forward(self, x: Any, mask: Any) -> Any:
+            q, k, v = (
+                t.view(*t.shape[:2], 4, 4).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+            )
+            y = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+            x = x + self.out(y.transpose(1, 2).reshape(x.shape))
+            return x + dropped(self.down(gelu(self.up(x))), dropout, self.training)
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.places = nn.Embedding(24, 16), nn.Parameter(torch.randn(8, 16))
+            self.layers = nn.ModuleList(Layer() for _ in range(layers))
+            self.head = nn.Linear(16, 24, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, ids: Any, labels: Any) -> Any:
+            seen = torch.ones(8, 8, dtype=torch.bool).tril() & (ids > 2)[:, None, None, :]
+            mask = torch.where(seen, 0.0, -1e9).to(self.places.dtype)
+            x = self.table(ids) + self.places
+            for layer in self.layers:
+                x = layer(x, mask)
+            return cross_entropy(self.head(x).view(-1, 24), labels.view(-1))
+
+    torch.manual_seed(0)
+    labels = torch.randint(24, (16, 8))
+    labels[torch.rand(16, 8) < 0.3] = -100
+    labels[::4] = -100  # all of the first micro-batch
+    return Words().double(), (torch.randint(24, (16, 8)), labels)
+
+
+def funnel() -> tuple[Any, tuple[Any, ...]]:
+    """Layers of which none is equal to another, with a value that the last one reads too."""
+    import torch
+    from torch import nn
+
+    class Funnel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            sizes = (12, 16, 20, 24, 16, 8)
+            self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
+            self.again = nn.Linear(12, 8)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            first = torch.tanh(x)
+            x = first
+            for layer in self.layers:
+                x = torch.tanh(layer(x))
+            return nn.functional.mse_loss(x + self.again(first), y)
+
+    torch.manual_seed(0)
+    return Funnel().double(), (torch.randn(16, 12).double(), torch.randn(16, 8).double())
+
+
+def planned(module: Any, batch: tuple[Any, ...], mesh: str = "2", **options: Any) -> Any:
+    """A plan of two ranks, each with a mesh of so many devices."""
+    devices = RANKS * int(np.prod([int(n) for n in mesh.split("x")]))
+    settled = {"accumulate": MICRO_BATCHES, "memory_limit": "none", "stage_schedule": "1f1b", **options}
+    return pase.compile(module, *batch, devices=devices, pipeline=RANKS, mesh=mesh, **settled)
+
+
+def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) -> Any:
+    """The plan under another schedule with other cuts, and a split of each stage drawn at random."""
+    p, ranks = plan.pipeline, schedule(name, RANKS, MICRO_BATCHES, chunks).rank_of
+    rng = np.random.default_rng(seed)
+    graph = named(simplify(rematerialised(plan.traced.graph, p.again[0])))
+    strategies = tuple(
+        {n.name: split_of(n, rng.choice(configs(n, plan.mesh)), plan.mesh) for n in graph.nodes} for _ in cuts
+    )
+    stages = tuple(
+        StagePlan(
+            rank=rank,
+            blocks=n,
+            strategy=k,
+            recomputes=False,
+            weights="each",
+            forward_s=1.0,
+            backward_s=2.0,
+            memory_bytes=1,
+        )
+        for k, (rank, n) in enumerate(zip(ranks, cuts, strict=True))
+    )
+    again = tuple(p.again[min(k, len(p.again) - 1)] for k in range(len(cuts)))
+    made = replace(
+        p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, again=again
+    )
+    return replace(plan, pipeline=made)
+
+
+@contextmanager
+def by_threads() -> Iterator[None]:
+    """``isend`` and ``recv`` between ranks that are threads, whose process group has none. As a library with a buffer
+    does, a message waits until it is asked for."""
+    import torch.distributed as dist
+
+    boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def isend(x: Any, to: int, group: Any) -> None:
+        boxes[group.group_name, dist.get_rank(), to].put(x.clone())
+
+    def recv(x: Any, source: int, group: Any) -> None:
+        came = boxes[group.group_name, source, dist.get_rank()].get(timeout=60)
+        assert (came.shape, came.dtype) == (x.shape, x.dtype)
+        x.copy_(came)
+
+    with patch.object(dist, "isend", isend), patch.object(dist, "recv", recv):
+        yield
+
+
+def optimizer(parameters: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
+
+
+def on_rank(run: Any, module: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """Two steps on this rank: the losses; its gradients and parameters after them."""
+    mine = copy.deepcopy(module)
+    step = run.train_step(mine, lambda p, **_: optimizer(p))
+    losses = [float(step(*batch)) for _ in range(2)]
+    out = {"losses": losses}
+    for k, p in mine.named_parameters():
+        out[f"gradient {k}"] = p.grad.full_tensor().numpy()
+        out[f"after {k}"] = p.detach().full_tensor().numpy()
+    return out
+
+
+def alone(module: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
+    """The same by PyTorch alone."""
+    mine = copy.deepcopy(module)
+    by, losses = optimizer(mine.parameters()), []
+    for _ in range(2):
+        by.zero_grad()
+        loss = mine(*batch)
+        loss.backward()
+        by.step()
+        losses.append(float(loss))
+    out: dict[str, Any] = {"losses": losses}
+    for k, p in mine.named_parameters():
+        out[f"gradient {k}"], out[f"after {k}"] = p.grad.numpy(), p.detach().numpy()
+    return out
+
+
+def check(plan: Any, module: Any, batch: tuple[Any, ...], wanted: dict[str, Any]) -> None:
+    """All ranks as threads: losses everywhere, every parameter on the ranks of one stage, all as by PyTorch alone."""
+    run = plan.torch
+    assert run.stages and run.homes and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+    with by_threads():
+        compared(on_ranks(plan.mesh.devices * RANKS, lambda r: on_rank(run, module, batch)), wanted)
+
+
+def compared(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    found = set()
+    for made in ranks:
+        assert made.keys() - {"losses"}
+        for k, v in made.items():
+            np.testing.assert_allclose(v, wanted[k], rtol=1e-10, atol=1e-13, err_msg=k)
+        found |= made.keys()
+    assert found == wanted.keys()
