@@ -100,7 +100,7 @@ class PipelinedModule:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldParameter:
     """A parameter in a stage. value: as the stage reads it. leaf: gets the gradients of all micro-batches, in the
     layout in which the stage's program makes them."""
 
@@ -123,31 +123,31 @@ class _StagesStep:
 
     bodies: Mapping[int, dict[int, Body]] = field(init=False)
     """Stage -> micro-batch -> the state before its walk."""
-    held: Mapping[int, Mapping[str, _Held]] = field(init=False)
+    held: Mapping[int, Mapping[str, _HeldParameter]] = field(init=False)
     """Stage -> its parameters."""
 
     def __post_init__(self) -> None:
         self.bodies = {k: dict(enumerate(p.bodies(self.batch))) for k, p in self.of.stages.items()}
         self.held = self._gathered()
 
-    def _gathered(self) -> Mapping[int, Mapping[str, _Held]]:
+    def _gathered(self) -> Mapping[int, Mapping[str, _HeldParameter]]:
         """Stage -> its parameters. Those that another stage stores come from there, once a step."""
         plan, links = self.of.plan, self.of.links
         stored = {k: p.local() for k, p in self.of.stages.items()}
         for t, k in plan.borrowed:
             if (home := plan.homes[t]) in stored:
                 links.send(Letter("weight", home, k, t), [stored[home][t].detach()])
-        out: dict[int, dict[str, _Held]] = {}
+        out: dict[int, dict[str, _HeldParameter]] = {}
         for k, p in self.of.stages.items():
             leaves = {t: x.detach().requires_grad_(p.stored[t].requires_grad) for t, x in stored[k].items()}
-            out[k] = {t: _Held(v, leaves[t]) for t, v in p.parameters(leaves).items()}
+            out[k] = {t: _HeldParameter(v, leaves[t]) for t, v in p.parameters(leaves).items()}
         for t, k in plan.borrowed:
             if k in out:
                 (x,) = links.receive(Letter("weight", plan.homes[t], k, t))
                 out[k][t] = self._borrowed(t, k, x)
         return out
 
-    def _borrowed(self, t: str, k: int, x: Tensor) -> _Held:
+    def _borrowed(self, t: str, k: int, x: Tensor) -> _HeldParameter:
         """A parameter that another stage stores. x: as it is stored there."""
         plan, r = self.of.plan, self.of.plan.laid(k, t)
         stored = plan.laid(plan.homes[t], t).gradient
@@ -156,7 +156,7 @@ class _StagesStep:
         if r.layout != r.gradient:
             read = self._moved(k, t, x, stored, r.layout)
             value = replace(value, array=read, shadow=leaf, gradient=r.gradient)
-        return _Held(value, leaf)
+        return _HeldParameter(value, leaf)
 
     def _moved(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
         """A tensor in another layout, among the ranks of a stage."""
