@@ -4,6 +4,7 @@ beside those of a micro-batch's."""
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +13,10 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.frontends.torch_blocks import batch_size
-from pase.frontends.torch_numbers import NumberUnknown, node_numbers, numbers_missing
+from pase.frontends.torch_numbers import NumberUnknown, node_numbers, numbers_missing, op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchOperand, arguments
+from pase.frontends.values import Value
 from pase.ir import Graph, Op
 from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums
 
@@ -42,7 +44,8 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
 
     Raises NotInParts if a step in micro-batches would give other numbers.
     """
-    beside = _WholeAndPart(whole=whole, part=part, k=k)
+    data = frozenset(a.tensor for n in graph.nodes for op in n.ops for a in op.writes)
+    beside = _WholeAndPart(whole=whole, part=part, k=k, data=data)
     try:
         return batch_sums(graph, _cut(whole), beside.power)
     except ExamplesMeet as e:
@@ -64,22 +67,23 @@ def _cut(traced: TracedTorch) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeAndPart:
-    """The step on the whole batch beside that on a micro-batch."""
+    """The step on the whole batch beside that on a micro-batch. data: tensors that depend on data."""
 
     whole: TracedTorch
     part: TracedTorch
     k: int
+    data: frozenset[str]
 
     def power(self, op: Op) -> int | None:
         """The power of k by which the number among an op's operands is larger on the whole batch; None: it is no power
         of it, or not known."""
-        if any(self._constant_differs(a.tensor) for a in op.reads):
+        at = op.eqn.path
+        big, small = self._nodes[0].get(at), self._nodes[1].get(at)
+        if small is not None and any(map(self._constant_differs, self._constants(small))):
             return None
         wanted = numbers_missing(op)
         if not wanted:
             return 0
-        at = op.eqn.path
-        big, small = self._nodes[0].get(at), self._nodes[1].get(at)
         if big is None or small is None or str(big.target) != str(small.target):
             return None
         every = self._ops.get(at, [])
@@ -112,28 +116,97 @@ class _WholeAndPart:
             return next(powers, None)
         return 0
 
-    def _constant_differs(self, tensor: str) -> bool:
-        """Whether a value that depends on no data has other numbers on the whole batch."""
-        node = self._constants.get(tensor)
-        left, seen = ([] if node is None else [node]), set()
-        names = {n: at for at, n in self._nodes[1].items()}
-        while left:
-            n = left.pop()
-            if n in seen:
-                continue
-            seen.add(n)
-            left.extend(n.all_input_nodes)
-            big = self._nodes[0].get(names.get(n, ""))
-            if n.op == "call_function" and (big is None or _fills(big) != _fills(n)):
-                return True
-        return False
+    def _constants(self, n: FxNode) -> list[FxNode]:
+        """The operands of a node that depend on no data, but for its shape. Whole numbers that are written to places
+        that data say (the inverse of a permutation) are not looked at."""
+        if op_name(n) in ("index_put", "scatter") and not _floating(n):
+            return []
+        return [m for m in map(self._outside, n.all_input_nodes) if self._settled(m)]
+
+    def _outside(self, n: FxNode) -> FxNode:
+        """Of a decomposed op's placeholder the node that it stands for."""
+        while n in self._leaves:
+            n = self._leaves[n]
+        return n
+
+    def _settled(self, n: FxNode) -> bool:
+        found = self._values.get(n)
+        while isinstance(found, Value) and found.note[:1] in (("view",), ("transposed",)):
+            found = found.note[1]
+        if not isinstance(found, Value):
+            return False
+        return found.make is None if found.tensor is None else found.tensor.name not in self.data
+
+    def _constant_differs(self, n: FxNode) -> bool:
+        """Whether a value that depends on no data may tell the examples of a batch from each other, or has other
+        numbers on the whole batch."""
+        if n not in self._differing:
+            self._differing[n] = False  # of a node within itself there is none
+            big = self._nodes[0].get(self._places.get(n, ""))
+            self._differing[n] = big is None or self._differs(n, big)
+        return self._differing[n]
+
+    def _differs(self, n: FxNode, big: FxNode) -> bool:
+        if n.op != "call_function":
+            return not _same_constant(self.part, n, self.whole, big)
+        if n.target is operator.getitem:
+            return n.args[1] != big.args[1] or self._constant_differs(self._outside(n.args[0]))
+        if str(n.target) != str(big.target) or not hasattr(n.target, "_schema"):
+            return True
+        if _tagged(n, "nondeterministic_seeded"):  # of what is random there is no one value
+            return False
+        own, other = (arguments(m.target, m.args, m.kwargs) for m in (n, big))
+        if op_name(n) == "fill":  # of what it fills only the shape matters
+            value = own["value"]
+            return (
+                self._constant_differs(self._outside(value))
+                if hasattr(value, "op")
+                else value != other["value"]
+            )
+        if op_name(n).startswith(_FILLING):
+            return _plain(own, _FILL) != _plain(other, _FILL)
+        if op_name(n) in ("index", "_unsafe_index"):
+            return self._index_differs(own, other)
+        if any(map(self._constant_differs, map(self._outside, n.all_input_nodes))):
+            return True
+        every = zip((n, *n.all_input_nodes), (big, *big.all_input_nodes), strict=True)
+        shapes = [(_shape(a), _shape(b)) for a, b in every]
+        if op_name(n) in _MOVED and any(a != b for a, b in shapes):  # only sizes may differ
+            return False
+        if _plain(own) != _plain(other):
+            return True
+        if all(a == b for a, b in shapes) or _pointwise(n):
+            return False
+        along = (-2, -1) if op_name(n) in ("tril", "triu") else own.get("dim")
+        dims = [along] if isinstance(along, int) else list(along or ())
+        return not dims or any(a[0][d] != b[0][d] for a, b in shapes[1:] for d in dims)
+
+    def _index_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
+        """Of a lookup: along a dim whose size differs all places are alike, if the table does not differ."""
+        if self._constant_differs(self._outside(own["self"])):
+            return True
+        sizes = zip(own["self"].meta["val"].shape, other["self"].meta["val"].shape, strict=True)
+        return any(
+            same == there and ids is not None and self._constant_differs(self._outside(ids))
+            for ids, (same, there) in zip(own["indices"], sizes, strict=False)
+        )
 
     @cached_property
-    def _constants(self) -> Mapping[str, FxNode]:
-        tensors = self.part.graph.tensors
-        values = (v for scope in self.part.scope.scopes() for v in scope.values.items())
-        made = ((v.tensor.name, n) for n, v in values if not isinstance(v, list) and v.tensor is not None)
-        return {t: n for t, n in made if t in tensors and tensors[t].role == "constant"}
+    def _differing(self) -> dict[FxNode, bool]:
+        return {}
+
+    @cached_property
+    def _values(self) -> Mapping[FxNode, object]:
+        """Node of the model on a micro-batch -> what it was lowered to."""
+        return {n: v for scope in self.part.scope.scopes() for n, v in scope.values.items()}
+
+    @cached_property
+    def _leaves(self) -> Mapping[FxNode, FxNode]:
+        return {n: m for scope in self.part.scope.scopes() for n, m in scope.leaves.items()}
+
+    @cached_property
+    def _places(self) -> Mapping[FxNode, str]:
+        return {n: at for at, n in self._nodes[1].items()}
 
     @cached_property
     def _nodes(self) -> tuple[dict[str, FxNode], dict[str, FxNode]]:
@@ -157,12 +230,66 @@ def _numbers(n: FxNode) -> list[float]:
     return [float(v) for v in arguments(n.target, n.args, n.kwargs).values() if isinstance(v, (int, float))]
 
 
-_FILL = ("fill_value", "value", "other", "self", "s", "exponent")
+_FILL = ("fill_value", "value")
+_FILLING = ("full", "ones", "zeros", "new_full", "new_ones", "new_zeros", "scalar_tensor")
+"""How the names of ops begin that make one number at every place; of their operands only shapes matter."""
+_MOVED = frozenset(
+    (
+        *(
+            "alias",
+            "clone",
+            "contiguous",
+            "detach",
+            "expand",
+            "expand_as",
+            "lift_fresh_copy",
+            "permute",
+            "reshape",
+        ),
+        *("squeeze", "t", "transpose", "unsqueeze", "view", "view_as", "_to_copy", "_unsafe_view", "to"),
+    )
+)
+"""Ops that move a constant's numbers, and change none."""
 
 
-def _fills(n: FxNode) -> list[TorchOperand]:
-    """The numbers that a constant is made of, not its sizes."""
-    if not hasattr(n.target, "_schema"):
-        return []
-    given = arguments(n.target, n.args, n.kwargs)
-    return [v for k, v in given.items() if k in _FILL and isinstance(v, (int, float))]
+def _plain(given: Mapping[str, TorchOperand], names: Sequence[str] | None = None) -> list[TorchOperand]:
+    """The operands that are numbers, words, or lists of them."""
+    import torch
+
+    flat = torch.utils._pytree.tree_leaves
+    every = (v for k, v in given.items() if names is None or k in names)
+    return [x for v in every for x in flat(v) if not isinstance(x, torch.fx.Node)]
+
+
+def _tagged(n: FxNode, tag: str) -> bool:
+    import torch
+
+    return getattr(torch.Tag, tag) in getattr(n.target, "tags", ())
+
+
+def _pointwise(n: FxNode) -> bool:
+    return _tagged(n, "pointwise") or op_name(n) in ("__and__", "__or__", "__xor__", "where")
+
+
+def _floating(n: FxNode) -> bool:
+    return bool(n.meta["val"].is_floating_point())
+
+
+def _shape(n: FxNode) -> TorchOperand:
+    import torch
+
+    return [tuple(t.shape) for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if hasattr(t, "shape")]
+
+
+def _same_constant(part: TracedTorch, n: FxNode, whole: TracedTorch, big: FxNode) -> bool:
+    """Whether two constants that no op makes are the same: buffers of one name, or tensors of the same numbers."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if n.op == "get_attr":
+        return bool(n.target == big.target)
+    a, b = (t.program.buffers.get(m.name) for t, m in ((part, n), (whole, big)))
+    one, other = part.program.constants.get(a or ""), whole.program.constants.get(b or "")
+    if one is None or other is None or isinstance(one, FakeTensor):
+        return a is not None and a == b
+    return one.shape == other.shape and bool(torch.equal(one, other))

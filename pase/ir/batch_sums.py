@@ -100,6 +100,8 @@ class _SumsWalk:
         own = {d for d in op.dims if self.classes[n.name, d] in self.batch}
         where = f"{op.name} at {op.source or n.name}"
         if op.kind in ("parameter", "input", "constant"):
+            if op.kind == "parameter" and own:  # its rows tell examples by their places along the batch
+                raise ExamplesMeet(where)
             state = any(o.kind == "carry" for o in n.ops)  # the last step's: it is no count of this batch
             made = _OfBatch(trained=op.kind == "parameter" or state)
         elif op.kind in ("carry", "output"):

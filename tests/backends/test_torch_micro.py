@@ -214,3 +214,84 @@ def test_where_examples_meet_is_said() -> None:
     ):
         with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
             pase.compile(module, ids, loss=loss, devices=2, accumulate=2)
+
+
+def test_constants_that_differ_with_the_batch_are_said() -> None:
+    """They tell examples by their places along the batch, or count it."""
+    import torch
+
+    module, ids, _ = model()
+
+    def places(i: Any) -> Any:
+        return torch.arange(i.shape[0], dtype=torch.float64)
+
+    def each(m: Any, i: Any) -> Any:
+        return m(i).view(i.shape[0], -1).mean(1)
+
+    for loss in (
+        lambda m, i: (each(m, i) * places(i)).mean(),
+        lambda m, i: (each(m, i) * torch.linspace(0.5, 2, i.shape[0])).mean(),
+        lambda m, i: (each(m, i) * torch.arange(16)[: i.shape[0]]).mean(),
+        lambda m, i: torch.where(places(i) < 8, each(m, i), 0.0).mean(),
+        lambda m, i: (m.table(torch.arange(i.shape[0])) * each(m, i)[:, None]).mean(),
+        lambda m, i: m(i).sum() / torch.ones(i.shape[0]).sum(),
+        lambda m, i: m(i).sum() / torch.ones_like(i, dtype=torch.float64).sum(),
+        lambda m, i: m(i).sum() / (places(i).max() + 1),
+    ):
+        with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
+            assert pase.compile(module, ids, loss=loss, devices=1, accumulate=4).torch.sums
+
+
+def test_constants_that_are_the_same_for_every_example_are_taken() -> None:
+    """Their sizes may differ with the batch: masks, positions, weights along other dims, what is random."""
+    import torch
+
+    module, ids, _ = model()
+    shift = torch.linspace(0.5, 2, 4, dtype=torch.float64)
+
+    def each(m: Any, i: Any) -> Any:
+        return m(i).view(*i.shape, -1).mean(2)
+
+    for loss in (
+        lambda m, i: (each(m, i) * torch.arange(4).expand(i.shape)).mean(),
+        lambda m, i: (each(m, i) * torch.ones(i.shape, dtype=torch.float64).cumsum(1)).mean(),
+        lambda m, i: (each(m, i) * (1 - torch.zeros_like(i)) * shift).mean(),
+        lambda m, i: torch.where(torch.ones(i.shape[0], 4, 4).tril()[:, 1] > 0, each(m, i), 0.0).mean(),
+    ):
+        alone = copy.deepcopy(module)
+        whole = loss(alone, ids)
+        run = pase.compile(module, ids, loss=loss, devices=1, accumulate=4).torch
+        assert run.sums
+
+        def on_rank(rank: int, run: Any = run) -> Any:
+            return run.parallelize(copy.deepcopy(module)).backward(ids)
+
+        (got,) = on_ranks(1, on_rank)
+        torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_an_input_without_the_batch_is_not_cut() -> None:
+    """Even where a rank's part of it is as long as its part of a micro-batch would be."""
+    import torch
+    from torch import nn
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(16, 16)
+
+        def forward(self, x: Any, y: Any, scale: Any) -> Any:
+            return nn.functional.mse_loss(self.one(x) * scale, y)
+
+    torch.manual_seed(0)
+    module = Scaled().double()
+    x, y, scale = torch.randn(8, 16).double(), torch.randn(8, 16).double(), torch.randn(16).double()
+    wanted = module(x, y, scale).detach()
+    plan = pase.compile(module, x, y, scale, devices=RANKS, mesh="4", accumulate=4, memory_limit="none").torch
+    (dim,) = (
+        d.name for n in plan._graph.nodes if n.name.endswith("2") and n.kind == "input" for d in n.space
+    )
+    run = replace(plan, strategy={**{n: {} for n in plan.strategy}, "in.2": {dim: plan.mesh.names}})
+    assert run.program.ops and run.leaves and run.sums and len(run.cut) == 2
+    for got in on_ranks(RANKS, lambda rank: run.parallelize(copy.deepcopy(module)).backward(x, y, scale)):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
