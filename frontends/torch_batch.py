@@ -169,6 +169,10 @@ class _WholeAndPart:
             return self._index_differs(own, other)
         if any(map(self._constant_differs, map(self._outside, n.all_input_nodes))):
             return True
+        if op_name(n) == "repeat":  # a dim of one element is repeated as ``expand`` would
+            times, many, sizes = own["repeats"], other["repeats"], own["self"].meta["val"].shape
+            sizes = (1,) * (len(times) - len(sizes)) + tuple(sizes)
+            return any(a != b and size != 1 for a, b, size in zip(times, many, sizes, strict=True))
         every = zip((n, *n.all_input_nodes), (big, *big.all_input_nodes), strict=True)
         shapes = [(_shape(a), _shape(b)) for a, b in every]
         if op_name(n) in _MOVED and any(a != b for a, b in shapes):  # only sizes may differ

@@ -232,6 +232,7 @@ def test_constants_that_differ_with_the_batch_are_said() -> None:
         lambda m, i: (each(m, i) * places(i)).mean(),
         lambda m, i: (each(m, i) * torch.linspace(0.5, 2, i.shape[0])).mean(),
         lambda m, i: (each(m, i) * torch.arange(16)[: i.shape[0]]).mean(),
+        lambda m, i: (each(m, i) * torch.arange(2).repeat(i.shape[0] // 2)).mean(),
         lambda m, i: torch.where(places(i) < 8, each(m, i), 0.0).mean(),
         lambda m, i: (m.table(torch.arange(i.shape[0])) * each(m, i)[:, None]).mean(),
         lambda m, i: m(i).sum() / torch.ones(i.shape[0]).sum(),
@@ -255,6 +256,7 @@ def test_constants_that_are_the_same_for_every_example_are_taken() -> None:
     for loss in (
         lambda m, i: (each(m, i) * torch.arange(4).expand(i.shape)).mean(),
         lambda m, i: (each(m, i) * torch.ones(i.shape, dtype=torch.float64).cumsum(1)).mean(),
+        lambda m, i: (each(m, i) * torch.arange(4)[None].repeat(i.shape[0], 1)).mean(),
         lambda m, i: (each(m, i) * (1 - torch.zeros_like(i)) * shift).mean(),
         lambda m, i: torch.where(torch.ones(i.shape[0], 4, 4).tril()[:, 1] > 0, each(m, i), 0.0).mean(),
     ):
