@@ -169,10 +169,8 @@ class _WholeAndPart:
             return self._index_differs(own, other)
         if any(map(self._constant_differs, map(self._outside, n.all_input_nodes))):
             return True
-        if op_name(n) == "repeat":  # a dim of one element is repeated as ``expand`` would
-            times, many, sizes = own["repeats"], other["repeats"], own["self"].meta["val"].shape
-            sizes = (1,) * (len(times) - len(sizes)) + tuple(sizes)
-            return any(a != b and size != 1 for a, b, size in zip(times, many, sizes, strict=True))
+        if op_name(n) == "repeat":
+            return self._repeat_differs(own, other)
         every = zip((n, *n.all_input_nodes), (big, *big.all_input_nodes), strict=True)
         shapes = [(_shape(a), _shape(b)) for a, b in every]
         if op_name(n) in _MOVED and any(a != b for a, b in shapes):  # only sizes may differ
@@ -184,6 +182,15 @@ class _WholeAndPart:
         along = (-2, -1) if op_name(n) in ("tril", "triu") else own.get("dim")
         dims = [along] if isinstance(along, int) else list(along or ())
         return not dims or any(a[0][d] != b[0][d] for a, b in shapes[1:] for d in dims)
+
+    def _repeat_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
+        """Of what is repeated along a dim: if each example gets the whole of it, they are alike."""
+        times, many, sizes = own["repeats"], other["repeats"], tuple(own["self"].meta["val"].shape)
+        b, all_of_them = batch_size(self.part), batch_size(self.whole)
+        return any(
+            t != m and size != 1 and (t % b or m % all_of_them)
+            for t, m, size in zip(times, many, (1,) * (len(times) - len(sizes)) + sizes, strict=True)
+        )
 
     def _index_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
         """Of a lookup: along a dim whose size differs all places are alike, if the table does not differ."""
@@ -235,8 +242,18 @@ def _numbers(n: FxNode) -> list[float]:
 
 
 _FILL = ("fill_value", "value")
-_FILLING = ("full", "ones", "zeros", "new_full", "new_ones", "new_zeros", "scalar_tensor")
-"""How the names of ops begin that make one number at every place; of their operands only shapes matter."""
+_FILLING = (
+    "full",
+    "ones",
+    "zeros",
+    "empty",
+    "new_full",
+    "new_ones",
+    "new_zeros",
+    "new_empty",
+    "scalar_tensor",
+)
+"""How the names of ops begin that make one number at every place, or none; of their operands only shapes matter."""
 _MOVED = frozenset(
     (
         *(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from pase.ir.names import dim_classes
 from pase.ir.places import Place
-from pase.ir.types import Graph, Node, Op
+from pase.ir.types import Graph, Node, Op, Walk
 
 __all__ = ["BatchSums", "ExamplesMeet", "along_batch", "batch_sums"]
 
@@ -94,6 +94,25 @@ class _SumsWalk:
             for first in n.ops[0].writes[0].map.walks[:1]
             for d in first.dims[:1]
         }
+
+        self._uncut()
+
+    def _uncut(self) -> None:
+        """Refuses views that take the batch apart (``view(2, -1)``, ``chunk(2)``): a micro-batch's examples then meet
+        others than in the whole batch."""
+        for e in self.graph.edges:
+            src, dst = self.graph.node[e.src], self.graph.node[e.dst]
+            _, write = src.write_of(e.tensor)
+            for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
+                made, read = _factors(src, w), _factors(dst, r)
+                if w.window or r.window or made[-1][2] != read[-1][2]:
+                    continue
+                for n, mine, others in ((src, made, read), (dst, read, made)):
+                    for d, low, high in mine:
+                        if self.classes.get((n.name, d)) in self.batch and any(
+                            low < end < high for _, _, end in others
+                        ):
+                            raise ExamplesMeet(f"{dst.main.name} at {dst.main.source or dst.name}")
 
     def take(self, n: Node, op: Op) -> None:
         reads = [self.values.get(a.tensor, _NONE) for a in op.reads]
@@ -204,6 +223,15 @@ def along_batch(node: Node, batch: Collection[str]) -> bool:
     """Whether a sequential op runs along the batch: example by example it may be split over it. batch: the dims of the
     op that are the batch's."""
     return any(node.space[d].kind != "parallel" for d in batch)
+
+
+def _factors(n: Node, walk: Walk) -> list[tuple[str, int, int]]:
+    """(dim, stride, stride of the next) of the dims that walk a tensor's dim, minor first; the last one ends at the
+    tensor's extent."""
+    found, stride = [("", 1, 1)], 1
+    for d in reversed([d for d in walk.dims if n.space[d].kind != "ring"]):
+        found.append((d, stride, stride := stride * int(n.space[d].size)))
+    return found
 
 
 def _adds(op: Op) -> bool:

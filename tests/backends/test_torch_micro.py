@@ -216,6 +216,23 @@ def test_where_examples_meet_is_said() -> None:
             pase.compile(module, ids, loss=loss, devices=2, accumulate=2)
 
 
+def test_views_that_take_the_batch_apart_are_said() -> None:
+    """An example then meets others than in the whole batch: two views of each image, pairs of answers."""
+    module, ids, _ = model()
+
+    def halves(m: Any, i: Any) -> Any:
+        one, other = m(i).chunk(2)
+        return (one - other).square().mean()
+
+    for loss in (
+        halves,
+        lambda m, i: m(i).view(2, -1).prod(0).mean(),
+        lambda m, i: m(i).reshape(2, i.shape[0] // 2, -1).diff(dim=0).square().mean(),
+    ):
+        with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
+            pase.compile(module, ids, loss=loss, devices=1, accumulate=4)
+
+
 def test_constants_that_differ_with_the_batch_are_said() -> None:
     """They tell examples by their places along the batch, or count it."""
     import torch
@@ -257,6 +274,7 @@ def test_constants_that_are_the_same_for_every_example_are_taken() -> None:
         lambda m, i: (each(m, i) * torch.arange(4).expand(i.shape)).mean(),
         lambda m, i: (each(m, i) * torch.ones(i.shape, dtype=torch.float64).cumsum(1)).mean(),
         lambda m, i: (each(m, i) * torch.arange(4)[None].repeat(i.shape[0], 1)).mean(),
+        lambda m, i: (each(m, i).view(-1) * torch.arange(4).repeat(i.shape[0])).mean(),
         lambda m, i: (each(m, i) * (1 - torch.zeros_like(i)) * shift).mean(),
         lambda m, i: torch.where(torch.ones(i.shape[0], 4, 4).tril()[:, 1] > 0, each(m, i), 0.0).mean(),
     ):
