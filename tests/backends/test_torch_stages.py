@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -91,6 +92,9 @@ def test_what_stages_cannot_do_is_said() -> None:
         plan.torch.parallelize(copy.deepcopy(module), compile=True)
     with alone_among(2, rank=0), pytest.raises(PaseError, match="for 4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(module))
+    uneven = replace(plan, pipeline=replace(plan.pipeline, groups=("fast", "slow")))
+    with pytest.raises(PaseError, match="ranks on unequal groups of devices, which plan.torch does not run"):
+        _ = uneven.torch
 
     class Counted(torch.nn.Module):
         def __init__(self) -> None:
