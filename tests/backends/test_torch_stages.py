@@ -93,7 +93,7 @@ def test_what_stages_cannot_do_is_said() -> None:
     with alone_among(2, rank=0), pytest.raises(PaseError, match="for 4 devices, but there are 2 ranks"):
         plan.torch.parallelize(copy.deepcopy(module))
     uneven = replace(plan, pipeline=replace(plan.pipeline, groups=("fast", "slow")))
-    with pytest.raises(PaseError, match="ranks on unequal groups of devices, which plan.torch does not run"):
+    with pytest.raises(PaseError, match="ranks on unequal groups of devices, which"):
         _ = uneven.torch
 
     class Counted(torch.nn.Module):
