@@ -147,6 +147,10 @@ class _WholeAndPart:
         return self._differing[n]
 
     def _differs(self, n: FxNode, big: FxNode) -> bool:
+        call, _, place = self._places.get(n, "").rpartition(".")
+        if n.op == "placeholder" and call in self._nodes[1]:  # of a loop's or a branch's body
+            other, given = (_operands(nodes[call])[int(place)] for nodes in self._nodes)
+            return self._constant_differs(self._outside(given)) if hasattr(given, "op") else given != other
         if n.op != "call_function":
             return not _same_constant(self.part, n, self.whole, big)
         if n.target is operator.getitem:
@@ -280,6 +284,14 @@ def _plain(given: Mapping[str, TorchOperand], names: Sequence[str] | None = None
     flat = torch.utils._pytree.tree_leaves
     every = (v for k, v in given.items() if names is None or k in names)
     return [x for v in every for x in flat(v) if not isinstance(x, torch.fx.Node)]
+
+
+def _operands(call: FxNode) -> list[TorchOperand]:
+    """What a loop or a branch gives to its body, in the order of the body's placeholders."""
+    import torch
+
+    flat = torch.utils._pytree.tree_leaves
+    return [x for given in call.args if isinstance(given, (list, tuple)) for x in flat(given)]
 
 
 def _tagged(n: FxNode, tag: str) -> bool:
