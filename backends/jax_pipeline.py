@@ -28,7 +28,6 @@ from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
 from pase.ir.narrow import UnitChain, chain_of
 from pase.machine import Mesh
-from pase.pipeline.registry import schedule
 from pase.pipeline.types import Schedule
 from pase.plan.accesses import access_states, equation_layouts
 from pase.plan.constraints import constraints
@@ -91,8 +90,7 @@ class JaxPipeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        p = self.pipeline
-        return schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+        return self.pipeline.actions()
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.atomic import write_atomically
-from pase.pipeline.registry import schedule
 from pase.plan.types import PlanData
 
 __all__ = ["emit"]
@@ -31,7 +30,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
             f"share of the micro-batches of its own, and PyTorch reads one schedule: compile it with pipeline=N for "
             f"stages on the groups, or run it in JAX"
         )
-    made = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+    made = p.actions()
     write_atomically(path, f"{made}\n")
     ranks = ", ".join(map(str, made.rank_of))
     return (

@@ -23,7 +23,6 @@ from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
 from pase.local.lower import between
 from pase.local.types import LocalResult
-from pase.pipeline.registry import schedule
 from pase.pipeline.types import Schedule
 from pase.plan.pipeline import PipelinePlan
 
@@ -51,8 +50,7 @@ class TorchPipeline:
 
     @cached_property
     def schedule(self) -> Schedule:
-        p = self.pipeline
-        return schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+        return self.pipeline.actions()
 
     @cached_property
     def stages(self) -> tuple[TorchStage, ...]:

@@ -10,6 +10,7 @@ from pase.files.codec import AtLeastOne, Count, NotNegative
 from pase.ir.blocks import Block
 
 if TYPE_CHECKING:
+    from pase.pipeline.types import Schedule
     from pase.plan.types import PlanData
 
 __all__ = ["PipelinePlan", "ReplicaPlan", "StagePlan", "lines", "unequal"]
@@ -119,6 +120,12 @@ class PipelinePlan:
         if self.again:
             return self.again[strategy]
         return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
+
+    def actions(self) -> Schedule:
+        """The schedule itself: each rank's list of actions."""
+        from pase.pipeline.registry import schedule
+
+        return schedule(self.schedule, self.degree, self.micro_batches, self.chunks)
 
     def rank_name(self, rank: int) -> str:
         """The rank, with the group of devices in which it lies if there are several."""

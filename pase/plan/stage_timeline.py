@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pase.pipeline.order import Order, order_of
-from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import Simulated, in_flight, simulate
 from pase.pipeline.types import Action, Kind, StageTimes
 from pase.plan.pipeline import PipelinePlan, StagePlan
@@ -76,7 +75,7 @@ def simulated_stages(plan: PlanData) -> SimulatedStages | None:
     times = None if p is None else _times(p)
     if p is None or times is None:
         return None
-    listed = schedule(p.schedule, p.degree, p.micro_batches, p.chunks)
+    listed = p.actions()
     order = order_of(listed)
     if order.kind.size > _MOST_ACTIONS:
         return None
