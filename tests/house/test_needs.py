@@ -49,6 +49,15 @@ def test_every_module_under_tests_imports_with_the_default_extras_alone():
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr[-2000:]
 
 
+def test_what_not_every_machine_has_is_asked_for_by_a_mark():
+    """Not by importorskip, which skips for a reason that fails CI, and only where the package is not installed."""
+    beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
+    asked = rf"importorskip\(\s*[\"'](?:{'|'.join(map(re.escape, sorted(beyond)))})\b"
+    assert re.search(asked, 'importorskip("torch")') and not re.search(asked, 'importorskip("onnx")')
+    for f in sorted((ROOT / "tests").rglob("*.py")):
+        assert f == Path(__file__) or not re.search(asked, f.read_text()), f
+
+
 def test_what_may_be_skipped_and_the_command_that_runs_it():
     """PyTorch is CI's second command; other libraries, root, and data that is not ours have targets of their own."""
     assert set(NEEDS) == {"torch", "minutes", "corpus", "root", "data"}

@@ -320,8 +320,9 @@ def test_layers_written_out_cost_what_a_loop_over_them_does(text, executor):
     assert sum(out.moved.values()) == pytest.approx(sum(loop.moved.values()), rel=0.02)
 
 
+@pytest.mark.torch
 def test_a_pytorch_module_is_priced():
-    torch = pytest.importorskip("torch")
+    import torch
 
     class Layer(torch.nn.Module):
         def __init__(self) -> None:
