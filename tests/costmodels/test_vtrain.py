@@ -64,6 +64,17 @@ def test_a_table_predicts_what_one_line_cannot(gpu, ways):
     assert off_table < off_line
 
 
+@pytest.mark.parametrize("gpu", ["a100", "v100"])
+@pytest.mark.parametrize("ways", [2, 4, 6, 8])
+def test_three_sizes_far_apart_predict_those_between(gpu, ways):
+    """1, 32 and 1,024 MB kept: straight in the logarithms, the sizes between would be 7 to 28% too slow."""
+    nbytes, seconds = measured(gpu, ways)
+    kept = np.isin(nbytes / 2**20, (1, 32, 1024))
+    curve = Curve(nbytes=tuple(nbytes[kept]), seconds=tuple(seconds[kept]))
+    off = curve_s(curve, nbytes) / seconds - 1
+    assert np.mean(np.abs(off)) < 0.11 and abs(np.mean(off)) < 0.09
+
+
 def test_steps_of_small_gpts_in_order():
     """Some of vTrain's rows without a pipeline: what is slower is predicted slower. Their size is 22% low,
     alike where the host and where the device bounds (docs/cost-model.md)."""
