@@ -11,11 +11,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
-from pase.errors import PaseError
+from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, split_dims
 from pase.frontends.jax_versions import evaluate as plain
-from pase.ir import Window
-from pase.local.parts import axes_of, window_border
+from pase.local.parts import axes_of
 
 if TYPE_CHECKING:
     from jax import Array
@@ -42,11 +40,7 @@ def _conv(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     p = call.eqn.params
     d = p["dimension_numbers"]
     groups = ins[0].shape[d.lhs_spec[1]] // ins[1].shape[d.rhs_spec[1]]
-    windows = [
-        Window(extent=(ins[1].shape[r] - 1) * dilation + 1, stride=stride)
-        for r, dilation, stride in zip(d.rhs_spec[2:], p["rhs_dilation"], p["window_strides"], strict=True)
-    ]
-    x, padding = _with_neighbours(call, ins[0], d.lhs_spec[2:], windows, p["padding"], None)
+    x, padding = _with_neighbours(call, ins[0], d.lhs_spec[2:], p["padding"], None)
     changed = p | {"feature_group_count": groups, "padding": tuple(padding)}
     return plain(call.eqn.replace(params=changed), [x, ins[1]], call.info)
 
@@ -56,12 +50,6 @@ def _pool(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     import jax.numpy as jnp
 
     p, name = call.eqn.params, call.eqn.primitive.name
-    windows = [
-        Window(extent=(extent - 1) * dilation + 1, stride=stride)
-        for extent, dilation, stride in zip(
-            p["window_dimensions"], p["window_dilation"], p["window_strides"], strict=True
-        )
-    ]
     floating = jnp.issubdtype(ins[0].dtype, jnp.inexact)
     ends = jnp.finfo(ins[0].dtype) if floating else jnp.iinfo(ins[0].dtype)
     edge = {
@@ -69,7 +57,7 @@ def _pool(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         "reduce_window_min": jnp.inf if floating else ends.max,
         "reduce_window_sum": None,
     }.get(name, ins[-1])
-    x, padding = _with_neighbours(call, ins[0], range(ins[0].ndim), windows, p["padding"], edge)
+    x, padding = _with_neighbours(call, ins[0], range(ins[0].ndim), p["padding"], edge)
     return plain(call.eqn.replace(params=p | {"padding": tuple(padding)}), [x, *ins[1:]], call.info)
 
 
@@ -77,7 +65,6 @@ def _with_neighbours(
     call: LocalCall,
     x: Array,
     dims: Sequence[int],
-    windows: Sequence[Window],
     padding: Sequence[tuple[int, int]],
     edge: ArrayLike | None,
 ) -> tuple[Array, WindowPadding]:
@@ -86,12 +73,10 @@ def _with_neighbours(
     None as the edge means zeros. Dims are extended one after the other, so that corners are included.
     """
     split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]
-    for k, (dim, window) in enumerate(zip(dims, windows, strict=True)):
-        if dim in split and (window.extent, window.stride) != (1, 1):
-            try:
-                before, behind = window_border(window, padding[k][0])
-            except PaseError as e:
-                raise NotLowered(str(e)) from None
+    for k, dim in enumerate(dims):
+        window = call.op.op.reads[0].map.walks[dim].window if dim in split else None
+        if window is not None:
+            before, behind = window.border
             x = _extended(call, x, dim, max(before, 0), max(behind, 0), edge)
             left[k] = (min(before, 0), min(behind, 0))
     return x, left  # type: ignore[return-value]

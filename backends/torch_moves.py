@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pase.backends.torch_groups import AxisGroups
 from pase.errors import PaseError
-from pase.local.parts import NotNested, WireView, digits, held, pairs, view
+from pase.local.exchange import nests
+from pase.local.parts import WireView, digits, held, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
 
 if TYPE_CHECKING:
@@ -82,17 +83,12 @@ def moved(
 
 
 def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
-    try:
-        return _by_digits(x, move, shape, combine, groups)
-    except NotNested:
-        return _by_elements(x, move, shape, combine, groups)
-
-
-def _by_digits(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
     mesh, axes = groups.mesh, groups.wide(move.axes)
     match move.kind:
         case "all_reduce":
             return groups.all_reduce(x, axes, combine)
+        case "permute" | "all_to_all" if not nests(move, shape, mesh):
+            return _exchanged(x, move, shape, axes, groups)
         case "permute":
             return groups.permute(x, axes, pairs(move, shape, mesh))
         case "own":
@@ -113,33 +109,18 @@ def _by_digits(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, gro
             return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
 
 
-def _by_elements(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
-    """A move between layouts that cut a dim at places that do not nest: each element goes where it belongs, in the same
-    collective."""
-    mesh, axes = groups.mesh, groups.wide(move.axes)
+def _exchanged(x: Tensor, move: LocalMove, shape: Extents, axes: Sequence[str], groups: AxisGroups) -> Tensor:
+    """A move of parts that do not nest: each element goes where it belongs, in one all-to-all of uneven parts."""
     ranks = _places(axes, groups)
-    had, has = ([held(shape, s, p, mesh) for p in ranks] for s in (move.before, move.after))
+    had, has = ([held(shape, s, p, groups.mesh) for p in ranks] for s in (move.before, move.after))
     me = groups.number(axes)
     mine, wanted = had[me], has[me]
-    local = tuple(len(e) for e in wanted)
-    if local != local_shape(shape, move.after, mesh) or tuple(x.shape) != tuple(map(len, mine)):
-        raise PaseError(f"what a rank has of a tensor of shape {list(shape)} is not an even part of it")
-    match move.kind:
-        case "slice":
-            return _picked(x, mine, wanted)
-        case "reduce_scatter" if combine == "sum":
-            return groups.reduce_scatter(_stacked([_picked(x, mine, w) for w in has]), axes)
-        case "all_gather":
-            came = list(groups.all_gather(x, axes))
-        case "all_to_all" | "permute":
-            came = groups.exchanged(
-                [_picked(x, mine, _common(mine, w)) for w in has],
-                [tuple(map(len, _common(h, wanted))) for h in had],
-                axes,
-            )
-        case kind:
-            raise PaseError(f"a {kind} of a tensor of shape {list(shape)} moves parts that do not nest")
-    out = x.new_zeros(local)
+    came = groups.exchanged(
+        [x[_grid(mine, _common(mine, w), x)] for w in has],
+        [tuple(map(len, _common(h, wanted))) for h in had],
+        axes,
+    )
+    out = x.new_zeros(tuple(map(len, wanted)))
     for piece, h in zip(came, had, strict=True):
         if piece.numel():
             out[_grid(wanted, _common(h, wanted), x)] = piece
@@ -178,16 +159,6 @@ def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ..
         )
         for d, (h, w) in enumerate(zip(have, wanted, strict=True))
     )
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    import torch
-
-    return torch.stack(list(parts))
-
-
-def _picked(x: Tensor, have: ElementSets, wanted: ElementSets) -> Tensor:
-    return x[_grid(have, wanted, x)]
 
 
 def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Tensor:

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 from pase.backends.torch_moves import there_and_back
 from pase.backends.torch_rules import RANK_RULES, RankCall
 from pase.backends.torch_values import NotOnParts
-from pase.errors import PaseError
-from pase.ir import Window
-from pase.local.parts import axes_of, window_border
+from pase.local.parts import axes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,12 +44,7 @@ def _convolution(call: RankCall) -> Tensor:
         return call.run(**changes)
     if isinstance(call.given["padding"], str):
         raise NotOnParts("its padding is given as a word, and a dim along which its window moves is split")
-    stride, padding, dilation = (_each(call.given[k], n) for k in ("stride", "padding", "dilation"))
-    windows = [
-        Window(extent=(k - 1) * d + 1, stride=s)
-        for k, d, s in zip(w.shape[2:], dilation, stride, strict=True)
-    ]
-    x, left = _with_neighbours(call, "input", windows, padding, 0.0)
+    x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), 0.0)
     return call.run(input=x, padding=left, **changes)
 
 
@@ -61,17 +54,12 @@ def _pool(call: RankCall) -> Tensor:
     x = call.given["self"]
     if not call.split("self") & set(range(x.dim() - n, x.dim())):
         return call.run()
-    kernel = _each(call.given["kernel_size"], n)
-    stride = _each(call.given.get("stride") or kernel, n)
-    padding, dilation = _each(call.given.get("padding", 0), n), _each(call.given.get("dilation", 1), n)
+    padding = _each(call.given.get("padding", 0), n)
     if call.given.get("ceil_mode") or (any(padding) and not call.given.get("count_include_pad", True)):
         raise NotOnParts(
             "its windows at the borders differ from the others, and a dim along which they move is split"
         )
-    windows = [
-        Window(extent=(k - 1) * d + 1, stride=s) for k, d, s in zip(kernel, dilation, stride, strict=True)
-    ]
-    x, left = _with_neighbours(call, "self", windows, padding, float("-inf") if largest else 0.0)
+    x, left = _with_neighbours(call, "self", padding, float("-inf") if largest else 0.0)
     return call.run(self=x, padding=left)
 
 
@@ -87,22 +75,19 @@ def _each(given: int | Sequence[int], n: int) -> list[int]:
 
 
 def _with_neighbours(
-    call: RankCall, name: str, windows: Sequence[Window], padding: Sequence[int], edge: float
+    call: RankCall, name: str, padding: Sequence[int], edge: float
 ) -> tuple[Tensor, list[int]]:
     """(the operand with the halo rows that its windows read, the padding still to be applied).
 
     edge: the value past the ends. Dims are extended one after the other, so that corners are included.
     """
     x, left = call.given[name], list(padding)
-    first = x.dim() - len(windows)
-    for k, window in enumerate(windows):
-        dim = first + k
-        if dim not in call.split(name) or (window.extent, window.stride) == (1, 1):
+    slides = next(o.op.reads[0].map for o in call.ops if o.op.kind in ("conv", "window"))
+    for k, dim in enumerate(range(x.dim() - len(padding), x.dim())):
+        window = slides.walks[dim - x.dim()].window if dim in call.split(name) else None
+        if window is None:
             continue
-        try:
-            before, behind = window_border(window, padding[k])
-        except PaseError as e:
-            raise NotOnParts(str(e)) from None
+        before, behind = window.border
         x = _extended(call, name, x, dim, before, max(behind, 0), edge)
         if behind < 0:
             x = x.narrow(dim, 0, x.shape[dim] + behind)

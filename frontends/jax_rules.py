@@ -139,6 +139,7 @@ def _conv(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[T
             out_dims=triple(dn.out_spec),
             strides=p["window_strides"],
             dilation=p["rhs_dilation"],
+            padding=[before for before, _ in p["padding"]],
             input_dilation=p["lhs_dilation"],
             groups=p["feature_group_count"],
         )
@@ -287,6 +288,7 @@ def _pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[T
             _shape(eqn.outvars[0]),
             p["window_dimensions"],
             p["window_strides"],
+            [before for before, _ in p["padding"]],
             p["window_dilation"],
         )
     ]

@@ -28,16 +28,20 @@ def _pads(c: OnnxCall, n: int) -> list[int]:
     return out
 
 
-def _windows(c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
-    """The extent of each spatial dim under a sliding window, as ONNX defines it for Conv and the pools."""
+def _windows(
+    c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]
+) -> tuple[list[int], list[int]]:
+    """(the extent of each spatial dim under a sliding window, as ONNX defines it for Conv and the pools; the padding
+    in front of it)."""
     n = len(x)
     strides, pads = _positive(c, "strides", n), _pads(c, n)
     auto = c.text("auto_pad", "NOTSET")
-    out = []
+    out, before = [], [0 if auto == "VALID" else pad for pad in pads[:n]]
     for i, (size, k, s, d) in enumerate(zip(x, kernel, strides, dilation, strict=True)):
         reach = (k - 1) * d + 1
         if auto in ("SAME_UPPER", "SAME_LOWER"):
             out.append(-(-size // s))
+            before[i] = _half(max((out[i] - 1) * s + reach - size, 0), auto)
             continue
         free = size - reach + (pads[i] + pads[i + n] if auto != "VALID" else 0)
         if free < 0:
@@ -46,7 +50,12 @@ def _windows(c: OnnxCall, x: Sequence[int], kernel: Sequence[int], dilation: Seq
         if c.integer("ceil_mode") and rounded * s >= size + pads[i]:
             rounded -= 1  # a window that begins in the padding behind the data does not count
         out.append(rounded + 1)
-    return out
+    return out, before
+
+
+def _half(padding: int, auto: str) -> int:
+    """The part of a padding that is in front: SAME_UPPER has the odd one behind."""
+    return (padding + (auto != "SAME_UPPER")) // 2
 
 
 def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Value:
@@ -59,7 +68,8 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
     kernel, dilation = w.shape[2:], _positive(c, "dilations", n)
     if (told := c.ints("kernel_shape")) and tuple(told) != kernel:
         raise c.fail(f"its kernel_shape {told[:6]} differs from its filter {list(w.shape)}")
-    shape = c.shape((x.shape[0], w.shape[0], *_windows(c, x.shape[2:], kernel, dilation)))
+    extents, padding = _windows(c, x.shape[2:], kernel, dilation)
+    shape = c.shape((x.shape[0], w.shape[0], *extents))
     if math.prod(shape) == 0 or x.elements == 0 or w.elements == 0:
         return nothing(shape, dtype or x.dtype)
     dims = tuple(range(2, n + 2))
@@ -74,6 +84,7 @@ def _convolve(c: OnnxCall, x: Value, w: Value, dtype: str | None = None) -> Valu
         out_dims=(0, 1, dims),
         strides=_positive(c, "strides", n),
         dilation=dilation,
+        padding=padding,
         groups=groups,
     )
     return c.value(out)
@@ -131,6 +142,7 @@ def _causal(c: OnnxCall) -> Sequence[Value]:
         out_dims=(0, 1, dims),
         strides=[1] * n,
         dilation=[1] * n,
+        padding=[k - 1 for k in w.shape[2:]],
         groups=x.shape[1],
     )
     return [_biased(c, c.value(made), 2), nothing((*x.shape[:-1], w.shape[-1] - 1), x.dtype)]
@@ -147,15 +159,20 @@ def _conv_transpose(c: OnnxCall) -> Value:
     if len(extra) != n:
         raise c.fail(f"its output_padding {extra[:6]} does not match {n} spatial dims")
     auto, told = c.text("auto_pad", "NOTSET"), c.ints("output_shape")
-    spatial = []
+    spatial, before = [], []
     for i, size in enumerate(x.shape[2:]):
-        full = strides[i] * (size - 1) + extra[i] + (w.shape[i + 2] - 1) * dilation[i] + 1
+        overlap = (w.shape[i + 2] - 1) * dilation[i]
+        full = strides[i] * (size - 1) + extra[i] + overlap + 1
+        same = auto in ("SAME_UPPER", "SAME_LOWER")
         if told:
             spatial.append(told[-n:][i])
-        elif auto in ("SAME_UPPER", "SAME_LOWER"):
+        elif same:
             spatial.append(size * strides[i])
         else:
             spatial.append(full - (0 if auto == "VALID" else pads[i] + pads[i + n]))
+        # What is left out at the front of the whole result is what a forward convolution would be padded by.
+        cut = _half(full - spatial[i], auto) if told or same else 0 if auto == "VALID" else pads[i]
+        before.append(overlap - cut)
     shape = c.shape((x.shape[0], w.shape[1] * groups, *spatial))
     dims = tuple(range(2, n + 2))
     if groups > 1:  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
@@ -177,6 +194,7 @@ def _conv_transpose(c: OnnxCall) -> Value:
         out_dims=(0, 1, dims),
         strides=[1] * n,
         dilation=dilation,
+        padding=before,
         input_dilation=strides,
         groups=groups,
     )
@@ -194,14 +212,22 @@ def _pool(c: OnnxCall) -> Sequence[Value | None]:
     if n < 1 or len(kernel) != n:
         raise c.fail(f"its window {kernel[:6]} does not fit an input {list(x.shape)}")
     kernel, dilation = _positive(c, "kernel_shape", n), _positive(c, "dilations", n)
-    shape = c.shape((*x.shape[:2], *_windows(c, x.shape[2:], kernel, dilation)))
+    extents, padding = _windows(c, x.shape[2:], kernel, dilation)
+    shape = c.shape((*x.shape[:2], *extents))
     if c.op == "LpPool":
         x = c.elementwise([x], functions.INTEGER_POW)
     function = functions.WINDOW_MAX if c.op == "MaxPool" else functions.WINDOW_SUM
     strides = _positive(c, "strides", n)
     out = c.value(
         windows.window_reduce(
-            c.b, function, c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
+            c.b,
+            function,
+            c.tensor(x),
+            shape,
+            [1, 1, *kernel],
+            [1, 1, *strides],
+            [0, 0, *padding],
+            [1, 1, *dilation],
         )
     )
     if c.op != "MaxPool":
@@ -231,7 +257,13 @@ def _lrn(c: OnnxCall) -> Value:
     square = c.elementwise([x], functions.SQUARE)
     window = [size if i == 1 else 1 for i in range(len(x.shape))]
     total = windows.window_reduce(
-        c.b, functions.WINDOW_SUM, c.tensor(square), x.shape, window, [1] * len(x.shape)
+        c.b,
+        functions.WINDOW_SUM,
+        c.tensor(square),
+        x.shape,
+        window,
+        [1] * len(x.shape),
+        [(k - 1) // 2 for k in window],
     )
     scale = c.elementwise([c.value(total)], functions.POW, flops=12.0)
     return c.elementwise([x, scale], functions.DIV)
@@ -401,7 +433,7 @@ def _images(c: OnnxCall) -> list[Value]:
         shape = (
             x.shape[0],
             w.shape[0],
-            *_windows(c, x.shape[2:], kernel, _positive(c, "dilations", len(kernel))),
+            *_windows(c, x.shape[2:], kernel, _positive(c, "dilations", len(kernel)))[0],
         )
         points = 2.0 * math.prod(w.shape[1:]) + 8.0 * math.prod(kernel) * w.shape[1]
     return opaque_per_batch(c, values, [(shape, x.dtype)], 1, points * math.prod(c.shape(shape)))

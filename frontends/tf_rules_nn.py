@@ -30,21 +30,24 @@ def _per_dim(c: TfCall, key: str, rank: int) -> list[int]:
     return out
 
 
-def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> int:
-    """Output size of a spatial dim under the node's padding; reach: the window with its dilation."""
-    padding = c.text("padding")
+def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> tuple[int, int]:
+    """Output size of a spatial dim under the node's padding, and how much of it is in front; reach: the window with
+    its dilation."""
+    padding, before = c.text("padding"), 0
     if padding == "SAME":
-        return -(-size // stride)
+        out = -(-size // stride)
+        return out, max((out - 1) * stride + reach - size, 0) // 2
     if padding == "EXPLICIT":
         pads = c.wholes("explicit_paddings")
         if len(pads) < 2 * i + 2:
             raise c.fail(f"explicit paddings {pads} do not fit")
-        size += pads[2 * i] + pads[2 * i + 1]
+        before = pads[2 * i]
+        size += before + pads[2 * i + 1]
     elif padding != "VALID":
         raise c.fail(f"padding '{padding[:20]}' is not SAME, VALID or EXPLICIT")
     if size < reach:
         raise c.fail(f"a window of {reach} does not fit a dim of {size}")
-    return (size - reach) // stride + 1
+    return (size - reach) // stride + 1, before
 
 
 @lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
@@ -64,11 +67,11 @@ def _conv(c: TfCall) -> Sequence[TfValue]:
     if shape[channel] % inner:
         raise c.fail(f"its filters of shape {filters} do not fit {shape[channel]} channels")
     strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
-    out = [0] * rank
+    out, padding = [0] * rank, [0] * len(spatial)
     out[batch], out[channel] = shape[batch], outer
     for k, i in enumerate(spatial):
         reach = (filters[k] - 1) * dilations[i] + 1
-        out[i] = _extent(c, i, shape[i], reach, strides[i])
+        out[i], padding[k] = _extent(c, i, shape[i], reach, strides[i])
     made = windows.conv(
         c.b,
         x,
@@ -80,6 +83,7 @@ def _conv(c: TfCall) -> Sequence[TfValue]:
         out_dims=(batch, channel, spatial),
         strides=[strides[i] for i in spatial],
         dilation=[dilations[i] for i in spatial],
+        padding=padding,
         groups=shape[channel] // inner,
     )
     return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
@@ -133,6 +137,7 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
     strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
     if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
         raise c.fail(f"filters of shape {filters} do not take {shape} to {out}")
+    overlap = [(filters[k] - 1) * dilations[i] for k, i in enumerate(spatial)]
     return [
         windows.conv(
             c.b,
@@ -145,6 +150,9 @@ def _transposed(c: TfCall) -> Sequence[TfValue]:
             out_dims=(batch, channel, spatial),
             strides=[1] * len(spatial),
             dilation=[dilations[i] for i in spatial],
+            padding=[
+                n - _extent(c, i, out[i], n + 1, strides[i])[1] for i, n in zip(spatial, overlap, strict=True)
+            ],
             input_dilation=[strides[i] for i in spatial],
         )
     ]
@@ -161,9 +169,9 @@ def _pool(c: TfCall) -> Sequence[TfValue]:
         window, strides = _per_dim(c, "ksize", rank), _per_dim(c, "strides", rank)
     if len(window) != rank or len(strides) != rank or min(window + strides) < 1:
         raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
-    out = [_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)]
+    out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
     function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
-    made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, name=c.node.op)
+    made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, padding, name=c.node.op)
     if function is functions.WINDOW_SUM:
         made = composites.apply(c.b, functions.DIV, made)
     return (

@@ -128,6 +128,9 @@ def _convolution(c: TorchCall) -> Value:
     strides, dilation = c.ints("stride", n, [1] * n), c.ints("dilation", n, [1] * n)
     dims = tuple(range(2, rank))
     turned = "transpose" in c.op or bool(c.arg("transposed", False))
+    pads = _padding(c, [(k - 1) * d for k, d in zip(w.shape[2:], dilation, strict=True)])
+    if turned:  # elements of the result that are left out at its ends
+        pads = [(k - 1) * d - pad for k, d, pad in zip(w.shape[2:], dilation, pads, strict=True)]
     if (
         turned and groups > 1
     ):  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
@@ -146,6 +149,7 @@ def _convolution(c: TorchCall) -> Value:
             out_dims=(0, 1, dims),
             strides=[1] * n if turned else strides,
             dilation=dilation,
+            padding=pads,
             input_dilation=strides if turned else (),
             groups=groups,
         )
@@ -153,6 +157,14 @@ def _convolution(c: TorchCall) -> Value:
     if bias is not None:
         out = c.elementwise([out, _a_channel(c, bias, rank)], functions.ADD)
     return c.reshape(out, c.shape_out)
+
+
+def _padding(c: TorchCall, overlap: Sequence[int]) -> list[int]:
+    """Elements in front of each dim; of a convolution whose windows overlap so, "same" puts the odd one behind."""
+    told = c.arg("padding", 0)
+    if isinstance(told, str):
+        return [n // 2 if told == "same" else 0 for n in overlap]
+    return c.ints("padding", len(overlap), [0] * len(overlap))
 
 
 _POOLS = {"max_pool": functions.WINDOW_MAX, "avg_pool": functions.WINDOW_SUM}
@@ -175,7 +187,14 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     strides, dilation = c.ints("stride", n, kernel), c.ints("dilation", n, [1] * n)
     shape = (*x.shape[:2], *c.shape_out[-n:])
     made = windows.window_reduce(
-        c.b, _POOLS[c.op[:8]], c.tensor(x), shape, [1, 1, *kernel], [1, 1, *strides], [1, 1, *dilation]
+        c.b,
+        _POOLS[c.op[:8]],
+        c.tensor(x),
+        shape,
+        [1, 1, *kernel],
+        [1, 1, *strides],
+        [0, 0, *c.ints("padding", n, [0] * n)],
+        [1, 1, *dilation],
     )
     out = c.value(made)
     if c.op.startswith("avg"):
@@ -214,6 +233,7 @@ def _adaptive(c: TorchCall) -> Sequence[Value]:
             c.shape_out,
             [*front, *ways],
             [*front, *steps],
+            [0] * rank,
         )
     out = c.value(made) if largest else c.elementwise([c.value(made)], functions.DIV)
     return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]

@@ -13,6 +13,7 @@ import numpy as np
 
 from pase.ir import Access, Graph, Node
 from pase.local.lower import states_of
+from pase.local.parts import iteration_dim
 from pase.local.types import Layout
 from pase.machine import Mesh
 from pase.tables.layouts import (
@@ -67,13 +68,9 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
 
 def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(axis, iteration dim) for each split dim of a tensor; dims under a window stay whole."""
-    for axis, state in enumerate(held.get(a.tensor, ())):
-        if state < 0:
-            continue
-        walk, blocks, major = a.map.walks[tensor_dim(int(state))], blocks_of(int(state)), 1
-        for dim in dim_index(node, walk.dims) if walk.window is None else []:
-            size = number(node.space.dims[dim].size, node.name)
-            if major <= blocks // mesh.sizes[axis] and blocks <= major * size:
-                yield axis, dim
-                break
-            major *= size
+    sizes = {d.name: number(d.size, node.name) for d in node.space}
+    for axis, state in enumerate(map(int, held.get(a.tensor, ()))):
+        walk = a.map.walks[tensor_dim(state)] if state >= 0 else None
+        if walk is not None and walk.window is None:
+            dim = iteration_dim(walk.dims, sizes, blocks_of(state), mesh.sizes[axis])
+            yield from ((axis, i) for i in dim_index(node, [] if dim is None else [dim]))

@@ -2,8 +2,7 @@
 
 Operands are broadcast over the op's iteration dims, its function is applied pointwise, and dims that the result does
 not walk are summed (or reduced by a maximum). An op with a sliding window has the window's elements as extra dims. A
-lookup is a product with a one-hot row. The graph leaves one choice open, which is made here: a window begins before
-the first row by half of its overlap.
+lookup is a product with a one-hot row.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.ir import Access, Node, Op, Place, Window
+from pase.local.parts import iteration_dim
 from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
 from pase.tables.layouts import number
 
@@ -282,10 +282,8 @@ def _sliding(
             count = whole.get(tap, 1)
         else:
             tap, count = f"{dim}@", w.extent
-        reach = (whole[dim] - 1) * w.stride + w.extent
         if count > 1 and (w.extent - 1) % (count - 1):
             raise PaseError(f"'{op.name}' at {op.source} has a window that the graph does not determine")
-        here = (sizes[dim] - 1) * w.stride + w.extent
         whole.setdefault(tap, count)
         sizes.setdefault(tap, count)
         found[i] = SlidingDim(
@@ -294,9 +292,9 @@ def _sliding(
             taps=count,
             stride=w.stride,
             dilation=(w.extent - 1) // max(count - 1, 1),
-            before=max(reach - n, 0) // 2,
+            before=w.before,
             rows=n // ways[dim],
-            reach=here,
+            reach=(sizes[dim] - 1) * w.stride + w.extent,
         )
     return found
 
@@ -307,13 +305,10 @@ def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[
     for axis, state in enumerate(layout):
         if not isinstance(state, tuple):
             continue
-        major = 1
         walk = a.map.walks[state[0]]
-        for d in walk.dims:
-            if walk.window is not None or (major <= state[1] // ways[axis] and state[1] <= major * sizes[d]):
-                out[d] = out.get(d, 1) * ways[axis]
-                break
-            major *= sizes[d]
+        d = walk.dims[0] if walk.window else iteration_dim(walk.dims, sizes, state[1], ways[axis])
+        if d is not None:
+            out[d] = out.get(d, 1) * ways[axis]
     return out
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -18,7 +18,6 @@ from typing import Literal
 import numpy as np
 
 from pase.errors import PaseError
-from pase.ir import Window
 from pase.local.types import Layout, LocalMove, digits_of
 from pase.machine import Mesh
 from pase.tables.layouts import contiguous_axes
@@ -30,11 +29,11 @@ __all__ = [
     "axes_of",
     "digits",
     "held",
+    "iteration_dim",
     "pairs",
     "placement",
     "to_whole",
     "view",
-    "window_border",
 ]
 
 
@@ -255,25 +254,19 @@ def axes_of(layout: Layout, dim: int, mesh: Mesh) -> tuple[str, ...]:
     )
 
 
-def window_border(window: Window, padded: int) -> tuple[int, int]:
-    """(rows before, rows after) that a device reads around its shard of a dim, under a window that begins ``padded``
-    rows before the whole dim. A negative number is the rows of its own shard that it does not read.
+def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, ways: int) -> str | None:
+    """Which of the iteration dims that a tensor dim walks, major to minor, an axis splits. blocks: that it and the more
+    major axes cut the tensor dim in. None: no single one.
 
-    A shard has one window for each stride: its last window ends ``extent - stride`` rows after the place where the
-    next shard's first would begin. PaseError where the rows exceed the halo that the plan sends.
-
-    >>> window_border(Window(extent=3), 1), window_border(Window(extent=3, stride=2), 0)
-    ((1, 1), (0, 1))
-    >>> window_border(Window(extent=1, stride=2), 0)
-    (0, -1)
+    >>> [iteration_dim(("h", "k"), {"h": 4, "k": 8}, blocks, 4) for blocks in (4, 16, 8)]
+    ['h', 'k', None]
     """
-    before, behind = padded, window.extent - window.stride - padded
-    if max(before, 0) + max(behind, 0) > window.halo:
-        raise PaseError(
-            f"a window of {window.extent} rows in steps of {window.stride} that begins {padded} rows before the first "
-            f"reads more of a neighbour's part than the {window.halo} rows that the plan sends"
-        )
-    return before, behind
+    major = 1
+    for d in dims:
+        if major <= blocks // ways and blocks <= major * sizes[d]:
+            return d
+        major *= sizes[d]
+    return None
 
 
 def to_whole(layout: Layout, mesh: Mesh) -> list[LocalMove]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.local.exchange import nests
-from pase.local.parts import pairs, view
+from pase.local.parts import held, pairs, view
 from pase.local.types import Combine, Extents, Layout, LocalMove
 from pase.machine import Mesh
 
@@ -27,14 +27,8 @@ def places(mesh: Mesh) -> list[tuple[int, ...]]:
 
 
 def part_of(x: np.ndarray, layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
-    """The elements that a device holds, by the definition of a digit: index * blocks // extent % ways."""
-    for dim, extent in enumerate(x.shape):
-        keep = np.ones(extent, bool)
-        for axis, state in enumerate(layout):
-            if isinstance(state, tuple) and state[0] == dim:
-                keep &= np.arange(extent) * state[1] // extent % mesh.sizes[axis] == place[axis]
-        x = np.compress(keep, x, axis=dim)
-    return x
+    """The elements that a device holds."""
+    return np.asarray(x[np.ix_(*held(x.shape, layout, place, mesh))])
 
 
 def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> np.ndarray:

@@ -30,10 +30,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pase.errors import PaseError
-from pase.ir import Op
 from pase.ir.blocks import Once
 from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
 from pase.local.text_messages import message_text, read_message, read_updates, updates_text
@@ -205,21 +204,14 @@ def _number(line: TextLine, what: str) -> int:
 class _OpRead:
     """An op whose lines are being read."""
 
-    node: str
-    op: Op
-    combine: Combine = "sum"
+    head: LocalOp
     operands: list[LocalOperand] = field(default_factory=list)
     results: list[LocalResult] = field(default_factory=list)
     sent: list[NodeCollective] = field(default_factory=list)
 
     def whole(self) -> LocalOp:
-        return LocalOp(
-            node=self.node,
-            op=self.op,
-            operands=tuple(self.operands),
-            results=tuple(self.results),
-            combine=self.combine,
-            sent=tuple(self.sent),
+        return replace(
+            self.head, operands=tuple(self.operands), results=tuple(self.results), sent=tuple(self.sent)
         )
 
 
@@ -232,18 +224,8 @@ class _TransferRead:
     back: list[LocalMove] = field(default_factory=list)
 
     def whole(self) -> LocalTransfer:
-        t = self.head
-        return LocalTransfer(
-            tensor=t.tensor,
-            src=t.src,
-            dst=t.dst,
-            combine=t.combine,
-            forward=tuple(self.there),
-            backward=None if t.backward is None else tuple(self.back),
-            phase=t.phase,
-            runs=t.runs,
-            once=t.once,
-        )
+        back = None if self.head.backward is None else tuple(self.back)
+        return replace(self.head, forward=tuple(self.there), backward=back)
 
 
 @dataclass(kw_only=True)
@@ -377,12 +359,13 @@ class _Reader:
     def _op(self, line: TextLine) -> None:
         if self.node is None:
             line.fail("an op stands before the first node", 0)
-        self.last = _OpRead(node=self.node, op=read_op(line))
+        head = LocalOp(node=self.node, op=read_op(line), operands=(), results=(), combine="sum")
+        self.last = _OpRead(head=head)
         self.ops.append(self.last)
 
     def _joined(self, line: TextLine) -> None:
         assert isinstance(self.last, _OpRead)
-        self.last.combine = line.choice(Combine, "how it becomes one")
+        self.last.head = replace(self.last.head, combine=line.choice(Combine, "how it becomes one"))
 
     def _operand(self, line: TextLine) -> None:
         assert isinstance(self.last, _OpRead)

@@ -13,15 +13,13 @@ from pase.ops.builder import Dims, GraphBuilder, Read, Write
 __all__ = ["conv", "window_reduce"]
 
 
-def _windowed(
-    name: str, size_in: Size, size_out: Size, extent: int, stride: int, dims: Dims, dilated: bool
-) -> Walk:
+def _windowed(name: str, size_in: Size, size_out: Size, window: Window, dims: Dims, dilated: bool) -> Walk:
     """A spatial dim: split only where blocks of the output sit over blocks of the input."""
     if is_one(size_out) and is_one(size_in):
         return Walk()
-    aligned = not dilated and size_in == size_out * stride
+    aligned = not dilated and size_in == size_out * window.stride
     dims[name] = (size_out, "parallel" if aligned else "replicated")
-    return Walk((name,), Window(extent=extent, stride=stride) if extent > 1 or stride > 1 else None)
+    return Walk((name,), None if window == Window(extent=1) else window)
 
 
 def conv(
@@ -36,10 +34,12 @@ def conv(
     out_dims: tuple[int, int, Sequence[int]],
     strides: Sequence[int],
     dilation: Sequence[int],
+    padding: Sequence[int],
     input_dilation: Sequence[int] = (),
     groups: int = 1,
 ) -> Tensor:
-    """Convolution. Dim triples: x (batch, channel, spatial), w (out-channel, in-channel, spatial), out as x."""
+    """Convolution. Dim triples: x (batch, channel, spatial), w (out-channel, in-channel, spatial), out as x. padding:
+    elements in front of each spatial dim."""
     xb, xc, xs = x_dims
     wn, wc, ws = w_dims
     ob, on, os = out_dims
@@ -71,8 +71,8 @@ def conv(
             raise PaseError(f"convolution at {b.source}: a filter's extent must be a number, got {extent}")
         up = bool(input_dilation) and input_dilation[k] != 1
         there /= input_dilation[k] if up else 1
-        reach = (extent - 1) * dilation[k] + 1
-        walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], reach, strides[k], dims, up)
+        window = Window(extent=(extent - 1) * dilation[k] + 1, stride=strides[k], before=padding[k])
+        walks_x[i] = _windowed(f"h{k}", x.shape[i], shape[o], window, dims, up)
         walks_o[o] = Walk((f"h{k}",)) if f"h{k}" in dims and not is_one(shape[o]) else Walk()
         if not is_one(extent):
             dims[f"r{k}"] = (extent, "window")
@@ -95,22 +95,24 @@ def window_reduce(
     shape: Sequence[Size],
     window: Sequence[int],
     strides: Sequence[int],
+    padding: Sequence[int],
     dilation: Sequence[int] = (),
     *,
     name: str = "",
 ) -> Tensor:
-    """Pooling over every dim whose window is larger than one."""
+    """Pooling over every dim whose window is larger than one. padding: elements in front of each dim."""
     dims: Dims = {}
     walks: list[Walk] = []
     points = 1
     for i, (s_in, s_out) in enumerate(zip(x.shape, shape, strict=True)):
         reach = (window[i] - 1) * (dilation[i] if dilation else 1) + 1
-        if window[i] == 1 and strides[i] == 1 and s_in == s_out:
+        slides = Window(extent=reach, stride=strides[i], before=padding[i])
+        if slides == Window(extent=1) and s_in == s_out:
             walks.append(Walk(() if is_one(s_in) else (f"d{i}",)))
             if not is_one(s_in):
                 dims[f"d{i}"] = (s_in, "parallel")
         else:
-            walks.append(_windowed(f"d{i}", s_in, s_out, reach, strides[i], dims, False))
+            walks.append(_windowed(f"d{i}", s_in, s_out, slides, dims, False))
             points *= window[i]
     out = AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])
     write = Write(tuple(shape), x.dtype, out)

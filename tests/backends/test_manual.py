@@ -130,6 +130,33 @@ def images_loss(params, images):
     return jnp.mean((conv(x, params["last"], 2).sum((1, 2)) @ params["head"]) ** 2)
 
 
+def test_a_window_is_padded_further_than_windows_overlap():
+    """A part's first window begins in the part before it, and its last rows are in no window of its own."""
+
+    def loss(params, images):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        made = jax.lax.conv_general_dilated(
+            images, params["w"], (2, 1), [(1, 0), (1, -1)], dimension_numbers=numbers
+        )
+        return jnp.mean(made**2)
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params, images = (
+            {"w": jnp.asarray(rng.normal(size=(2, 1, 1, 2)))},
+            jnp.asarray(rng.normal(size=(1, 8, 8, 1))),
+        )
+        plan = case_of(loss, params, images).plan("random0@4x2")
+        assert sum(c.source == c.node and c.kind == "permute" for c in plan.collectives) >= 2
+        jp = jax_plan(plan)
+        made = jax.jit(jp.value_and_grad(lowering="manual"))(*jp.device_put(params, images))
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12),
+            made,
+            jax.value_and_grad(loss)(params, images),
+        )
+
+
 @pytest.mark.parametrize("strategy", ["random1@2x4", "random2@2x2x2"])
 def test_windows_reach_over_the_borders_of_parts(strategy):
     """Random strategies split height and width, alone and together, and halos are the plan's to the byte."""

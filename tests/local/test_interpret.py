@@ -67,7 +67,7 @@ def imaging(p, x):
     y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 2, 1), (1, 1, 2, 1), "SAME")
     y = jnp.tanh(conv(y, p["next"], dilation=2))
     y = jax.lax.reduce_window(y, 0.0, jax.lax.add, (1, 2, 2, 1), (1, 2, 1, 1), "SAME") / 4.0
-    y = conv(y, p["next"], stride=2)
+    y = conv(y, p["next"], stride=2, padding=[(2, 0), (1, 0)])
     return jnp.sum(y * y * 0.5)
 
 
