@@ -134,6 +134,7 @@ def grouped(
         collective_units=slow.collective_units,
         overlaps=all(g.machine.overlaps for g in groups),
         sums_alone=any(g.machine.sums_alone for g in groups),
+        lone_gather_bytes=max(g.machine.lone_gather_bytes for g in groups),
         groups=tuple(groups),
         between=replace(between, ways=0),
     )

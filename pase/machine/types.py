@@ -289,6 +289,7 @@ class Machine:
     collective_units: compute units that a collective's kernels occupy while they overlap with compute, which slows it.
     overlaps: whether collectives of parameters overlap with compute (``overlap="machine"``).
     sums_alone: whether the compiler runs nothing beside sums of gradients, so that only gathers overlap.
+    lone_gather_bytes: below it, the compiler neither joins a parameter's gather with others nor runs it beside compute.
     forms: what the compiler makes of collectives that it does not run as they are written; empty: it runs them so.
     Steps that are lowered by hand are written accordingly (``pase.local.forms``).
     """
@@ -310,6 +311,7 @@ class Machine:
     collective_units: Count = 0
     overlaps: bool = False
     sums_alone: bool = False
+    lone_gather_bytes: Count = 0
     forms: tuple[CompiledForm, ...] = ()
 
     def __hash__(self) -> int:
@@ -332,11 +334,9 @@ class Machine:
         for key in ("name", "title", "sources", "provenance", "overlaps", "forms"):
             del content[key]
         # These fields are newer than the digests in layouts: at their defaults, the digests stay as before.
+        newer = "bucket_bytes", "sums_readers", "collective_units", "sums_alone", "lone_gather_bytes"
         for f in dataclasses.fields(self):
-            if (
-                f.name in ("bucket_bytes", "sums_readers", "collective_units", "sums_alone")
-                and content[f.name] == f.default
-            ):
+            if f.name in newer and content[f.name] == f.default:
                 del content[f.name]
         for key in ("attention", "attention_kernels"):
             if not content["device"][key]:

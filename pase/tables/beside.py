@@ -16,7 +16,8 @@ position, some collectives and some compute overlap with nothing:
   after it). In backward, the first gather that recomputation needs.
 - Compute after the last read of a parameter: in forward all gathers are over, in backward no sum has begun.
 
-On machines whose compiler runs sums alone (``Machine.sums_alone``), all sums of gradients are waited for.
+On machines whose compiler runs sums alone (``Machine.sums_alone``), all sums of gradients are waited for, and on those
+with lone gathers (``Machine.lone_gather_bytes``) all gathers of small parameters.
 
 In a loop, this applies to one iteration. This time counts as waited, as do collectives between products and the
 optimizer's update. What is gathered or summed once a step overlaps with one micro-batch only.
@@ -37,7 +38,7 @@ from pase.ir import Graph
 from pase.ir.blocks import once_of, turns_of
 from pase.machine import CostModel, Mesh
 from pase.once import once
-from pase.tables.build import Space, config_space, edge_costs, facts_along, phase_costs
+from pase.tables.build import Space, config_space, edge_costs, facts_along, lone_gather, phase_costs
 from pase.tables.charges import Flow
 from pase.tables.facts import facts
 from pase.tables.layouts import number
@@ -321,7 +322,7 @@ def _parted_edges(
         key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], sums
         if key not in made:
             cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
-            made[key] = (cost, _parted(priced.flows, *key[1:])) if cost.any() else None
+            made[key] = (cost, _parted(priced.flows, *key[1:], model)) if cost.any() else None
         if (made_here := made[key]) is not None:
             yield priced.table(e, made_here[0]), made_here[1]
 
@@ -357,7 +358,7 @@ def _first_readers(graph: Graph) -> dict[int, int]:
 
 
 def _parted(
-    flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, again: float, sums: float
+    flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, again: float, sums: float, model: CostModel
 ) -> np.ndarray | None:
     """The parts of a parameter's edge; None for other edges. gathers, again, sums: the part of each without overlap."""
     if not any(f.bucketed for f, _ in flows):
@@ -367,6 +368,8 @@ def _parted(
         if f.back:
             out[WAITED] += sums * cost
             out[MOVED] += (1 - sums) * cost
+        elif lone_gather("all_gather", f.nbytes, model):
+            out[WAITED] += cost
         else:
             first = cost / f.again
             rerun = cost - first

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from pase.ir import Graph
 from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
@@ -32,6 +33,7 @@ __all__ = [
     "edge_tables",
     "facts_along",
     "layout_pairs",
+    "lone_gather",
     "phase_costs",
     "work_cost",
     "work_price",
@@ -74,12 +76,18 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
         full = model.collective(
             charge.kind, mesh, charge.axes, np.full_like(charge.nbytes, bucket, dtype=float)
         )
-        alone = np.where(nbytes < bucket, full * (nbytes / bucket), alone)
+        joined = (nbytes < bucket) & ~lone_gather(charge.kind, charge.whole, model)
+        alone = np.where(joined, full * (nbytes / bucket), alone)
     if charge.behind is not None:
         alone = np.maximum(alone - work_price(charge.behind, model) / (charge.turns + 1), 0.0)
     if charge.during:
         alone = np.minimum(alone, _in_pieces(charge, model, mesh))
     return charge.times * charge.turns * alone
+
+
+def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.ndarray:
+    """Whether a parameter of so many bytes is gathered by itself, with nothing beside it."""
+    return np.asarray((kind == "all_gather") & (np.asarray(whole) < model.machine.lone_gather_bytes))
 
 
 def _in_pieces(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
@@ -196,7 +204,8 @@ def phase_costs(
                 cost[when] = cost[when] + (price - late)
                 cost["backward"] = cost["backward"] + late
             for c in node_charges(graph, n, cfg, mesh):
-                kind = "gathers" if c.bucketed else "waited"
+                beside = c.bucketed and not lone_gather(c.kind, c.whole, model)
+                kind = "gathers" if beside else "waited"
                 cost[kind] = cost[kind] + charge_price(c, model, mesh)
             made[key] = PhaseCosts(**cost)
     return tuple(made[key] for key in keys)
@@ -381,6 +390,7 @@ class _Prices:
                     phase="forward",
                     times=1.0,
                     bucketed=bucketed,
+                    whole=np.array(sizes)[:, None],
                 )
                 table[:, used[on]] = charge_price(charge, model, mesh)
             self.rows |= dict(zip(((size, bucketed) for size in sizes), table, strict=True))

@@ -50,12 +50,12 @@ class Charge:
 
     axes, nbytes: as in CostModel.collective. times: how often in a step.
     bucketed: a parameter's gather or its gradient's sum. No op waits for it alone, and it is sent in a bucket with
-    others.
+    others, unless it is a lone gather (``Machine.lone_gather_bytes``).
     turns: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
     which overlaps with each collective. Only the rest of a collective is waited for.
     within: inside a node, the op and the read or write that it is for. None: of an edge, or of the whole node.
     during: of one pair of layouts, the products whose pieces run beside it (``Flow.beside``); none: it is waited for.
-    whole: bytes of the whole tensor. back: of the gradient.
+    whole: bytes of the whole tensor, where it is bucketed or has products. back: of the gradient.
     """
 
     kind: CollectiveKind
@@ -69,7 +69,7 @@ class Charge:
     behind: Work | None = None
     within: OwnAccess | None = None
     during: Products = ()
-    whole: float = 0.0
+    whole: np.ndarray | float = 0.0
     back: bool = False
 
 
@@ -93,6 +93,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             times=1.0,
             nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh),
             bucketed=True,
+            whole=number(graph.tensors[a.tensor].nbytes, a.tensor),
         )
     consumed = {a.tensor for op in node.ops for a in op.reads}
     for at in range(len(node.ops)):

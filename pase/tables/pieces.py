@@ -172,7 +172,7 @@ def in_pieces(
     back: bool,
     axes: np.ndarray,
     nbytes: np.ndarray,
-    whole: float,
+    whole: np.ndarray | float,
     mesh: Mesh,
     model: CostModel,
 ) -> np.ndarray:

@@ -55,12 +55,13 @@ def step(problem, plan, mesh, chosen):
     updated = 0.0
     for c in plan.collectives:
         gathered = c.phase == "forward"
+        lone = graph.tensors[c.tensor].nbytes < problem.machine.lone_gather_bytes
         if c.source not in stored:
             waited += c.cost
         elif (
             c.phase == "update"
         ):  # of a parameter whose state is split further, ahead of its reader in forward
-            early = place[next(e.dst for e in graph.edges if e.src == c.node)] == first
+            early = place[next(e.dst for e in graph.edges if e.src == c.node)] == first or lone
             waited, updated = waited + c.cost * early, updated + c.cost * (not early)
         elif not gathered:
             late = problem.machine.sums_alone or place[c.node] == first
@@ -68,10 +69,10 @@ def step(problem, plan, mesh, chosen):
         else:
             runs = turns if once == "none" else 1
             each = c.cost / c.times * runs
-            early = place[c.node] == first
+            early = place[c.node] == first or lone
             waited, moved["forward"] = waited + each * early, moved["forward"] + each * (not early)
             if c.times == 2 * runs:
-                early = place[c.node] == max(again)
+                early = place[c.node] == max(again) or lone
                 waited, moved["backward"] = waited + each * early, moved["backward"] + each * (not early)
     for n in graph.nodes:
         for w in node_work(graph, n, chosen[n.name][None, :], mesh, problem.optimizer):
@@ -146,15 +147,18 @@ def test_what_is_sent_once_has_one_micro_batch_beside_it(loss, names, rows, widt
         assert plan.cost == pytest.approx(step(problem, plan, mesh, chosen), rel=1e-9)
 
 
-@pytest.mark.parametrize(("loss", "names", "rows", "width"), [CASES[2], CASES[4]])
-def test_where_sums_run_alone_only_gathers_are_hidden(loss, names, rows, width):
+@pytest.mark.parametrize(
+    ("case", "waiting"),
+    [(CASES[2], {"sums_alone": True}), (CASES[4], {"sums_alone": True, "lone_gather_bytes": 1 << 23})],
+)
+def test_what_the_compiler_runs_alone_is_waited_for(case, waiting):
+    """Sums of gradients; and gathers of parameters with fewer bytes than it joins with others or hides."""
+    loss, names, rows, width = case
     args = (weights(width, *names), S((rows, width), "float32"))
     traced, mesh = trace(loss, *args), mesh_from("2", 2)
     both = [
-        SplitProblem.of(
-            traced.graph, 2, replace(load("h100x8"), sums_alone=alone), "analytic", "adam", "parameters"
-        )
-        for alone in (True, False)
+        SplitProblem.of(traced.graph, 2, replace(load("h100x8"), **changed), "analytic", "adam", "parameters")
+        for changed in (waiting, {})
     ]
     assert both[0].machine.digest != both[1].machine.digest == load("h100x8").digest
     every = list(itertools.product(*(configs(n, mesh) for n in both[0].graph.nodes)))
