@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from pase.ir.types import Walk
+    from pase.ir.maps import Walk
 
 __all__ = ["run_nest"]
 

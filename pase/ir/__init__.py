@@ -1,5 +1,6 @@
 """The iteration-space IR."""
 
+from pase.ir.maps import AccessMap, Walk, Window
 from pase.ir.names import dim_classes, named
 from pase.ir.places import Place, PlacePart, Scope, ScopeKind, SourceLine
 from pase.ir.simplify import simplify
@@ -7,7 +8,6 @@ from pase.ir.sizes import Size, parse_size, symbol
 from pase.ir.text import digest, from_text, to_text
 from pase.ir.types import (
     Access,
-    AccessMap,
     Dim,
     DimKind,
     Edge,
@@ -18,8 +18,6 @@ from pase.ir.types import (
     OpKind,
     Role,
     Tensor,
-    Walk,
-    Window,
 )
 from pase.ir.verify import verify
 

@@ -7,9 +7,10 @@ from collections import defaultdict
 from dataclasses import replace
 
 from pase.ir import functions
+from pase.ir.maps import AccessMap, Walk
 from pase.ir.places import Scope
 from pase.ir.sizes import is_one
-from pase.ir.types import Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+from pase.ir.types import Access, Dim, Graph, IterationSpace, Node, Op
 
 __all__ = ["with_copies", "with_rings", "with_states"]
 

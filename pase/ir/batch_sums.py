@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
+from pase.ir.maps import Walk
 from pase.ir.names import dim_classes
 from pase.ir.places import Place
-from pase.ir.types import Graph, Node, Op, Walk
+from pase.ir.types import Graph, Node, Op
 
 __all__ = ["BatchSums", "ExamplesMeet", "along_batch", "batch_sums"]
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import networkx as nx
 
-from pase.ir.types import Access, AccessMap, Graph, IterationSpace, Node, Op, Walk
+from pase.ir.maps import AccessMap, Walk
+from pase.ir.types import Access, Graph, IterationSpace, Node, Op
 
 __all__ = ["dim_classes", "named"]
 

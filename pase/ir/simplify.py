@@ -24,9 +24,10 @@ from dataclasses import replace
 from pase.ir.added import with_copies, with_rings, with_states
 from pase.ir.dims import Conflict, DimTable
 from pase.ir.functions import CAST
+from pase.ir.maps import AccessMap, Walk
 from pase.ir.recompute import mark_recomputed
 from pase.ir.sizes import is_one
-from pase.ir.types import LEAF, Access, AccessMap, Dim, Graph, IterationSpace, Node, Op, Walk
+from pase.ir.types import LEAF, Access, Dim, Graph, IterationSpace, Node, Op
 from pase.once import once
 
 __all__ = ["simplify"]
