@@ -88,14 +88,14 @@ class _Runs:
     begins: Sequence[int]
 
 
-def turns_of(times: int, micro_batches: int) -> int:
+def runs_in_each(times: int, micro_batches: int) -> int:
     """How often a node that runs so often in a step runs in each micro-batch. All at once if that does not divide."""
     return times if times % micro_batches else times // micro_batches
 
 
 def middle_run(times: int, micro_batches: int) -> int:
     """The run in the middle of the micro-batch in the middle, of a node that runs so often in a step."""
-    each = turns_of(times, micro_batches)
+    each = runs_in_each(times, micro_batches)
     return times // each // 2 * each + each // 2
 
 
@@ -213,7 +213,7 @@ def _runs(plan: PlanData) -> _Runs:
     for m in range(plan.accumulate):
         mine = []
         for times, layer in itertools.groupby(nodes, key=lambda n: n.times):
-            names, each = [n.name for n in layer], turns_of(times, plan.accumulate)
+            names, each = [n.name for n in layer], runs_in_each(times, plan.accumulate)
             turns = range(m * each, min((m + 1) * each, times))
             mine += [_Execution(node=name, repeat=r) for r in turns for name in names]
         begins.append(len(forward) + len(backward))
@@ -277,7 +277,7 @@ def _tensors(
     out: list[tuple[Transfer, TransferOrigin]] = []
     for (node, source, tensor), members in groups.items():
         many, begins = times[node], runs.begins
-        each = turns_of(many, len(begins))
+        each = runs_in_each(many, len(begins))
         start = TransferOrigin(
             node=node, source=source, tensor=tensor, gradient=True, stage=0, repeat=0, times=many
         )

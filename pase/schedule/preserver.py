@@ -2,7 +2,7 @@
 
 Training as a Gaussian walk with rebound at the lowest loss (Yin et al., KDD 2017; DeFT section IV.C). DeFT prints
 the expected next state with eta * delta_s where eta * mu is meant; this is the corrected form, which Monte Carlo
-confirms (tests/schedule/test_preserver.py).
+confirms (tests/schedule/test_deft.py).
 """
 
 from __future__ import annotations

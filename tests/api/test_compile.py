@@ -7,6 +7,7 @@ from jax.extend.core import Primitive
 
 import pase
 from pase.errors import PaseError
+from tests.command import reported
 
 S = jax.ShapeDtypeStruct
 PARAMS = {"w": S((64, 128), "float32"), "v": S((128, 8), "float32")}
@@ -147,16 +148,9 @@ def test_dims_that_do_not_divide_are_left_whole():
 
 def test_the_readmes_first_command_runs_its_second(tmp_path):
     """make demo, by hand: a plan of the published size, run in the reduced one (bfloat16 there, float32 here)."""
-    import json
-    import subprocess
-    import sys
-
     layout = tmp_path / "layout.json"
     pase.compile("zoo:gpt2", devices=32).save(layout)
-    command = [sys.executable, "-m", "pase.cli", "run", str(layout), "--reduced", "--devices", "8", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
+    result = reported("run", layout, "--reduced", "--devices", 8)
     assert result["agrees"]
     by_kind = {c["kind"]: c for c in result["collectives"]}
     assert by_kind["all_reduce"]["compiled_bytes"] > 0 < by_kind["reduce_scatter"]["compiled_bytes"]

@@ -3,40 +3,27 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pase import machine
 from pase.calibrate.types import COLLECTIVE_OPS
+from tests import program
 
 ROOT = Path(__file__).parents[2]
 # What is tested is the way, not the figures: busy test machines give wide samples.
 QUICK = ["--budget", "1s", "--max-spread", "1000", "--dtypes", "float32"]
 
 
-def pase(*args, **more):
+def calibrate(*words):
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "pase.cli", "calibrate", *args],
-        cwd=ROOT,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        **more,
-    )
+    return program.start("pase", "calibrate", *words, folder=ROOT, environment=env)
 
 
 def finished(*started):
-    try:
-        said = [p.communicate(timeout=300) for p in started]
-    finally:
-        for p in started:
-            p.kill()
-    return [(p.returncode, *s) for p, s in zip(started, said, strict=True)]
+    ended = [p.ended(300) for p in started]
+    return [(p.returncode, p.stdout, p.stderr) for p in ended]
 
 
 def written_or_refused(code, out, err, path):
@@ -54,7 +41,7 @@ def written_or_refused(code, out, err, path):
 
 def test_this_host_and_taking_up_again(tmp_path):
     path = tmp_path / "cpu.toml"
-    ((code, out, err),) = finished(pase("-o", str(path), "-n", "2", "--json", *QUICK))
+    ((code, out, err),) = finished(calibrate("-o", str(path), "-n", "2", "--json", *QUICK))
     result = written_or_refused(code, out, err, path)
     if result:
         report, found = result
@@ -64,7 +51,7 @@ def test_this_host_and_taking_up_again(tmp_path):
         assert "jax" in found.provenance["framework"] and found.provenance["date"]
         assert report["measured"] > 20
     # Other devices: the journal is not theirs.
-    ((code, _, err),) = finished(pase("-o", str(path), "-n", "3", *QUICK))
+    ((code, _, err),) = finished(calibrate("-o", str(path), "-n", "3", *QUICK))
     assert code == 2 and "measured elsewhere: its devices is 2, here it is 3" in err and "--fresh" in err
 
 
@@ -81,7 +68,7 @@ def test_two_processes(tmp_path):
     path, address = tmp_path / "two.toml", f"127.0.0.1:{free_port()}"
     team = ["--coordinator", address, "--processes", "2", "--json", *QUICK, "--process-id"]
     (code, out, err), (other, nothing, last) = finished(
-        *(pase("-o", str(path), *team, str(i)) for i in range(2))
+        *(calibrate("-o", str(path), *team, str(i)) for i in range(2))
     )
     assert nothing == "" and other == 0, last[-2000:]
     result = written_or_refused(code, out, "\n".join(l for l in err.splitlines() if "[Gloo]" not in l), path)
@@ -103,6 +90,6 @@ def test_two_processes(tmp_path):
     ],
 )
 def test_bad_usage_is_said(args, what, tmp_path):
-    ((code, _, err),) = finished(pase("-o", str(tmp_path / "m.toml"), *args))
+    ((code, _, err),) = finished(calibrate("-o", str(tmp_path / "m.toml"), *args))
     assert code == 2 and what in err
     assert not list(tmp_path.iterdir())

@@ -1,6 +1,6 @@
 """Every command line of the README and of the pages beside it that need no files of the reader's own, in order.
 
-They are typed as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
+They run as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
 ``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written;
 ``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before Python makes it a file there.
 """
@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests import program
 from tests.house.test_documents import DOCUMENTS, MARKS, ROOT, blocks
 
 SHELL = ("pase", "python")
@@ -34,9 +34,9 @@ def lines(document: str) -> list[str]:
         for line in body.replace("\\\n", " ").splitlines():
             words = shlex.split(line, comments=True)
             if words and words[0] in SHELL:
-                program, separator, rest = shlex.join(words).partition(" -- ")
+                command, separator, rest = shlex.join(words).partition(" -- ")
                 added = more.pop(words[1], "") if words[0] == "pase" else ""
-                out.append(" ".join(filter(None, (program, added))) + separator + rest)
+                out.append(" ".join(filter(None, (command, added))) + separator + rest)
             else:
                 assert not words or words[0] in LEFT_OUT, f"{document}: say 'not run: why' before {line}"
         assert not more, f"{document}: its note names {sorted(more)}, which the block does not run"
@@ -68,6 +68,6 @@ def test_commands_of_a_document_run_in_order(document, tmp_path):
         "--xla_backend_optimization_level=0"  # else as in a reader's shell: no devices are forced
     )
     for line in lines(document):
-        done = subprocess.run(line, shell=True, capture_output=True, text=True, cwd=tmp_path, env=env)
+        done = program.run(*shlex.split(line), folder=tmp_path, environment=env)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
         assert done.stdout.strip() or done.stderr.strip() or line.startswith("python"), line

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from pase import cli
+from tests import program
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -66,10 +66,11 @@ def test_python_in_documents_runs(document, tmp_path):
     """
     bodies = python_of(document)
     for prompted, options in ((False, []), (True, ["-m", "doctest", "-o", "ELLIPSIS"])):
-        file = tmp_path / f"document_{prompted}.{'txt' if prompted else 'py'}"
-        file.write_text("\n".join(body for body in bodies if (">>> " in body) == prompted))
-        done = subprocess.run([sys.executable, *options, file], capture_output=True, text=True, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout + done.stderr
+        if mine := [body for body in bodies if (">>> " in body) == prompted]:
+            file = tmp_path / f"document.{'txt' if prompted else 'py'}"
+            file.write_text("\n".join(mine))
+            done = program.run("python", *options, file, folder=tmp_path)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 def commands() -> list[str]:
@@ -85,14 +86,14 @@ def commands() -> list[str]:
 
 @pytest.mark.parametrize("line", commands())
 def test_commands_in_documents_exist(line):
-    program, *args = shlex.split(line)
-    if program == "make":
+    typed, *args = shlex.split(line)
+    if typed == "make":
         assert {a for a in args if "=" not in a} <= TARGETS, f"no such target; there are {sorted(TARGETS)}"
         return
-    if program.removeprefix(".venv/bin/") != "pase":
+    if typed.removeprefix(".venv/bin/") != "pase":
         assert (
-            program in ("git", "cd", "pip", "python")
-            or (Path(sys.executable).parent / Path(program).name).exists()
+            typed in ("git", "cd", "pip", "python")
+            or (Path(sys.executable).parent / Path(typed).name).exists()
         )
         return
     group = cli.command_group()

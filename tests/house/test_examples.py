@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import program
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -16,9 +18,8 @@ EXAMPLES = sorted(p.name for p in (ROOT / "examples").glob("*.py"))
 
 def run(example: str, *options: str, folder: Path = ROOT) -> str:
     """What an example prints."""
-    command = [sys.executable, str(ROOT / "examples" / example), *options]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=env)
+    done = program.run("python", ROOT / "examples" / example, *options, folder=folder, environment=env)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
@@ -120,15 +121,11 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(notebook, tmp_path):
     """Its cells one after another, in a process of its own; what a cell ends with is shown as HTML where it can be."""
-    cells = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
-    assert cells and not any(c["outputs"] for c in cells)
-    done = subprocess.run(
-        [sys.executable, "-c", CELLS, str(notebook)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    code = [c for c in json.loads(notebook.read_text())["cells"] if c["cell_type"] == "code"]
+    assert code and not any(c["outputs"] for c in code)
+    cells = tmp_path / "cells.py"
+    cells.write_text(CELLS)
+    done = program.run("python", cells, notebook, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

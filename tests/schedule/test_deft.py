@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -152,6 +153,13 @@ def test_staleness_is_a_limit() -> None:
         assert plan.detail["retries"] > 0
     with pytest.raises(Infeasible, match="allow it with --staleness"):
         compare_policies(problem, ["deft"], Options())
+
+
+def test_a_solver_that_finds_no_period_is_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asks for no staleness, which would not help."""
+    monkeypatch.setattr("pase.schedule.policies.deft.solve", partial(solve, iterations=1))
+    with pytest.raises(Infeasible, match=r"does not repeat itself within 600 iterations[^-]*$"):
+        get_policy("deft").make(vgg19(NCCL), Options(staleness=4))
 
 
 def test_ours_with_staleness() -> None:

@@ -31,7 +31,7 @@ __all__ = ["Horizon", "Profile", "Send", "deft", "profile", "solve"]
 RETRIES = 10
 GROWTH = 1.2
 HORIZON = 600
-"""Iterations within which the Solver's state must have repeated; else the last third is used as the period."""
+"""Iterations within which the Solver's state must have repeated: a plan repeats itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,32 +319,36 @@ def deft(problem: ScheduleProblem, options: Options) -> BucketPlan:
     """The Solver's plan at the smallest capacity that the Preserver, and the staleness allowed, let pass."""
     walk = options.walk or TrainingState()
     p = profile(problem, options.partition_elements * 4)
-    capacity, tried = 1.0, []
-    best: tuple[BucketPlan, Verdict] | None = None
-    for _retry in range(RETRIES + 1):
-        solution = solve(p, capacity=capacity)
-        if solution.period is not None:
-            plan = to_plan(problem, p, solution)
-            verdict = judge(walk, [u.batches for u in plan.updates])
-            tried.append({"capacity": capacity, "ratio": verdict.ratio, "staleness": plan.staleness})
-            if plan.staleness <= options.staleness:
-                best = (plan, verdict)
-                if verdict.passed:
-                    break
-        capacity *= GROWTH
+    best: tuple[BucketPlan, Verdict, int] | None = None
+    stale: list[int] = []
+    for retry in range(RETRIES + 1):
+        solution = solve(p, capacity=GROWTH**retry)
+        if solution.period is None:
+            continue
+        plan = to_plan(problem, p, solution)
+        verdict = judge(walk, [u.batches for u in plan.updates])
+        stale.append(plan.staleness)
+        if plan.staleness <= options.staleness:
+            best = plan, verdict, retry
+            if verdict.passed:
+                break
     if best is None:
-        least = min((int(t["staleness"]) for t in tried), default=-1)
+        larger = f"even with knapsacks {GROWTH**RETRIES:.1f} times as large"
+        if not stale:
+            raise Infeasible(
+                f"DeFT on '{problem.name}' does not repeat itself within {HORIZON} iterations, {larger}"
+            )
         raise Infeasible(
-            f"DeFT on '{problem.name}' needs gradients at least {least} iterations old, even with knapsacks "
-            f"{GROWTH**RETRIES:.1f} times as large; allowed are {options.staleness}. Try --staleness {least}"
+            f"DeFT on '{problem.name}' needs gradients at least {min(stale)} iterations old, {larger}; allowed are "
+            f"{options.staleness}. Try --staleness {min(stale)}"
         )
-    plan, verdict = best
+    plan, verdict, retry = best
     detail = {
         "preserver": str(verdict),
         "passed": verdict.passed,
         "ratio": verdict.ratio,
-        "retries": len(tried) - 1,
-        "capacity": tried[-1]["capacity"],
+        "retries": retry,
+        "capacity": GROWTH**retry,
         "buckets": len(p.pieces),
     }
     return replace(plan, detail=detail)

@@ -1,0 +1,72 @@
+"""Programs as people start them, each in a process of its own: a fork of one that has imported JAX and pase, and done
+nothing with them yet. So a program starts at once, and need not import for three seconds what all of them need."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.processes import forks_of
+
+__all__ = ["Started", "run", "start"]
+
+IMPORTED = ("jax", "optax", "scipy.optimize", "sympy", "numba", "pase.api", "pase.cli", "pase.compiler.compilation")
+
+
+class Started:
+    """A program that runs, or has ended."""
+
+    def __init__(self, words: tuple[str, ...], folder: Path, environment: Mapping[str, str]) -> None:
+        self.words = words
+        self._said = tempfile.TemporaryDirectory()
+        forks: Any = forks_of([*IMPORTED, __name__])
+        self._process = forks.Process(target=_become, args=(words, folder, dict(environment), self._said.name))
+        self._process.start()
+
+    def ended(self, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:
+        """How it ended, and what it said; AssertionError if it has not by then."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        self._process.kill()
+        self._process.join()
+        with self._said as folder:
+            out, err = (Path(folder, name).read_text() for name in ("out", "err"))
+        assert code is not None, f"{self.words} still ran after {seconds} s\n{out[-1000:]}\n{err[-2000:]}"
+        return subprocess.CompletedProcess(self.words, code, out, err)
+
+
+def start(*words: object, folder: Path, environment: Mapping[str, str] = os.environ) -> Started:
+    """Start ``pase …``, ``python FILE …`` or ``python -m MODULE …`` there."""
+    return Started(tuple(map(str, words)), folder, environment)
+
+
+def run(
+    *words: object, folder: Path, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run it to its end."""
+    return start(*words, folder=folder, environment=environment).ended()
+
+
+def _become(words: tuple[str, ...], folder: Path, environment: dict[str, str], said: str) -> None:
+    """The whole of the process."""
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(Path(said, name), os.O_WRONLY | os.O_CREAT), number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    program, *rest = words
+    if program == "pase":
+        program, *rest = "python", "-m", "pase.cli", *rest
+    assert program == "python", program
+    if rest[0] == "-m":
+        sys.argv, sys.path[:0] = rest[1:], [str(folder)]
+        runpy.run_module(rest[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:0] = rest, [str(Path(folder, rest[0]).parent)]
+        runpy.run_path(rest[0], run_name="__main__")
