@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.needs import NEEDS
+from tests.program import COMPILED_QUICKLY
 
 DEVICES = 8
 
@@ -17,12 +18,12 @@ os.environ.setdefault("NUMBA_THREADING_LAYER", "workqueue")  # the default one k
 os.environ.pop(
     "COLUMNS", None
 )  # processes that run tests side by side have it; a test that minds says how wide
-# Tests compile much and run little: machine code is left unoptimised (the program it is made from is not).
-for flag, value in (("xla_force_host_platform_device_count", DEVICES), ("xla_backend_optimization_level", 0)):
-    if flag not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --{flag}={value}".strip()
-# Compiled programs are kept between runs; a fresh checkout starts without any.
+for flag in (f"--xla_force_host_platform_device_count={DEVICES}", *COMPILED_QUICKLY.split()):
+    if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+# Compiled programs are kept between runs, and for the programs that tests start; a fresh checkout starts without any.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py; its device count is already settled")

@@ -14,9 +14,22 @@ from typing import Any
 
 from bench.processes import forks_of
 
-__all__ = ["Started", "run", "start"]
+__all__ = ["COMPILED_QUICKLY", "Started", "run", "start"]
 
-IMPORTED = ("jax", "optax", "scipy.optimize", "sympy", "numba", "pase.api", "pase.cli", "pase.compiler.compilation")
+COMPILED_QUICKLY = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+"""Tests compile much and run little: XLA leaves machine code unoptimised, and makes it with the emitters that take a
+third of the time. The program that it is made from is the same."""
+
+IMPORTED = (
+    "jax",
+    "optax",
+    "scipy.optimize",
+    "sympy",
+    "numba",
+    "pase.api",
+    "pase.cli",
+    "pase.compiler.compilation",
+)
 
 
 class Started:
@@ -26,7 +39,9 @@ class Started:
         self.words = words
         self._said = tempfile.TemporaryDirectory()
         forks: Any = forks_of([*IMPORTED, __name__])
-        self._process = forks.Process(target=_become, args=(words, folder, dict(environment), self._said.name))
+        self._process = forks.Process(
+            target=_become, args=(words, folder, dict(environment), self._said.name)
+        )
         self._process.start()
 
     def ended(self, seconds: float = 600.0) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from bench.cases.plans import DEVICES, reduced
 from pase.backends.truth import unsharded_step
 from pase.schedule.plan import Update
 from tests.backends.test_delayed import scheduled
+from tests.program import COMPILED_QUICKLY
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = 2
@@ -79,7 +80,7 @@ def _free_port():
 
 def test_two_processes():
     address = f"127.0.0.1:{_free_port()}"
-    env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"XLA_FLAGS": COMPILED_QUICKLY, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", WORKER, address]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     workers = [

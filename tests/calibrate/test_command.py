@@ -17,7 +17,7 @@ QUICK = ["--budget", "1s", "--max-spread", "1000", "--dtypes", "float32"]
 
 
 def calibrate(*words):
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": program.COMPILED_QUICKLY}
     return program.start("pase", "calibrate", *words, folder=ROOT, environment=env)
 
 

@@ -63,10 +63,8 @@ def test_commands_of_a_document_run_in_order(document, tmp_path):
         if name == document and note.startswith("saved as:"):
             (tmp_path / note.removeprefix("saved as:").strip()).write_text(body)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
-    env["XLA_FLAGS"] = (
-        "--xla_backend_optimization_level=0"  # else as in a reader's shell: no devices are forced
-    )
+    # As in a reader's shell, where no devices are forced.
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "XLA_FLAGS": program.COMPILED_QUICKLY}
     for line in lines(document):
         done = program.run(*shlex.split(line), folder=tmp_path, environment=env)
         assert done.returncode == 0, f"{line}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"

@@ -344,9 +344,7 @@ def test_no_circle_of_files():
     names = {name for name, _, _ in ALL}
     graph = nx.DiGraph()
     for name, file, _ in ALL:
-        for target in imported_modules(
-            ast.parse(file.read_text()), name, file.stem == "__init__", names
-        ):
+        for target in imported_modules(ast.parse(file.read_text()), name, file.stem == "__init__", names):
             if target in names and target not in (name, "pase"):
                 graph.add_edge(name, target)
     circles = [" -> ".join(c) for c in nx.simple_cycles(graph)]

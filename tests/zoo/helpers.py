@@ -16,16 +16,13 @@ def _reduced_key(name: str) -> str:
     return f"{found.builder} {sorted(found.reduced.items())} {sorted(left.items())}"
 
 
-# Half the time to compile; the numbers are the same to rounding.
-FAST: dict[str, Any] = {"xla_backend_optimization_level": 0}
-
 # Sizes of one family shrink to the same reduced model; one of them stands for all.
 DISTINCT = tuple({_reduced_key(name): name for name in reversed(zoo.names())}.values())[::-1]
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
-    """The jitted function for these arguments, compiled without optimization."""
-    return jax.jit(function).lower(*arguments).compile(FAST)
+    """The jitted function for these arguments, compiled."""
+    return jax.jit(function).lower(*arguments).compile()
 
 
 @functools.cache
