@@ -21,9 +21,8 @@ os.environ.pop(
 for flag in (f"--xla_force_host_platform_device_count={DEVICES}", *COMPILED_QUICKLY.split()):
     if flag.partition("=")[0] not in os.environ.get("XLA_FLAGS", ""):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-# Compiled programs are kept between runs, and for the programs that tests start; a fresh checkout starts without any.
+# Compiled programs are kept between runs; a fresh checkout starts without any.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py; its device count is already settled")
