@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Container, Iterator
+from collections.abc import Container
 from pathlib import Path
 
 import networkx as nx
@@ -238,12 +238,22 @@ def layer(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def imports(tree: ast.Module, name: str, package: bool) -> list[tuple[str, bool, int]]:
-    """(module, at the top of the file, line) of each import; those for type checkers alone are left out."""
+def for_types_alone(node: ast.If) -> bool:
+    """Is it ``if TYPE_CHECKING:``?"""
+    return isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def imports(
+    tree: ast.Module, name: str, package: bool, known: Container[str] = ()
+) -> list[tuple[str, bool, int]]:
+    """(module, at the top of the file, line) of each import; those for type checkers alone are left out.
+
+    Of "from a.b import c" it is a.b.c if that is among the known modules, else a.b.
+    """
     found: list[tuple[str, bool, int]] = []
 
     def visit(node: ast.AST, top: bool) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and for_types_alone(node):
             for other in node.orelse:
                 visit(other, top)
             return
@@ -254,10 +264,9 @@ def imports(tree: ast.Module, name: str, package: bool) -> list[tuple[str, bool,
             if node.level:
                 up = name.split(".")[: len(name.split(".")) - node.level + package]
                 base = ".".join([*up, *([base] if base else [])])
-            # "from pase import search" imports pase.search.
-            found.extend(
-                (f"{base}.{a.name}" if base == "pase" else base, top, node.lineno) for a in node.names
-            )
+            for whole, line in ((f"{base}.{a.name}", node.lineno) for a in node.names):
+                # "from pase import search" imports pase.search.
+                found.append((whole if base == "pase" or whole in known else base, top, line))
         inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for child in ast.iter_child_nodes(node):
             visit(child, inner)
@@ -266,30 +275,9 @@ def imports(tree: ast.Module, name: str, package: bool) -> list[tuple[str, bool,
     return found
 
 
-def imported_modules(tree: ast.Module, name: str, package: bool, known: Container[str]) -> Iterator[str]:
-    """Modules of pase that are imported: of "from a.b import c", a.b.c if that is among the known, else a.b."""
-    for node in ast.walk(_checked(tree)):
-        if isinstance(node, ast.Import):
-            yield from (a.name for a in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            up = name.split(".")[: len(name.split(".")) - node.level + package] if node.level else []
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            for a in node.names:
-                yield f"{base}.{a.name}" if f"{base}.{a.name}" in known else base
-
-
-def _checked(tree: ast.Module) -> ast.Module:
-    """The module without what only type checkers read."""
-
-    class Drop(ast.NodeTransformer):
-        def visit_If(self, node: ast.If) -> ast.AST | list[ast.stmt]:
-            return node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
-
-    return Drop().visit(tree)
-
-
+NAMES = {name for name, _ in modules()}
 ALL = [
-    (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__"))
+    (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__", NAMES))
     for name, file in modules()
 ]
 
@@ -341,12 +329,12 @@ def test_the_rows_lead_downwards():
 
 def test_no_circle_of_files():
     """Imports inside of functions included; \"from pase.search import solve\" imports the module, where it is one."""
-    names = {name for name, _, _ in ALL}
-    graph = nx.DiGraph()
-    for name, file, _ in ALL:
-        for target in imported_modules(ast.parse(file.read_text()), name, file.stem == "__init__", names):
-            if target in names and target not in (name, "pase"):
-                graph.add_edge(name, target)
+    graph = nx.DiGraph(
+        (name, target)
+        for name, _, found in ALL
+        for target, _, _ in found
+        if target in NAMES and target not in (name, "pase")
+    )
     circles = [" -> ".join(c) for c in nx.simple_cycles(graph)]
     assert not circles, "\n".join(circles)
 
