@@ -34,6 +34,7 @@ from pase.backends.jax_stage_pieces import (
     StageRows,
     variables,
 )
+from pase.backends.stage_pins import PinnedPiece, pinned
 
 __all__ = ["Stage", "StageWeight", "stages_of"]
 
@@ -183,32 +184,20 @@ class _Cut:
 
     def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[StageKey, int]) -> dict[StagePiece, int]:
         """Pieces that work on activations -> their stage."""
+
+        def whole(keys: Sequence[StageKey]) -> set[StageKey]:
+            return {k.of if isinstance(k, StageRows) else k for k in keys}
+
         n = len(self.listing.traced.param_paths)
-        of_weights: set[StageKey] = {v for v, i in inputs.items() if i < n}
-        of_batch: set[StageKey] = {v for v, i in inputs.items() if i >= n}
-        out: dict[StagePiece, int] = {}
-        made_in: dict[StageKey, int] = {}
-        stage_of = [s for s, many in enumerate(self.cuts) for _ in range(many)]
-        for p in every:
-            keys = {k.of if isinstance(k, StageRows) else k for k in p.reads}
-            made = {k.of if isinstance(k, StageRows) else k for k in p.makes}
-            if keys & of_weights:
-                of_weights |= made
-            if keys & of_batch:
-                of_batch |= made
-            if keys & of_weights and keys & of_batch:
-                if any(isinstance(k, StageRows) for k in p.makes):
-                    raise PaseError(
-                        f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over "
-                        "layers slices a stack that is computed from the batch and parameters; "
-                        "pass it on from layer to layer instead"
-                    )
-                inside = 0 <= p.block < self.listing.blocks
-                at = stage_of[p.block] if inside else 0 if p.block < 0 else len(self.cuts) - 1
-                if self.listing.chain is not None:  # what has no unit of its own is where its operands are
-                    at = max([at, *(made_in[k] for k in keys if k in made_in)])
-                out[p] = at
-                made_in |= dict.fromkeys(made, at)
+        pieces = ((p, PinnedPiece(whole(p.reads), whole(p.makes), p.block)) for p in every)
+        weights, batch = ([v for v, i in inputs.items() if (i < n) == first] for first in (True, False))
+        out = pinned(pieces, weights, batch, self.cuts)
+        if any(isinstance(k, StageRows) for p in out for k in p.makes):
+            raise PaseError(
+                f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over "
+                "layers slices a stack that is computed from the batch and parameters; "
+                "pass it on from layer to layer instead"
+            )
         return out
 
     def _crossing(

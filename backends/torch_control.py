@@ -145,7 +145,7 @@ class ControlNode:
             made=dict(state),
             given=given,
         )
-        return self.body.within(self.walk.joined, constants)
+        return self.body.within(constants)
 
     # Branches.
 
@@ -157,7 +157,7 @@ class ControlNode:
         asked = self._known(index) if not self._decided(index) else self._asked()
         k = self._likely() if _is_fake(asked) else 0 if bool(asked) else 1
         inside, at = self.scope.inner[f"{self.path}.{k}"], Place(self.path)
-        body = self.body.within(self.walk.joined, self.body.constants)
+        body = self.body.within(self.body.constants)
         self.walk.steps(inside, f"{self.path}.{k}.", body)
         arrays = []
         for j, m in enumerate(inside.results):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import operator
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.torch_again import computed_again
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_control import ControlNode
 from pase.backends.torch_groups import AxisGroups
@@ -64,22 +65,30 @@ class Keeping:
 class Body:
     """What a walk has computed so far. values: by tensor.
 
-    sent: results of transfers, by number, within this rematerialised region or outside of all of them. constants:
-    values that do not depend on data.
+    sent: results of transfers, by number, within this rematerialised region or outside of all of them. ahead: those of
+    them that were made before the walk, for all of it. constants: values that do not depend on data.
     """
 
     constants: Constants
     values: dict[str, RankValue] = field(default_factory=dict)
     sent: dict[int, Tensor] = field(default_factory=dict)
+    ahead: dict[int, Tensor] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
 
-    def within(
-        self, joined: Iterable[Sequence[int]], constants: Constants, keeping: Keeping | None = None
-    ) -> Body:
-        """The initial state of a block that is recomputed, of a loop's turn, or of a branch. joined: messages, which
-        are made once for all."""
-        sent = {n: self.sent[n] for numbers in joined for n in numbers if n in self.sent}
-        return Body(constants=constants, values=dict(self.values), sent=sent, keeping=keeping or self.keeping)
+    def bring(self, sent: Mapping[int, Tensor]) -> None:
+        """Put in what transfers have brought before the walk."""
+        self.sent.update(sent)
+        self.ahead.update(sent)
+
+    def within(self, constants: Constants, keeping: Keeping | None = None) -> Body:
+        """The initial state of a block that is recomputed, of a loop's turn, or of a branch."""
+        return Body(
+            constants=constants,
+            values=dict(self.values),
+            sent=dict(self.ahead),
+            ahead=self.ahead,
+            keeping=keeping or self.keeping,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +166,7 @@ class RankWalk:
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
         for numbers in self.joined:
-            body.sent.update(joined_values(numbers, self.program, body.values, self.groups))
+            body.bring(joined_values(numbers, self.program, body.values, self.groups))
         self.steps(self.traced.scope, "", body)
 
     def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
@@ -183,41 +192,64 @@ class RankWalk:
 
         with torch.no_grad():
             for i in range(len(self.traced.scope.nodes)):
-                self._step(self.traced.scope, i, "", body, counting=True)
+                self._step(self.traced.scope, i, "", body, of=self._counts)
         return {t: body.values[t].array for t in self.totals}
+
+    def _counts(self, pair: OpPair) -> bool:
+        return any((pair.op.eqn, w.tensor) in self.counting for w in pair.op.writes)
+
+    @cached_property
+    def once(self) -> tuple[int, ...]:
+        """The transfers that run once a step, for all micro-batches."""
+        users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.once}
+        return tuple(
+            n
+            for n, ops in users.items()
+            if self.only is None or any(op.op.eqn.number_in("") in self.only for op in ops)
+        )
+
+    def arrivals(self, body: Body) -> dict[int, Tensor]:
+        """What these transfers bring. body: has the parameters; their views and casts stay in it."""
+        for i in range(len(self.traced.scope.nodes)) if self.once else ():
+            if self._runs("", i):
+                self._step(self.traced.scope, i, "", body, of=self._of_parameters)
+        return {
+            n: self._transferred(body.values[self.program.transfers[n].tensor], n, body) for n in self.once
+        }
+
+    def stored(self, transfer: int) -> str:
+        """The parameter that a transfer brings, or brings a view or a cast of."""
+        return self._stored[self.program.transfers[transfer].src]
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """Node of a parameter -> the parameter."""
+        return {op.node: op.results[0].tensor for op in self.program.ops if op.op.kind == "parameter"}
+
+    def _of_parameters(self, pair: OpPair) -> bool:
+        """Whether it is a view or a cast of a parameter."""
+        return pair.local.node in self.program.parameters
 
     def _again(self, block: Block, scope: TorchScope, body: Body) -> None:
         """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
-        from torch.utils.checkpoint import (
-            CheckpointPolicy,
-            checkpoint,
-            create_selective_checkpoint_contexts,
-            noop_context_fn,
-        )
+        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
         keeping = Keeping()
+        before = replace(body, values=dict(body.values))  # what later blocks make is none of its business
 
         def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
             return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
 
-        made: list[RankValue] = []
-
-        def inside() -> tuple[Tensor, ...]:
-            mine = body.within(self.joined, body.constants, keeping)
+        def inside() -> list[RankValue]:
+            mine = before.within(body.constants, keeping)
             for j in range(block.start, block.stop):
                 if self._runs(block.prefix, j):
                     self._step(scope, j, block.prefix, mine)
-            made[:] = [v for k, v in mine.values.items() if k not in body.values and k in self._leave[block]]
-            return tuple(v.array for v in made)
+            return [v for k, v in mine.values.items() if k not in before.values and k in self._leave[block]]
 
         light = block.again == "light"
-        arrays = checkpoint(
-            inside,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=(lambda: create_selective_checkpoint_contexts(policy)) if light else noop_context_fn,
-        )
-        body.values.update({v.tensor: replace(v, array=x) for v, x in zip(made, arrays, strict=True)})
+        around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
+        body.values.update({v.tensor: v for v in computed_again(inside, *around)})
 
     @cached_property
     def _leave(self) -> dict[Block, frozenset[str]]:
@@ -235,7 +267,16 @@ class RankWalk:
                     read[b] |= {self.program.original(o.tensor) for o in op.operands}
         return {b: frozenset(made[b] & read[b]) for b in self.blocks}
 
-    def _step(self, scope: TorchScope, i: int, prefix: str, body: Body, *, counting: bool = False) -> None:
+    def _step(
+        self,
+        scope: TorchScope,
+        i: int,
+        prefix: str,
+        body: Body,
+        *,
+        of: Callable[[OpPair], bool] | None = None,
+    ) -> None:
+        """Run a node; of: no other of its ops."""
         import torch
 
         n, path = scope.nodes[i], f"{prefix}{i}"
@@ -245,13 +286,13 @@ class RankWalk:
         with torch.no_grad() if unwatched else contextlib.nullcontext():
             try:
                 if isinstance(n.target, torch._ops.HigherOrderOperator) and op_name(n) not in RANK_RULES:
-                    self._control(scope, n, path, body, counting)
+                    self._control(scope, n, path, body, of)
                 elif path in scope.inner:
                     inner = scope.inner[path]
                     for j in range(len(inner.nodes)):
-                        self._step(inner, j, f"{path}.", body, counting=counting)
+                        self._step(inner, j, f"{path}.", body, of=of)
                 else:
-                    self._node(n, path, body, counting)
+                    self._node(n, path, body, of)
             except NotOnParts as e:
                 if e.told:
                     raise
@@ -261,19 +302,27 @@ class RankWalk:
                     told=True,
                 ) from e
 
-    def _control(self, scope: TorchScope, n: FxNode, path: str, body: Body, counting: bool) -> None:
-        if not counting:
+    def _control(
+        self, scope: TorchScope, n: FxNode, path: str, body: Body, of: Callable[[OpPair], bool] | None
+    ) -> None:
+        if of is None:
             ControlNode(walk=self, scope=scope, node=n, path=path, body=body).run()
-        elif any(at.path == path or at.path.startswith(f"{path}.") for at, _ in self.counting):
+        elif of == self._counts and any(
+            at.path == path or at.path.startswith(f"{path}.") for at, _ in self.counting
+        ):
             raise NotOnParts("its body counts what the loss is divided by, over all micro-batches")
 
-    def _node(self, n: FxNode, path: str, body: Body, counting: bool) -> None:
-        pairs = self.pairs.get(path)
-        if counting and pairs:
-            pairs = [p for p in pairs if any((p.op.eqn, w.tensor) in self.counting for w in p.op.writes)]
-        if pairs:  # else a view that its readers make, or a value that does not depend on data
-            node = NodeOps(walk=self, node=n, path=path, body=body)
-            node.count(pairs) if counting else node.run(pairs)
+    def _node(self, n: FxNode, path: str, body: Body, of: Callable[[OpPair], bool] | None) -> None:
+        pairs = self.pairs.get(
+            path
+        )  # none of a view that its readers make, and of what does not depend on data
+        if not pairs or (of is None and self.once and all(map(self._of_parameters, pairs))):
+            return
+        node = NodeOps(walk=self, node=n, path=path, body=body)
+        if of is None:
+            node.run(pairs)
+        elif some := list(filter(of, pairs)):
+            node.some(some)
 
     # Values on their way.
 

@@ -93,8 +93,8 @@ class NodeOps:
         for pair in after:
             self.nest(pair)
 
-    def count(self, pairs: Sequence[OpPair]) -> None:
-        """Run these ops of the node, which the sums over the batch need, and no others."""
+    def some(self, pairs: Sequence[OpPair]) -> None:
+        """Run these ops of the node, and no others."""
         every = self.walk.pairs.get(self.path, [])
         if len(pairs) == len(every):
             self.run(pairs)

@@ -7,7 +7,7 @@ Activations and their gradients go from each rank to the one with the same place
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -22,9 +22,10 @@ from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
 from pase.local.lower import between
-from pase.local.types import LocalResult
+from pase.local.types import Layout, LocalMove, LocalResult
 from pase.pipeline.types import Schedule
 from pase.plan.pipeline import PipelinePlan
+from pase.tables.layouts import number
 
 if TYPE_CHECKING:
     import torch
@@ -88,24 +89,39 @@ class TorchPipeline:
         """Whether a parameter gets a gradient."""
         return self.traced.graph.tensors[tensor].path not in self.traced.program.frozen
 
+    def comes_back(self, tensor: str) -> bool:
+        """Whether the gradient of an activation is sent to the stage before."""
+        return self.traced.graph.tensors[tensor].needs_grad
+
     @cached_property
     def borrowed(self) -> tuple[tuple[str, int], ...]:
         """(parameter, stage) where a stage reads what another one stores."""
         every = ((t, k) for k, stage in enumerate(self.stages) for t in sorted(stage.reads & set(self.homes)))
         return tuple((t, k) for t, k in every if self.homes[t] != k)
 
+    def exchanged(self, k: int) -> Iterator[tuple[LocalMove, int]]:
+        """A stage's moves from other stages' layouts to its own, and how often in a step."""
+        many = self.pipeline.micro_batches
+        for t in self.stages[k].enters:
+            yield from self._between(t, self.laid(k - 1, t).layout, self.laid(k, t).layout, many)
+        for t in filter(self.comes_back, self.stages[k].leaves):
+            yield from self._between(t, self.laid(k + 1, t).gradient, self.laid(k, t).gradient, many)
+        for t in (t for t, reader in self.borrowed if reader == k):
+            here, stored = self.laid(k, t), self.laid(self.homes[t], t).gradient
+            for layout in dict.fromkeys((here.gradient, here.layout)):
+                yield from self._between(t, stored, layout, 1)
+            if self.trains(t):
+                yield from self._between(t, here.gradient, stored, 1)
+
+    def _between(self, t: str, have: Layout, want: Layout, times: int) -> Iterator[tuple[LocalMove, int]]:
+        nbytes = number(self.traced.graph.tensors[t].nbytes, t)
+        yield from ((m, times) for m in between(have, want, self.splits[0].mesh, nbytes) if not m.free)
+
     def groups(self, device: str) -> AxisGroups:
         """Process groups over all axes that any stage sends along."""
-        mesh = self.splits[0].mesh
         needed = {axes for split in self.splits for axes in split.sent_along}
-        ends = [(t, k - 1, k) for k, stage in enumerate(self.stages) for t in stage.enters]
-        for t, a, b in (*ends, *((t, self.homes[t], k) for t, k in self.borrowed)):
-            here, there = self.laid(a, t), self.laid(b, t)
-            for have in (here.layout, here.gradient):
-                for want in (there.layout, there.gradient):
-                    needed |= {m.axes for m in between(have, want, mesh) if not m.free}
-                    needed |= {m.axes for m in between(want, have, mesh) if not m.free}
-        return axis_groups(mesh, needed, device, self.pipeline.degree)
+        needed |= {m.axes for k in range(len(self.stages)) for m, _ in self.exchanged(k)}
+        return axis_groups(self.splits[0].mesh, needed, device, self.pipeline.degree)
 
     def parallelize(
         self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
@@ -151,6 +167,7 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
         raise PaseError(
             f"stages cannot write buffers yet, and '{name}' writes '{written[0]}': compile with pipeline='none'"
         )
+    weights = {s.strategy: s.weights for s in p.stages}
     splits = tuple(
         TorchPlan(
             traced=part,
@@ -159,6 +176,7 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
             strategy=strategy,
             accumulate=p.micro_batches,
             blocks=p.blocks_again(i, plan.remat),
+            once="all" if weights.get(i) == "once" else "none",
         )
         for i, strategy in enumerate(p.strategies)
     )

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_compiled import added
 from pase.backends.torch_local import Body
-from pase.backends.torch_moves import moved, there_and_back
+from pase.backends.torch_moves import moved
+from pase.backends.torch_norm import clipped
+from pase.backends.torch_once import StepParameters
 from pase.backends.torch_plan import ParallelModule, agreed_seed
 from pase.backends.torch_stage_backward import entered_first
 from pase.backends.torch_stage_links import Letter, StageLinks
@@ -51,7 +53,8 @@ class PipelinedModule:
         at = torch.device(device if device is not None else "cpu" if first is None else first.device)
         if at.type == "meta":
             raise PaseError(
-                "the stages of a pipeline have no values on the meta device: give parallelize another device"
+                "the stages of a pipeline do not run on the meta device: give parallelize the device to run on, and "
+                "load a checkpoint afterwards"
             )
         groups = plan.groups(at.type)
         links = StageLinks.of(plan, groups, at)
@@ -98,14 +101,9 @@ class PipelinedModule:
             p.steps += self.plan.pipeline.micro_batches
         return self.links.from_last(step.loss)
 
-
-@dataclass(frozen=True)
-class _HeldParameter:
-    """A parameter in a stage. value: as the stage reads it. leaf: gets the gradients of all micro-batches, in the
-    layout in which the stage's program makes them."""
-
-    value: RankValue
-    leaf: Tensor
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``ParallelModule.clip_grad_norm_``, with the norm of all stages' gradients."""
+        return clipped(self.module.parameters(), max_norm, norm_type, self.links.of_all_stages)
 
 
 @dataclass(kw_only=True)
@@ -117,38 +115,40 @@ class _StagesStep:
     batch: Sequence[Tree]
     loss: Tensor | None = None
     running: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
-    """(stage, micro-batch) -> what entered and what left, until its backward."""
+    """(stage, micro-batch) -> what entered and what left, of those that have a gradient, until its backward."""
     left: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
     """(stage, micro-batch) -> what computes the gradients of weights, where they come later."""
 
     bodies: Mapping[int, dict[int, Body]] = field(init=False)
     """Stage -> micro-batch -> the state before its walk."""
-    held: Mapping[int, Mapping[str, _HeldParameter]] = field(init=False)
+    held: Mapping[int, StepParameters] = field(init=False)
     """Stage -> its parameters."""
 
     def __post_init__(self) -> None:
         self.bodies = {k: dict(enumerate(p.bodies(self.batch))) for k, p in self.of.stages.items()}
         self.held = self._gathered()
 
-    def _gathered(self) -> Mapping[int, Mapping[str, _HeldParameter]]:
+    def _gathered(self) -> Mapping[int, StepParameters]:
         """Stage -> its parameters. Those that another stage stores come from there, once a step."""
         plan, links = self.of.plan, self.of.links
         stored = {k: p.local() for k, p in self.of.stages.items()}
         for t, k in plan.borrowed:
             if (home := plan.homes[t]) in stored:
                 links.send(Letter("weight", home, k, t), [stored[home][t].detach()])
-        out: dict[int, dict[str, _HeldParameter]] = {}
+        out: dict[int, StepParameters] = {}
         for k, p in self.of.stages.items():
             leaves = {t: x.detach().requires_grad_(p.stored[t].requires_grad) for t, x in stored[k].items()}
-            out[k] = {t: _HeldParameter(v, leaves[t]) for t, v in p.parameters(leaves).items()}
-        for t, k in plan.borrowed:
-            if k in out:
+            values = p.parameters(leaves)
+            for t in [t for t, reader in plan.borrowed if reader == k]:
                 (x,) = links.receive(Letter("weight", plan.homes[t], k, t))
-                out[k][t] = self._borrowed(t, k, x)
+                leaves[t], values[t] = self._borrowed(t, k, x)
+            body = p.walk.body(values, p.constants(), p.device, p.seed)
+            out[k] = StepParameters.of(leaves, body, p.walk)
         return out
 
-    def _borrowed(self, t: str, k: int, x: Tensor) -> _HeldParameter:
-        """A parameter that another stage stores. x: as it is stored there."""
+    def _borrowed(self, t: str, k: int, x: Tensor) -> tuple[Tensor, RankValue]:
+        """A parameter that another stage stores: what gets its gradient here, and how the stage reads it. x: as it is
+        stored there."""
         plan, r = self.of.plan, self.of.plan.laid(k, t)
         stored = plan.laid(plan.homes[t], t).gradient
         leaf = self._moved(k, t, x, stored, r.gradient).clone().requires_grad_(plan.trains(t))
@@ -156,7 +156,7 @@ class _StagesStep:
         if r.layout != r.gradient:
             read = self._moved(k, t, x, stored, r.layout)
             value = replace(value, array=read, shadow=leaf, gradient=r.gradient)
-        return _HeldParameter(value, leaf)
+        return leaf, value
 
     def _moved(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
         """A tensor in another layout, among the ranks of a stage."""
@@ -168,14 +168,15 @@ class _StagesStep:
         """A stage on a micro-batch."""
         plan, links, p = self.of.plan, self.of.links, self.of.stages[k]
         stage, body = plan.stages[k], self.bodies[k].pop(i)
-        body.values.update({t: h.value for t, h in self.held[k].items()})
+        self.held[k].into(body)
         came = links.receive(Letter("there", k - 1, k, i)) if k else ()
-        entered = [x.detach().requires_grad_(x.is_floating_point()) for x in came]
-        body.values.update({t: self._entered(k, t, x) for t, x in zip(stage.enters, entered, strict=True)})
+        entered = [self._entered(k, t, x) for t, x in zip(stage.enters, came, strict=True)]
+        body.values.update({v.tensor: v for v in entered})
+        back = [v.array for v in entered if v.array.requires_grad]
         if k + 1 == len(plan.stages):
             loss = p.walked(body) * p.share
             self.loss = loss.detach() + (0 if self.loss is None else self.loss)
-            self.running[k, i] = entered, [loss]
+            self.running[k, i] = back, [loss]
             return
         p.walk.run(body)
         outs = [body.values[t].array for t in stage.leaves]
@@ -187,54 +188,56 @@ class _StagesStep:
                     f"{list(like.shape)} in the plan: was the module changed since?"
                 )
         links.send(letter, [x.detach() for x in outs])
-        self.running[k, i] = entered, outs
+        self.running[k, i] = back, [x for t, x in zip(stage.leaves, outs, strict=True) if plan.comes_back(t)]
 
     def _entered(self, k: int, t: str, x: Tensor) -> RankValue:
         """What the stage before passed on, in the layout in which this stage itself would make it."""
-        made, r = self.of.plan.laid(k - 1, t), self.of.plan.laid(k, t)
-        array = there_and_back(
-            x,
-            None,
-            lambda y: self._moved(k, t, y, made.layout, r.layout),
-            lambda g: self._moved(k, t, g, r.gradient, made.gradient),
+        plan, r = self.of.plan, self.of.plan.laid(k, t)
+        array = self._moved(k, t, x, plan.laid(k - 1, t).layout, r.layout).detach()
+        return RankValue(
+            array=array.requires_grad_(plan.comes_back(t)), tensor=t, shape=r.shape, layout=r.layout
         )
-        return RankValue(array=array, tensor=t, shape=r.shape, layout=r.layout)
 
     def backward(self, k: int, i: int, *, apart: bool) -> None:
         """Gradients of what entered, and of weights, unless these come later."""
         import torch
 
-        links, (entered, outs) = self.of.links, self.running.pop((k, i))
-        floating = [x for x in outs if x.is_floating_point()]
-        last = k + 1 == len(self.of.plan.stages)
-        came = [torch.ones_like(floating[0])] if last else links.receive(Letter("back", k + 1, k, i))
-        ends = [(x, g) for x, g in zip(floating, came, strict=True) if x.requires_grad]
+        plan, links, (entered, outs) = self.of.plan, self.of.links, self.running.pop((k, i))
+        if k + 1 == len(plan.stages):
+            came = [torch.ones_like(outs[0])]
+        else:
+            names = [t for t in plan.stages[k].leaves if plan.comes_back(t)]
+            came = [
+                self._moved(k, t, g, plan.laid(k + 1, t).gradient, plan.laid(k, t).gradient)
+                for t, g in zip(names, links.receive(Letter("back", k + 1, k, i)), strict=True)
+            ]
+        ends = [(x, g) for x, g in zip(outs, came, strict=True) if x.requires_grad]
         ways, gradients = [x for x, _ in ends], [g for _, g in ends]
         if apart:
-            weights = [h.leaf for h in self.held[k].values() if h.leaf.requires_grad]
-            self.left[k, i] = entered_first(ways, gradients, entered, weights)
+            self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
         elif ways:
             torch.autograd.backward(ways, gradients)
         if k:
-            back = [x for x in entered if x.is_floating_point()]
-            links.send(
-                Letter("back", k, k - 1, i), [torch.zeros_like(x) if x.grad is None else x.grad for x in back]
-            )
+            made = [torch.zeros_like(x) if x.grad is None else x.grad for x in entered]
+            links.send(Letter("back", k, k - 1, i), made)
 
     def gradients(self) -> None:
         """Add what all micro-batches gave to the parameters' ``grad``, where they are stored."""
         plan, links = self.of.plan, self.of.links
+        for held in self.held.values():
+            held.settle()
         shared = [(t, k, plan.homes[t]) for t, k in plan.borrowed if plan.trains(t)]
         for t, k, home in shared:
             if k in self.held:
-                leaf = self.held[k][t].leaf
+                leaf = self.held[k].leaves[t]
                 g = leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
                 g = self._moved(k, t, g, plan.laid(k, t).gradient, plan.laid(home, t).gradient)
                 links.send(Letter("sum", k, home, t), [g])
         for k, p in self.of.stages.items():
             for t, parameter in p.stored.items():
-                if (made := self.held[k][t].leaf.grad) is not None:
+                if (made := self.held[k].leaves[t].grad) is not None:
                     added(parameter, made)
+                    self.held[k].leaves[t].grad = None
         for t, k, home in shared:
             if home in self.held:
                 (g,) = links.receive(Letter("sum", k, home, t))

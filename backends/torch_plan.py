@@ -17,6 +17,7 @@ from pase.backends.torch_compiled import added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
+from pase.backends.torch_norm import clipped
 from pase.backends.torch_storage import Storage, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
@@ -26,7 +27,7 @@ from pase.frontends.torch_blocks import micro
 from pase.frontends.values import Value
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
-from pase.ir.blocks import Block, accumulated, rematerialised
+from pase.ir.blocks import Block, Once, accumulated, rematerialised
 from pase.local.lower import program_of
 from pase.local.types import LocalMove, LocalProgram, local_shape
 from pase.machine import Mesh
@@ -59,11 +60,13 @@ class TorchPlan:
     """Which gradients are sent together."""
     blocks: tuple[Block, ...] = ()
     """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
+    once: Once = "none"
+    """What of parameters a stage of a pipeline sends once a step."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
-        made = program_of(accumulated(self._graph, self.accumulate), self.mesh, self.strategy)
+        made = program_of(accumulated(self._graph, self.accumulate, self.once), self.mesh, self.strategy)
         return made if self.schedule is None else self.schedule.placed(made)
 
     @cached_property
@@ -129,7 +132,8 @@ class TorchPlan:
 
         module: the model that the plan was compiled from. The weights of rank 0 are used, whatever the other ranks
             have. If they are on the meta device, the result is too.
-        device: where the parameters are stored and the step runs; by default, where the module's parameters are.
+        device: where the parameters are stored and the step runs; by default, where the module's parameters are. On
+            another one than meta, parameters of a module that is on the meta device have no values until you load some.
         compile: whether ``step.backward`` runs forward and backward of a micro-batch as one graph that
             ``torch.compile`` has compiled; a backend of it, or True for its default.
 
@@ -236,6 +240,10 @@ class ParallelModule:
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all gradients. Every rank must call it."""
+        return clipped(self.module.parameters(), max_norm, norm_type, lambda x: x)
+
     @property
     def share(self) -> float:
         """What a micro-batch's loss is multiplied by: a sum counts whole, of a mean a share."""
@@ -245,7 +253,7 @@ class ParallelModule:
     def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
         """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
         k, totals = self.plan.accumulate, self.walk.totals
-        first, constants = self.seed + self.steps, self._constants()
+        first, constants = self.seed + self.steps, self.constants()
         bodies = (self.walk.body(self._inputs(batch, i), constants, self.device, first + i) for i in range(k))
         if not totals:
             yield from bodies
@@ -273,7 +281,7 @@ class ParallelModule:
         (name,) = self.plan.traced.program.losses
         return self.walk.output(self._value(name), body).reshape(())
 
-    def _constants(self) -> dict[str, Tensor]:
+    def constants(self) -> dict[str, Tensor]:
         """Placeholder -> buffer that does not depend on data."""
         program = self.plan.traced.program
         return {
@@ -287,7 +295,7 @@ class ParallelModule:
         import torch
 
         before.values.update(self._kept())
-        constants, stored = self._constants(), self.local()
+        constants, stored = self.constants(), self.local()
         held_values, sent = before.values, before.sent
         given = [
             *stored.values(),
@@ -383,7 +391,6 @@ class ParallelModule:
             if name not in leaves:
                 continue
             r = program.result(leaves[name])
-            x = x.to(self.device)
             here = local_shape(r.shape, r.layout, self.plan.mesh)
             if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0]):
                 x = x[turn::k]
@@ -394,7 +401,9 @@ class ParallelModule:
                     f"'{name}' has shape {list(x.shape)}; the plan was compiled for "
                     f"{list(r.shape)}, and this rank has {list(here)} of it"
                 )
-            out[r.tensor] = RankValue(array=x, tensor=r.tensor, shape=r.shape, layout=r.layout)
+            out[r.tensor] = RankValue(
+                array=x.to(self.device), tensor=r.tensor, shape=r.shape, layout=r.layout
+            )
         return out
 
     def _kept(self) -> dict[str, RankValue]:

@@ -71,10 +71,36 @@ class StageLinks:
         channels = {}
         for errand, a, b in sorted(needed):
             for at in range(size) if a != b else ():
-                made = dist.new_group([a * size + at, b * size + at])
+                group = dist.new_group([a * size + at, b * size + at])
                 if at == inner and rank in (a, b):
-                    channels[errand, a, b] = made
-        return StageLinks(plan=plan, groups=groups, device=device, rank=rank, inner=inner, channels=channels)
+                    channels[errand, a, b] = group
+        made = StageLinks(plan=plan, groups=groups, device=device, rank=rank, inner=inner, channels=channels)
+        made._connect()
+        return made
+
+    def _connect(self) -> None:
+        """Send a number along every channel, in one order for all ranks: a library may connect two ranks at the first
+        message, and wait for both, which a schedule's order does not expect."""
+        import torch
+
+        for errand, a, b in self.channels:
+            x = torch.zeros(1, device=self.device)
+            if self.rank == a:
+                self._sent(x, (errand, a, b))
+            else:
+                self._came(x, (errand, a, b))
+        self.end()
+
+    def _sent(self, x: Tensor, channel: Channel) -> None:
+        import torch.distributed as dist
+
+        to = channel[2] * self.groups.mesh.devices + self.inner
+        self.under_way.append((dist.isend(x, to, group=self.channels[channel]), x))
+
+    def _came(self, x: Tensor, channel: Channel) -> None:
+        import torch.distributed as dist
+
+        dist.recv(x, channel[1] * self.groups.mesh.devices + self.inner, group=self.channels[channel])
 
     def begin(self) -> None:
         """Before a step."""
@@ -104,32 +130,22 @@ class StageLinks:
 
     def send(self, letter: Letter, tensors: Sequence[Tensor]) -> None:
         """From a stage that this rank has."""
-        import torch.distributed as dist
-
         a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
         if a == b:
             self.arrived[letter] = tensors
             return
+        self.under_way = [(w, x) for w, x in self.under_way if w is not None and not w.is_completed()]
         for x in tensors:
-            wire = x.contiguous()
-            to = b * self.groups.mesh.devices + self.inner
-            work = dist.isend(wire, to, group=self.channels[letter.errand, a, b])
-            self.under_way.append((work, wire))
+            self._sent(x.contiguous(), (letter.errand, a, b))
 
     def receive(self, letter: Letter) -> Sequence[Tensor]:
         """What was sent to a stage that this rank has. What came before it on the same channel is kept."""
-        import torch.distributed as dist
-
         a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
         while letter not in self.arrived:
             came = next(self.coming[letter.errand, a, b])
             tensors = self.blank(came)
             for x in tensors:
-                dist.recv(
-                    x,
-                    a * self.groups.mesh.devices + self.inner,
-                    group=self.channels[letter.errand, a, b],
-                )
+                self._came(x, (letter.errand, a, b))
             self.arrived[came] = tensors
         return self.arrived.pop(letter)
 
@@ -141,7 +157,7 @@ class StageLinks:
         if letter.errand == "there":
             laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].leaves]
         elif letter.errand == "back":
-            laid = [plan.laid(letter.dst, t) for t in plan.stages[letter.src].enters]
+            laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].enters if plan.comes_back(t)]
         else:
             home = letter.src if letter.errand == "weight" else letter.dst
             laid = [plan.laid(home, str(letter.what))]
@@ -149,9 +165,19 @@ class StageLinks:
         for r in laid:
             dtype = getattr(torch, plan.traced.graph.tensors[r.tensor].dtype)
             layout = r.layout if letter.errand in ("there", "back") else r.gradient
-            x = torch.empty(local_shape(r.shape, layout, self.groups.mesh), dtype=dtype, device=self.device)
-            out += [x] if letter.errand != "back" or x.is_floating_point() else []
+            shape = local_shape(r.shape, layout, self.groups.mesh)
+            out.append(torch.empty(shape, dtype=dtype, device=self.device))
         return out
+
+    def of_all_stages(self, x: Tensor) -> Tensor:
+        """A number of each of the pipeline's ranks, on all of them."""
+        import torch
+        import torch.distributed as dist
+
+        every = [torch.empty_like(x, device=self.device) for _ in range(self.plan.schedule.ranks)]
+        assert self.groups.everywhere is not None
+        dist.all_gather(every, x.to(self.device), group=self.groups.everywhere[STAGE].get_group())
+        return torch.stack(every)
 
     def from_last(self, loss: Tensor | None) -> Tensor:
         """The loss, which the rank of the last stage has, on every rank."""
@@ -163,7 +189,7 @@ class StageLinks:
         if loss is None:
             like = next(n for n in self.plan.traced.scope.nodes if n.name == value).meta["val"]
             loss = torch.empty((), dtype=like.dtype, device=self.device)
-        if self.groups.everywhere is not None:
-            group = self.groups.everywhere[STAGE].get_group()
-            dist.broadcast(loss, rank * self.groups.mesh.devices + self.inner, group=group)
+        assert self.groups.everywhere is not None
+        group = self.groups.everywhere[STAGE].get_group()
+        dist.broadcast(loss, rank * self.groups.mesh.devices + self.inner, group=group)
         return loss

@@ -11,10 +11,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from pase.backends.stage_pins import PinnedPiece, pinned
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_blocks import blocks_of
-from pase.ir import simplify
+from pase.ir import Place, simplify
 from pase.ir.narrow import chain_of
 from pase.local.types import LocalProgram
 from pase.plan.pipeline import PipelinePlan
@@ -70,16 +71,10 @@ def _units(traced: TracedTorch, pipeline: PipelinePlan) -> list[int]:
         )
     found = [-1] * len(nodes)
     for path, unit in chain.at.items():
-        number = _number(path)
+        number = Place(path).number_in("")
         if number is not None:
             found[number] = max(found[number], unit)
     return found
-
-
-def _number(path: str) -> int | None:
-    """The number of the node at, or around, a place."""
-    first = path.partition(".")[0]
-    return int(first) if first.isdigit() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +102,7 @@ class _StageCut:
         program = self.program
         found: dict[int, tuple[set[str], set[str]]] = {}
         for op in program.ops:
-            i = _number(op.op.eqn.path)
+            i = op.op.eqn.number_in("")
             copied = all(r.tensor in program.originals for r in op.results)
             if i is None or copied or op.op.kind in ("parameter", "input"):
                 continue
@@ -119,20 +114,10 @@ class _StageCut:
     @cached_property
     def pinned(self) -> Mapping[int, int]:
         """Node that works on activations -> its stage."""
-        stage_of = [s for s, many in enumerate(self.cuts) for _ in range(many)]
         kinds = {r.tensor: op.op.kind for op in self.program.ops for r in op.results}
-        of_weights = {t for t, kind in kinds.items() if kind == "parameter"}
-        of_batch = {t for t, kind in kinds.items() if kind == "input"}
-        out: dict[int, int] = {}
-        for i, read in self.reads.items():
-            made = self._ends[i][1]
-            of_weights |= made if read & of_weights else set()
-            of_batch |= made if read & of_batch else set()
-            if read & of_weights and read & of_batch:
-                unit = self.units[i]
-                at = 0 if unit < 0 else stage_of[unit] if unit < len(stage_of) else len(self.cuts) - 1
-                out[i] = max([at, *(out[m] for t in read if (m := self.maker.get(t)) in out)])
-        return out
+        weights, batch = ({t for t, kind in kinds.items() if kind == of} for of in ("parameter", "input"))
+        pieces = ((i, PinnedPiece(self.reads[i], self._ends[i][1], self.units[i])) for i in self.reads)
+        return pinned(pieces, weights, batch, self.cuts)
 
     def stages(self) -> tuple[TorchStage, ...]:
         many = len(self.cuts)

@@ -109,7 +109,6 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
     first: of the module. holder: tensor (None: the step does not read it) -> what it is stored by, None: it is stored
     by another rank, and here it becomes None.
     """
-    import torch
     from torch import nn
 
     p = first.parallel
@@ -143,7 +142,11 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
             _owner(module, path)._buffers[path.rpartition(".")[2]] = first.distributed(
                 x, kept[path], gradient=False
             )
-        elif isinstance(old, torch.Tensor):
+        elif old.is_meta and p.device.type != "meta":
+            raise PaseError(
+                f"the buffer '{path}' is on the meta device, and has no values: give it some first"
+            )
+        else:
             _owner(module, path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
     return frozenset(trained)
 
@@ -161,9 +164,12 @@ def _check(storage: Storage, path: str, old: Tensor, tensor: str | None) -> None
 
 
 def _of_first_rank(old: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's values, on every rank."""
+    """Rank 0's values, on every rank; of a tensor on the meta device none, for a checkpoint to fill in."""
+    import torch
     import torch.distributed as dist
 
+    if old.is_meta and device.type != "meta":
+        return torch.empty_like(old, device=device)
     x = old.detach().to(device)
     if x.device.type != "meta":
         dist.broadcast(x, 0)

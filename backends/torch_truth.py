@@ -6,7 +6,8 @@ The step may run on fake tensors over a process group that sends nothing, for ex
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,8 @@ from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_messages import joined_sums
 from pase.backends.torch_plan import ParallelModule, TorchPlan
 from pase.local.account import program_collectives
-from pase.local.types import LocalProgram, local_shape
+from pase.local.types import LocalOp, LocalProgram, local_shape
+from pase.machine import Mesh
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -23,9 +25,10 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    from pase.backends.torch_pipeline import TorchPipeline
     from pase.frontends.torch_values import TorchOperand
 
-__all__ = ["SentCounts", "planned", "recorded", "sent_by_one_rank"]
+__all__ = ["SentCounts", "planned", "planned_in_stages", "recorded", "sent_by_one_rank"]
 
 SentCounts = Counter[tuple[str, tuple[str, ...], int]]
 """(kind, mesh axes, bytes of the larger local buffer) -> how often in a step."""
@@ -40,19 +43,66 @@ _KINDS = {
 
 def planned(program: LocalProgram) -> SentCounts:
     """The plan's list of collectives, without axes of size 1, along which nothing is sent."""
-    sizes = dict(zip(program.mesh.names, program.mesh.sizes, strict=True))
     out: SentCounts = Counter()
     for c in program_collectives(program):
-        if axes := tuple(a for a in c.axes if sizes[a] > 1):
+        if axes := _wide(c.axes, program.mesh):
             out[c.kind, axes, c.nbytes] += c.times
     for numbers in joined_sums(program):
         moves = [program.moves(n, "back")[0] for n in numbers]
-        if axes := tuple(a for a in moves[0].axes if sizes[a] > 1):
+        if axes := _wide(moves[0].axes, program.mesh):
             times = round(program.runs(numbers[0], "back"))
             out["all_reduce", axes, sum(m.nbytes for m in moves)] += times
             for m in moves:
                 out["all_reduce", axes, m.nbytes] -= times
     return +out
+
+
+def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
+    """The plan's list for a device of one of the pipeline's ranks: of its stages, and of what they hand to each other
+    and lay out differently."""
+    out: SentCounts = Counter()
+    for k, stage in enumerate(run.stages):
+        if run.schedule.rank_of[k] == rank:
+            stored = {t for t, home in run.homes.items() if home == k}
+            part = _part(run.split(k).program, stage.nodes, stored, returns=k + 1 == len(run.stages))
+            out += planned(part)
+            for m, times in run.exchanged(k):
+                if axes := _wide(m.axes, part.mesh):
+                    out[m.kind, axes, m.nbytes] += times
+    return out
+
+
+def _wide(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(a for a in axes if mesh.sizes[mesh.names.index(a)] > 1)
+
+
+def _part(
+    program: LocalProgram, nodes: Collection[int], stored: Collection[str], *, returns: bool
+) -> LocalProgram:
+    """What a stage runs of a program. nodes: of the exported graph. stored: its parameters. returns: it ends with the
+    model's results."""
+
+    def inside(op: LocalOp) -> bool:
+        if op.op.kind == "output":
+            return returns
+        if op.op.kind == "parameter":
+            return op.results[0].tensor in stored
+        return op.op.eqn.number_in("") in nodes
+
+    used = {n for n in range(len(program.transfers)) if any(map(inside, program.users(n)))}
+    copied = {program.transfers[n].tensor for n in used}
+
+    def runs(op: LocalOp) -> bool:
+        copies = {r.tensor for r in op.results} & set(program.originals)
+        return bool(copies & copied) if copies else inside(op)
+
+    return replace(
+        program,
+        ops=tuple(filter(runs, program.ops)),
+        transfers=tuple(
+            t if n in used else replace(t, runs=(0.0, 0.0)) for n, t in enumerate(program.transfers)
+        ),
+    )
 
 
 @cache

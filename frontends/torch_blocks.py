@@ -15,6 +15,7 @@ from pase.frontends.runs import crossing, equal_runs
 from pase.frontends.torch_control import LOOPS, turns
 from pase.frontends.torch_types import FxNode
 from pase.ir.blocks import Block
+from pase.once import once
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -91,6 +92,7 @@ def _leaves(traced: TracedTorch) -> list[Tensor]:
     return [t for t in tree_leaves(traced.batch) if isinstance(t, torch.Tensor)]
 
 
+@once
 def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
     """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
     is the batch. PaseError if it does not divide, NotInParts if the model cannot be traced on a micro-batch."""

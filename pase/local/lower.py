@@ -210,9 +210,9 @@ def states_of(layout: Layout) -> tuple[int, ...]:
     return tuple(PARTIAL if s == "partial" else REPLICATED if s is None else digit_state(*s) for s in layout)
 
 
-def between(have: Layout, want: Layout, mesh: Mesh) -> tuple[LocalMove, ...]:
-    """The moves from one layout to another, with their bytes left at 0."""
-    return tuple(_path(states_of(have), states_of(want), 0, mesh))
+def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalMove, ...]:
+    """The moves from one layout to another. nbytes: of the whole tensor; 0: the moves have none."""
+    return tuple(_path(states_of(have), states_of(want), nbytes, mesh))
 
 
 def _path(have: tuple[int, ...], want: tuple[int, ...], nbytes: int, mesh: Mesh) -> Iterator[LocalMove]:

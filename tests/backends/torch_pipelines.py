@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -24,6 +25,8 @@ from pase.tables.itemize import split_of
 from pase.tables.layouts import configs
 
 RANKS, MICRO_BATCHES = 2, 4
+NORMS = {2.0: 1e-2, np.inf: 1e-4}
+"""Kind of a norm -> what it is clipped to, the one after the other."""
 
 
 def words(layers: int = 4, dropout: float = 0.0) -> tuple[Any, tuple[Any, ...]]:
@@ -93,6 +96,34 @@ def funnel() -> tuple[Any, tuple[Any, ...]]:
     return Funnel().double(), (torch.randn(16, 12).double(), torch.randn(16, 8).double())
 
 
+def branching() -> tuple[Any, tuple[Any, ...]]:
+    """Layers with a branch each, of which the one with weights, priced as always taken, is taken."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            y = torch.tanh(self.one(x))
+            return x + torch.cond(self.one.bias.square().sum() > 0, self.two, torch.sin, (y,))
+
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: Any, y: Any) -> Any:
+            for layer in self.layers:
+                x = layer(x)
+            return nn.functional.mse_loss(x, y)
+
+    torch.manual_seed(0)
+    return Branching().double(), (torch.randn(16, 8).double(), torch.randn(16, 8).double())
+
+
 def planned(module: Any, batch: tuple[Any, ...], mesh: str = "2", **options: Any) -> Any:
     """A plan of two ranks, each with a mesh of so many devices."""
     devices = RANKS * int(np.prod([int(n) for n in mesh.split("x")]))
@@ -114,7 +145,7 @@ def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) 
             blocks=n,
             strategy=k,
             recomputes=False,
-            weights="each",
+            weights="once" if k % 2 else "each",
             forward_s=1.0,
             backward_s=2.0,
             memory_bytes=1,
@@ -154,46 +185,90 @@ def optimizer(parameters: Any) -> Any:
     return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3)
 
 
-def on_rank(run: Any, module: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """Two steps on this rank: the losses; its gradients and parameters after them."""
+def on_rank(run: Any, module: Any, batch: tuple[Any, ...], counted: bool = True) -> dict[str, Any]:
+    """A step on this rank: the loss; its gradients and parameters after it; the norms of all gradients, and its own,
+    clipped. counted: what it sends is the plan's list."""
+    from pase.backends.torch_truth import planned_in_stages, recorded
+
     mine = copy.deepcopy(module)
     step = run.train_step(mine, lambda p, **_: optimizer(p))
-    losses = [float(step(*batch)) for _ in range(2)]
-    out = {"losses": losses}
+    with recorded(step.parallel.links.groups) as found:
+        loss = step(*batch)
+    assert not counted or found.sent == planned_in_stages(run, step.parallel.links.rank)
+    out = {"loss": float(loss)}
     for k, p in mine.named_parameters():
-        out[f"gradient {k}"] = p.grad.full_tensor().numpy()
+        out[f"gradient {k}"] = p.grad.full_tensor().numpy().copy()
         out[f"after {k}"] = p.detach().full_tensor().numpy()
-    return out
+    out["norms"] = [float(step.parallel.clip_grad_norm_(most, n)) for n, most in NORMS.items()]
+    return out | {f"clipped {k}": p.grad.full_tensor().numpy() for k, p in mine.named_parameters()}
 
 
-def alone(module: Any, batch: tuple[Any, ...]) -> dict[str, Any]:
-    """The same by PyTorch alone."""
+def resumed(before: Any, after: Any, module: Any, batch: tuple[Any, ...], folder: Path) -> dict[str, Any]:
+    """A step by one plan on this rank, saved; loaded by another plan into a module that has only shapes, and another
+    step: the parameters."""
+    import torch
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def state(step: Any) -> dict[str, Any]:
+        model, of = get_state_dict(step.module, step.optimizer, options=flat)
+        return {"model": model, "optimizer": of}
+
+    step = before.train_step(copy.deepcopy(module), lambda p, **_: optimizer(p))
+    step(*batch)
+    checkpoint.save(state(step), checkpoint_id=folder)
+    shapes = {id(p): torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in module.parameters()}
+    other = copy.deepcopy(module, shapes)
+    step = after.train_step(other, lambda p, **_: optimizer(p), device="cpu")
+    found = state(step)
+    checkpoint.load(found, checkpoint_id=folder)
+    set_state_dict(
+        other,
+        step.optimizer,
+        model_state_dict=found["model"],
+        optim_state_dict=found["optimizer"],
+        options=flat,
+    )
+    step(*batch)
+    return {f"after {k}": p.detach().full_tensor().numpy() for k, p in other.named_parameters()}
+
+
+def alone(module: Any, batch: tuple[Any, ...], steps: int = 1) -> dict[str, Any]:
+    """The same by PyTorch alone, of the last of some steps."""
+    import torch
+
     mine = copy.deepcopy(module)
-    by, losses = optimizer(mine.parameters()), []
-    for _ in range(2):
+    by = optimizer(mine.parameters())
+    for _ in range(steps):
         by.zero_grad()
         loss = mine(*batch)
         loss.backward()
         by.step()
-        losses.append(float(loss))
-    out: dict[str, Any] = {"losses": losses}
+    out: dict[str, Any] = {"loss": loss.item()}
     for k, p in mine.named_parameters():
-        out[f"gradient {k}"], out[f"after {k}"] = p.grad.numpy(), p.detach().numpy()
-    return out
+        out[f"gradient {k}"], out[f"after {k}"] = p.grad.numpy().copy(), p.detach().numpy()
+    clip = torch.nn.utils.clip_grad_norm_
+    out["norms"] = [float(clip(mine.parameters(), most, n)) for n, most in NORMS.items()]
+    assert all(norm > most for norm, most in zip(out["norms"], NORMS.values(), strict=True))
+    return out | {f"clipped {k}": p.grad.numpy() for k, p in mine.named_parameters()}
 
 
-def check(plan: Any, module: Any, batch: tuple[Any, ...], wanted: dict[str, Any]) -> None:
-    """All ranks as threads: losses everywhere, every parameter on the ranks of one stage, all as by PyTorch alone."""
+def check(
+    plan: Any, module: Any, batch: tuple[Any, ...], wanted: dict[str, Any], counted: bool = True
+) -> None:
+    """All ranks as threads: the loss everywhere, every parameter on the ranks of one stage, all as by PyTorch alone."""
     run = plan.torch
     assert run.stages and run.homes and all(s.program.ops and s.leaves and s.sums for s in run.splits)
     with by_threads():
-        compared(on_ranks(plan.mesh.devices * RANKS, lambda r: on_rank(run, module, batch)), wanted)
+        compared(on_ranks(plan.mesh.devices * RANKS, lambda r: on_rank(run, module, batch, counted)), wanted)
 
 
 def compared(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
     found = set()
     for made in ranks:
-        assert made.keys() - {"losses"}
+        assert made.keys() - {"loss", "norms"}
         for k, v in made.items():
             np.testing.assert_allclose(v, wanted[k], rtol=1e-10, atol=1e-13, err_msg=k)
         found |= made.keys()

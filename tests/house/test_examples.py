@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,31 +62,35 @@ def test_an_onnx_file_is_written(tmp_path):
 
 
 @pytest.mark.torch
-def test_torchrun_starts_processes_that_train_as_one():
-    """Two Gloo processes: the losses that PyTorch alone has, and the weights from a checkpoint."""
+@pytest.mark.parametrize(
+    ("ranks", "more"), [(2, ()), pytest.param(4, ("--pipeline", "2"), marks=pytest.mark.minutes)], ids=str
+)
+def test_torchrun_starts_processes_that_train_as_one(ranks, more):
+    """Gloo processes, in stages or not: norms and losses that PyTorch alone has, and the weights from a checkpoint."""
     import torch
 
     from examples import torch_train
 
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, str(ROOT / "examples" / "torch_train.py"), "--steps", "3"]
+    command = [*launcher, str(ROOT / "examples" / "torch_train.py"), "--steps", "3", *more]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
 
     torch.manual_seed(0)
-    module = torch_train.Classifier(width=32, hidden=256, classes=8)
+    module = torch_train.Classifier(layers=4, width=32, hidden=128, classes=8)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     alone = []
     for i in range(3):
         loss = module(*torch_train.examples(i, 64, 32, 8))
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        alone.append(loss.item())
-    alone.append(module.up.weight.norm().item())
-    assert [float(x.split()[-1]) for x in done.stdout.splitlines()[-4:]] == pytest.approx(alone, rel=1e-5)
+        alone += [norm.item(), loss.item()]
+    alone.append(module.layers[0].up.weight.norm().item())
+    numbers = [float(x) for line in done.stdout.splitlines()[-4:] for x in re.findall(r"\d+\.\d+", line)]
+    assert numbers == pytest.approx(alone, rel=1e-5)
 
 
 def test_an_onnx_file_is_planned_and_annotated(tmp_path):

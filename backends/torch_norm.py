@@ -1,0 +1,36 @@
+"""The norm of gradients that are DTensors, of meshes of several kinds and of all stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["clipped"]
+
+
+def clipped(
+    parameters: Iterable[Any], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Scale gradients so that their norm is at most this, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm
+    before, float64.
+
+    parameters: this rank's, on DTensors. joined: from this rank's norm to those of all ranks that have others.
+    """
+    import torch
+    from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+    alike: dict[object, list[Any]] = {}  # one op takes DTensors of one mesh
+    for p in parameters:
+        if p.grad is not None:
+            alike.setdefault(p.device_mesh, []).append(p)
+    norms = [get_total_norm([p.grad for p in of], norm_type) for of in alike.values()]
+    wide = [x.full_tensor().double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
+    total = torch.linalg.vector_norm(
+        joined(torch.linalg.vector_norm(torch.stack(wide), norm_type)), norm_type
+    )
+    for of in alike.values():
+        clip_grads_with_norm_(of, max_norm, total)
+    return total
