@@ -1,8 +1,8 @@
 """A block of which autograd keeps nothing: backward computes it again.
 
-``torch.utils.checkpoint`` does so once for each call of backward. Where a pipeline's schedule divides backward, PyTorch's
-code calls it for each group of weights; here a block is computed again once, and what that makes stays as long as
-anything of the block is waiting.
+``torch.utils.checkpoint`` does so once for each call of backward. Where a pipeline's schedule divides backward,
+PyTorch's code calls it for each group of weights. Here a block is computed again once, and what that makes stays as
+long as anything of the block waits.
 """
 
 from __future__ import annotations

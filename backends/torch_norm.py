@@ -26,7 +26,7 @@ def clipped(
     for p in parameters:
         if p.grad is not None:
             alike.setdefault(p.device_mesh, []).append(p)
-    norms = [get_total_norm([p.grad for p in of], norm_type) for of in alike.values()]
+    norms: list[Any] = [get_total_norm([p.grad for p in of], norm_type) for of in alike.values()]
     wide = [x.full_tensor().double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
     total = torch.linalg.vector_norm(
         joined(torch.linalg.vector_norm(torch.stack(wide), norm_type)), norm_type

@@ -20,6 +20,7 @@ from tests.backends.torch_pipelines import (
     MICRO_BATCHES,
     RANKS,
     alone,
+    branching,
     by_threads,
     check,
     compared,
@@ -28,7 +29,6 @@ from tests.backends.torch_pipelines import (
     planned,
     resumed,
     staged,
-    branching,
     words,
 )
 
