@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 
 from pase.compiler.chain_places import UnitPlaces, UnitRange
-from pase.compiler.stage_features import Feature, direction
-from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
+from pase.compiler.stage_features import direction, running, slower_may_weigh_less
+from pase.compiler.stage_menu import StageRole, StageSplit
 from pase.compiler.stage_search import GAP, NODES, PRICES, SIMULATIONS, Staged, StageMenu
 from pase.errors import Infeasible
 from pase.pipeline.beside import exposed_s
@@ -112,7 +112,13 @@ class ChainMenu(StageMenu):
             out = [*out, free, *(t.cheapest(role, 0.0, p * each, self.ranks) for p in PRICES if each)]
         return _once(out)
 
-    def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
+    def first(self, d: Discipline, chunks: int) -> float:
+        return 0.0
+
+    def compared(self, d: Discipline, chunks: int) -> Staged | None:
+        return self._found.get((d.name, chunks)) or self.staged(d, chunks)[0]
+
+    def _searched(self, d: Discipline, chunks: int, below: float) -> tuple[Staged | None, bool]:
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if self.places.blocks < s.stages:
             return None, False
@@ -123,7 +129,7 @@ class ChainMenu(StageMenu):
         best = None
         if self._fits(s, first):
             done = simulate(s, self._exact(s, first))
-            best = self._made(s, first, Ranges(choice=(), simulated=done, bound=done.step_s, simulations=1))
+            best = self._of(s, first, Ranges(choice=(), simulated=done, bound=done.step_s, simulations=1))
         top = min(below, np.inf if best is None else best.step_s)
         open_ = partitions_below(self._least_work, s.stages, top)
         if all(open_):
@@ -134,7 +140,7 @@ class ChainMenu(StageMenu):
                 return (best if best is not None and best.step_s < below else None), best is not None
             self.spent.cells += found.cells
             if found.choice is not None:
-                best = self._made(s, tuple(ways[k][i] for k, i in enumerate(found.choice)), found)
+                best = self._of(s, tuple(ways[k][i] for k, i in enumerate(found.choice)), found)
             elif best is not None:
                 best = replace(best, cuts=replace(best.cuts, bound=min(found.bound, best.step_s)))
         return (best if best is not None and best.step_s < below else None), True
@@ -175,22 +181,15 @@ class ChainMenu(StageMenu):
     def _exact(self, s: Schedule, splits: tuple[StageSplit, ...]) -> StageTimes:
         return self.problem(s, splits).times(np.array([_many(w) for w in splits]))
 
-    def _made(self, s: Schedule, splits: tuple[StageSplit, ...], found: Ranges) -> Staged:
-        counts = tuple(_many(w) for w in splits)
-        return Staged(
-            schedule=s,
-            problem=self.problem(s, splits),
-            cuts=Cuts(
-                counts=counts,
-                simulated=found.simulated,
-                bound=found.bound,
-                simulations=found.simulations,
-                cells=found.cells,
-            ),
-            splits=splits,
-            mesh=self.mesh,
-            micro_batches=self.micro_batches,
+    def _of(self, s: Schedule, splits: tuple[StageSplit, ...], found: Ranges) -> Staged:
+        cuts = Cuts(
+            counts=tuple(_many(w) for w in splits),
+            simulated=found.simulated,
+            bound=found.bound,
+            simulations=found.simulations,
+            cells=found.cells,
         )
+        return self.made(self.problem(s, splits), cuts, splits)
 
     def _way(self, w: StageSplit, chunks: int, s: Schedule) -> RangeWay:
         assert w.role.units is not None
@@ -207,8 +206,8 @@ class ChainMenu(StageMenu):
             send=(0.0, 0.0) if last or s.ranks == 1 else self._least_sent_s(w),
             held=w.fixed("static"),
             kept=w.fixed("kept"),
-            waiting=w.waiting_of_ends(),
-            buffers=w.buffers(),
+            waiting=w.waiting[0],
+            buffers=w.buffers,
         )
 
     def _least_sent_s(self, w: StageSplit) -> tuple[float, float]:
@@ -264,16 +263,9 @@ class ChainMenu(StageMenu):
         forward = path.runs[Kind.FORWARD, k]
         grad, weight = path.runs[Kind.INPUT, k] + whole, path.runs[Kind.WEIGHT, k] + whole
         once = float(max(forward, grad, weight) > 1)
-        weights = direction(
-            forward=forward,
-            input=grad,
-            weight=weight,
-            forward_sent=forward,
-            input_sent=grad,
-            weight_sent=weight,
-            before=once * slow * (s.rank_of[k] == path.first),
-            sums=once * slow * (s.rank_of[k] == path.last),
-            after=once * (s.rank_of[k] == path.last),
+        sends = once * slow * np.array([s.rank_of[k] == path.first, s.rank_of[k] == path.last])
+        weights = running(forward=forward, input=grad, weight=weight) + direction(
+            before=sends[0], sums=sends[1], after=once * (s.rank_of[k] == path.last)
         )
         return self._of_direction(role, weights) if weights.any() else 0.0
 
@@ -282,13 +274,11 @@ class ChainMenu(StageMenu):
         size = float(np.abs(weights).max())
         key = role, np.round(weights / size, 12).tobytes()
         if key not in self._least:
-            tables = [t for t in self._at(role.site) if t.weights == "once"]
-            rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
-            rises |= weights[Feature.WEIGHT_SENT] < weights[Feature.SUMS]
-            limited = bool(np.isfinite(self.limits).any())
-            some: list[StageTables] = tables if rises else tables[:1]
-            if rises and limited:
-                some = [*some, *(t.sent_each() for t in tables)]
+            some = [t for t in self._at(role.site) if t.weights == "once"]
+            if not slower_may_weigh_less(weights):
+                some = some[:1]
+            elif np.isfinite(self.limits).any():
+                some = [*some, *(t.sent_each() for t in some)]
             self._least[key] = min(t.least(role, 0.0, weights / size) for t in some)
         return size * self._least[key]
 

@@ -7,8 +7,8 @@ those that it waits for (``pase.pipeline.potentials``), and each moment at which
 program's dual prices are the directions in which its answer is too good to be true; they are searched next. (Kelley
 1960; the Lagrangian dual of the choice of splits.)
 
-The bound counts in parts of blocks, mixes splits within a stage, and leaves out what lives for one op only. It holds
-for every cut, and every split and way to recompute of each stage.
+The bound counts in parts of blocks and mixes splits within a stage. It holds for every cut, and every split and way to
+recompute of each stage.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pase.compiler.stage_features import Feature, direction, running
-from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
+from pase.compiler.stage_features import Feature, direction, running, slower_may_weigh_less
+from pase.compiler.stage_menu import StageRole, StageSplit, StageTables, roles_of
 from pase.errors import Infeasible, PaseError
 from pase.pipeline.beside import starts
 from pase.pipeline.bounds import paths
-from pase.pipeline.cuts import most_held
+from pase.pipeline.cuts import moments
 from pase.pipeline.potentials import StepRows, path_rows, step_rows
 from pase.pipeline.simulate import Path, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -83,13 +83,17 @@ class _Relaxation:
 class Climb:
     """The bound of a schedule, which every round of a program and its searches may raise.
 
-    best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths,
-    if not all are rows. active: the half-spaces in the program; seen: how many of all known ones it has had.
+    taken: the program's rows that no round changes; moments: how many of them, the last ones, are of bytes.
+    best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths;
+    exact: whether all paths are rows, but in the first round. active: the half-spaces in the program; seen: how many of all known ones it has had.
     """
 
     schedule: Schedule
     roles: tuple[StageRole, ...]
+    taken: csr_array
+    moments: int
     some: list[Path]
+    exact: bool
     active: dict[StageRole, list[_HalfSpace]]
     seen: dict[StageRole, int]
     best: float = 0.0
@@ -137,19 +141,20 @@ class StageBounds:
 
     def climb(self, s: Schedule) -> Climb:
         """The bound of a schedule before its first round."""
-        roles = tuple(
-            StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
-            for k, r in enumerate(s.rank_of)
-        )
+        roles = roles_of(s, self.sites)
         for role in dict.fromkeys(roles):
             if role not in self.known:
                 self.known[role] = []
                 for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
                     self._search(role, weights)
+        held = self._moments(s)
         return Climb(
             schedule=s,
             roles=roles,
-            some=list(paths(s)) if sum(map(len, s.orders)) > _MOST_ACTIONS else [],
+            taken=self._taken(s, held, np.tile(self._scale(), s.stages)),
+            moments=len(held),
+            some=list(paths(s)),
+            exact=sum(map(len, s.orders)) <= _MOST_ACTIONS,
             active={role: [] for role in roles},
             seen=dict.fromkeys(roles, 0),
         )
@@ -162,7 +167,8 @@ class StageBounds:
             hs += self.known[role][c.seen[role] :]
             c.seen[role] = len(self.known[role])
         try:
-            found = self._program(s, c.roles, path_rows(s, c.some) if c.some else step_rows(s), c.active)
+            every = c.exact and c.rounds > 1  # a few paths tell which schedules are worth more
+            found = self._program(c, step_rows(s) if every else path_rows(s, c.some))
         except Infeasible:
             c.best = np.inf
             return
@@ -170,7 +176,7 @@ class StageBounds:
         c.best = max(c.best, found.step_s)
         if c.final:
             return
-        if c.some:
+        if not c.exact:
             c.some.append(simulate(s, self._times(s, found.stages)).path)
         c.active = {role: [h for h in hs if id(h) in found.used] for role, hs in c.active.items()}
         for role, weights in self._asked(c.roles, found.directions):
@@ -194,6 +200,9 @@ class StageBounds:
 
     def _at(self, site: int) -> list[StageTables]:
         return [t for t in self.tables if t.site == site]
+
+    def _least_buffers(self, role: StageRole) -> float:
+        return min(t.least_buffers(role) for t in self._at(role.site))
 
     def _bytes(self, site: int) -> Iterator[np.ndarray]:
         """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
@@ -266,21 +275,22 @@ class StageBounds:
     def _search(self, role: StageRole, weights: np.ndarray) -> None:
         """The half-space of a direction is then known."""
         weights = weights / np.abs(weights * self.unit).max()
-        free = not weights[Feature.STATIC :].any()
-        rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
-        rises |= weights[Feature.WEIGHT_SENT] < weights[Feature.SUMS]
-        rises |= bool((weights < 0).any())
-        # In seconds alone the first tables are the least, unless gathers and sums weigh less where they run each time,
-        # or more compute hides more.
-        tables = self._at(role.site)[: 1 if free and not rises else None]
-
+        free = not weights[Feature.STATIC :].any()  # in seconds alone the first tables are the least
+        tables = self._at(role.site)[: 1 if free and not slower_may_weigh_less(weights) else None]
         touched = list[tuple[StageTables, np.ndarray]]()
 
         def least(blocks: float) -> float:
-            found = [t.solved(role, blocks, weights) for t in tables]
-            best = min(range(len(found)), key=lambda i: found[i].bound)
-            touched.append((tables[best], found[best].choice))
-            return float(found[best].bound)
+            best, nearest = np.inf, None
+            priced = [(t, t.weighted(role, blocks, weights)) for t in tables]
+            for least, t, priced_ in sorted(((p.least_sum, t, p) for t, p in priced), key=lambda x: x[0]):
+                if least >= best:
+                    break
+                found = t.found(priced_)
+                if found.bound < best:
+                    best, nearest = float(found.bound), (t, found.choice)
+            if nearest is not None:
+                touched.append(nearest)
+            return best
 
         if not role.ends:  # without ends all grows with the blocks
             base, slope = 0.0, least(self.blocks) / self.blocks
@@ -291,21 +301,16 @@ class StageBounds:
             base = at_low - slope * low
         self.known[role].append(_HalfSpace(weights=weights, base=base, slope=slope, touched=tuple(touched)))
 
-    def _program(
-        self,
-        s: Schedule,
-        roles: Sequence[StageRole],
-        steps: StepRows,
-        active: Mapping[StageRole, Sequence[_HalfSpace]],
-    ) -> _Relaxation:
+    def _program(self, c: Climb, steps: StepRows) -> _Relaxation:
         from scipy.optimize import linprog
         from scipy.sparse import csr_array, hstack, vstack
 
-        many, scale = s.stages, self._scale()
+        s, active, scale = c.schedule, c.active, self._scale()
+        many = s.stages
         # Columns: blocks of each stage, its features, and those of the schedule's rows.
         features = many * len(Feature)
         width, step = many + features + steps.columns, many + features + len(Kind) * many + 2 * s.ranks
-        taken = self._taken(s, np.tile(scale, many))
+        taken, held = c.taken, c.moments
         rows = [
             hstack([csr_array((steps.rows.shape[0], many + features)), steps.rows]),
             hstack(
@@ -314,9 +319,8 @@ class StageBounds:
             ),
         ]
         send = np.broadcast_to(np.array(self.send_s)[:, None], (2, many - 1))
-        held = sum(1 for _ in self._moments(s))
         tops = [steps.tops(send) / scale[0], np.zeros(taken.shape[0] - held), np.ones(held)]
-        spaces, bases, owners = _spaces(roles, active, scale, width)
+        spaces, bases, owners = _spaces(c.roles, active, scale, width)
         rows, tops = [*rows, *spaces], [*tops, *bases]
         every = vstack(rows, format="csr")
         self.tables[0].spent.cells += every.nnz
@@ -327,7 +331,7 @@ class StageBounds:
             A_eq=(np.arange(width) < many).astype(float)[None],
             b_eq=[float(self.blocks)],
             bounds=[(1.0, float(self.blocks))] * many + [(0.0, np.inf)] * (width - many),
-            method="highs",
+            method="highs-ipm",  # three times as fast as the simplex method for large programs
         )
         if found.status == 2:
             raise Infeasible(f"no blocks fit under schedule '{s.name}'")
@@ -348,7 +352,7 @@ class StageBounds:
             used=frozenset(used),
         )
 
-    def _taken(self, s: Schedule, scale: np.ndarray) -> csr_array:
+    def _taken(self, s: Schedule, moments: np.ndarray, scale: np.ndarray) -> csr_array:
         """Rows of what actions take, of what ranks do before and after them, and last of what each rank holds: in the
         stages' features, scaled, and in the schedule's columns up to the step. Bytes are at most 1, seconds 0."""
         from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
@@ -358,7 +362,7 @@ class StageBounds:
             row[:] = _worked(np.eye(len(Kind))[:, [kind]])[0]
             row[Feature.FORWARD_SENT : Feature.BEFORE] = row[: Feature.FORWARD_SENT]
         actions = vstack([kron(eye_array(s.stages), row[None]) for row in of_kind])
-        exposed, held = list(self._exposed(s)), list(self._moments(s))
+        exposed, held = list(self._exposed(s)), csr_array(moments.reshape(len(moments), scale.size) * scale)
         ends = np.array([back * s.ranks + r for back, r, _ in exposed])
         return vstack(
             [
@@ -373,13 +377,9 @@ class StageBounds:
                     ]
                 ),
                 *(
-                    hstack(
-                        [
-                            csr_array(m.ravel()[None] * scale),
-                            csr_array((1, len(Kind) * s.stages + 2 * s.ranks)),
-                        ]
-                    )
-                    for m in held
+                    [hstack([held, csr_array((len(moments), actions.shape[0] + 2 * s.ranks))])]
+                    if len(moments)
+                    else []
                 ),
             ],
             format="csr",
@@ -393,16 +393,20 @@ class StageBounds:
         unit /= float(np.abs(first.weights).max())
         return np.where(np.arange(len(Feature)) < Feature.STATIC, max(unit, 1e-12), self.unit)
 
-    def _moments(self, s: Schedule) -> Iterator[np.ndarray]:
+    def _moments(self, s: Schedule) -> np.ndarray:
         """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, as parts of its
-        limit, float64 [stages, features]."""
-        rank = np.array(s.rank_of)
-        for r in map(int, np.flatnonzero(np.isfinite(self.limits))):
-            for held in most_held(s, r):
-                out = np.zeros((s.stages, len(Feature)))
-                out[:, Feature.STATIC] = rank == r
-                out[:, Feature.KEPT], out[:, Feature.WAITING] = held
-                yield out / self.limits[r]
+        limit less the least that its ops need, float64 [moments, stages, features]."""
+        rank, least = np.array(s.rank_of), [self._least_buffers(role) for role in roles_of(s, self.sites)]
+        room = self.limits - [
+            max(x for x, at in zip(least, rank, strict=True) if at == r) for r in range(s.ranks)
+        ]
+        of, held = moments(s)
+        of, held = (x[np.isfinite(room[of])] for x in (of, held))
+        out = np.zeros((len(of), s.stages, len(Feature)))
+        out[:, :, Feature.STATIC] = rank == of[:, None]
+        out[:, :, Feature.KEPT], out[:, :, Feature.WAITING] = held[:, 0], held[:, 1]
+        parts: np.ndarray = out / np.maximum(room[of], 1.0)[:, None, None]
+        return parts
 
 
 def _spaces(

@@ -19,6 +19,7 @@ from pase.compiler.variants import Variant, graph_of
 from pase.ir import Graph
 from pase.ir.narrow import UnitChain
 from pase.machine import Mesh
+from pase.search import PlannedOnce
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -60,7 +61,7 @@ class TablesMade:
         self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool, spent: Spent
     ) -> None:
         self.traced, self.blocks, self.optimizer, self.keep = traced, blocks, optimizer, keep
-        self.spent = spent
+        self.spent, self.planned = spent, PlannedOnce()
         self._graphs: dict[Variant, tuple[Graph, Places]] = {}
         self._tables: dict[tuple[Variant, Mesh, int], StageTables] = {}
 
@@ -99,6 +100,7 @@ class TablesMade:
             site.number,
             self.spent,
             site.slow,
+            self.planned,
         )
         if self.keep:
             self._tables[key] = made
@@ -115,7 +117,7 @@ def menu_of(
 
 
 def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMenu]:
-    """The candidate's best pipeline that takes less than ``below``.
+    """The candidate's best pipeline that takes less than ``below``, of those whose first stages do.
 
     Gathers and sums at each micro-batch take longer but need less memory. They are tried if nothing fits without them.
     """
@@ -123,7 +125,10 @@ def search_candidate(c: Candidate, below: float) -> tuple[Staged | None, StageMe
     for each in (False, True):
         menu = c.menu([*once, *(t.sent_each() for t in once if each)])
         best, top, fits = None, below, False
-        for d, chunks in menu.schedules():
+        for first, d, chunks in sorted(((menu.first(*x), *x) for x in menu.schedules()), key=lambda x: x[0]):
+            if first >= top:  # the bound says whether it is searched further
+                fits |= bool(np.isfinite(first))
+                continue
             found, fitted = menu.staged(d, chunks, top)
             fits |= fitted
             if found is not None:

@@ -41,10 +41,11 @@ class StageChoice:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Column:
-    """One stage with one number of blocks: each way's seconds per step [ways] and bytes at each moment [ways, moments],
-    its largest op's [ways]."""
+    """One stage with one number of blocks: the numbers of ways, their seconds per step [ways] and bytes at each moment
+    [ways, moments], their largest op's [ways]."""
 
     blocks: int
+    ways: np.ndarray
     seconds: np.ndarray
     nbytes: np.ndarray
     buffers: np.ndarray
@@ -267,14 +268,14 @@ def _most_blocks(s: Schedule, rank: int, ways: Sequence[_Ways], limit: float) ->
 
 def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column:
     """flying: micro-batches that the stage holds, and that its weights' gradients wait for, [moments, 2]."""
-    at = np.array([1.0, blocks])
-    static, kept, waiting = of.nbytes @ at
+    ways, seconds, (static, kept, waiting), buffers = of.at(blocks)
     held = static[:, None] + kept[:, None] * flying[None, :, 0] + waiting[:, None] * flying[None, :, 1]
     return _Column(
         blocks=blocks,
-        seconds=(of.seconds @ at).max(axis=1),
+        ways=ways,
+        seconds=seconds,
         nbytes=held if np.isfinite(limit) else np.zeros((len(static), 1)),
-        buffers=of.buffers,
+        buffers=buffers,
     )
 
 
@@ -282,23 +283,40 @@ def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column
 class _Ways:
     """The ways to split a stage, as (without blocks, of each block): the lines of their seconds per step [ways, lines,
     2]; their bytes, throughout, of a micro-batch until its backward, and until its weights' gradients [3, ways, 2].
-    Their largest ops' bytes [ways]."""
+    Their largest ops' bytes [ways]. columns: ``at`` of each number of blocks that was asked for."""
 
     seconds: np.ndarray
     nbytes: np.ndarray
     buffers: np.ndarray
+    columns: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
 
     @classmethod
     def of(cls, ways: Sequence[StageSplit], micro_batches: int) -> _Ways:
         lines = [w.step_lines(micro_batches) for w in ways]
         most = max(map(len, lines))
-        waiting = ([w.fixed("kept"), w.block.inner or w.block.kept] for w in ways)
+        waiting = (w.waiting for w in ways)
         static, kept = ([[w.fixed(b), w.of_block(b)] for w in ways] for b in ("static", "kept"))
         return cls(
             seconds=np.stack([np.concatenate([x, np.repeat(x[:1], most - len(x), axis=0)]) for x in lines]),
             nbytes=np.array([static, kept, list(waiting)]),
-            buffers=np.array([w.buffers() for w in ways]),
+            buffers=np.array([w.buffers for w in ways]),
+            columns={},
         )
+
+    def at(self, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """With this many blocks, of the ways that no other undercuts in all: their numbers, seconds, bytes [3, ways],
+        largest ops' bytes."""
+        if blocks not in self.columns:
+            at = np.array([1.0, blocks])
+            seconds, nbytes = (self.seconds @ at).max(axis=1), self.nbytes @ at
+            every = np.vstack([seconds, nbytes, self.buffers])
+            first, lower = np.unique(
+                every, axis=1, return_index=True
+            )  # by seconds: what undercuts comes before
+            least = (first[:, :, None] <= first[:, None]).all(axis=0).sum(axis=0) == 1
+            some = lower[least]
+            self.columns[blocks] = some, seconds[some], nbytes[:, some], self.buffers[some]
+        return self.columns[blocks]
 
 
 def _extended(
@@ -335,7 +353,7 @@ def _joined(c: _Choices, column: _Column, room: float, most: float) -> _Choices:
     some = np.flatnonzero(column.buffers <= most)
     nbytes = c.nbytes[:, None] + column.nbytes[None, some]
     at, way = np.nonzero((nbytes <= room).all(axis=2))
-    mine = np.stack([some[way], np.full(len(way), column.blocks)], axis=1)
+    mine = np.stack([column.ways[some[way]], np.full(len(way), column.blocks)], axis=1)
     return _Choices(
         seconds=c.seconds[at] + column.seconds[some[way]],
         nbytes=nbytes[at, way],

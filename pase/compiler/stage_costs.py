@@ -13,18 +13,20 @@ from typing import Literal
 import numpy as np
 
 from pase.compiler.stage_places import Places, StagePart
-from pase.ir import Graph, Node
+from pase.ir import Edge, Graph, Node
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
-from pase.memory.account import held, in_flight
+from pase.memory.account import Held, held, in_flight
 from pase.tables.build import array_tile, work_price
-from pase.tables.itemize import Collective, collectives
+from pase.tables.facts import facts
+from pase.tables.itemize import KnownCharges, collectives
 from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
 from pase.tables.work import Phase, Work, node_work
 
 __all__ = [
     "PARTS",
     "GatheredWeights",
+    "KnownPieces",
     "PartCost",
     "collective_shares",
     "part_costs",
@@ -74,6 +76,21 @@ class PartCost:
         self.memory[kind] = self.memory.get(kind, 0.0) + nbytes
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownPieces:
+    """What was priced already, of one graph, mesh, cost model and optimizer: splits differ in a few nodes alone.
+
+    work: seconds of a node's work by field of ``PartCost``; held: what it keeps; buffers: while it runs. read: bytes of
+    a parameter as it is read.
+    """
+
+    charges: KnownCharges = field(default_factory=KnownCharges)
+    work: dict[object, dict[str, float]] = field(default_factory=dict)
+    held: dict[object, list[Held]] = field(default_factory=dict)
+    buffers: dict[object, float] = field(default_factory=dict)
+    read: dict[object, tuple[float, float]] = field(default_factory=dict)
+
+
 def part_costs(
     graph: Graph,
     places: Places,
@@ -82,25 +99,38 @@ def part_costs(
     model: CostModel,
     optimizer: str,
     weights: GatheredWeights,
+    known: KnownPieces | None = None,
 ) -> dict[StagePart, PartCost]:
     """The costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
-    configs: node -> int8 [axes].
+    configs: node -> int8 [axes]. known: from other configs.
     """
     out = {part: PartCost() for part in places.sizes}
-    has = places.parts
-    moved = collectives(graph, mesh, configs, model, has)
-    for n in graph.nodes:
-        for place in has.get(n.name, ()):  # a tied parameter is updated in each of its stages
-            _work(graph, n, configs[n.name], mesh, model, optimizer, out[place])
+    has, known = places.parts, KnownPieces() if known is None else known
+    moved = collectives(graph, mesh, configs, model, has, known.charges)
+    for n, like in zip(graph.nodes, facts(graph).cost, strict=True):
+        if n.name in has:
+            key = like, configs[n.name].tobytes()
+            if key not in known.work:
+                known.work[key] = _work(graph, n, configs[n.name], mesh, model, optimizer)
+            for place in has[n.name]:  # a tied parameter is updated in each of its stages
+                _add(out[place], known.work[key])
+    paid: dict[object, dict[str, float]] = {}
     for c in moved:
+        key = c.node, c.tensor, c.phase, c.times
+        if key not in paid:
+            of_parameter = graph.producer[c.tensor].kind == "parameter"
+            shares = collective_shares(
+                graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph)
+            )
+            paid[key] = {name: float(share) for name, share in shares.items()}
         for place in has[c.node]:
-            _send(graph, c, weights, out[place])
-    _hold(graph, places, mesh, configs, optimizer, weights, out)
+            _add(out[place], paid[key], c.cost)
+    _hold(graph, places, mesh, configs, optimizer, weights, out, known)
     for c in moved:
         part = out[places.of(c.node)]
         part.buffers = max(part.buffers, c.nbytes)
-    for name, nbytes in in_flight(graph, configs, mesh).items():
+    for name, nbytes in in_flight(graph, configs, mesh, known.buffers).items():
         if name in has:
             part = out[places.of(name)]
             part.buffers = max(part.buffers, nbytes)
@@ -113,15 +143,22 @@ def part_costs(
     return out
 
 
+def _add(part: PartCost, seconds: Mapping[str, float], times: float = 1.0) -> None:
+    for name, s in seconds.items():
+        setattr(part, name, getattr(part, name) + s * times)
+
+
 def _work(
-    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str, part: PartCost
-) -> None:
-    """Add the node's own work to its part."""
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str
+) -> dict[str, float]:
+    """Seconds of the node's own work, by field of ``PartCost``."""
+    out: dict[str, float] = {}
     for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
         for name, share in work_shares(w, for_weights, turns_of(graph)).items():
-            setattr(part, name, getattr(part, name) + share * seconds)
+            out[name] = out.get(name, 0.0) + share * seconds
+    return out
 
 
 def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
@@ -144,14 +181,6 @@ def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
             for a in op.reads:
                 if op.differentiable and graph.tensors[a.tensor].needs_grad:
                     yield a.tensor in graph.producer and graph.producer[a.tensor].kind == "parameter"
-
-
-def _send(graph: Graph, c: Collective, weights: GatheredWeights, part: PartCost) -> None:
-    """Add a collective to the part that pays for it."""
-    of_parameter = graph.producer[c.tensor].kind == "parameter"
-    shares = collective_shares(graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph))
-    for name, share in shares.items():
-        setattr(part, name, getattr(part, name) + float(share) * c.cost)
 
 
 def collective_shares(
@@ -188,6 +217,7 @@ def _hold(
     optimizer: str,
     weights: GatheredWeights,
     out: dict[StagePart, PartCost],
+    known: KnownPieces,
 ) -> None:
     """Add bytes to the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
     read.
@@ -195,7 +225,10 @@ def _hold(
     whole = weights == "once" and turns_of(graph) > 1
     regions: dict[tuple[StagePart, object], float] = {}
     for n in graph.nodes:
-        for h in held(graph, n, configs[n.name][None, :], mesh, optimizer):
+        key = n.name, configs[n.name].tobytes()
+        if key not in known.held:
+            known.held[key] = list(held(graph, n, configs[n.name][None, :], mesh, optimizer))
+        for h in known.held[key]:
             nbytes = float(h.nbytes[0])
             if (h.weights and weights == "once") or (h.kind == "gradients" and whole):
                 continue
@@ -209,36 +242,44 @@ def _hold(
     for (place, _), nbytes in regions.items():
         out[place].inner = max(out[place].inner, nbytes)
     if weights == "once":
-        for place, copied, summed in _as_read(graph, places, mesh, configs):
+        for place, copied, summed in _as_read(graph, places, mesh, configs, known.read):
             out[place].keep("activations", copied)
             if whole:
                 out[place].keep("gradients", summed)
 
 
 def _as_read(
-    graph: Graph, places: Places, mesh: Mesh, configs: Mapping[str, np.ndarray]
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    known: dict[object, tuple[float, float]],
 ) -> Iterator[tuple[StagePart, float, float]]:
-    """For each parameter and each part that reads it, over all turns of its loop: (the part, copies, sums).
-
-    copies: bytes in another layout or dtype than the stored one. sums: bytes of a sum of gradients in the reader's
-    layout.
-    """
-    m = turns_of(graph)
+    """For each parameter and each part that reads it, over all turns of its loop: (the part, copies, sums)."""
     found: dict[tuple[StagePart, str], tuple[float, float]] = {}
-    for e in graph.edges:
-        source, reader = graph.node[e.src], graph.node[e.dst]
-        if source.kind != "parameter" or e.dst not in places.parts:
+    for i, e in enumerate(graph.edges):
+        if graph.node[e.src].kind != "parameter" or e.dst not in places.parts:
             continue
-        stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
-        written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
-        read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
-        moved = bool((forward_states(written) != forward_states(read)).any())
-        times = number(e.op.times, e.dst) / m
-        local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])
-        copied = local if moved or tensor.dtype != stored.dtype else 0.0
-        summed = local / tensor.itemsize * stored.itemsize if stored.needs_grad else 0.0
+        like = i, configs[e.src].tobytes(), configs[e.dst].tobytes()
+        if like not in known:
+            known[like] = _read_bytes(graph, e, mesh, configs)
+        copied, summed = known[like]
         key = places.of(e.dst), e.src
         before = found.get(key, (0.0, 0.0))
         found[key] = max(before[0], copied), max(before[1], summed)
     for (place, _), (copied, summed) in found.items():
         yield place, copied, summed
+
+
+def _read_bytes(graph: Graph, e: Edge, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """(bytes of a parameter that is read in another layout or dtype than the stored one, bytes of a sum of its
+    gradients in the reader's layout), over all turns of its loop."""
+    source, reader = graph.node[e.src], graph.node[e.dst]
+    stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
+    written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
+    read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
+    moved = bool((forward_states(written) != forward_states(read)).any())
+    times = number(e.op.times, e.dst) / turns_of(graph)
+    local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])
+    copied = local if moved or tensor.dtype != stored.dtype else 0.0
+    return copied, local / tensor.itemsize * stored.itemsize if stored.needs_grad else 0.0

@@ -38,7 +38,7 @@ from pase.tables.facts import facts
 from pase.tables.layouts import forward_states, local_bytes, number
 from pase.tables.work import Phase, node_work
 
-__all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running"]
+__all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running", "slower_may_weigh_less"]
 
 
 class Feature(IntEnum):
@@ -62,6 +62,13 @@ class Feature(IntEnum):
 
 
 _ByFeature = dict[Feature, np.ndarray]
+
+
+def slower_may_weigh_less(weights: np.ndarray) -> bool:
+    """Whether a way to run that takes longer may have less of a weighted sum of seconds: gathers and sums that weigh
+    less where they run each time, or compute that hides more of them."""
+    rises = min(weights[Feature.FORWARD_SENT], weights[Feature.AFTER]) < weights[Feature.BEFORE]
+    return bool(rises or weights[Feature.WEIGHT_SENT] < weights[Feature.SUMS] or (weights < 0).any())
 
 
 def direction(**weights: float) -> np.ndarray:
@@ -101,6 +108,13 @@ class FeatureTables:
         once = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges))}
         return sum(x.size for p in once.values() for x in p.values())
 
+    @cached_property
+    def stacked(self) -> dict[int, tuple[list[Feature], np.ndarray]]:
+        """The parts of each node and edge by their ``id``: which features they have, and these, float64 [features,
+        entries]."""
+        once = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges)) if p}
+        return {i: (list(p), np.stack([x.ravel() for x in p.values()])) for i, p in once.items()}
+
     def weighted(self, weights: np.ndarray, shares: list[float]) -> CostTables:
         """The tables of a weighted sum: float64 [features], and the weight of each node with the edges into it."""
         summed: dict[int, np.ndarray] = {}
@@ -108,11 +122,13 @@ class FeatureTables:
 
         def cost(parts: _ByFeature, like: tuple[int, ...], share: float) -> np.ndarray:
             if (id(parts), share) not in made:
+                if not (share and parts):
+                    made[id(parts), share] = np.zeros(like)
+                    return made[id(parts), share]
                 if id(parts) not in summed:
-                    summed[id(parts)] = sum(
-                        (weights[f] * x for f, x in parts.items() if weights[f]), np.zeros(like)
-                    )
-                made[id(parts), share] = share * summed[id(parts)] if share else np.zeros(like)
+                    which, values = self.stacked[id(parts)]
+                    summed[id(parts)] = (weights[which] @ values).reshape(like)
+                made[id(parts), share] = share * summed[id(parts)]
             return made[id(parts), share]
 
         configs = self.space.configs
@@ -272,6 +288,7 @@ class _StagePricing:
         moved = (have[:, None] != want[None]).any(axis=-1)
         local = np.full(len(want), np.inf)
         np.minimum.at(local, priced.classes[1], self._local(edge, self.space.configs[self._at[edge.dst]]))
+        local[np.isinf(local)] = 0.0  # of layouts that no config has
         return np.where(moved, share * local[None], 0.0)
 
     @cached_property

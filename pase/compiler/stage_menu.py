@@ -8,7 +8,7 @@ splits that take longer and need less memory. The schedule decides which split a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,18 +17,31 @@ import numpy as np
 
 from pase.compiler.chain_places import UnitPlaces, UnitRange
 from pase.compiler.spent import Spent
-from pase.compiler.stage_costs import PARTS, GatheredWeights, PartCost, part_costs
+from pase.compiler.stage_costs import PARTS, GatheredWeights, KnownPieces, PartCost, part_costs
 from pase.compiler.stage_features import FeatureTables, direction, feature_tables, running
 from pase.compiler.stage_places import Places, StagePart
 from pase.compiler.variants import Variant
 from pase.ir import Graph
 from pase.ir.blocks import turns_of
 from pase.machine import CostModel, Mesh
+from pase.memory.account import in_flight_at_least
 from pase.pipeline.beside import exposed_lines
-from pase.search import Solution, solve
+from pase.pipeline.types import Kind, Schedule
+from pase.search import PlannedOnce, Solution
 from pase.tables import CostTables
 
-__all__ = ["FIRST", "LAST", "MIDDLE", "ONLY", "StageRole", "StageSplit", "StageTables"]
+__all__ = [
+    "COMPUTED",
+    "FIRST",
+    "LAST",
+    "MIDDLE",
+    "ONLY",
+    "SUMMED",
+    "StageRole",
+    "StageSplit",
+    "StageTables",
+    "roles_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +64,12 @@ class StageRole:
         return max(of[p] for p in parts)
 
 
+def roles_of(s: Schedule, sites: Sequence[int]) -> tuple[StageRole, ...]:
+    """Of each stage. sites: of each rank."""
+    last = s.stages - 1
+    return tuple(StageRole(first=k == 0, last=k == last, site=sites[r]) for k, r in enumerate(s.rank_of))
+
+
 FIRST, MIDDLE, LAST, ONLY = (
     StageRole(first=True),
     StageRole(),
@@ -60,6 +79,19 @@ FIRST, MIDDLE, LAST, ONLY = (
 
 
 _NOTHING = PartCost()
+_SENT_TOO = ("forward", "input", "weight", "again")
+SUMMED = {
+    name: (name, f"{name}_sent") if name in _SENT_TOO else (name,)
+    for name in (*_SENT_TOO, "after", "static", "kept")
+}
+"""What a stage's times and bytes consist of, as fields of ``PartCost``."""
+COMPUTED = {
+    Kind.FORWARD: ("forward",),
+    Kind.BACKWARD: ("again", "input", "weight"),
+    Kind.INPUT: ("again", "input"),
+    Kind.WEIGHT: ("weight",),
+}
+"""Behind which gathers and sums hide: compute alone."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -108,14 +140,28 @@ class StageSplit:
         has = {"first": self.role.first, "block": True, "last": self.role.last}
         return np.array([of(self.parts[p]) if has[p] else 0.0 for p in PARTS])
 
+    @cached_property
+    def summed(self) -> np.ndarray:
+        """``fixed`` and ``of_block`` of each of ``SUMMED``, float64 [2, fields]."""
+        return np.array([[f(*what) for what in SUMMED.values()] for f in (self.fixed, self.of_block)])
+
+    @cached_property
+    def beside(self) -> np.ndarray:
+        """``by_unit`` of gathers, of sums, and of each kind of action's compute, float64 [2 + kinds, units]."""
+        return np.stack([self.by_unit(*what) for what in (("before",), ("sums",), *COMPUTED.values())])
+
+    @cached_property
     def buffers(self) -> float:
         """Short-lived bytes, which do not depend on the number of blocks."""
         every = [*self.ends, self.block]
         return max(e.buffers for e in every) + max(e.inner for e in every)
 
-    def waiting_of_ends(self) -> float:
-        """Of a micro-batch's bytes without blocks, those that stay until the gradients of weights are computed."""
-        return sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
+    @cached_property
+    def waiting(self) -> tuple[float, float]:
+        """(of a micro-batch's bytes without blocks, of those of a block), what stays until the gradients of weights are
+        computed."""
+        ends = sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
+        return ends, self.block.inner or self.block.kept
 
     def step_s(self, blocks: float, micro_batches: int) -> float:
         """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
@@ -143,13 +189,13 @@ class StageSplit:
     def nbytes(self, blocks: float, flying: float) -> float:
         """Bytes on a device with this many micro-batches in flight."""
         held_ = sum(e.static + flying * e.kept for e in self.ends)
-        return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers()
+        return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers
 
 
 class StageTables:
     """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices.
 
-    slow: as of ``StageSplit``. spent: counts the work on them."""
+    slow: as of ``StageSplit``. spent: counts the work on them. planned: orders of elimination, also of other tables."""
 
     def __init__(
         self,
@@ -163,36 +209,36 @@ class StageTables:
         site: int = 0,
         spent: Spent | None = None,
         slow: float = 1.0,
+        planned: PlannedOnce | None = None,
     ) -> None:
         self.spent, self.slow = Spent() if spent is None else spent, slow
+        self.planned = PlannedOnce() if planned is None else planned
         self.site, self.micro_batches = site, turns_of(graph)
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
+        self._pieces = KnownPieces()
 
     def sent_each(self) -> StageTables:
         """The same, with gathers and sums at each micro-batch."""
-        out = StageTables(
-            self.graph,
-            self.places,
-            self.variant,
-            self.mesh,
-            self.model,
-            self.optimizer,
-            "each",
-            self.site,
-            self.spent,
-            self.slow,
-        )
-        out.micro_batches = self.micro_batches
+        return self._each
+
+    @cached_property
+    def _each(self) -> StageTables:
+        out = self._like(weights="each")
+        vars(out).pop("features", None)
         return out
 
     def with_share(self, micro_batches: int) -> StageTables:
         """The same tables for a step of which these devices take so many micro-batches, of the same size."""
+        assert self.features
+        return self._like(micro_batches=micro_batches)
+
+    def _like(self, **other: object) -> StageTables:
         out = copy(self)
-        out.micro_batches, out._splits = micro_batches, {}
-        vars(out)["features"] = self.features
-        vars(out).pop("step", None)
+        vars(out).update(other, _splits={})
+        for known in ("step", "_each", "_whole", "_ranges"):
+            vars(out).pop(known, None)
         return out
 
     @cached_property
@@ -242,7 +288,14 @@ class StageTables:
             elif role.first and role.last:
                 places = places.in_one_stage
             parts = part_costs(
-                self.graph, places, self.mesh, configs, self.model, self.optimizer, self.weights
+                self.graph,
+                places,
+                self.mesh,
+                configs,
+                self.model,
+                self.optimizer,
+                self.weights,
+                self._pieces,
             )
             self._splits[key] = StageSplit(
                 role=role,
@@ -263,6 +316,20 @@ class StageTables:
         """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
         return self.least(role, blocks, self.step)
 
+    def least_buffers(self, role: StageRole) -> float:
+        """Short-lived bytes that every split of a stage of equal blocks needs at least."""
+        has = {"first": role.first, "block": True, "last": role.last}
+        return max(nbytes for part, nbytes in self._least_buffers.items() if has[part])
+
+    @cached_property
+    def _least_buffers(self) -> dict[StagePart, float]:
+        out = dict.fromkeys(self.places.sizes, 0.0)
+        of = in_flight_at_least(self.graph, self.mesh, self.features.space.configs)
+        for n, nbytes in zip(self.graph.nodes, of, strict=True):
+            for part in self.places.parts[n.name]:
+                out[part] = max(out[part], float(nbytes.min()))
+        return out
+
     def least_apart(self, weights: np.ndarray) -> float:
         """No splits of the units of a chain have a smaller weighted sum of features, if nothing is paid for moves
         between units."""
@@ -274,9 +341,7 @@ class StageTables:
             for e in whole.edges
             if of.get(nodes[e.src].name, of.get(nodes[e.dst].name)) == of.get(nodes[e.dst].name)
         )
-        found = solve(replace(whole, edges=within))
-        self.spent.operations += found.work + self.features.entries
-        return float(found.bound)
+        return float(self.found(replace(whole, edges=within)).bound)
 
     def least_of_units(self, weights: np.ndarray) -> np.ndarray:
         """What no splits of a chain have less of in each unit, without what several of them may share; float64
@@ -290,7 +355,11 @@ class StageTables:
         """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
         if role.units is not None:
             return self._solved_units(role.units, weights)
-        found = solve(self._tables(role, blocks, weights))
+        return self.found(self.weighted(role, blocks, weights))
+
+    def found(self, tables: CostTables) -> Solution:
+        """The choice of configs that costs least by these tables, which ``weighted`` made."""
+        found = self.planned.solve(tables)
         self.spent.operations += found.work + self.features.entries
         return found
 
@@ -310,11 +379,11 @@ class StageTables:
         each = zip(*(t.node_costs for t in made), strict=True)
         known: dict[tuple[int, ...], np.ndarray] = {}  # equal layers keep sharing their arrays
         costs = tuple(known.setdefault(tuple(map(id, cs)), sum(cs[1:], cs[0])) for cs in each)
-        found = solve(replace(made[0], node_costs=costs, edges=tuple(e for t in made for e in t.edges)))
-        self.spent.operations += found.work + self.features.entries
-        return found
+        edges = tuple(e for t in made for e in t.edges)
+        return self.found(replace(made[0], node_costs=costs, edges=edges))
 
-    def _tables(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
+    def weighted(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
+        """The tables of a stage with this many blocks for a weighted sum of features."""
         share, parts = blocks / self.places.blocks, self.places.parts
         return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])
 
@@ -331,7 +400,7 @@ class StageTables:
             inside = np.array(shares) > 0
             inside[[e.src for e in tables.edges]] = True
             at, number = np.flatnonzero(inside), np.cumsum(inside) - 1
-            found = solve(
+            found = self.planned.solve(
                 replace(
                     tables,
                     node_costs=tuple(tables.node_costs[i] for i in at),
@@ -350,7 +419,7 @@ class StageTables:
     @cached_property
     def _whole(self) -> np.ndarray:
         """The best configs of a model that is not cut, int64 [nodes]."""
-        return solve(self.features.weighted(self.step, [1.0] * len(self.graph.nodes))).choice
+        return self.planned.solve(self.features.weighted(self.step, [1.0] * len(self.graph.nodes))).choice
 
     @cached_property
     def _ranges(self) -> dict[tuple[tuple[float, ...], bytes], Solution]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
-from pase.ir import Graph
+from pase.ir import Graph, Place
 from pase.ir.blocks import holders, turns_of
 from pase.machine import CostModel, mesh_from
 from pase.tables.layouts import number
@@ -125,7 +125,7 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
         }
         at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
         numbers = {name: {min(i for op in graph.node[name].ops for i in held_by(op.eqn))} for name in inside}
-        crossing = _handed_on(graph, blocks // 2, numbers)
+        crossing = _handed_on(graph, blocks // 2, held_by)
     parts: dict[str, tuple[StagePart, ...]] = {}
     for i, n in enumerate(graph.nodes):
         parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
@@ -154,11 +154,16 @@ def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
     return found
 
 
-def _handed_on(graph: Graph, middle: int, numbers: Mapping[str, set[int]]) -> tuple[tuple[str, str], ...]:
-    """What is made up to the middle block and read after it. numbers: of the nodes in blocks."""
-    out = dict.fromkeys(
-        (e.src, e.tensor)
-        for e in graph.edges
-        if e.src in numbers and min(numbers[e.src]) < middle <= max(numbers.get(e.dst, {-1}))
+def _handed_on(
+    graph: Graph, middle: int, held_by: Callable[[Place], list[int]]
+) -> tuple[tuple[str, str], ...]:
+    """What is made before the middle block and read from it on, op by op: a node may have ops of two blocks."""
+    made, read = dict[str, tuple[str, int]](), dict[str, int]()
+    for n in graph.nodes:
+        for op in n.ops:
+            for block in held_by(op.eqn):
+                made.update({a.tensor: (n.name, block) for a in op.writes})
+                read.update({a.tensor: max(block, read.get(a.tensor, 0)) for a in op.reads})
+    return tuple(
+        (name, tensor) for tensor, (name, block) in made.items() if block < middle <= read.get(tensor, -1)
     )
-    return tuple(out)

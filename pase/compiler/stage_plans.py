@@ -199,7 +199,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
     others = {}
     for d, chunks in menu.schedules():
         if (d.name, chunks * s.schedule.ranks) != (s.schedule.name, s.schedule.stages):
-            other, _ = menu.staged(d, chunks)
+            other = menu.compared(d, chunks)
             if other is not None:
                 others[f"{d.name} ×{chunks}" if chunks > 1 else d.name] = other.step_s
     where = {n.name: n for n in menu.graph.nodes}
@@ -269,6 +269,6 @@ def _memory(s: Staged) -> list[Memory]:
                 for kind, nbytes in part.memory.items():
                     kinds[kind] += many * nbytes
         kinds["activations"] += float(active[r])
-        buffers = max(s.splits[k].buffers() for k in mine)
+        buffers = max(s.splits[k].buffers for k in mine)
         out.append(Memory(buffers=round(buffers), **{k: round(v) for k, v in kinds.items()}))
     return out

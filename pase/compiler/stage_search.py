@@ -15,15 +15,15 @@ import numpy as np
 from pase.compiler.stage_bounds import StageBounds
 from pase.compiler.stage_choice import StageChoice, aligned, choose_stages, even_stages
 from pase.compiler.stage_circular import circular_bound_s, circular_staged
-from pase.compiler.stage_menu import StageRole, StageSplit, StageTables
+from pase.compiler.stage_menu import SUMMED, StageRole, StageSplit, StageTables, roles_of
 from pase.compiler.stage_places import Places, ends_sum_s, send_s
 from pase.ir import Graph, Tensor
 from pase.machine import CostModel, Mesh
 from pase.pipeline.beside import SentOnce
-from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts, least_step_s
+from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import simulate
-from pase.pipeline.types import Kind, Schedule, StageTimes
+from pase.pipeline.types import Schedule, StageTimes
 from pase.tables.build import charge_price
 from pase.tables.charges import Charge
 from pase.tables.layouts import forward_states, local_bytes, write_states
@@ -41,7 +41,7 @@ NODES = 300
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Staged:
-    """A pipelined step. splits: of each stage. limit: bytes on a device, infinite if there is no limit."""
+    """A pipelined step. splits: of each stage."""
 
     schedule: Schedule
     problem: CutProblem
@@ -92,6 +92,8 @@ class StageMenu:
         self.spent = tables[0].spent
         self._splits: dict[StageRole, list[StageSplit]] = {}
         self._sends: dict[tuple[StageSplit, StageSplit], tuple[float, float]] = {}
+        self._found: dict[tuple[str, int], Staged] = {}
+        self._chosen: dict[tuple[Schedule, bool], StageChoice | None] = {}
         self.bounds: StageBounds | None = None
 
     @cached_property
@@ -180,7 +182,7 @@ class StageMenu:
         paced = [x for x in every if not x[0].lockstep]
         bounds = self.bounds.least_of([s for s, _, _ in paced], min(least, below))
         best, least = None, min([least, below, *bounds])
-        for mine, (_, d, chunks) in zip(bounds, paced, strict=True):
+        for mine, (_, d, chunks) in sorted(zip(bounds, paced, strict=True), key=lambda x: x[0]):
             if mine < below * (1 - GAP):
                 found, _ = self.staged(d, chunks, below)
                 if found is not None:
@@ -216,58 +218,81 @@ class StageMenu:
 
     def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
         """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
+        found, fits = self._searched(d, chunks, below)
+        if found is not None:
+            self._found[d.name, chunks] = found
+        return found, fits
+
+    def first(self, d: Discipline, chunks: int) -> float:
+        """Seconds of the step with the stages that are chosen first; infinite if none fit."""
+        s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+        if s.lockstep:
+            return 0.0  # found at once
+        chosen = self._aligned(s)
+        return np.inf if chosen is None else self._with_counts(s, chosen).step_s
+
+    def compared(self, d: Discipline, chunks: int) -> Staged | None:
+        """The best pipeline under a schedule that the search met, if any fits."""
+        if (d.name, chunks) not in self._found:
+            s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+            if s.lockstep:
+                return self.staged(d, chunks)[0]
+            chosen = self._aligned(s)
+            if chosen is None:
+                return None
+            self._found[d.name, chunks] = self._with_counts(s, chosen)
+        return self._found[d.name, chunks]
+
+    def _with_counts(self, s: Schedule, chosen: StageChoice, bound: float = 0.0) -> Staged:
+        """With the chosen numbers of blocks. bound: on any other numbers."""
+        problem = self.problem(s, chosen.splits)
+        done = simulate(s, problem.times(chosen.counts))
+        counts = tuple(map(int, chosen.counts))
+        cuts = Cuts(counts=counts, simulated=done, bound=min(bound, done.step_s), simulations=1)
+        return self.made(problem, cuts, chosen.splits)
+
+    def _searched(self, d: Discipline, chunks: int, below: float) -> tuple[Staged | None, bool]:
         s = schedule(d.name, self.ranks, self.micro_batches, chunks)
         if s.lockstep:
             return self._one_program(s, below)
-        if np.isfinite(below):
-            free = self.problem(s, tuple(self.splits(role)[0] for role in self._roles(s)))
-            if least_step_s(replace(free, bytes_fixed=None)) >= below:
-                return None, True
-        choices = [c for c in (self.chosen(s), self.even(s)) if c is not None]
-        if not choices:
+        chosen = self._aligned(s)
+        if chosen is None:
             return None, False
-        each = [aligned(c, lambda splits: self.problem(s, splits)) for c in choices]
-        chosen = min(each, key=lambda x: x[0])[1]
-        problem = self.problem(s, chosen.splits)
-        cuts = best_cuts(problem, below, SIMULATIONS, GAP, NODES, chosen.counts)
+        rough = self._with_counts(s, chosen)
+        top = min(below, rough.step_s)
+        cuts = best_cuts(rough.problem, top, SIMULATIONS, GAP, NODES, chosen.counts)
         self.spent.cells += cuts.cells
-        done = simulate(s, problem.times(chosen.counts))
-        if done.step_s < min(below, np.inf if cuts.simulated is None else cuts.simulated.step_s):
-            counts = tuple(map(int, chosen.counts))
-            cuts = replace(cuts, counts=counts, simulated=done, bound=min(cuts.bound, done.step_s))
-        if cuts.simulated is None:
-            return None, True
-        found = Staged(
-            schedule=s,
+        if cuts.simulated is not None:
+            return self.made(rough.problem, cuts, chosen.splits), True
+        return (self._with_counts(s, chosen, cuts.bound) if rough.step_s < below else None), True
+
+    def _aligned(self, s: Schedule) -> StageChoice | None:
+        """For each stage one of its ways and its blocks, that with the shortest step of those that were tried; None if
+        none fit. Tried again once the bound's searches have found more ways."""
+        key = s, self.bounds is not None
+        if key not in self._chosen:
+            choices = [c for c in (self.chosen(s), self.even(s)) if c is not None]
+            each = [aligned(c, lambda splits: self.problem(s, splits)) for c in choices]
+            self._chosen[key] = min(each, key=lambda x: x[0])[1] if each else None
+        return self._chosen[key]
+
+    def made(self, problem: CutProblem, cuts: Cuts, splits: tuple[StageSplit, ...]) -> Staged:
+        """The step of these stages."""
+        return Staged(
+            schedule=problem.schedule,
             problem=problem,
             cuts=cuts,
-            splits=chosen.splits,
+            splits=splits,
             mesh=self.mesh,
             micro_batches=self.micro_batches,
         )
-        return found, True
 
     def _one_program(self, s: Schedule, below: float) -> tuple[Staged | None, bool]:
         """As ``staged``, for a schedule in lockstep."""
         found, fits = circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
         if found is None:
             return None, fits
-        made = Staged(
-            schedule=s,
-            problem=found.problem,
-            cuts=found.cuts,
-            splits=(found.split,) * s.stages,
-            mesh=self.mesh,
-            micro_batches=self.micro_batches,
-        )
-        return made, True
-
-    def _roles(self, s: Schedule) -> list[StageRole]:
-        """Of each stage."""
-        return [
-            StageRole(first=k == 0, last=k == s.stages - 1, site=self.sites[r])
-            for k, r in enumerate(s.rank_of)
-        ]
+        return self.made(found.problem, found.cuts, (found.split,) * s.stages), True
 
     def chosen(self, s: Schedule) -> StageChoice | None:
         """For each stage one of its ways and its blocks, as far as is known; None if none of them fit."""
@@ -281,7 +306,7 @@ class StageMenu:
 
     def ways(self, s: Schedule) -> list[list[StageSplit]]:
         """Of each stage: first those at a few prices per byte, then those that the bound's searches found."""
-        roles = self._roles(s)
+        roles = roles_of(s, self.sites)
         of = {
             role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
             for role in dict.fromkeys(roles)
@@ -290,43 +315,40 @@ class StageMenu:
 
     def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
         """How many blocks each stage gets, split as given."""
-        fixed, each = (
-            {name: np.array([f(w, *what) for w in splits]) for name, what in _FIELDS.items()}
-            for f in (StageSplit.fixed, StageSplit.of_block)
-        )
+        summed = np.stack([w.summed for w in splits], axis=-1)
+        fixed, each = (dict(zip(SUMMED, x, strict=True)) for x in summed)
+        waiting = np.array([w.waiting for w in splits]).T
         rank = np.array(s.rank_of)
         after = np.bincount(rank, fixed["after"], s.ranks) + self.tied_after(s, splits)
         chunks = s.stages // s.ranks
         most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
-        np.maximum.at(most, rank, [w.buffers() for w in splits])
-        waiting = np.array([w.block.inner or w.block.kept for w in splits])
-        ends_wait = np.array([w.waiting_of_ends() for w in splits])
+        np.maximum.at(most, rank, [w.buffers for w in splits])
+        gathers, sums, *compute = _padded([w.beside for w in splits])
         return CutProblem(
             schedule=s,
             blocks=self.places.blocks,
             limit=self.limits,
             fixed=StageTimes(
-                forward=fixed["forward"],
-                input=fixed["input"],
-                weight=fixed["weight"],
-                again=fixed["again"],
+                **{k: fixed[k] for k in _TIMES},
                 send=np.array([self._handed_s(a, b) for a, b in pairwise(splits)]).reshape(-1, 2).T,
                 before=np.zeros(s.ranks),
                 after=after,
             ),
             each=StageTimes(
-                send=np.zeros((2, s.stages - 1)), before=np.zeros(s.stages), **{k: each[k] for k in _TIMES}
+                send=np.zeros((2, s.stages - 1)),
+                before=np.zeros(s.stages),
+                **{k: each[k] for k in (*_TIMES, "after")},
             ),
             once=SentOnce(
-                gathers=_by_unit(splits, "before"),
-                sums=_by_unit(splits, "sums"),
-                compute=np.stack([_by_unit(splits, *_OF_KIND[k]) for k in Kind]),
+                gathers=gathers,
+                sums=sums,
+                compute=np.stack(compute),
                 slow=np.array([splits[s.rank_of.index(r)].slow for r in range(s.ranks)]),
             ),
             bytes_fixed=StageBytes(
-                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=ends_wait
+                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=waiting[0]
             ),
-            bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting),
+            bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting[1]),
         )
 
     def tied_after(self, s: Schedule, splits: Sequence[StageSplit]) -> np.ndarray:
@@ -410,26 +432,16 @@ class StageMenu:
         return float(out[0]), float(out[1])
 
 
-_TIMES = ("forward", "input", "weight", "again", "after")
-_FIELDS = {
-    name: (name, f"{name}_sent") if name in ("forward", "input", "weight", "again") else (name,)
-    for name in (*_TIMES, "static", "kept")
-}
-"""What times and bytes consist of, as fields of ``PartCost``."""
-_OF_KIND = {
-    Kind.FORWARD: ("forward",),
-    Kind.BACKWARD: ("again", "input", "weight"),
-    Kind.INPUT: ("again", "input"),
-    Kind.WEIGHT: ("weight",),
-}
-"""Behind which gathers and sums hide: compute alone."""
+_TIMES = ("forward", "input", "weight", "again")
 
 
-def _by_unit(splits: Sequence[StageSplit], *what: str) -> np.ndarray:
-    """``StageSplit.by_unit`` of each stage, float64 [units, stages]: with as many units as the largest stage has."""
-    of = [w.by_unit(*what) for w in splits]
-    most = max(map(len, of))
-    return np.stack([np.concatenate([x[:-2], np.zeros(most - len(x)), x[-2:]]) for x in of], axis=1)
+def _padded(by_unit: Sequence[np.ndarray]) -> np.ndarray:
+    """``StageSplit.beside`` of each stage, float64 [2 + kinds, units, stages]: with as many units as the
+    largest has."""
+    most = max(x.shape[1] for x in by_unit)
+    gaps = [np.zeros((len(x), most - x.shape[1])) for x in by_unit]
+    same = [np.hstack([x[:, :-2], gap, x[:, -2:]]) for x, gap in zip(by_unit, gaps, strict=True)]
+    return np.stack(same, axis=-1)
 
 
 def disciplines(only: str = "auto") -> list[Discipline]:

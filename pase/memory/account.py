@@ -336,10 +336,12 @@ def gathered_ahead(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) 
     return max((sum(nbytes(*one) for one in found) for found in _read_ahead(graph).values()), default=0.0)
 
 
-def in_flight(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, float]:
+def in_flight(
+    graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh, made: dict[object, float] | None = None
+) -> dict[str, float]:
     """Per node, bytes of what it reads and makes while it runs. The parameters that it reads and their gradients count
-    if their layout differs from storage. configs: node name -> int8 [axes]."""
-    made: dict[object, float] = {}  # equal nodes of repeated layers have the same
+    if their layout differs from storage. configs: node name -> int8 [axes]. made: what is known from other configs."""
+    made = {} if made is None else made  # equal nodes of repeated layers have the same
     out = {}
     for name, flight in _flights(graph).items():
         key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))

@@ -84,23 +84,42 @@ class SentOnce:
     def exposed(self, schedule: Schedule, rank: int, *, back: bool) -> Lines:
         """By how many seconds the rank begins later because of its gathers; or, back, ends later because of its
         sums."""
-        moved, slow = self.sums if back else self.gathers, float(self.slow[rank])
-        every = starts(schedule, rank, back=back)
-        whole = np.zeros((2, schedule.stages))  # of each stage: seconds without blocks, seconds of each block
-        for s in every:
-            whole[:, s.stage] = moved[:-2, s.stage].sum() + moved[-1, s.stage], moved[-2, s.stage]
-        fixed, each = self.compute[:, :-2].sum(axis=1) + self.compute[:, -1], self.compute[:, -2]
-        sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
-        for s in every:
-            for g, c in units(moved[:, s.stage], self.compute[s.kind, :, s.stage]):
-                up_to = sent.copy()
-                up_to[:, s.stage] += g
-                line = up_to + slow * (whole - up_to)
-                line[:, s.stage] -= c
-                base.append(float(line[0].sum() - (s.ahead * fixed).sum()))
-                slope.append(line[1] - (s.ahead * each).sum(axis=0))
-            sent[:, s.stage] = whole[:, s.stage]
-        return Lines(base=np.array(base), slope=np.array(slope))
+        mine = np.flatnonzero(np.array(schedule.rank_of) == rank)
+        moved = np.ascontiguousarray((self.sums if back else self.gathers)[:, mine])
+        compute = np.ascontiguousarray(self.compute[:, :, mine])
+        base, slope = _lines(
+            schedule, rank, back, float(self.slow[rank]), len(moved), moved.tobytes(), compute.tobytes()
+        )
+        whole = np.zeros((len(base), schedule.stages))
+        whole[:, mine] = slope
+        return Lines(base=base, slope=whole)
+
+
+@lru_cache(maxsize=4096)
+def _lines(
+    schedule: Schedule, rank: int, back: bool, slow: float, many: int, moved_: bytes, compute_: bytes
+) -> tuple[np.ndarray, np.ndarray]:
+    """Base and slope of ``Lines``, for the rank's stages alone. A search meets the same stages of a rank many times.
+
+    many: units. moved_: float64 [units, stages]; compute_: float64 [kinds, units, stages]."""
+    mine = [k for k, r in enumerate(schedule.rank_of) if r == rank]
+    moved = np.frombuffer(moved_).reshape(many, len(mine))
+    compute = np.frombuffer(compute_).reshape(len(Kind), many, len(mine))
+    every = starts(schedule, rank, back=back)
+    whole = np.stack([moved[:-2].sum(axis=0) + moved[-1], moved[-2]])  # without blocks, of each block
+    fixed, each = compute[:, :-2].sum(axis=1) + compute[:, -1], compute[:, -2]
+    sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
+    for s in every:
+        k, ahead = mine.index(s.stage), s.ahead[:, mine]
+        for g, c in units(moved[:, k], compute[s.kind, :, k]):
+            up_to = sent.copy()
+            up_to[:, k] += g
+            line = up_to + slow * (whole - up_to)
+            line[:, k] -= c
+            base.append(float(line[0].sum() - (ahead * fixed).sum()))
+            slope.append(line[1] - (ahead * each).sum(axis=0))
+        sent[:, k] = whole[:, k]
+    return np.array(base), np.array(slope)
 
 
 def units(moved: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
     from scipy.sparse import csr_array
 
-__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "least_step_s", "most_held"]
+__all__ = ["CutProblem", "Cuts", "StageBytes", "best_cuts", "moments", "most_held"]
 
 TOLERANCE = 1e-6
 """Relative: what the integer program's answers (HiGHS) are trusted to; proofs hold to it."""
@@ -105,7 +105,7 @@ class CutProblem:
             return np.zeros(self.schedule.ranks)
         whole = np.zeros(self.schedule.ranks)
         for moved in (self.once.gathers, self.once.sums):
-            whole += self.on_rank @ (moved[0] + counts * moved[1] + moved[2])
+            whole += self.on_rank @ (moved[:-2].sum(axis=0) + counts * moved[-2] + moved[-1])
         hidden = whole - _values(self.exposed[0], counts) - _values(self.exposed[1], counts)
         return np.where(hidden > _ROUNDING * whole, hidden, 0.0)
 
@@ -143,14 +143,12 @@ class CutProblem:
         s, f, e = self.schedule, self.bytes_fixed, self.bytes_each
         if f is None or e is None or np.isinf(self.limits).all():
             return np.zeros((0, s.stages)), np.zeros(0)
-        rows, room = [], []
-        for r in map(int, np.flatnonzero(np.isfinite(self.limits))):
-            mine = self.on_rank[r]
-            for held in most_held(s, r):
-                rows.append(mine * e.held + held[0] * e.kept + held[1] * e.for_weights)
-                used = float(mine @ f.held + held[0] @ f.kept + held[1] @ f.for_weights)
-                room.append(float(self.limits[r]) - used)
-        return np.array(rows), np.array(room)
+        of, held = moments(s)
+        some = np.isfinite(self.limits[of])
+        of, held = of[some], held[some]
+        mine, kept, waiting = self.on_rank[of], held[:, 0], held[:, 1]
+        used = mine @ f.held + kept @ f.kept + waiting @ f.for_weights
+        return mine * e.held + kept * e.kept + waiting * e.for_weights, self.limits[of] - used
 
 
 def _values(lines: tuple[Lines, ...], counts: np.ndarray) -> np.ndarray:
@@ -167,6 +165,14 @@ def most_held(schedule: Schedule, rank: int) -> np.ndarray:
         if not any((other >= row).all() for other in kept):
             kept.append(row)
     return np.array(kept).reshape(len(kept), *held.shape[1:])
+
+
+@lru_cache(maxsize=256)
+def moments(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """(the rank of each moment at which a rank may hold most, int [moments]; what is held then, float64 [moments, 2,
+    stages])."""
+    of = [most_held(schedule, r) for r in range(schedule.ranks)]
+    return np.repeat(np.arange(schedule.ranks), [len(x) for x in of]), np.concatenate(of)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,11 +237,6 @@ def best_cuts(
     return Cuts(counts=whole, simulated=best[1], bound=bound, simulations=tried, cells=cells)
 
 
-def least_step_s(problem: CutProblem) -> float:
-    """Seconds that no numbers of blocks beat, by a few of the schedule's paths. Infeasible if no numbers fit."""
-    return _parts(problem, [problem.along(p) for p in paths(problem.schedule)])[1]
-
-
 def _of_many(
     problem: CutProblem,
     known: list[tuple[float, np.ndarray]],
@@ -247,8 +248,9 @@ def _of_many(
     after another moves to another stage where that makes the step shorter, first from and to the stages that are
     furthest from the parts; up to ``most`` simulations."""
     s = problem.schedule
-    exact = not s.lockstep and sum(map(len, s.orders)) <= _MOST_ACTIONS
-    parts, bound, cells = _timed_parts(problem) if exact else (*_parts(problem, known), len(known) * s.stages)
+    (parts, bound), cells = _parts(problem, known), len(known) * s.stages
+    if bound < below * (1 - TOLERANCE) and not s.lockstep and sum(map(len, s.orders)) <= _MOST_ACTIONS:
+        parts, bound, cells = _timed_parts(problem)
     starts = [_rounded(problem, x) for x in (parts, np.full(s.stages, problem.blocks / s.stages))]
     done = dict[bytes, tuple[np.ndarray, Simulated]]()
 
@@ -336,7 +338,7 @@ def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
         A_eq=(np.arange(width) < many).astype(float)[None],
         b_eq=[float(problem.blocks)],
         bounds=[(float(problem.least), float(problem.blocks))] * many + [(0.0, np.inf)] * (width - many),
-        method="highs",
+        method="highs-ipm",
     )
     if found.status == 2:
         raise _unfit(problem)

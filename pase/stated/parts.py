@@ -55,7 +55,8 @@ class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
     again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
-    elements: parameters on the device, by the axes over which their gradients are summed. tensors: number of arrays.
+    elements: parameters on the device, by the axes over which their gradients are summed. arrays: the same array by
+    array, in the order of their first use: (axes, elements, how many there are of it).
     largest: elements of the largest array.
     saved: bytes that backward needs of one micro-batch without recomputation. kept: the same with the strategy's
     recomputation. entry: bytes of the part's input.
@@ -69,7 +70,7 @@ class Part:
     sent: list[Sent] = field(default_factory=list)
     update_s: float = 0.0
     elements: dict[tuple[str, ...], float] = field(default_factory=dict)
-    tensors: float = 0.0
+    arrays: list[tuple[tuple[str, ...], float, float]] = field(default_factory=list)
     largest: float = 0.0
     saved: float = 0.0
     kept: float = 0.0
@@ -309,13 +310,15 @@ class _PartsInTheMaking:
 
     def add_parameters(self) -> None:
         """The trained parameters, as the elements whose gradients are summed."""
-        for n in self.graph.nodes:
+        at = {n.name: i for i, n in enumerate(self.graph.nodes)}
+        used = {e.src: at[e.dst] for e in sorted(self.graph.edges, key=lambda e: -at[e.dst])}
+        for n in sorted(self.graph.nodes, key=lambda n: used.get(n.name, 0)):
             if n.kind == "parameter" and self.graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
                 local = self.on_device(n, n.ops[0].writes[0]) / self.turns(n.name)
                 axes, many = self.summed.get(n.name, ()), self.copies(n.name)
                 for name in (self.places.of(n.name), *["tied"] * (n.name in self.places.tied)):
                     part = self.parts[name]
-                    part.tensors += 1 / many
+                    part.arrays.append((axes, local * many, 1 / many))
                     part.largest = max(part.largest, local * many)
                     part.elements[axes] = part.elements.get(axes, 0.0) + local
 

@@ -6,6 +6,7 @@ to a step time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -100,6 +101,9 @@ class Program:
     rearranges: what tensor parallelism gathers or scatters is copied, because the sequence is not its first dim.
     metrics_bytes: bytes of device memory moved per logit after each micro-batch, for logged metrics.
     one_by_one: each weight is gathered and summed separately, not together with the other weights of its block.
+    host_for_rank_s: the host's seconds for each rank's part of such a gather or sum, before or after it.
+    stays: weights of fewer elements are never split. stays_within: what was gathered to compute a block again stays for
+    its backward if fewer elements are used in between.
     by_weight: a weight and its gradient are whole only while its own product runs, not while its block runs.
     sums_beside: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
     sums_whole: they are all-reduces, of which ZeRO-1 and 2 keep a shard.
@@ -138,6 +142,9 @@ class Program:
     rearranges: bool = False
     metrics_bytes: float = 0.0
     one_by_one: bool = False
+    host_for_rank_s: float = 0.0
+    stays: float = 0.0
+    stays_within: float = math.inf
     by_weight: bool = False
     sums_beside: bool = True
     sums_each: bool = True

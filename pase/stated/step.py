@@ -34,17 +34,25 @@ class StatedStep:
         bits = sum(1 << i for i, name in enumerate(self.mesh.names) if name in axes)
         return float(self.model.collective(kind, self.mesh, bits, nbytes)) if bits and nbytes else 0.0
 
-    def over_data(self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all") -> float:
-        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter.
+    def over_data(
+        self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all", *, again: bool = False
+    ) -> float:
+        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter. again: of those
+        alone that are gathered once more between recomputation and backward.
 
         It is one call for the part, or one for each weight if the program sends weights one by one.
 
         If parameters are sharded over only some of the ranks (hsdp), gathers and scatters stay within these inner
         ranks, and the sum of their shards crosses the others.
         """
-        s, total = self.s, 0.0
-        calls = part.tensors if self.program.one_by_one else 1
-        for axes, elements in ((a, e / calls) for a, e in part.elements.items() if a):
+        s, p, total = self.s, self.program, 0.0
+        gathers = kind == "all_gather"
+        together = [(axes, elements, 1.0) for axes, elements in part.elements.items()]
+        for axes, elements, calls in (
+            self._again(part) if again else part.arrays if p.one_by_one else together
+        ):
+            if not axes or (gathers and elements < p.stays):
+                continue
             if s.data > 1 and s.shard > 1 and "data" in axes and where != "all":
                 inner = mesh_from(f"outer={s.data},inner={self.mesh.devices // s.data}", self.mesh.devices)
                 # Ranks of a shard group are next to one another, strided by tensor and context parallelism.
@@ -53,10 +61,21 @@ class StatedStep:
                 )
                 axis = 1 << (1 if where == "inner" else 0)
                 size = elements * nbytes / (1 if where == "inner" else s.shard)
-                total += float(self.model.collective(kind, wide, axis, size))
+                once = float(self.model.collective(kind, wide, axis, size))
             else:
-                total += self.collective_s(kind, axes, elements * nbytes)
-        return total * calls
+                once = self.collective_s(kind, axes, elements * nbytes)
+            total += calls * (once + s.shard * p.host_for_rank_s)
+        return total
+
+    def _again(self, part: Part) -> list[tuple[tuple[str, ...], float, float]]:
+        """The part's arrays that do not stay from recomputation to backward: after them come more elements than the
+        program keeps, once forward and once back."""
+        out, after = [], 0.0
+        for axes, elements, many in part.arrays[::-1]:
+            if 2 * after >= self.program.stays_within:
+                out.append((axes, elements, many))
+            after += elements * many
+        return out
 
     def copying_s(self, nbytes: float) -> float:
         """Seconds of copies in device memory, by the bytes that they read and write."""
@@ -66,7 +85,8 @@ class StatedStep:
         """Seconds to move the program's own buffers in device memory, for sharded weights: gathered and summed."""
         out, back = self.program.copied
         shared = sum(e for axes, e in part.elements.items() if axes)
-        moved = shared * ((back if backward else 0.0) + out)
+        again = sum(e * many for _, e, many in self._again(part)) if self._gathers_again(backward) else 0.0
+        moved = shared * ((back if backward else 0.0) + out) + again * out
         return self.copying_s(moved) if self.s.zero == 3 else 0.0
 
     def metrics_s(self, part: Part) -> float:
@@ -93,11 +113,21 @@ class StatedStep:
                 moved += 2 * c.nbytes * c.times * times
         return self.copying_s(moved)
 
-    def gather_s(self, part: Part) -> float:
-        """Seconds to gather a part's weights once, if ZeRO-3 shards them."""
-        return (
-            self.over_data(part, "all_gather", self.program.bytes.used, "inner") if self.s.zero == 3 else 0.0
+    def _gathers_again(self, backward: bool) -> bool:
+        """Whether the pass computes again and then gathers what did not stay since."""
+        return backward and self.s.zero == 3 and self.s.remat == "full"
+
+    def gather_s(self, part: Part, backward: bool = False) -> float:
+        """Seconds to gather a part's weights for a pass, if ZeRO-3 shards them."""
+        if self.s.zero < 3:
+            return 0.0
+        used = self.program.bytes.used
+        third = (
+            self.over_data(part, "all_gather", used, "inner", again=True)
+            if self._gathers_again(backward)
+            else 0.0
         )
+        return self.over_data(part, "all_gather", used, "inner") + third
 
     def sum_s(self, part: Part) -> float:
         """Seconds to sum a part's gradients once."""
@@ -165,7 +195,7 @@ class StatedStep:
                 Unit(
                     compute_s=max(device, launched - sent),
                     sent_s=sent,
-                    gather_s=self.gather_s(part) if gathers else 0.0,
+                    gather_s=self.gather_s(part, backward) if gathers else 0.0,
                     sum_s=self.sum_s(part) if sums else 0.0,
                 )
             )
@@ -280,10 +310,10 @@ class StatedStep:
             for c in part.sent:
                 name = f"{c.kind} over {'·'.join(c.axes)}"
                 out[name] = out.get(name, 0.0) + m * k * c.seconds * (1 + c.runs_again)
-            passes_ = 2 if self.program.gathers_again else 1
+            passes_ = (False, True) if self.program.gathers_again else (False,)
             turns = 1 if self.s.pipeline > 1 else m
             for name, seconds in (
-                ("gathers of weights", self.gather_s(part) * passes_ * turns),
+                ("gathers of weights", sum(self.gather_s(part, back) for back in passes_) * turns),
                 (
                     "sums of gradients",
                     self.sum_s(part) * (turns if self.program.sums_each and self.s.zero >= 2 else 1),

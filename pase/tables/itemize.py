@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,7 +16,16 @@ from pase.tables.charges import Charge, edge_charges, node_charges
 from pase.tables.facts import facts
 from pase.tables.work import Phase, Work, WorkKind, node_work
 
-__all__ = ["Collective", "LocalWork", "NodeCost", "collectives", "largest_buffer", "local_work", "node_costs"]
+__all__ = [
+    "Collective",
+    "KnownCharges",
+    "LocalWork",
+    "NodeCost",
+    "collectives",
+    "largest_buffer",
+    "local_work",
+    "node_costs",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +108,15 @@ def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Co
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class KnownCharges:
+    """Collectives of edges and of nodes that were priced already, by what makes them equal: of one graph, mesh and cost
+    model."""
+
+    edges: dict[object, tuple[Collective, ...]] = field(default_factory=dict)
+    nodes: dict[object, tuple[Node, tuple[Collective, ...]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _ChosenConfigs:
     """Configs of a graph's nodes, and which of its nodes and edges have equal charges. These are nodes and edges of
     repeated layers with equal configs."""
@@ -142,13 +160,16 @@ def collectives(
     configs: Mapping[str, np.ndarray],
     model: CostModel,
     only: Container[str] | None = None,
+    known: KnownCharges | None = None,
 ) -> tuple[Collective, ...]:
     """Every collective of a training step, in the order of the graph; or of some nodes and the edges into them.
 
-    configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config.
+    configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config, and
+    those that are ``known`` from other configs not again.
     """
     strategy = _ChosenConfigs.of(graph, mesh, configs)
-    of_edge: dict[object, tuple[Collective, ...]] = {}
+    known = KnownCharges() if known is None else known
+    of_edge, of_node = known.edges, known.nodes
     out: list[list[Collective]] = [[] for _ in graph.nodes]
     for i, (e, reader, like) in enumerate(strategy.edges()):
         if only is not None and e.dst not in only:
@@ -156,7 +177,6 @@ def collectives(
         if like not in of_edge:
             of_edge[like] = _priced(strategy.along(i), model, mesh)
         out[reader] += [replace(c, tensor=e.tensor, node=e.dst, source=e.src) for c in of_edge[like]]
-    of_node: dict[object, tuple[Node, tuple[Collective, ...]]] = {}
     for v, (n, like) in enumerate(strategy.nodes()):
         if only is not None and n.name not in only:
             continue

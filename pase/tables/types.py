@@ -79,6 +79,12 @@ class CostTables:
         """Entries of all distinct matrices together."""
         return sum({id(e.cost): e.cost.size for e in self.edges}.values())
 
+    @property
+    def least_sum(self) -> float:
+        """No choice costs less: the least of every node and edge by itself."""
+        least = {id(c): c.min() for c in (*self.node_costs, *(e.cost for e in self.edges))}
+        return float(sum(least[id(c)] for c in self.node_costs) + sum(least[id(e.cost)] for e in self.edges))
+
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
         """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
         made: dict[tuple[int, bytes], np.ndarray] = {}

@@ -64,6 +64,27 @@ def test_what_crosses_is_what_the_program_hands_on():
     assert {t.dtype for t in crossing if not t.needs_grad} == {"int32"} and len(crossing) == 4
 
 
+def written_out(params, tokens):
+    """Layers that hand on one tensor, which the next one reads twice: in its norm, and to add to."""
+    x = params["embed"][tokens]
+    for w in params["layers"]:
+        h = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))
+        x = x + jnp.tanh(h @ w["up"]) @ w["down"]
+    return (x @ params["head"]).mean()
+
+
+def test_of_layers_that_are_written_out_their_results_alone_cross():
+    def shape(*dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    layer = {"up": shape(WIDTH, WIDTH), "down": shape(WIDTH, WIDTH)}
+    params = {"embed": shape(32, WIDTH), "layers": [layer] * LAYERS, "head": shape(WIDTH, 8)}
+    model = trace(written_out, params, shape(BATCH, SEQ, dtype=jnp.int32))
+    graph = graph_of(model, Variant(accumulate=2))
+    crossing = places_of(graph, block_ways(model).blocks_of(model)).crossing
+    assert [graph.tensors[t].shape for _, t in crossing] == [(BATCH // 2, SEQ, WIDTH)]
+
+
 def test_gradients_alone_are_sent_back():
     variant, problem = Variant(accumulate=2), SplitProblem.of(traced().graph, 4, "h100x8", "analytic", "adam")
     graph, mesh = graph_of(traced(), variant), Mesh(names=("x",), sizes=(2,))

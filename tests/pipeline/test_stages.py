@@ -120,7 +120,7 @@ def test_the_bytes_of_a_stage_are_the_accounts(again):
     t = tables_of(SCANNED, 4, "each", again)
     split = t.cheapest(ONLY, 8)
     account = memory(t.graph, t.mesh, split.configs)
-    assert split.nbytes(8, 1) - split.buffers() + max(p.inner for p in split.parts.values()) == pytest.approx(
+    assert split.nbytes(8, 1) - split.buffers + max(p.inner for p in split.parts.values()) == pytest.approx(
         account.total - account.buffers, rel=1e-3
     )
 
@@ -341,7 +341,7 @@ def test_the_choice_of_ways_and_blocks_is_the_one_with_the_least_busiest_rank():
             for counts in itertools.product(range(1, 8), repeat=len(mine)):
                 for picked in itertools.product(*(some[k] for k in mine)):
                     kept, waiting = np.zeros(s.stages), np.zeros(s.stages)
-                    held = max(w.buffers() for w in picked)
+                    held = max(w.buffers for w in picked)
                     for k, n, w in zip(mine, counts, picked, strict=True):
                         kept[k] = w.fixed("kept") + n * w.of_block("kept")
                         waiting[k] = w.fixed("kept") + n * (w.block.inner or w.block.kept)
