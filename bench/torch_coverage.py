@@ -1,6 +1,6 @@
 """Which classes of transformers are read, op by op, and searched: each in a process of its own.
 
-    python -m bench.torch_coverage                       # every class that has no row yet (25 minutes on two cores)
+    python -m bench.torch_coverage                       # every class that has no row by today's reader
     python -m bench.torch_coverage --only Llama --again  # these again; the others' rows are kept
     python -m bench.torch_coverage --sample 40           # some, spread evenly over the alphabet
     python -m bench.torch_coverage --failing             # those that torch.export takes and pase does not
@@ -9,17 +9,23 @@
 Lists: the causal language models of the installed transformers; and of PyTorch's own benchmarks (pytorch/pytorch,
 benchmarks/dynamo/*_models_list.txt, read 2026-11-22) the classes of transformers, the models of timm, and those of
 torchbench that torchvision has (the others are not on any index). Each is built from its configuration's defaults
-(which are a published size), those of transformers with two layers, on meta tensors; nothing is downloaded, no weight
-is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
+(which are a published size), those of transformers with two layers if it can be built so, on meta tensors; nothing is
+downloaded, no weight is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
 where that fails, ``torch_export`` says whether plain torch.export takes the same step. ``lowered``: no op was left
-without a rule. ``searched``: the best strategy for 8 devices was found and proven. Seconds are CPU time. Writes
+without a rule. ``searched``: the best strategy for 8 devices was found and proven. ``flops``: of products, convolutions
+and attention, beside what PyTorch's FlopCounterMode counts of the same step. ``parameters_equal``: each parameter has the
+bytes that the module has, and those that get a gradient are those that PyTorch's own backward gives one. ``reader``: a
+digest of the files that read a module; a row of another one is measured again. Seconds are CPU time. Writes
 bench/results/torch_coverage.json.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
+import math
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -31,7 +37,7 @@ from bench.provenance import BEGAN, save
 
 PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.from_torch")
 OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
-CPU_S, MEMORY = 90, 24 << 30
+CPU_S, MEMORY = 120, 24 << 30
 BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
 _LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "decoder_layers", "encoder_layers")
 
@@ -157,11 +163,16 @@ def names() -> list[str]:
 
 def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
     """(the model by name, module, batch, loss), on meta tensors."""
+    from pase.errors import PaseError
     from pase.frontends import torch_hf
 
     package, _, model = name.rpartition(":")
     if not package:
-        return (full := setting(name)), *torch_hf.build(full), None
+        few, whole = settings(name)
+        try:
+            return few, *torch_hf.build(few), None
+        except PaseError:
+            return whole, *torch_hf.build(whole), None
     import torch
 
     # torchvision's own ops are not built for this PyTorch; its networks do not call them.
@@ -186,8 +197,9 @@ def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
     return name, module.train(), batch, loss
 
 
-def setting(name: str) -> str:
-    """The class with few layers, as ``hf:`` has it; a class whose text model is a part of it, its part's."""
+def settings(name: str) -> tuple[str, str]:
+    """The class with few layers, as ``hf:`` has it, and with all of its own, which some classes' other defaults need; a
+    class whose text model is a part of it: its part's."""
     import transformers
 
     config = getattr(transformers, name).config_class()
@@ -198,8 +210,8 @@ def setting(name: str) -> str:
         for key in inner
     }
     every = {**few, **{k: v for k, v in inside.items() if v}} if not few or not inside else inside or few
-    query = "&".join(f"{k}={json.dumps(v)}" for k, v in every.items())
-    return f"hf:{name}?{query}&batch={BATCH}&sequence={SEQUENCE}"
+    sizes = f"batch={BATCH}&sequence={SEQUENCE}"
+    return f"hf:{name}?{''.join(f'{k}={json.dumps(v)}&' for k, v in every.items())}{sizes}", f"hf:{name}?{sizes}"
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -235,9 +247,11 @@ def measured(name: str) -> dict[str, Any]:
         lap("lower_s")
         row |= _searched(traced)
         lap("search_s")
+        row |= _compared(traced.graph, module, batch, loss)
+        lap("compare_s")
     except Exception as e:
         row |= {
-            "stage": "search" if "missing" in row else "lower",
+            "stage": "compare" if row["searched"] else "search" if "missing" in row else "lower",
             "error": f"{type(e).__name__}: {e}"[:1000],
         }
     return row
@@ -267,23 +281,66 @@ def _whole(graph: Any) -> dict[str, int]:
     return dict(Counter(op.name for op in every))
 
 
+def products(graph: Any) -> float:
+    """FLOPs of matrix products, convolutions and attention."""
+    return sum(
+        op.flops_per_point * math.prod(float(n.space[d].size) for d in op.worked) * float(op.times)
+        for n in graph.nodes
+        for op in n.ops
+        if op.kind in ("matmul", "conv", "attention")
+    )
+
+
+def _compared(graph: Any, module: Any, batch: Any, loss: Any) -> dict[str, Any]:
+    """Beside the step by PyTorch alone, forward and backward, on fake tensors."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from pase.frontends.torch_export import faked, step_of
+
+    with (
+        faked(module) as fake,
+        next(module.parameters()).fake_mode,
+        sdpa_kernel(SDPBackend.MATH),
+        FlopCounterMode(display=False) as counter,
+    ):
+        made = step_of(module, loss)(
+            *torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: fake(t).detach(), tuple(batch))
+        )
+        counted = counter.get_total_flops()
+        made.backward()
+        theirs = {k: (p.nbytes, p.grad is not None) for k, p in module.named_parameters()}
+    ours = {t.path: (t.nbytes, t.needs_grad) for t in graph.parameters}
+    trained = {k for k, (_, gradient) in theirs.items() if gradient}
+    return {
+        "flops": [products(graph), counted],
+        "parameter_bytes": sum(nbytes for nbytes, _ in ours.values()),
+        "parameters_equal": all(theirs[k][0] == nbytes for k, (nbytes, _) in ours.items())
+        and trained == {k for k, (_, gradient) in ours.items() if gradient},
+    }
+
+
 def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
     """Does plain torch.export take the step, on the same meta tensors?"""
     import torch
 
-    class Step(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self, *batch: Any) -> Any:
-            return self.module(**batch[0]).loss if loss is None else loss(self.module, *batch)
+    from pase.frontends.torch_export import step_of
 
     try:
-        torch.export.export(Step(), tuple(batch), strict=False).run_decompositions({})
+        torch.export.export(step_of(module, loss), tuple(batch), strict=False).run_decompositions({})
     except Exception:
         return False
     return True
+
+
+def reader() -> str:
+    """A digest of pase's files that read a module."""
+    from pase.frontends import from_torch
+
+    from_torch.coverage()  # imports all rules
+    files = [m.__file__ for name, m in sorted(sys.modules.items()) if name.startswith(("pase.frontends", "pase.ops"))]
+    return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files if f)).hexdigest()[:12]
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
@@ -303,6 +360,8 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
         "searched": sum(r["searched"] for r in rows.values()),
         "lowered_and_searched": len(done),
         "of_what_export_takes": round(len(done) / max(len(taken), 1), 4),
+        "flops_equal": sum(r["flops"][0] == r["flops"][1] for r in rows.values() if "flops" in r),
+        "parameters_equal": sum(r.get("parameters_equal", False) for r in rows.values()),
         "cpu_s": round(sum(r.get("cpu_s", 0.0) for r in rows.values()), 1),
         "missing_ops": dict(reasons.most_common()),
     }
@@ -330,7 +389,7 @@ def main() -> None:
     given = args.parse_args()
     path = Path(given.o)
     rows: dict[str, Any] = json.loads(path.read_text())["rows"] if path.exists() else {}
-    every = lists()
+    every, today = lists(), reader()
     if given.list not in every:
         raise SystemExit(
             f"there is no list '{given.list}' here: {', '.join(every)}; is its package installed?"
@@ -342,16 +401,13 @@ def main() -> None:
         done = {k for k, r in rows.items() if r["lowered"] and r["searched"]}
         chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
     elif not given.again:
-        chosen = [n for n in chosen if n not in rows]
-    images = given.list in (
-        "timm",
-        "torchvision",
-    )  # which transformers imports, without the ops that ``built`` defines
+        chosen = [n for n in chosen if rows.get(n, {}).get("reader") != today]
+    images = given.list in ("timm", "torchvision")  # transformers imports them, without the ops that ``built`` defines
     processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
     for name in chosen:
         blank = {"exported": False, "lowered": False, "searched": False}
         row = blank | row_apart(processes, measured, name, cpu_s=CPU_S, memory=MEMORY)
-        rows[name] = row | {"commit": BEGAN["commit"]}
+        rows[name] = row | {"commit": BEGAN["commit"], "reader": today}
         print(
             f"{name:36} {'ok' if row['lowered'] and row['searched'] else row.get('stage', 'no'):7} "
             f"{row.get('cpu_s', '')} {row.get('missing') or ''} {row.get('error', '')[:200]}",

@@ -21,6 +21,7 @@ from pase.frontends.torch_lower import TorchLowering, live, reads_op
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchScope
+from pase.frontends.torch_written import WRITTEN
 from pase.frontends.values import Value
 from pase.garbage import uncollected
 from pase.ir import Tensor
@@ -57,7 +58,7 @@ def reads(model: object) -> bool:
 
 def coverage() -> dict[str, list[str]]:
     """loop nest -> ops, for ``pase ops``."""
-    return by_nest(RULES, CONTROL)
+    return by_nest(RULES, CONTROL) | {"written out in other ops": sorted(WRITTEN)}
 
 
 def trace(

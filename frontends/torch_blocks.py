@@ -25,18 +25,24 @@ if TYPE_CHECKING:
 
 __all__ = ["batch_size", "blocks_of", "micro"]
 
-_HEAVY = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "conv", "_grouped_mm")
+_HEAVY = ("matmul", "conv", "attention")
+"""Kinds of ops for whose sake a run of nodes is worth computing again."""
 
 
 def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:
     """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself; marked: these too.
     Runs are cut where the fewest bytes cross."""
     nodes = list(traced.scope.nodes)
-    loops = [(f"{i}.", traced.scope.inner[f"{i}"].nodes) for i, n in enumerate(nodes) if _turns(n) > 1]
-    bodies = [Block(prefix=at, start=0, stop=len(of)) for at, of in loops if any(map(_heavy, of))]
+    heavy = {op.eqn.path for n in traced.graph.nodes for op in n.ops if op.kind in _HEAVY}
+    whole = {int(path.partition(".")[0]) for path in heavy if path}
+    bodies = [
+        Block(prefix=f"{i}.", start=0, stop=len(traced.scope.inner[f"{i}"].nodes))
+        for i, n in enumerate(nodes)
+        if _turns(n) > 1 and i in whole
+    ]
     runs = equal_runs(
         [_token(i, n) for i, n in enumerate(nodes)],
-        lambda a, b: any(_heavy(n) for n in nodes[a:b]),
+        lambda a, b: any(i in whole for i in range(a, b)),
         lambda: _alive(nodes),
     )
     found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
@@ -51,30 +57,22 @@ def _turns(n: FxNode) -> int:
     return turns(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
 
 
-def _heavy(n: FxNode) -> bool:
-    name = str(getattr(n.target, "_schema", n).name).removeprefix("aten::")
-    return n.op == "call_function" and (name in _HEAVY or name.startswith(("conv", "scaled_dot")))
-
-
 def _token(i: int, n: FxNode) -> object:
     if n.op != "call_function":
         return i
+    return str(n.target), tuple((str(t.dtype), tuple(t.shape)) for t in _made(n))
+
+
+def _made(n: FxNode) -> list[Tensor]:
     made: Any = n.meta.get("val")
-    every = made if isinstance(made, (tuple, list)) else [made]
-    return str(n.target), tuple((str(t.dtype), tuple(t.shape)) for t in every if hasattr(t, "dtype"))
+    return [t for t in (made if isinstance(made, (tuple, list)) else [made]) if hasattr(t, "dtype")]
 
 
 def _alive(nodes: list[FxNode]) -> np.ndarray:
     number = {n: i for i, n in enumerate(nodes)}
     last = {m: i for i, n in enumerate(nodes) for m in n.all_input_nodes}
-
-    def nbytes(n: FxNode) -> int:
-        made: Any = n.meta.get("val")
-        every = made if isinstance(made, (tuple, list)) else [made]
-        return sum(math.prod(t.shape) * t.dtype.itemsize for t in every if hasattr(t, "dtype"))
-
     made = {n: i for n, i in number.items() if n.op == "call_function"}
-    return crossing(made, last, nbytes, len(nodes))
+    return crossing(made, last, lambda n: sum(t.nbytes for t in _made(n)), len(nodes))
 
 
 def batch_size(traced: TracedTorch) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -128,7 +129,8 @@ def _traced(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with _marked(module):
+        with _marked(module), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
             exported = torch.export.export(step_of(module, loss), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
@@ -178,6 +180,7 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
         return made[id(t)][1]
 
     holders = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+    recurrent = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase)]
     saved = [dict(d) for d in holders]
     try:
         for d in holders:
@@ -186,6 +189,8 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
     finally:
         for d, before in zip(holders, saved, strict=True):
             d.update(before)  # type: ignore[arg-type]
+        for m in recurrent:  # which hold their parameters a second time
+            m._init_flat_weights()
 
 
 def step_of(module: Module, loss: Callable[..., Tree] | None) -> Module:

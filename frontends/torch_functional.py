@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pase.frontends.torch_numbers import op_name
 from pase.frontends.torch_types import FxNode
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _is_plain(n: FxNode, graph_module: GraphModule, reads: Callable[[str], bool]
         return all(m.op != "get_attr" for m in region.graph.nodes) and is_functional(region, reads)
     if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
         return False
-    name = n.target._schema.name.removeprefix("aten::")
+    name = op_name(n)
     return name in _READ_AS_THEY_ARE or not reads(name) or not _is_decomposed(n.target)
 
 

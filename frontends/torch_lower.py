@@ -14,10 +14,12 @@ from pase.frontends.registry import Unknown, UnknownOp
 from pase.frontends.torch_control import CONTROL
 from pase.frontends.torch_export import STEP_FILE
 from pase.frontends.torch_functional import NO_GRADIENT
+from pase.frontends.torch_numbers import op_name
 from pase.frontends.torch_reasons import of_pytorch
 from pase.frontends.torch_rules import RULES
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchCall, TorchOperand, TorchScope, arguments, dtype_of, specs_of
+from pase.frontends.torch_written import WRITTEN
 from pase.frontends.values import Value
 from pase.ir import Place, SourceLine, Tensor
 from pase.ir.places import NOWHERE
@@ -116,14 +118,13 @@ class TorchLowering:
 
     def values(self, n: FxNode, path: str) -> Value | list[Value | None]:
         """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
-        schema = getattr(n.target, "_schema", None)
-        if schema is None and str(n.target) in CONTROL:
-            return CONTROL[str(n.target)].lower(self, n, path)
-        if schema is None:
-            return self.without_rule(n, path)
-        name = schema.name.removeprefix("aten::")
+        name = op_name(n)
+        if name in CONTROL:
+            return CONTROL[name].lower(self, n, path)
         if name in _IGNORED:
             return []
+        if (inner := self.written(n)) is not None:
+            return self.inlined(n, inner, path)
         if name not in RULES:
             return self.without_rule(n, path)
         given = {k: self.operand(v) for k, v in arguments(n.target, n.args, n.kwargs).items()}
@@ -166,6 +167,15 @@ class TorchLowering:
             f"{self.place(n)}: no rule for this op, and PyTorch has no decomposition of it.\n"
             f"Add one to frontends/torch_rules*.py, or pass unknown='replicate' (the op is then not split)."
         )
+
+    def written(self, n: FxNode) -> GraphModule | None:
+        """The op as other ones (``torch_written``); None if it is not written so."""
+        found = WRITTEN.get(str(n.target).removeprefix("aten."))
+        try:
+            how = None if found is None else found(n)
+        except PaseError as e:
+            raise PaseError(f"{self.place(n)}: {e}") from e
+        return None if how is None else _traced(n, how)
 
     def within(self) -> TorchLowering:
         """For the nodes of a decomposed op, or of a body."""
@@ -212,26 +222,37 @@ class TorchLowering:
         return found if isinstance(n.meta["val"], (tuple, list)) else found[0]  # type: ignore[return-value]
 
 
-def _decomposed(n: FxNode) -> GraphModule | None:
-    """PyTorch's decomposition of one op, as a graph on its operands; None if there is none."""
+def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:
+    """A call's graph on its operands, made by this function of what the op is given. Composite ops in it stay whole, if
+    options do not say otherwise."""
     import torch
-    from torch._decomp import get_decompositions
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    if not isinstance(n.target, torch._ops.OpOverload):
-        return None
     leaves = n.all_input_nodes
-    if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in leaves):
-        return None
 
     def call(*tensors: Tensor) -> Tree:
         given = dict(zip(leaves, tensors, strict=True))
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)  # type: ignore[arg-type]
-        return n.target(*args, **kwargs)
+        return how(*args, **kwargs)
 
+    return make_fx(call, **({"pre_dispatch": True} | options))(*(m.meta["val"] for m in leaves))
+
+
+def _decomposed(n: FxNode) -> GraphModule | None:
+    """PyTorch's decomposition of one op, as a graph on its operands; None if there is none, or one that writes in place
+    (what is written would be lost)."""
+    import torch
+    from torch._decomp import get_decompositions
+
+    if not isinstance(n.target, torch._ops.OpOverload):
+        return None
+    if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in n.all_input_nodes):
+        return None
+    table: Any = get_decompositions([n.target])
     try:
-        table: Any = get_decompositions([n.target])
-        inner = make_fx(call, decomposition_table=table)(*(m.meta["val"] for m in leaves))
+        inner = _traced(n, n.target, pre_dispatch=False, decomposition_table=table)
     except (RuntimeError, NotImplementedError, TypeError):  # it has none that runs on shapes
         return None
-    return None if any(m.target is n.target for m in inner.graph.nodes) else inner
+    targets = [m.target for m in inner.graph.nodes]
+    written = any(getattr(getattr(t, "_schema", None), "is_mutable", False) for t in targets)
+    return None if written or n.target in targets else inner

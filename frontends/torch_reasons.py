@@ -33,6 +33,10 @@ _REASONS = {
     "torch.library.register_fake",
 }
 """PyTorch's exceptions -> what they mean for the one who wrote the model."""
+_PACKED = (
+    "how many sequences of a packed batch are left at a step depends on the data: pass the padded sequences themselves "
+    "(batch_first=True), and leave what is behind their ends out of the loss (ignore_index, torch.where)"
+)
 _MOST_BYTES = 1 << 30
 """Of a larger model no copy is run to find all places."""
 _MOST_PLACES = 8
@@ -48,7 +52,10 @@ def of_pytorch(file: str) -> bool:
 def why(name: str, e: Exception, places: Sequence[str]) -> str:
     """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    frames = [f for f in traceback.extract_tb(e.__traceback__) if not of_pytorch(f.filename)]
+    frames = traceback.extract_tb(e.__traceback__)
+    if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
+        told = _PACKED
+    frames = [f for f in frames if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename and "/frontends/torch_" not in f.filename]
     where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = " ".join(str(e).split())[:400]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from pase.frontends.moves import join
 from pase.frontends.torch_values import TorchCall
 from pase.frontends.values import Value
 from pase.ir import functions
@@ -106,6 +107,7 @@ _FUNCTIONS = {
     "imag": "imag",
     "conj": "conj",
     "_conj": "conj",
+    "complex": "complex",
     "detach": "stop_gradient",
 }
 """Ops that are one function, point by point, of operands that broadcast -> the function (``pase.ir.functions``)."""
@@ -173,12 +175,24 @@ def _triangle(c: TorchCall) -> Value:
     return c.pointwise(functions.SELECT, [c.x()])
 
 
-@lowers("_to_copy", "to", "type_as", "view_as_complex", "view_as_real")
+@lowers("_to_copy", "to", "type_as")
 def _cast(c: TorchCall) -> Value:
+    x = c.x()
+    return x if c.out()[1] == x.dtype else c.pointwise(functions.CAST, [x])
+
+
+@lowers("view_as_complex")
+def _complex(c: TorchCall) -> Value:
+    """The last dim, of two numbers, becomes one number."""
+    x = c.x()
+    return _over(c, FUNCTIONS["complex"], x, [len(x.shape) - 1], keep=False, combines=False)
+
+
+@lowers("view_as_real")
+def _pairs(c: TorchCall) -> Value:
     x, (shape, dtype) = c.x(), c.out()
-    if shape != x.shape:
-        raise c.fail("pase does not read complex numbers as pairs of real ones")
-    return x if dtype == x.dtype else c.pointwise(functions.CAST, [x])
+    parts = [c.elementwise([x], FUNCTIONS[name], dtype=dtype) for name in ("real", "imag")]
+    return join(c, [c.reshape(v, (*x.shape, 1)) for v in parts], len(x.shape))
 
 
 def activation(c: TorchCall, name: str, x: Value) -> Value:

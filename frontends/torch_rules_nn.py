@@ -60,6 +60,16 @@ def _einsum(c: TorchCall) -> Value:
     return einsum(c, c.arg("equation"), c.values)
 
 
+@lowers("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def _fft(c: TorchCall) -> Value:
+    """The dims before those that are transformed may be split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    x, (shape, dtype) = c.x(), c.out()
+    dims = c.dims("dim", len(x.shape))
+    lead = min(dims)
+    flops = 5.0 * math.log2(math.prod(x.shape[d] for d in dims)) * math.prod(x.shape[lead:])
+    return c.value(nests.batched(c.b, "fft", [c.tensor(x)], [(shape, dtype)], lead, flops=flops)[0])
+
+
 @lowers("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped(c: TorchCall) -> Value:
     """Rows in groups, each group times its own weights. The number of rows in a group is known only at run time."""

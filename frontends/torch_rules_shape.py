@@ -223,8 +223,6 @@ def _gather(c: TorchCall) -> Value:
 def _indices(c: TorchCall, rank: int) -> tuple[list[int], list[Value]]:
     """The dims that are indexed, and their indices, broadcast against one another."""
     given = {i: v for i, v in enumerate(c.arg("indices")) if v is not None}
-    if any(v.dtype == "bool" for v in given.values()):
-        raise c.fail("the number of elements that a mask picks depends on the data: use torch.where")
     shape = c.broadcast(*(v.shape for v in given.values()))
     return list(given), [_wide(c, v, shape) for v in given.values()]
 

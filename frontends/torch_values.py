@@ -49,7 +49,7 @@ def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
         if not all(isinstance(s, int) for s in t.shape):
             raise PaseError(
                 f"{place}: it makes a tensor of shape {[str(s) for s in t.shape]}, whose size depends on the data: "
-                f"give it a fixed capacity, or mask instead of selecting"
+                f"give it a fixed capacity, or keep all elements and let a mask weigh them (torch.where)"
             )
         out.append((tuple(t.shape), dtype_of(t.dtype)))
     return out

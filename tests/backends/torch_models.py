@@ -21,6 +21,7 @@ from tests.backends.torch_control_models import (
     taken,
     untaken,
 )
+from tests.backends.torch_written_models import bags, cells, lstm, masks, waves
 
 
 def block() -> tuple[Any, tuple[Any, ...]]:
@@ -228,7 +229,10 @@ def bert() -> tuple[Any, tuple[Any, ...]]:
 
 MODELS: dict[str, Callable[[], tuple[Any, tuple[Any, ...]]]] = {
     f.__name__: f for f in (block, circle, tower, pixels, peaks, pairs, experts, llama, gpt2, bert)
-} | {f.__name__: f for f in (layers, recurrent, mapped, taken, untaken, flexes, shares)}
+} | {
+    f.__name__: f
+    for f in (layers, recurrent, mapped, taken, untaken, flexes, shares, lstm, cells, bags, masks, waves)
+}
 
 
 @dataclass(frozen=True, kw_only=True)

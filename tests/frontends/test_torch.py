@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from bench.torch_coverage import products
 from pase import compile
 from pase.baselines import Baseline, baselines
 from pase.compiler.problem import SplitProblem
@@ -19,7 +20,7 @@ from pase.frontends import registry
 from pase.frontends.registry import Traced, UnknownOp
 from pase.frontends.torch_export import faked
 from pase.frontends.torch_hf import build
-from pase.ir import Graph, simplify, verify
+from pase.ir import simplify, verify
 
 pytestmark = pytest.mark.torch
 
@@ -36,19 +37,6 @@ SMALL = {
 @cache
 def traced(name: str) -> Traced:
     return registry.trace(SMALL[name])
-
-
-def products(graph: Graph) -> float:
-    """FLOPs of matrix products, convolutions and attention."""
-    total = 0.0
-    for n in graph.nodes:
-        for op in n.ops:
-            if op.kind in ("matmul", "conv", "attention"):
-                points = 1.0
-                for d in op.worked:
-                    points *= float(n.space[d].size)  # type: ignore[arg-type]
-                total += op.flops_per_point * points
-    return total
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -1,0 +1,261 @@
+"""Ops of PyTorch that are written out in others, which have rules: recurrent layers as loops over time (PyTorch's own
+decomposition unrolls them), bags of rows as lookups and sums, masks as indices by ``where``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from pase.errors import PaseError
+from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchOperand, arguments
+from pase.pytree import Tree
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["WRITTEN"]
+
+WRITTEN: Registry[Callable[[FxNode], Callable[..., Tree] | None]] = Registry("op written out in others")
+"""Op with its overload, as in ``lstm.input`` -> for a call of it, what computes the same from the call's operands; None
+where the op has a rule for such operands. PaseError where it is refused; the message goes behind the call's place."""
+
+
+# Recurrent layers: torch.nn.LSTM, GRU and RNN.
+
+Cell: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
+"""(what enters, [b gates·h]; states [b h]; weights and perhaps a bias) -> the next states, the output's first."""
+
+
+def _lstm(x: Tensor, h: Tensor, c: Tensor, back: Tensor, project: Tensor | None) -> tuple[Tensor, ...]:
+    from torch.nn.functional import linear
+
+    enter, forget, new, leave = (x + back).chunk(4, -1)
+    c = forget.sigmoid() * c + enter.sigmoid() * new.tanh()
+    h = leave.sigmoid() * c.tanh()
+    return (h if project is None else linear(h, project)), c
+
+
+def _gru(x: Tensor, h: Tensor, back: Tensor, project: None) -> tuple[Tensor, ...]:
+    (reset, update, new), (of_reset, of_update, of_new) = x.chunk(3, -1), back.chunk(3, -1)
+    new = (new + (reset + of_reset).sigmoid() * of_new).tanh()
+    return ((h - new) * (update + of_update).sigmoid() + new,)
+
+
+def _tanh(x: Tensor, h: Tensor, back: Tensor, project: None) -> tuple[Tensor, ...]:
+    return ((x + back).tanh(),)
+
+
+def _relu(x: Tensor, h: Tensor, back: Tensor, project: None) -> tuple[Tensor, ...]:
+    return ((x + back).relu(),)
+
+
+_CELLS: dict[str, Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+
+
+def _over_time(
+    cell: Cell, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """The outputs of all steps [s b h], and the last states. x: [s b gates·h]. weights: of the state, the bias where
+    there is one, and that of the projection."""
+    import torch
+    from torch.nn.functional import linear
+
+    n = len(states)
+
+    def step(*given: Tensor) -> list[Tensor]:
+        (h, *_), entering, (weight, *rest) = given[:n], given[n], given[n + 1 :]
+        back = linear(h, weight, rest[0] if bias else None)
+        project = rest[-1] if len(rest) > bias else None
+        new = cell(entering, *given[:n], back, project)
+        return [*new, new[0].clone()]
+
+    *last, out = torch.ops.higher_order.scan(step, list(states), [x], tuple(weights))
+    return out, last
+
+
+def _recurrent(
+    cell: Cell,
+    x: Tensor,
+    states: Tensor | Sequence[Tensor],
+    params: Sequence[Tensor],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> Tree:
+    """The operands are those of ATen's op. The product with what enters a layer is made for all steps at once, before the
+    loop; the layer's other direction goes along the steps in reverse."""
+    import torch
+    from torch.nn.functional import linear
+
+    states = [states] if isinstance(states, torch.Tensor) else states
+    ways = 2 if bidirectional else 1
+    each = len(params) // (num_layers * ways)
+    x = x.transpose(0, 1) if batch_first else x
+    ends = []
+    for layer in range(num_layers):
+        made = []
+        for way in range(ways):
+            k = layer * ways + way
+            inside, again, *rest = params[k * each : (k + 1) * each]
+            enters = linear(x, inside, rest.pop(0) if has_biases else None)
+            enters = enters.flip(0) if way else enters
+            y, last = _over_time(cell, enters, [s[k] for s in states], [again, *rest], has_biases)
+            made.append(y.flip(0) if way else y)
+            ends.append(last)
+        x = torch.cat(made, -1) if bidirectional else made[0]
+        if train and dropout and layer < num_layers - 1:
+            x = torch.ops.aten.native_dropout(x, dropout, True)[0]
+    x = x.transpose(0, 1) if batch_first else x
+    return x, *(torch.stack(s) for s in zip(*ends, strict=True))
+
+
+for _name, _cell in _CELLS.items():
+    WRITTEN.add(f"{_name}.input", lambda n, made=partial(_recurrent, _cell): made)
+
+
+# Bags: sums, means and maxima of rows of a table.
+
+_SUM, _MEAN, _MAX = range(3)
+
+
+@WRITTEN.register("embedding_bag", "embedding_bag.padding_idx")
+def _bags(n: FxNode) -> Callable[..., Tree]:
+    """A table's rows, looked up and put together by bags."""
+    given = arguments(n.target, n.args, n.kwargs)
+    if given["scale_grad_by_freq"]:
+        raise PaseError("pase does not divide gradients by how often a row occurs: use scale_grad_by_freq=False")
+    return partial(_in_bags, _bag_size(given["indices"], given["offsets"]))
+
+
+def _bag_size(indices: FxNode, offsets: FxNode) -> int | None:
+    """How many rows each bag has, where all have equally many, as in a table of bags [n k]; None where data decide."""
+    if str(offsets.target) != "aten.arange.start_step":
+        return None
+    start, stop, step = offsets.args
+    return step if start == 0 and stop == indices.meta["val"].numel() and stop % step == 0 else None
+
+
+def _in_bags(
+    size: int | None,
+    table: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = _SUM,
+    sparse: bool = False,
+    weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tree:
+    """The operands are those of ATen's op, after the size of all bags where they have one. Only the first of its results
+    is made, which is the one that PyTorch's modules return."""
+    import torch
+    from torch.nn.functional import embedding
+
+    ids = ids if size is None else ids.view(-1, size)
+    rows = embedding(ids, table)
+    if weights is not None:
+        rows = rows * weights.view(*ids.shape, 1)
+    counts = torch.ones_like(ids)
+    nothing = -torch.inf if mode == _MAX else 0.0
+    if padding_idx is not None:
+        counts = (ids != padding_idx % table.shape[0]).to(ids.dtype)
+        rows = rows.masked_fill((counts == 0)[..., None], nothing)
+    if size is not None:
+        many, out = counts.sum(1), rows.max(1).values if mode == _MAX else rows.sum(1)
+    else:
+        bags, bag = offsets.shape[0] - include_last_offset, _bag_of(ids, offsets)
+        many, out = counts.new_zeros(bags).index_add(0, bag, counts), rows.new_full((bags, rows.shape[1]), nothing)
+        if mode == _MAX:
+            out = out.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax")
+        else:
+            out = out.index_add(0, bag, rows)
+    if mode == _MEAN:
+        out = out / many.clamp(min=1)[:, None]
+    elif mode == _MAX:
+        out = out.masked_fill((many == 0)[:, None], 0.0)
+    return out, None, None, None
+
+
+def _bag_of(ids: Tensor, offsets: Tensor) -> Tensor:
+    """Each row's bag: how many bags begin at or before it, less one."""
+    import torch
+
+    begun = offsets.new_zeros(ids.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
+    return begun.cumsum(0)[:-1] - 1
+
+
+# Masks as indices.
+
+
+@WRITTEN.register("index.Tensor", "_unsafe_index.Tensor")
+def _selected(n: FxNode) -> None:
+    if any(map(_is_mask, n.args[1])):
+        raise PaseError(
+            "how many elements a mask as an index picks depends on the data: keep all of them, and let the mask weigh "
+            "them (torch.where; in a loss, labels of ignore_index), or pick a fixed number (topk of the mask)"
+        )
+
+
+@WRITTEN.register("index_put.default")
+def _put(n: FxNode) -> Callable[..., Tree] | None:
+    """Elements that a mask picks, all set to one value, or rows to one row."""
+    x, indices, new, *_ = n.args
+    at = next((i for i, m in enumerate(indices) if _is_mask(m)), None)
+    if at is None:
+        return None
+    behind = x.meta["val"].shape[at + indices[at].meta["val"].dim() :]
+    shape = new.meta["val"].shape
+    if any(m is not None for i, m in enumerate(indices) if i != at) or len(shape) > len(behind):
+        raise PaseError(
+            "where what is written goes depends on how many elements a mask picks before it: give a value for every "
+            "element, by torch.where or masked_scatter"
+        )
+    return partial(_where, len(behind))
+
+
+def _is_mask(m: FxNode | None) -> bool:
+    return m is not None and str(m.meta["val"].dtype) in ("torch.bool", "torch.uint8")
+
+
+def _where(behind: int, x: Tensor, indices: Sequence[Tensor | None], new: Tensor, accumulate: bool = False) -> Tensor:
+    """behind: the number of dims behind those of the mask."""
+    import torch
+
+    (mask,) = (m for m in indices if m is not None)
+    mask = mask.bool().view(*mask.shape, *[1] * behind)
+    return torch.where(mask, x + new if accumulate else new, x)
+
+
+@WRITTEN.register("masked_scatter.default")
+def _scattered(n: FxNode) -> Callable[..., Tree]:
+    return _in_order
+
+
+def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
+    """Elements that a mask picks become those of the source, in order."""
+    import torch
+
+    mask = mask.expand_as(x)
+    at = mask.reshape(-1).long().cumsum(0).sub(1).clamp(min=0)
+    return torch.where(mask, source.reshape(-1)[at].view(x.shape), x)
+
+
+# Complex numbers.
+
+
+@WRITTEN.register("polar.default")
+def _polar(n: FxNode) -> Callable[..., Tree]:
+    return _turned
+
+
+def _turned(size: Tensor, angle: Tensor) -> Tensor:
+    import torch
+
+    return torch.complex(size * angle.cos(), size * angle.sin())

@@ -1,0 +1,26 @@
+"""Ops that pase writes out in others, run by ``plan.torch``: PyTorch's own op has the same numbers, whatever is split."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.cases.torch_ranks import alone_among
+from pase.backends.torch_truth import planned, sent_by_one_rank
+from tests.backends.test_torch_plan import one_step
+from tests.backends.torch_models import case
+
+pytestmark = pytest.mark.torch
+MANY = 32
+MODELS = ("lstm", "cells", "bags", "masks", "waves")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "ours@2x2", "random1@2x2", "random2@2x2"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
+    import torch
+
+    c = case(model, 4)
+    for loss, gradients, after in one_step(c, strategy):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,103 @@
+"""Small PyTorch models whose ops pase writes out in other ones, and their batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def lstm() -> tuple[Any, tuple[Any, ...]]:
+    """Two layers in both directions, from states of zeros; the last states are read too."""
+    import torch
+    from torch import nn
+
+    class Lstm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over = nn.LSTM(8, 8, num_layers=2, bidirectional=True, batch_first=True)
+            self.out = nn.Linear(16, 8)
+
+        def forward(self, x: Any) -> Any:
+            y, (h, c) = self.over(x)
+            return self.out(y).square().mean() + (h * c).mean()
+
+    return Lstm(), (torch.randn(8, 3, 8),)
+
+
+def cells() -> tuple[Any, tuple[Any, ...]]:
+    """A GRU from a state that is trained, an RNN without biases, and an LSTM whose output is projected."""
+    import torch
+    from torch import nn
+
+    class Cells(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.state = nn.GRU(4, 8, batch_first=True), nn.Parameter(torch.randn(1, 1, 8))
+            self.rnn = nn.RNN(8, 8, nonlinearity="relu", bias=False)
+            self.lstm = nn.LSTM(8, 8, proj_size=4)
+
+        def forward(self, x: Any) -> Any:
+            y, _ = self.gru(x, self.state.expand(1, x.shape[0], 8).contiguous())
+            y, _ = self.lstm(self.rnn(y.transpose(0, 1))[0])
+            return y.square().mean()
+
+    return Cells(), (torch.randn(8, 3, 4),)
+
+
+def bags() -> tuple[Any, tuple[Any, ...]]:
+    """Bags of one size, weighted, and of several, one of them empty; rows that do not count."""
+    import torch
+    from torch import nn
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums, self.means = nn.EmbeddingBag(12, 8, mode="sum"), nn.EmbeddingBag(12, 8, padding_idx=1)
+            self.most = nn.EmbeddingBag(12, 8, mode="max")
+
+        def forward(self, ids: Any, weights: Any, many: Any, ends: Any) -> Any:
+            even = self.sums(ids, per_sample_weights=weights) + self.means(ids) * self.most(ids)
+            uneven = self.sums(many, ends) * self.means(many, ends) + self.most(many, ends)
+            return (even * uneven).square().mean()
+
+    ends = torch.tensor([0, 2, 2, 7, 9, 12, 14, 15])
+    return Bags(), (torch.randint(12, (8, 4)), torch.randn(8, 4), torch.randint(12, (16,)), ends)
+
+
+def masks() -> tuple[Any, tuple[Any, ...]]:
+    """What a mask picks is set to a number, to a row, and to elements in order."""
+    import torch
+    from torch import nn
+
+    class Masks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.row = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x: Any, new: Any) -> Any:
+            y, rows = self.inside(x), x.sum(-1) > 0
+            z = y.clone()
+            z[x > 1] = 0.5
+            z[rows] = self.row
+            z = z.masked_scatter(x < -1, new)
+            return (y * z).square().mean()
+
+    return Masks(), (torch.randn(8, 4, 8), torch.randn(8, 4, 8))
+
+
+def waves() -> tuple[Any, tuple[Any, ...]]:
+    """Pairs of numbers turned as complex ones, and the real part of a transform over positions and channels."""
+    import torch
+    from torch import nn
+
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.angle = nn.Linear(8, 8), nn.Parameter(torch.randn(4))
+
+        def forward(self, x: Any) -> Any:
+            y = self.inside(x)
+            turned = torch.view_as_complex(y.view(8, 4, 4, 2)) * torch.polar(torch.ones_like(self.angle), self.angle)
+            y = y + torch.view_as_real(turned).flatten(-2)
+            return torch.fft.fftn(y, dim=(1, 2)).real.square().mean()
+
+    return Waves(), (torch.randn(8, 4, 8),)
