@@ -13,10 +13,10 @@ torchbench that torchvision has (the others are not on any index). Each is built
 downloaded, no weight is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
 where that fails, ``torch_export`` says whether plain torch.export takes the same step. ``lowered``: no op was left
 without a rule. ``searched``: the best strategy for 8 devices was found and proven. ``flops``: of products, convolutions
-and attention, beside what PyTorch's FlopCounterMode counts of the same step. ``parameters_equal``: each parameter has the
-bytes that the module has, and those that get a gradient are those that PyTorch's own backward gives one. ``reader``: a
-digest of the files that read a module; a row of another one is measured again. Seconds are CPU time. Writes
-bench/results/torch_coverage.json.
+and attention, beside what PyTorch's FlopCounterMode counts of the same step. ``parameters_equal``: each parameter has
+the bytes that the module has, and those that get a gradient are those that PyTorch's own backward gives one.
+``reader``: a digest of the files that read a module; a row of another one is measured again. Seconds are CPU time.
+Writes bench/results/torch_coverage.json.
 """
 
 from __future__ import annotations
@@ -211,7 +211,10 @@ def settings(name: str) -> tuple[str, str]:
     }
     every = {**few, **{k: v for k, v in inside.items() if v}} if not few or not inside else inside or few
     sizes = f"batch={BATCH}&sequence={SEQUENCE}"
-    return f"hf:{name}?{''.join(f'{k}={json.dumps(v)}&' for k, v in every.items())}{sizes}", f"hf:{name}?{sizes}"
+    return (
+        f"hf:{name}?{''.join(f'{k}={json.dumps(v)}&' for k, v in every.items())}{sizes}",
+        f"hf:{name}?{sizes}",
+    )
 
 
 def measured(name: str) -> dict[str, Any]:
@@ -339,7 +342,11 @@ def reader() -> str:
     from pase.frontends import from_torch
 
     from_torch.coverage()  # imports all rules
-    files = [m.__file__ for name, m in sorted(sys.modules.items()) if name.startswith(("pase.frontends", "pase.ops"))]
+    files = [
+        m.__file__
+        for name, m in sorted(sys.modules.items())
+        if name.startswith(("pase.frontends", "pase.ops"))
+    ]
     return hashlib.sha256(b"".join(Path(f).read_bytes() for f in files if f)).hexdigest()[:12]
 
 
@@ -402,7 +409,10 @@ def main() -> None:
         chosen = [n for n in chosen if n in rows and n not in done and rows[n].get("torch_export", True)]
     elif not given.again:
         chosen = [n for n in chosen if rows.get(n, {}).get("reader") != today]
-    images = given.list in ("timm", "torchvision")  # transformers imports them, without the ops that ``built`` defines
+    images = given.list in (
+        "timm",
+        "torchvision",
+    )  # transformers imports them, without the ops that ``built`` defines
     processes = forks_of(PRELOADED if images else (*PRELOADED, OF_TRANSFORMERS))
     for name in chosen:
         blank = {"exported": False, "lowered": False, "searched": False}

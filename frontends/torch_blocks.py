@@ -3,7 +3,6 @@ micro-batch."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 

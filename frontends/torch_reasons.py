@@ -52,7 +52,7 @@ def of_pytorch(file: str) -> bool:
 def why(name: str, e: Exception, places: Sequence[str]) -> str:
     """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    frames = traceback.extract_tb(e.__traceback__)
+    frames = list(traceback.extract_tb(e.__traceback__))
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
         told = _PACKED
     frames = [f for f in frames if not of_pytorch(f.filename)]

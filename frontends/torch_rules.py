@@ -190,8 +190,8 @@ def _complex(c: TorchCall) -> Value:
 
 @lowers("view_as_real")
 def _pairs(c: TorchCall) -> Value:
-    x, (shape, dtype) = c.x(), c.out()
-    parts = [c.elementwise([x], FUNCTIONS[name], dtype=dtype) for name in ("real", "imag")]
+    x = c.x()
+    parts = [c.elementwise([x], FUNCTIONS[name], dtype=c.out()[1]) for name in ("real", "imag")]
     return join(c, [c.reshape(v, (*x.shape, 1)) for v in parts], len(x.shape))
 
 

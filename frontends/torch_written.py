@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from pase.errors import PaseError
 from pase.frontends.torch_types import FxNode
-from pase.frontends.torch_values import TorchOperand, arguments
+from pase.frontends.torch_values import arguments
 from pase.pytree import Tree
 from pase.registry import Registry
 
@@ -21,6 +21,16 @@ __all__ = ["WRITTEN"]
 WRITTEN: Registry[Callable[[FxNode], Callable[..., Tree] | None]] = Registry("op written out in others")
 """Op with its overload, as in ``lstm.input`` -> for a call of it, what computes the same from the call's operands; None
 where the op has a rule for such operands. PaseError where it is refused; the message goes behind the call's place."""
+
+
+def _always(*ops: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
+    """Decorator: the function computes what these ops do, whatever their operands."""
+
+    def add(how: Callable[..., Tree]) -> Callable[..., Tree]:
+        WRITTEN.register(*ops)(lambda n: how)
+        return how
+
+    return add
 
 
 # Recurrent layers: torch.nn.LSTM, GRU and RNN.
@@ -88,8 +98,8 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> Tree:
-    """The operands are those of ATen's op. The product with what enters a layer is made for all steps at once, before the
-    loop; the layer's other direction goes along the steps in reverse."""
+    """The operands are those of ATen's op. The product with what enters a layer is made for all steps at once, before
+    the loop; the layer's other direction goes along the steps in reverse."""
     import torch
     from torch.nn.functional import linear
 
@@ -116,7 +126,7 @@ def _recurrent(
 
 
 for _name, _cell in _CELLS.items():
-    WRITTEN.add(f"{_name}.input", lambda n, made=partial(_recurrent, _cell): made)
+    _always(f"{_name}.input")(partial(_recurrent, _cell))
 
 
 # Bags: sums, means and maxima of rows of a table.
@@ -129,7 +139,9 @@ def _bags(n: FxNode) -> Callable[..., Tree]:
     """A table's rows, looked up and put together by bags."""
     given = arguments(n.target, n.args, n.kwargs)
     if given["scale_grad_by_freq"]:
-        raise PaseError("pase does not divide gradients by how often a row occurs: use scale_grad_by_freq=False")
+        raise PaseError(
+            "pase does not divide gradients by how often a row occurs: use scale_grad_by_freq=False"
+        )
     return partial(_in_bags, _bag_size(given["indices"], given["offsets"]))
 
 
@@ -153,8 +165,8 @@ def _in_bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tree:
-    """The operands are those of ATen's op, after the size of all bags where they have one. Only the first of its results
-    is made, which is the one that PyTorch's modules return."""
+    """The operands are those of ATen's op, after the size of all bags where they have one. Only the first of its
+    results is made, which is the one that PyTorch's modules return."""
     import torch
     from torch.nn.functional import embedding
 
@@ -171,7 +183,10 @@ def _in_bags(
         many, out = counts.sum(1), rows.max(1).values if mode == _MAX else rows.sum(1)
     else:
         bags, bag = offsets.shape[0] - include_last_offset, _bag_of(ids, offsets)
-        many, out = counts.new_zeros(bags).index_add(0, bag, counts), rows.new_full((bags, rows.shape[1]), nothing)
+        many, out = (
+            counts.new_zeros(bags).index_add(0, bag, counts),
+            rows.new_full((bags, rows.shape[1]), nothing),
+        )
         if mode == _MAX:
             out = out.scatter_reduce(0, bag[:, None].expand_as(rows), rows, "amax")
         else:
@@ -224,7 +239,9 @@ def _is_mask(m: FxNode | None) -> bool:
     return m is not None and str(m.meta["val"].dtype) in ("torch.bool", "torch.uint8")
 
 
-def _where(behind: int, x: Tensor, indices: Sequence[Tensor | None], new: Tensor, accumulate: bool = False) -> Tensor:
+def _where(
+    behind: int, x: Tensor, indices: Sequence[Tensor | None], new: Tensor, accumulate: bool = False
+) -> Tensor:
     """behind: the number of dims behind those of the mask."""
     import torch
 
@@ -233,11 +250,7 @@ def _where(behind: int, x: Tensor, indices: Sequence[Tensor | None], new: Tensor
     return torch.where(mask, x + new if accumulate else new, x)
 
 
-@WRITTEN.register("masked_scatter.default")
-def _scattered(n: FxNode) -> Callable[..., Tree]:
-    return _in_order
-
-
+@_always("masked_scatter.default")
 def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     """Elements that a mask picks become those of the source, in order."""
     import torch
@@ -250,12 +263,8 @@ def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 # Complex numbers.
 
 
-@WRITTEN.register("polar.default")
-def _polar(n: FxNode) -> Callable[..., Tree]:
-    return _turned
-
-
-def _turned(size: Tensor, angle: Tensor) -> Tensor:
+@_always("polar.default")
+def _polar(size: Tensor, angle: Tensor) -> Tensor:
     import torch
 
     return torch.complex(size * angle.cos(), size * angle.sin())

@@ -20,7 +20,7 @@ def lstm() -> tuple[Any, tuple[Any, ...]]:
             y, (h, c) = self.over(x)
             return self.out(y).square().mean() + (h * c).mean()
 
-    return Lstm(), (torch.randn(8, 3, 8),)
+    return Lstm(), (torch.randn(8, 2, 8),)
 
 
 def cells() -> tuple[Any, tuple[Any, ...]]:
@@ -40,7 +40,7 @@ def cells() -> tuple[Any, tuple[Any, ...]]:
             y, _ = self.lstm(self.rnn(y.transpose(0, 1))[0])
             return y.square().mean()
 
-    return Cells(), (torch.randn(8, 3, 4),)
+    return Cells(), (torch.randn(8, 2, 4),)
 
 
 def bags() -> tuple[Any, tuple[Any, ...]]:
@@ -96,7 +96,9 @@ def waves() -> tuple[Any, tuple[Any, ...]]:
 
         def forward(self, x: Any) -> Any:
             y = self.inside(x)
-            turned = torch.view_as_complex(y.view(8, 4, 4, 2)) * torch.polar(torch.ones_like(self.angle), self.angle)
+            turned = torch.view_as_complex(y.view(8, 4, 4, 2)) * torch.polar(
+                torch.ones_like(self.angle), self.angle
+            )
             y = y + torch.view_as_real(turned).flatten(-2)
             return torch.fft.fftn(y, dim=(1, 2)).real.square().mean()
 
