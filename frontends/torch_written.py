@@ -256,7 +256,10 @@ def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
     import torch
 
     mask = mask.expand_as(x)
-    at = mask.reshape(-1).long().cumsum(0).sub(1).clamp(min=0)
+    rows = mask.reshape(x.shape[0], -1).long()
+    many = rows.sum(1)
+    before = many.cumsum(0) - many
+    at = (rows.cumsum(1) + before[:, None] - 1).clamp(min=0)
     return torch.where(mask, source.reshape(-1)[at].view(x.shape), x)
 
 

@@ -26,3 +26,10 @@ def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
         torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
+
+
+def test_elements_that_are_taken_in_order_are_not_cut_into_micro_batches() -> None:
+    from pase.frontends.torch_batch import examples_meet
+
+    c = case("masks", 4).case
+    assert "cumsum" in str(examples_meet(c.traced, c.problem.graph))
