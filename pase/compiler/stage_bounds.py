@@ -85,7 +85,8 @@ class Climb:
 
     taken: the program's rows that no round changes; moments: how many of them, the last ones, are of bytes.
     best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths;
-    exact: whether all paths are rows, but in the first round. active: the half-spaces in the program; seen: how many of all known ones it has had.
+    exact: whether all paths are rows, but in the first round. active: the half-spaces in the program; seen: how many of
+    all known ones it has had.
     """
 
     schedule: Schedule

@@ -117,15 +117,15 @@ def part_costs(
                 _add(out[place], known.work[key])
     paid: dict[object, dict[str, float]] = {}
     for c in moved:
-        key = c.node, c.tensor, c.phase, c.times
-        if key not in paid:
+        of = c.node, c.tensor, c.phase, c.times
+        if of not in paid:
             of_parameter = graph.producer[c.tensor].kind == "parameter"
             shares = collective_shares(
                 graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph)
             )
-            paid[key] = {name: float(share) for name, share in shares.items()}
+            paid[of] = {name: float(share) for name, share in shares.items()}
         for place in has[c.node]:
-            _add(out[place], paid[key], c.cost)
+            _add(out[place], paid[of], c.cost)
     _hold(graph, places, mesh, configs, optimizer, weights, out, known)
     for c in moved:
         part = out[places.of(c.node)]

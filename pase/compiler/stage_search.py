@@ -6,7 +6,7 @@ It chooses the schedule, how each stage is split, and how many blocks each stage
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 

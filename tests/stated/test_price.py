@@ -194,45 +194,6 @@ def test_whole_logits_are_gathered_and_every_rank_computes_the_whole_loss():
     assert one.step_s == price("dp=8", program=parts).step_s
 
 
-def test_gradients_are_added_by_the_product_or_by_a_kernel_of_their_own():
-    """Read, and read and written where they are added up, for all micro-batches but the first."""
-    rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
-    elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
-    few = replace(AHEAD, adds_apart=False)
-    for s, micro, m in (("dp=8", 2, 1), ("dp=8", 2, 4)):
-        more, less = (
-            price(f"{s},micro={micro}", program=p, examples=16 * m).step_s for p in (AHEAD, few)
-        )
-        assert more - less == pytest.approx((m - 1) * elements * (2 + 2 * 4) / rate, rel=1e-6)
-    passes = replace(few, whole_passes=3.0)
-    once = price("dp=8,zero=1", program=passes).step_s - price("dp=8,zero=1", program=few).step_s
-    assert once == pytest.approx(elements * 4 * 3 / rate, rel=1e-6)
-
-
-def test_zero_may_sum_whole_gradients():
-    """As without ZeRO: twice what a reduce-scatter takes, less its latencies."""
-    whole = replace(PROGRAMS["eager"], sums_whole=True)
-    sums = [
-        price(s, program=p).moved["sums of gradients"]
-        for s, p in (("dp=8", "eager"), ("dp=8,zero=1", whole), ("dp=8,zero=1", "eager"))
-    ]
-    assert sums[0] == sums[1] > 1.5 * sums[2]
-
-
-def test_whole_logits_are_gathered_and_every_rank_computes_the_whole_loss():
-    whole = replace(AHEAD, whole_logits=True, logits_in_parts=None)
-    parts = replace(AHEAD, logits_in_parts=None)
-    for text in ("tp=8", "tp=8,sp"):
-        a, b = (price(text, program=p, graph=graph_of(vocab=1 << 18)) for p in (whole, parts))
-        gathered = a.moved["all_gather over model"] - b.moved.get("all_gather over model", 0.0)
-        logits = 16 * 512 * (1 << 18) * 4
-        assert gathered == pytest.approx(logits * 7 / 8 / (450e9 * 0.824), rel=0.2)
-        assert a.seconds["compute"] > b.seconds["compute"]
-        assert a.memory.logits > b.memory.logits
-    one = price("dp=8", program=whole)
-    assert one.step_s == price("dp=8", program=parts).step_s
-
-
 def test_tensor_parallelism_along_a_later_dim_copies_what_it_moves():
     eager, plain = AHEAD, replace(AHEAD, rearranges=False)
     rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]

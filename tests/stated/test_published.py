@@ -65,21 +65,6 @@ def test_aleph_alpha_s_runs_are_of_a_framework_of_its_own():
     assert found is not None and found.moved["all_gather over model"] > 0
 
 
-def test_a_vocabulary_that_only_the_notes_tell_is_taken():
-    told = {"vocab": "", "notes": "MFU 0.7; global batch and a vocabulary near 128k reproduce it"}
-    assert row(**told).vocab == 128_000 and row().vocab == 1024
-    assert row(vocab="", notes="").vocab is None
-
-
-def test_aleph_alpha_s_runs_are_of_a_framework_of_its_own():
-    """Its sums are whole and in float32, and its loss is of whole logits on every rank."""
-    run = row(id="aal001", gpu="A100", dp_type="unknown", tp="2", dp="4", notes="")
-    program = program_of(run)
-    assert program.whole_logits and program.sums_whole and program.bytes.summed == 4
-    found = price_row(run).priced
-    assert found is not None and found.moved["all_gather over model"] > 0
-
-
 def test_tensor_parallelism_overlaps_where_the_notes_or_the_recipe_say_so():
     shape = {"gpus": "16", "tp": "2", "sp": "yes", "notes": ""}
     llama = {"id": "mbr001", "model": "Llama-3.1 405B", "dp_type": "unknown"} | shape

@@ -61,17 +61,6 @@ def test_every_block_is_in_one_stage_and_ends_count_as_blocks(blocks, stages, fi
     assert max(full) - min(full) <= 1 + (not any(ends))
 
 
-@given(st.integers(1, 200), st.integers(1, 32), st.integers(0, 2), st.integers(0, 2))
-def test_every_block_is_in_one_stage_and_ends_count_as_blocks(blocks, stages, first, last):
-    ends = first, last
-    if blocks < 4 * stages:
-        return
-    layers = stage_layers(blocks, stages, ends)
-    assert sum(layers) == blocks and len(layers) == stages
-    full = [layers[0] + first, *layers[1:-1], layers[-1] + last] if stages > 1 else layers
-    assert max(full) - min(full) <= 1 + (not any(ends))
-
-
 @settings(max_examples=60)
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.integers(1, 12))
 def test_unequal_stages_are_bounded_from_below(stages, m):
