@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["clipped"]
 
 
 def clipped(
-    parameters: Iterable[Any], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
+    parameters: Iterable[DTensor], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Scale gradients so that their norm is at most this, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm
     before, float64.
@@ -22,15 +23,19 @@ def clipped(
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    alike: dict[object, list[Any]] = {}  # one op takes DTensors of one mesh
+    alike: dict[object, list[DTensor]] = {}  # one op takes DTensors of one mesh
     for p in parameters:
         if p.grad is not None:
             alike.setdefault(p.device_mesh, []).append(p)
-    norms: list[Any] = [get_total_norm([p.grad for p in of], norm_type) for of in alike.values()]
-    wide = [x.full_tensor().double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
+    norms = [_whole(get_total_norm([p.grad for p in of], norm_type)) for of in alike.values()]
+    wide = [x.double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
     total = torch.linalg.vector_norm(
         joined(torch.linalg.vector_norm(torch.stack(wide), norm_type)), norm_type
     )
     for of in alike.values():
         clip_grads_with_norm_(of, max_norm, total)
     return total
+
+
+def _whole(x: DTensor) -> Tensor:
+    return x.full_tensor()

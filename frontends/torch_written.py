@@ -35,7 +35,7 @@ def _always(*ops: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
 
 # Recurrent layers: torch.nn.LSTM, GRU and RNN.
 
-Cell: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
+RecurrentCell: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
 """(what enters, [b gates·h]; states [b h]; weights and perhaps a bias) -> the next states, the output's first."""
 
 
@@ -62,11 +62,11 @@ def _relu(x: Tensor, h: Tensor, back: Tensor, project: None) -> tuple[Tensor, ..
     return ((x + back).relu(),)
 
 
-_CELLS: dict[str, Cell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
+_CELLS: dict[str, RecurrentCell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tanh, "rnn_relu": _relu}
 
 
 def _over_time(
-    cell: Cell, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool
+    cell: RecurrentCell, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """The outputs of all steps [s b h], and the last states. x: [s b gates·h]. weights: of the state, the bias where
     there is one, and that of the projection."""
@@ -87,7 +87,7 @@ def _over_time(
 
 
 def _recurrent(
-    cell: Cell,
+    cell: RecurrentCell,
     x: Tensor,
     states: Tensor | Sequence[Tensor],
     params: Sequence[Tensor],
