@@ -13,7 +13,7 @@ __all__ = ["clipped"]
 
 
 def clipped(
-    parameters: Iterable[DTensor], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
+    parameters: Iterable[Tensor], max_norm: float, norm_type: float, joined: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Scale gradients so that their norm is at most this, as ``torch.nn.utils.clip_grad_norm_``. Returns the norm
     before, float64.
@@ -23,12 +23,13 @@ def clipped(
     import torch
     from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-    alike: dict[object, list[DTensor]] = {}  # one op takes DTensors of one mesh
+    alike: dict[object, list[Tensor]] = {}  # one op takes DTensors of one mesh
     for p in parameters:
         if p.grad is not None:
-            alike.setdefault(p.device_mesh, []).append(p)
-    norms = [_whole(get_total_norm([p.grad for p in of], norm_type)) for of in alike.values()]
-    wide = [x.double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
+            alike.setdefault(_of_dtensor(p.grad).device_mesh, []).append(p)
+    grads = ([p.grad for p in of if p.grad is not None] for of in alike.values())
+    norms = [get_total_norm(of, norm_type) for of in grads]
+    wide = [_of_dtensor(x).full_tensor().double() for x in norms] or [torch.zeros((), dtype=torch.float64)]
     total = torch.linalg.vector_norm(
         joined(torch.linalg.vector_norm(torch.stack(wide), norm_type)), norm_type
     )
@@ -37,5 +38,8 @@ def clipped(
     return total
 
 
-def _whole(x: DTensor) -> Tensor:
-    return x.full_tensor()
+def _of_dtensor(x: Tensor) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(x, DTensor)
+    return x
