@@ -65,6 +65,12 @@ def _sums() -> list[AskedForm]:
             AskedForm(kind="reduce_scatter", topology=t, shape=s, dim=d, axes=a, form=form)
             for t, s, d, a in cases
         ]
+    small = [((512, 2048), "ab"), ((512, 2048), "a-b"), ((512, 8, 64), "ab"), ((8192, 2048), "ab")]
+    made += [
+        AskedForm(kind="reduce_scatter", topology=t, shape=s, axes=a)
+        for t in ("4x4", "4x8")
+        for s, a in small
+    ]
     some = [((2, 4, 8), "bc"), ((4, 2, 2, 4), "ac")]
     return made + [
         AskedForm(kind="reduce_scatter", topology="8x8", shape=(2048, 8192), axes=axes, sizes=sizes)

@@ -1,14 +1,15 @@
-"""The form of each move: one collective over all of its axes, or one axis after another, whichever is cheaper.
+"""The form of each move: one collective over all of its axes, or some axes after the others, whichever is cheaper.
 
 A plan lists a move over several axes as one collective. What a compiler makes of it is in the machine file
-(``Machine.forms``): XLA for TPU turns a scattered sum over both dims of a torus into an all-reduce of all of it. One
-axis at a time, it stays what it is. Each form is priced as what runs, and the cheapest is taken; the layouts at both
-ends stay the same. On machines of which nothing is known, every move is one collective.
+(``Machine.forms``): XLA for TPU turns a scattered sum over all chips of a square torus into an all-reduce of all of it.
+In two stages it stays what it is. Each form is priced as what runs, and the cheapest is taken; the layouts at both ends
+stay the same. On machines of which nothing is known, every move is one collective.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -53,36 +54,36 @@ def price_of(form: Sequence[LocalMove], mesh: Mesh, model: CostModel) -> float:
         if m.kind == "slice" or m.kind == "own":
             continue  # they send nothing
         axes = [mesh.names.index(a) for a in m.axes]
-        crossed = sum(any(levels[a][level] > 1 for a in axes) for level in range(len(levels[0])))
+        ways = [math.prod(at) for at in zip(*(levels[a] for a in axes), strict=True)]
         bits = sum(1 << a for a in axes)
-        kind = model.machine.as_compiled(m.kind, crossed, mesh.ways(bits), m.nbytes)
+        kind = model.machine.as_compiled(m.kind, ways, mesh.devices, m.nbytes)
         total += float(model.collective(kind, mesh, bits, m.nbytes))
     return total
 
 
 def _forms(move: LocalMove, mesh: Mesh) -> Iterator[tuple[LocalMove, ...]]:
-    """The move at once, and one axis after another in every order."""
+    """The move at once, and in two stages: some of its axes, and then the others."""
     yield (move,)
     wide = [a for a in move.axes if mesh.sizes[mesh.names.index(a)] > 1]
     if move.kind not in ("reduce_scatter", "all_gather") or len(wide) < 2:
         return
-    for order in itertools.permutations(wide):
-        yield tuple(_staged(move, order, mesh))
+    for some in range(1, len(wide)):
+        for first in itertools.combinations(wide, some):
+            yield tuple(_staged(move, first, tuple(a for a in wide if a not in first), mesh))
 
 
-def _staged(move: LocalMove, order: Sequence[str], mesh: Mesh) -> Iterator[LocalMove]:
-    """One axis after another. The larger buffer of each stage is smaller by the ways of the scattered sums before it,
-    or of the gathers behind it."""
-    now, left = move.before, move.nbytes
-    if move.kind == "all_gather":
-        for name in order[1:]:
-            left //= mesh.sizes[mesh.names.index(name)]
-    for k, name in enumerate(order):
-        done = {mesh.names.index(a) for a in order[: k + 1]}
-        after = tuple(move.after[a] if a in done or mesh.sizes[a] == 1 else s for a, s in enumerate(now))
-        yield LocalMove(kind=move.kind, axes=(name,), before=now, after=after, nbytes=left)
-        if move.kind == "reduce_scatter":
-            left //= mesh.sizes[mesh.names.index(name)]
-        elif k + 1 < len(order):
-            left *= mesh.sizes[mesh.names.index(order[k + 1])]
-        now = after
+def _staged(
+    move: LocalMove, first: tuple[str, ...], then: tuple[str, ...], mesh: Mesh
+) -> Iterator[LocalMove]:
+    """Two stages. The larger buffer of one of them is smaller by the ways of the scattered sum before it, or of the
+    gather behind it."""
+    done = [mesh.names.index(a) for a in first]
+    other = done if move.kind == "reduce_scatter" else [mesh.names.index(a) for a in then]
+    less = move.nbytes // math.prod(mesh.sizes[a] for a in other)
+    sizes = (move.nbytes, less) if move.kind == "reduce_scatter" else (less, move.nbytes)
+    between = tuple(
+        t if a in done or mesh.sizes[a] == 1 else s
+        for a, (s, t) in enumerate(zip(move.before, move.after, strict=True))
+    )
+    yield LocalMove(kind=move.kind, axes=first, before=move.before, after=between, nbytes=sizes[0])
+    yield LocalMove(kind=move.kind, axes=then, before=between, after=move.after, nbytes=sizes[1])

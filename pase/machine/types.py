@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Literal, Protocol, runtime_checkable
@@ -260,7 +261,7 @@ class CompiledForm:
 
     kind: what is asked for. becomes: what runs instead, on the larger local buffer. levels: where it crosses so many
     link levels or more. more_than: where it joins more devices than that. below_bytes: where its larger local buffer
-    is smaller; 0: of any size.
+    is smaller; 0: of any size. square: where it joins all devices, as many at each link level that it crosses.
     """
 
     kind: CollectiveKind
@@ -268,6 +269,7 @@ class CompiledForm:
     levels: AtLeastOne = 1
     more_than: Count = 0
     below_bytes: Count = 0
+    square: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,12 +319,16 @@ class Machine:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    def as_compiled(self, kind: CollectiveKind, levels: int, ways: int, nbytes: int) -> CollectiveKind:
-        """The collective that runs where a program asks for one of this kind at once, over so many link levels and
-        devices."""
+    def as_compiled(
+        self, kind: CollectiveKind, ways: Sequence[int], devices: int, nbytes: int
+    ) -> CollectiveKind:
+        """The collective that runs where a program on so many devices asks for one of this kind at once. ways: of the
+        devices that it joins, at each link level."""
+        crossed, joined = [w for w in ways if w > 1], math.prod(ways)
+        square = joined == devices and len(crossed) > 1 and len(set(crossed)) == 1
         for f in self.forms:
-            small = not f.below_bytes or nbytes < f.below_bytes
-            if f.kind == kind and levels >= f.levels and ways > f.more_than and small:
+            wide = len(crossed) >= f.levels and joined > f.more_than and (square or not f.square)
+            if f.kind == kind and wide and (not f.below_bytes or nbytes < f.below_bytes):
                 return f.becomes
         return kind
 

@@ -41,9 +41,9 @@ def gathered(nbytes, mesh=MESH):
     return replace(there, kind="all_gather", before=there.after, after=(None,) * len(mesh.sizes))
 
 
-def test_a_sum_over_more_than_32_chips_goes_one_dim_of_the_torus_at_a_time():
-    """At once it would be an all-reduce of the whole buffer; the second stage sends an eighth of the first. Over 32
-    chips it is one scattered sum."""
+def test_a_sum_over_all_chips_of_a_square_goes_in_two_stages():
+    """At once it would be an all-reduce of the whole buffer. The first stage joins as many as it can, over links of
+    both dims of the torus. Over all chips of 4 x 8 it is one scattered sum."""
     form = form_of(scattered(32 << 20), MESH, V5E)
     assert [(m.kind, len(m.axes), m.nbytes) for m in form] == [
         ("reduce_scatter", 1, 32 << 20),
@@ -51,8 +51,12 @@ def test_a_sum_over_more_than_32_chips_goes_one_dim_of_the_torus_at_a_time():
     ]
     assert price_of(form, MESH, V5E) < price_of((scattered(32 << 20),), MESH, V5E)
     assert len(form_of(scattered(32 << 20), MESH, BARE)) == 1
-    narrow = mesh_from("4x8", 32)
+    narrow, fine, small = mesh_from("4x8", 32), mesh_from("2x4x8", 64), mesh_from("4x4", 16)
     assert len(form_of(scattered(32 << 20, narrow), narrow, V5E)) == 1
+    assert len(form_of(scattered(2 << 20, small), small, V5E)) == 2
+    both = form_of(scattered(32 << 20, fine), fine, V5E)
+    assert [(m.axes, m.nbytes) for m in both] == [(("y", "z"), 32 << 20), (("x",), 1 << 20)]
+    assert price_of(both, fine, V5E) < 0.7 * price_of(form, MESH, V5E)
 
 
 def test_wide_gathers_of_small_tensors_go_in_stages():
@@ -94,7 +98,8 @@ def test_only_what_the_compiler_changes_is_asked_for_otherwise():
         ("all_gather", "reduce_scatter"), (1, 2), (8, 16), (99, 100)
     ):
         changed = (kind, levels, ways, nbytes) == ("all_gather", 2, 16, 99)
-        assert (m.as_compiled(kind, levels, ways, nbytes) == "all_reduce") == changed
+        at = (ways,) if levels == 1 else (ways // 2, 2)
+        assert (m.as_compiled(kind, at, 64, nbytes) == "all_reduce") == changed
     assert m.digest == machine.load("tpu_v5e").digest  # a plan's price is that of the collectives it lists
 
 
