@@ -24,7 +24,7 @@ from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps
 from pase.backends.torch_pairs import OpPair
-from pase.backends.torch_rules import RANK_RULES
+from pase.backends.torch_rules import RANK_RULES, SEEDS_APART
 from pase.backends.torch_values import NotOnParts, RankValue, led, steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
@@ -158,7 +158,7 @@ class RankWalk:
         """
 
         def seed_at(path: str) -> int:
-            return seed * 1_000_003 + zlib.crc32(path.encode())
+            return seed * SEEDS_APART + zlib.crc32(path.encode())
 
         constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
         return Body(constants=constants, values=dict(leaves))

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.local_schedule import ProgramSchedule
-from pase.backends.torch_compiled import added, compiled
+from pase.backends.torch_compiled import CompiledStep, added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
@@ -174,7 +174,7 @@ class ParallelModule:
     """How often the step ran. Random values depend on this and on ``seed``."""
     compiler: str | None = None
     """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
-    _graph: Callable[..., Sequence[Tree]] | None = field(default=None, repr=False)
+    _graph: CompiledStep | None = field(default=None, repr=False)
     """What was compiled."""
     stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
@@ -185,11 +185,6 @@ class ParallelModule:
     ) -> ParallelModule:
         import torch
 
-        if compile and (plan.blocks or plan.traced.marked):
-            raise PaseError(
-                f"'{plan.program.name}' is computed again in backward, which a compiled step would not do: use "
-                f"compile=False, or compile the plan with remat='none'"
-            )
         if compile and any(s.kind == "branch" for op in plan.program.ops for s in op.op.scope):
             raise PaseError(
                 f"'{plan.program.name}' has branches, of which data say which is taken, and a compiled step would take "
@@ -320,9 +315,9 @@ class ParallelModule:
 
         if self._graph is None:
             assert self.compiler is not None
-            self._graph = compiled(joint, given, self.compiler, self.plan.program.name)
+            self._graph = compiled(joint, given, self.compiler, self.plan.program.name, self.device)
         with torch.no_grad():
-            loss, gradients, new = self._graph(*given)
+            loss, gradients, new = self._graph(given, self.steps)
             for t, g in zip(trained, gradients, strict=True):
                 if g is not None:
                     added(self.stored[t], g)

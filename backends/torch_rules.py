@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RANK_RULES", "Laid", "RankCall", "evaluate", "seeded"]
+__all__ = ["RANK_RULES", "SEED", "SEEDS_APART", "Laid", "RankCall", "evaluate", "seeded"]
 
 Laid = tuple[Extents, Layout]
 """A whole shape and its layout."""
@@ -384,6 +384,10 @@ def _group_norm(call: RankCall) -> Tensor:
 # Random ops: the whole tensor is drawn from one seed, and each rank takes its part.
 
 _DRAWING = threading.Lock()
+SEED = "pase_seed"
+"""What a traced node's notes say of the seed that it was drawn from."""
+SEEDS_APART = 1_000_003
+"""The difference between a place's seeds in two steps."""
 
 
 @contextlib.contextmanager
@@ -393,9 +397,10 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     The program's own random state is restored afterwards.
     """
     import torch
+    from torch.fx.traceback import annotate
 
     devices = [device] if device.type == "cuda" else []
-    with _DRAWING, torch.random.fork_rng(devices=devices):
+    with _DRAWING, torch.random.fork_rng(devices=devices), annotate({SEED: seed}):
         torch.manual_seed(seed % 2**63)
         yield
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_blocks import batch_size, split_inputs
 from pase.frontends.jax_rules import RULES, Elementwise
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     _Opened = tuple[Jaxpr, Sequence[Array]]  # a program and the values of its constants
 
-__all__ = ["check_mean"]
+__all__ = ["check_mean", "examples_meet"]
 
 _MOVED = frozenset(
     (
@@ -44,6 +45,18 @@ _MOVED = frozenset(
 )
 """What gives a number's multiple if it reads a multiple."""
 _OWN_RULE = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+
+
+def examples_meet(traced: TracedJax, graph: Graph) -> str | None:
+    """Where the examples of a batch meet, so that micro-batches would give other numbers; None: nowhere.
+
+    graph: the simplified one. The numbers in the program are looked at in ``check_mean``.
+    """
+    try:
+        sums = batch_sums(graph, _cut(traced), None)
+    except ExamplesMeet as e:
+        return str(e)
+    return _total_of_loss(graph, sums.totals)
 
 
 def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
@@ -90,7 +103,11 @@ def _total_of_loss(graph: Graph, totals: Collection[str]) -> str | None:
 
 def _cut(traced: TracedJax) -> frozenset[str]:
     """Paths of the inputs that have the batch's dim."""
-    size, n = batch_size(traced), len(traced.param_paths)
+    n = len(traced.param_paths)
+    try:
+        size = batch_size(traced)
+    except PaseError:
+        return frozenset()  # no batch, which who divides it says
     avals = traced.jaxpr.in_avals[n:]
     shapes = {tuple(a.shape) for a, on in zip(avals, split_inputs(traced), strict=True) if on}
     inputs = (t for t in traced.graph.tensors.values() if t.role == "input")

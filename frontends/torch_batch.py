@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,11 +15,12 @@ from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.frontends.torch_blocks import batch_size
 from pase.frontends.torch_numbers import NumberUnknown, node_numbers, numbers_missing, op_name
+from pase.frontends.torch_rules import POINTWISE, RULES
 from pase.frontends.torch_types import FxNode
-from pase.frontends.torch_values import TorchOperand, arguments
+from pase.frontends.torch_values import TorchOperand, arguments, specs_of
 from pase.frontends.values import Value
-from pase.ir import Graph, Op
-from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums
+from pase.ir import Graph, Op, Place, named, simplify
+from pase.ir.batch_sums import BatchSums, ExamplesMeet, batch_sums, counting_ops
 
 if TYPE_CHECKING:
     from pase.frontends.from_torch import TracedTorch
@@ -44,14 +46,46 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
 
     Raises NotInParts if a step in micro-batches would give other numbers.
     """
-    data = frozenset(a.tensor for n in graph.nodes for op in n.ops for a in op.writes)
-    beside = _WholeAndPart(whole=whole, part=part, k=k, data=data)
     try:
-        return batch_sums(graph, _cut(whole), beside.power)
+        if batch_size(whole) != k:
+            return batch_sums(graph, _cut(whole), _beside(whole, part, graph, k))
+        # The graph of one example has no dim that is the batch's: the whole batch's has.
+        every = named(simplify(whole.graph))
+        return _of_part(
+            batch_sums(every, _cut(whole), _beside(part, whole, every, 1 / k)), whole, part, graph
+        )
     except ExamplesMeet as e:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"
         ) from None
+
+
+def _beside(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> Callable[[Op], int | None]:
+    data = frozenset(a.tensor for n in graph.nodes for op in n.ops for a in op.writes)
+    return _WholeAndPart(whole=whole, part=part, k=k, data=data).power
+
+
+def _of_part(sums: BatchSums, whole: TracedTorch, part: TracedTorch, graph: Graph) -> BatchSums:
+    """The same, of tensors in the graph of a micro-batch. graph: the simplified one."""
+    one = {place: t for t, place in _places(part).items()}
+    every = _places(whole)
+    if missing := next((t for t in sums.totals if every[t] not in one), None):
+        raise ExamplesMeet(f"{every[missing][1]} at {every[missing][0]}, which one example alone has not")
+    totals = {one[every[t]]: power for t, power in sums.totals.items()}
+    outputs = zip(part.graph.outputs, sums.outputs.values(), strict=True)
+    return BatchSums(totals=totals, outputs=dict(outputs), counting=counting_ops(graph, totals))
+
+
+def _places(traced: TracedTorch) -> dict[str, tuple[Place, str, int]]:
+    """Tensor -> the place and the name of the op that writes it, and how many such stand before it."""
+    found: dict[str, tuple[Place, str, int]] = {}
+    before: Counter[tuple[Place, str]] = Counter()
+    for n in traced.graph.nodes:
+        for op in n.ops:
+            for a in op.writes:
+                found[a.tensor] = (op.eqn, op.name, before[op.eqn, op.name])
+                before[op.eqn, op.name] += 1
+    return found
 
 
 def _cut(traced: TracedTorch) -> frozenset[str]:
@@ -71,7 +105,7 @@ class _WholeAndPart:
 
     whole: TracedTorch
     part: TracedTorch
-    k: int
+    k: float
     data: frozenset[str]
 
     def power(self, op: Op) -> int | None:
@@ -149,8 +183,9 @@ class _WholeAndPart:
     def _differs(self, n: FxNode, big: FxNode) -> bool:
         call, _, place = self._places.get(n, "").rpartition(".")
         if n.op == "placeholder" and call in self._nodes[1]:  # of a loop's or a branch's body
-            other, given = (_operands(nodes[call])[int(place)] for nodes in self._nodes)
-            return self._constant_differs(self._outside(given)) if hasattr(given, "op") else given != other
+            lists = ([v for v in nodes[call].args if isinstance(v, (list, tuple))] for nodes in self._nodes)
+            other, given = (_flat(v)[int(place)] for v in lists)
+            return self._operand_differs(given, other)
         if n.op != "call_function":
             return not _same_constant(self.part, n, self.whole, big)
         if n.target is operator.getitem:
@@ -160,15 +195,8 @@ class _WholeAndPart:
         if _tagged(n, "nondeterministic_seeded"):  # of what is random there is no one value
             return False
         own, other = (arguments(m.target, m.args, m.kwargs) for m in (n, big))
-        if op_name(n) == "fill":  # of what it fills only the shape matters
-            value = own["value"]
-            return (
-                self._constant_differs(self._outside(value))
-                if hasattr(value, "op")
-                else value != other["value"]
-            )
-        if op_name(n).startswith(_FILLING):
-            return _plain(own, _FILL) != _plain(other, _FILL)
+        if _fills(n):  # of what it fills only the shape matters
+            return any(self._operand_differs(own[k], other[k]) for k in _FILL if k in own)
         if op_name(n) in ("index", "_unsafe_index"):
             return self._index_differs(own, other)
         if any(map(self._constant_differs, map(self._outside, n.all_input_nodes))):
@@ -177,7 +205,7 @@ class _WholeAndPart:
             return self._repeat_differs(own, other)
         every = zip((n, *n.all_input_nodes), (big, *big.all_input_nodes), strict=True)
         shapes = [(_shape(a), _shape(b)) for a, b in every]
-        if op_name(n) in _MOVED and any(a != b for a, b in shapes):  # only sizes may differ
+        if _moves(n) and any(a != b for a, b in shapes):  # only sizes may differ
             return False
         if _plain(own) != _plain(other):
             return True
@@ -186,6 +214,9 @@ class _WholeAndPart:
         along = (-2, -1) if op_name(n) in ("tril", "triu") else own.get("dim")
         dims = [along] if isinstance(along, int) else list(along or ())
         return not dims or any(a[0][d] != b[0][d] for a, b in shapes[1:] for d in dims)
+
+    def _operand_differs(self, own: TorchOperand, other: TorchOperand) -> bool:
+        return self._constant_differs(self._outside(own)) if hasattr(own, "op") else bool(own != other)
 
     def _repeat_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
         """Of what is repeated along a dim: if each example gets the whole of it, they are alike."""
@@ -245,53 +276,32 @@ def _numbers(n: FxNode) -> list[float]:
     return [float(v) for v in arguments(n.target, n.args, n.kwargs).values() if isinstance(v, (int, float))]
 
 
-_FILL = ("fill_value", "value")
-_FILLING = (
-    "full",
-    "ones",
-    "zeros",
-    "empty",
-    "new_full",
-    "new_ones",
-    "new_zeros",
-    "new_empty",
-    "scalar_tensor",
-)
-"""How the names of ops begin that make one number at every place, or none; of their operands only shapes matter."""
-_MOVED = frozenset(
-    (
-        *(
-            "alias",
-            "clone",
-            "contiguous",
-            "detach",
-            "expand",
-            "expand_as",
-            "lift_fresh_copy",
-            "permute",
-            "reshape",
-        ),
-        *("squeeze", "t", "transpose", "unsqueeze", "view", "view_as", "_to_copy", "_unsafe_view", "to"),
-    )
-)
-"""Ops that move a constant's numbers, and change none."""
+_FILL = ("fill_value", "value", "s")
 
 
-def _plain(given: Mapping[str, TorchOperand], names: Sequence[str] | None = None) -> list[TorchOperand]:
+def _plain(given: Mapping[str, TorchOperand]) -> list[TorchOperand]:
     """The operands that are numbers, words, or lists of them."""
-    import torch
-
-    flat = torch.utils._pytree.tree_leaves
-    every = (v for k, v in given.items() if names is None or k in names)
-    return [x for v in every for x in flat(v) if not isinstance(x, torch.fx.Node)]
+    return [x for x in _flat(given.values()) if not hasattr(x, "op")]
 
 
-def _operands(call: FxNode) -> list[TorchOperand]:
-    """What a loop or a branch gives to its body, in the order of the body's placeholders."""
-    import torch
+def _flat(operands: Iterable[TorchOperand]) -> list[TorchOperand]:
+    """Operands, and those in lists."""
+    return [x for v in operands for x in (v if isinstance(v, (list, tuple)) else (v,))]
 
-    flat = torch.utils._pytree.tree_leaves
-    return [x for given in call.args if isinstance(given, (list, tuple)) for x in flat(given)]
+
+def _fills(n: FxNode) -> bool:
+    """Whether it makes one number at every place, or none."""
+    rule = RULES.get(op_name(n))
+    return rule is not None and rule is RULES.get("full") and op_name(n) != "eye"
+
+
+def _moves(n: FxNode) -> bool:
+    """Whether it moves a tensor's numbers, leaves none out and changes none: views but for slices, and copies."""
+    made, moved = (
+        n.meta["val"],
+        n.target.is_view or _tagged(n, "view_copy") or op_name(n) in ("_to_copy", "_unsafe_view"),
+    )
+    return moved and hasattr(made, "numel") and made.numel() >= n.args[0].meta["val"].numel()
 
 
 def _tagged(n: FxNode, tag: str) -> bool:
@@ -301,17 +311,15 @@ def _tagged(n: FxNode, tag: str) -> bool:
 
 
 def _pointwise(n: FxNode) -> bool:
-    return _tagged(n, "pointwise") or op_name(n) in ("__and__", "__or__", "__xor__", "where")
+    return _tagged(n, "pointwise") or op_name(n) in POINTWISE
 
 
 def _floating(n: FxNode) -> bool:
     return bool(n.meta["val"].is_floating_point())
 
 
-def _shape(n: FxNode) -> TorchOperand:
-    import torch
-
-    return [tuple(t.shape) for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if hasattr(t, "shape")]
+def _shape(n: FxNode) -> list[tuple[int, ...]]:
+    return [spec[0] for spec in specs_of(n.meta.get("val"), str(n)) if spec is not None]
 
 
 def _same_constant(part: TracedTorch, n: FxNode, whole: TracedTorch, big: FxNode) -> bool:

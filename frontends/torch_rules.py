@@ -19,14 +19,14 @@ from pase.ops import composites, nests
 from pase.ops.activations import ACTIVATIONS
 from pase.registry import Registry
 
-__all__ = ["RULES", "TorchRule", "lowers"]
+__all__ = ["POINTWISE", "RULES", "TorchRule", "lowers"]
 
 TorchRule = Callable[[TorchCall], "Value | Sequence[Value | None]"]
 RULES: Registry[TorchRule] = Registry("rule for ATen op", package="pase.frontends", prefix="torch_rules")
 lowers = RULES.register
 """Op (with "namespace::" before it where that is not aten) -> rule."""
 
-_FUNCTIONS = {
+POINTWISE = {
     "add": "add",
     "sub": "sub",
     "rsub": "sub",
@@ -134,7 +134,7 @@ def _elementwise(function: Function, c: TorchCall) -> Value:
     return c.pointwise(function, flops=function.flops + 1.0 if scaled else None)
 
 
-for _op, _name in _FUNCTIONS.items():
+for _op, _name in POINTWISE.items():
     RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
 
 
@@ -306,7 +306,7 @@ _SEQUENTIAL = {
     "cummin": "cummin",
     "logcumsumexp": "cumlogsumexp",
     "sort": "sort",
-    "argsort": "sort",
+    "argsort": "argsort",
     "topk": "top_k",
     "kthvalue": "top_k",
     "median": "sort",

@@ -15,7 +15,6 @@ from pase.ir.blocks import (
     again_text,
     attention_cores,
     kept_results,
-    mixes_examples,
     once_text,
     rematerialised,
 )
@@ -119,11 +118,14 @@ def _check_halves(traced: TracedJax) -> None:
 
 
 def _meet(traced: Traced, graph: Graph) -> str | None:
-    """Where examples of the batch meet, so that micro-batches would give other numbers."""
+    """Where examples of the batch meet, so that micro-batches would give other numbers; None: nowhere."""
+    from pase.frontends import jax_batch, torch_batch
+    from pase.frontends.from_jax import TracedJax
     from pase.frontends.from_torch import TracedTorch
-    from pase.frontends.torch_batch import examples_meet
 
-    return examples_meet(traced, graph) if isinstance(traced, TracedTorch) else mixes_examples(graph)
+    if isinstance(traced, TracedJax):
+        return jax_batch.examples_meet(traced, graph)
+    return torch_batch.examples_meet(traced, graph) if isinstance(traced, TracedTorch) else None
 
 
 class BlockWays(Protocol):
@@ -175,7 +177,7 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
                 f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint or "
                 f"torch.utils.checkpoint"
             )
-    mixed = _meet(traced, graph)
+    mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
     if accumulate not in (None, 1) and mixed:
         raise NotInParts(
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"

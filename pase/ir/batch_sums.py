@@ -6,15 +6,15 @@ count divides by a number that only the whole batch has, which is summed over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from pase.ir.maps import Walk
-from pase.ir.names import dim_classes
+from pase.ir.batch_dims import BatchDims, batch_dims
+from pase.ir.functions import ARGSORT, CAST, FLOOR, SORT
 from pase.ir.places import Place
-from pase.ir.types import Graph, Node, Op
+from pase.ir.types import LEAF, Access, Graph, Node, Op, is_floating
 
-__all__ = ["BatchSums", "ExamplesMeet", "along_batch", "batch_sums"]
+__all__ = ["BatchSums", "ExamplesMeet", "batch_sums", "counting_ops"]
 
 
 class ExamplesMeet(Exception):
@@ -42,12 +42,18 @@ class _OfBatch:
     parameters. trained: it depends on parameters. totalled: it depends on a total.
 
     power: the value in a step of one micro-batch is k ** -power times this one; of a sum, times all of them.
+    order: how it lies along the batch: "", as the batch does; as that sort has put it; None: alike everywhere.
+    places: it says where that sort took its elements from or, if it lies as the batch does, where it put them.
+    met: the op that made of several examples what is no sum over them, and its line.
     """
 
     summed: bool = False
     trained: bool = False
     totalled: bool = False
     power: int = 0
+    order: str | None = None
+    places: str = ""
+    met: str = ""
 
     @property
     def share(self) -> int:
@@ -65,97 +71,163 @@ def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | 
     power of k by which the number is larger in a step of one micro-batch; None: it is not a power of it. Without
     it powers are not looked at.
 
-    Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives.
+    Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives. Where the
+    groups of a product's rows end is no such value: it is taken to follow from the sort that has put the rows there.
     """
-    walk = _SumsWalk(graph=graph, cut=frozenset(cut), scaled=scaled)
+    walk = _SumsWalk(graph=graph, batch=batch_dims(graph, cut), scaled=scaled)
     for n in graph.nodes:
         for op in n.ops:
             if not op.backward:  # gradients are always summed over the batch
                 walk.take(n, op)
+    made = {t: walk.values.get(t, _NONE) for t in graph.outputs}
+    if met := next((v.met for v in made.values() if v.met), ""):
+        raise ExamplesMeet(met)
     read = {a.tensor for n in graph.nodes for op in n.ops for a in op.reads}
     totals = {t: power for t, power in walk.totals.items() if t in read}
-    outputs = {t: walk.values.get(t, _NONE).share for t in graph.outputs}
-    return BatchSums(totals=totals, outputs=outputs, counting=_counting(graph, totals))
+    outputs = {t: v.share for t, v in made.items()}
+    return BatchSums(totals=totals, outputs=outputs, counting=counting_ops(graph, totals))
 
 
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class _SumsWalk:
     graph: Graph
-    cut: frozenset[str]
+    batch: BatchDims
     scaled: Callable[[Op], int | None] | None
     values: dict[str, _OfBatch] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.classes = dim_classes(self.graph)
-        self.batch = {
-            self.classes[n.name, d]
-            for n in self.graph.nodes
-            if n.kind == "input" and self.graph.tensors[n.ops[0].writes[0].tensor].path in self.cut
-            for first in n.ops[0].writes[0].map.walks[:1]
-            for d in first.dims[:1]
-        }
-
-        self._uncut()
-
-    def _uncut(self) -> None:
-        """Refuses views that take the batch apart (``view(2, -1)``, ``chunk(2)``): a micro-batch's examples then meet
-        others than in the whole batch."""
-        for e in self.graph.edges:
-            src, dst = self.graph.node[e.src], self.graph.node[e.dst]
-            _, write = src.write_of(e.tensor)
-            for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
-                made, read = _factors(src, w), _factors(dst, r)
-                if w.window or r.window or made[-1][2] != read[-1][2]:
-                    continue
-                for n, mine, others in ((src, made, read), (dst, read, made)):
-                    for d, low, high in mine:
-                        if self.classes.get((n.name, d)) in self.batch and any(
-                            low < end < high for _, _, end in others
-                        ):
-                            raise ExamplesMeet(f"{dst.main.name} at {dst.main.source or dst.name}")
-
     def take(self, n: Node, op: Op) -> None:
-        reads = [self.values.get(a.tensor, _NONE) for a in op.reads]
-        own = {d for d in op.dims if self.classes[n.name, d] in self.batch}
+        """Notes what an op makes. Where examples meet in it, what is made from that is not looked at further."""
+        reads = [self.values.get(a.tensor, _NONE) for a in op.factors]
         where = f"{op.name} at {op.source or n.name}"
-        if op.kind in ("parameter", "input", "constant"):
+        try:
+            if met := next((v.met for v in reads if v.met), ""):
+                raise ExamplesMeet(met)
+            made = self._made(n, op, reads, where)
+        except ExamplesMeet as e:
+            if op.kind in ("carry", "output"):
+                raise
+            made = [_OfBatch(met=str(e))] * len(op.writes)
+        self.values.update(zip((a.tensor for a in op.writes), made, strict=True))
+
+    def _made(self, n: Node, op: Op, reads: Sequence[_OfBatch], where: str) -> Sequence[_OfBatch]:
+        own = self.batch.of(n, op)
+        if op.kind in LEAF:
             if op.kind == "parameter" and own:  # its rows tell examples by their places along the batch
                 raise ExamplesMeet(where)
             state = any(o.kind == "carry" for o in n.ops)  # the last step's: it is no count of this batch
-            made = _OfBatch(trained=op.kind == "parameter" or state)
-        elif op.kind in ("carry", "output"):
-            if op.kind == "carry" and any(v.summed or v.totalled for v in reads):
+            made = _OfBatch(trained=op.kind == "parameter" or state, order="")
+            return [made] * len(op.writes)
+        if self.batch.apart(n, op):
+            raise ExamplesMeet(where)
+        if op.kind in ("carry", "output"):
+            carried = op.kind == "carry"
+            if any(v.order or v.places or (carried and (v.summed or v.totalled)) for v in reads):
                 raise ExamplesMeet(where)
-            made = _OfBatch(trained=True)  # the loop's body, which comes after it, may make it so
-        elif any(own - set(a.map.dims) for a in op.writes):
+            made = _OfBatch(trained=True, order="")  # the loop's body, which comes after it, may make it so
+            return [made] * len(op.writes)
+        along = any(n.space[d].kind != "parallel" for d in own)
+        lost = any(own - set(a.map.dims) for a in op.writes)
+        if op.function in (SORT, ARGSORT) and along:
+            return self._sorted(op, own, reads, where)
+        if op.kind in ("gather", "scatter") and lost:
+            return [self._moved(op, own, reads, where)]
+        if self.batch.pairs(n, op):
+            raise ExamplesMeet(where)
+        order = self._order(op, own, reads, where)
+        if op.kind == "matmul" and own and not order and (len(op.reads) > 2 or (along and not lost)):
+            raise ExamplesMeet(where)  # of which group a row is depends on its place
+        if lost:
             made = self._sum(op, reads, own, where)
         elif any(v.summed for v in reads):
             if own:
                 raise ExamplesMeet(where)
             made = self._of_sums(op, reads, where)
         else:
-            if op.kind in ("sequential", "opaque") and along_batch(n, own) and not self._alone(op):
+            ordered = op.kind in ("sequential", "opaque", "gather", "scatter")
+            if along and (ordered or _reorders(op)) and not self._alone(op):
                 raise ExamplesMeet(where)
-            made = self._joined(op, reads, self._power(op, [v.power for v in reads], where))
-        for a in op.writes:
-            self.values[a.tensor] = made
+            made = self._joined(op, reads, self._power(op, [v.power for v in reads], where), order=order)
+        return [replace(made, places=self._places(op, reads, where))] * len(op.writes)
 
     def _alone(self, op: Op) -> bool:
         """Whether it reads single numbers only: the state of a random generator."""
         return all(self.graph.tensors[a.tensor].elements == 1 for a in op.reads)
 
-    def _joined(self, op: Op, reads: list[_OfBatch], power: int, summed: bool = False) -> _OfBatch:
+    def _constant(self, a: Access) -> bool:
+        return self.graph.tensors[a.tensor].role == "constant"
+
+    def _order(self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str) -> str | None:
+        """How an op reads what lies along the batch: all of it alike."""
+        found = {v.order for v, a in zip(reads, op.factors, strict=True) if set(own) & set(a.map.dims)} - {
+            None
+        }
+        if len(found) > 1:
+            raise ExamplesMeet(where)
+        return next(iter(found), None)
+
+    def _places(self, op: Op, reads: Sequence[_OfBatch], where: str) -> str:
+        """Places stay places when they are moved, cast, or divided: by the number of choices that an example has."""
+        told = next((v for v in reads if v.places), _NONE)
+        kept = op.kind in ("view", "copy") or op.function is CAST or (op.function is FLOOR and told.order)
+        if told.places and not (kept and len(reads) == 1):
+            raise ExamplesMeet(where)
+        return told.places
+
+    def _sorted(
+        self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str
+    ) -> Sequence[_OfBatch]:
+        """The batch, sorted by one whole number for each of its elements, such as a token's expert. Of several results
+        the last one says where each came from; if these places are sorted, it says where each went."""
+        keys = [(a, v) for a, v in zip(op.reads, reads, strict=True) if not self._constant(a)]
+        told = op.function is ARGSORT or len(op.writes) > 1
+        ((a, v),) = keys if len(keys) == 1 and own == set(op.dims) else [(op.reads[0], _OfBatch(met=where))]
+        back = v.places and v.order == v.places and told
+        if v.met or is_floating(self.graph.tensors[a.tensor].dtype) or not (back or v.order == ""):
+            raise ExamplesMeet(where)
+        sort = v.places or op.writes[0].tensor
+        last = self._joined(op, reads, 0, order="" if back else sort, places=sort)
+        first = _OfBatch(met=where) if back else replace(last, places="")
+        return [*[first] * (len(op.writes) - told), *[last] * told]
+
+    def _moved(self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str) -> _OfBatch:
+        """The batch, looked up at places that a sort gave: put into its order, or back."""
+        x, ids, *new = reads
+        held = set(own) & set(op.reads[1].map.dims) and set(own) & set(op.writes[0].map.dims)
+        if not held or not ids.places or any(v.summed for v in reads):
+            raise ExamplesMeet(where)
+        power, forward = self._power(op, [v.power for v in reads], where), ids.order == ids.places
+        if op.kind == "gather" and not x.places and x.order == ("" if forward else ids.places):
+            return self._joined(op, reads, power, order=ids.order)
+        if op.kind == "scatter" and forward and not x.order:
+            if self._constant(op.reads[2]):  # these places' own numbers
+                return self._joined(op, reads, power, order="", places=ids.places)
+            if new[0].order == ids.places and not new[0].places:
+                return self._joined(op, reads, power, order="")
+        raise ExamplesMeet(where)
+
+    def _joined(
+        self,
+        op: Op,
+        reads: Sequence[_OfBatch],
+        power: int,
+        *,
+        summed: bool = False,
+        order: str | None = None,
+        places: str = "",
+    ) -> _OfBatch:
         return _OfBatch(
             summed=summed,
             trained=any(v.trained for v in reads),
             totalled=any(v.totalled for v in reads),
             power=power,
+            order=order,
+            places=places,
         )
 
-    def _sum(self, op: Op, reads: list[_OfBatch], own: set[str], where: str) -> _OfBatch:
+    def _sum(self, op: Op, reads: Sequence[_OfBatch], own: Collection[str], where: str) -> _OfBatch:
         """A result without the batch's dim."""
-        along = [v for v, a in zip(reads, op.reads, strict=True) if own & set(a.map.dims)]
+        along = [v for v, a in zip(reads, op.factors, strict=True) if set(own) & set(a.map.dims)]
         if not (op.kind == "matmul" or _adds(op)) or not along or any(v.summed for v in reads):
             raise ExamplesMeet(where)
         if self._scale(op) != 0:  # a constant that differs with the batch
@@ -168,7 +240,7 @@ class _SumsWalk:
         self.totals[op.writes[0].tensor] = made.power
         return _OfBatch(totalled=True)
 
-    def _of_sums(self, op: Op, reads: list[_OfBatch], where: str) -> _OfBatch:
+    def _of_sums(self, op: Op, reads: Sequence[_OfBatch], where: str) -> _OfBatch:
         """A value of sums, and of what is the same in every micro-batch: linear in the sums."""
         sums = [v for v in reads if v.summed]
         product = op.function.name in ("mul", "div")
@@ -186,7 +258,7 @@ class _SumsWalk:
     def _scale(self, op: Op) -> int | None:
         return 0 if self.scaled is None else self.scaled(op)
 
-    def _power(self, op: Op, powers: list[int], where: str) -> int:
+    def _power(self, op: Op, powers: Sequence[int], where: str) -> int:
         if not powers or self.scaled is None:
             return 0
         by = self.scaled(op)
@@ -207,7 +279,7 @@ class _SumsWalk:
         return powers[0]
 
 
-def _counting(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place, str]]:
+def counting_ops(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place, str]]:
     """The ops on the way from the inputs to the totals: (place, what it writes)."""
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     found: dict[str, Op] = {}
@@ -220,19 +292,9 @@ def _counting(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place, s
     return frozenset((op.eqn, t) for t, op in found.items())
 
 
-def along_batch(node: Node, batch: Collection[str]) -> bool:
-    """Whether a sequential op runs along the batch: example by example it may be split over it. batch: the dims of the
-    op that are the batch's."""
-    return any(node.space[d].kind != "parallel" for d in batch)
-
-
-def _factors(n: Node, walk: Walk) -> list[tuple[str, int, int]]:
-    """(dim, stride, stride of the next) of the dims that walk a tensor's dim, minor first; the last one ends at the
-    tensor's extent."""
-    found, stride = [("", 1, 1)], 1
-    for d in reversed([d for d in walk.dims if n.space[d].kind != "ring"]):
-        found.append((d, stride, stride := stride * int(n.space[d].size)))
-    return found
+def _reorders(op: Op) -> bool:
+    """Slices, rolls and the like, whose dims may not be split where they change: a view alone works on nothing."""
+    return op.kind == "view" and op.flops_per_point > 0
 
 
 def _adds(op: Op) -> bool:

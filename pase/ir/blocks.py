@@ -11,10 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pase.ir.batch_sums import along_batch
-from pase.ir.names import dim_classes
 from pase.ir.places import Place, Scope
-from pase.ir.sizes import is_one
 from pase.ir.types import LEAF, Graph, Node, Op
 
 __all__ = [
@@ -26,7 +23,6 @@ __all__ = [
     "attention_cores",
     "holders",
     "kept_results",
-    "mixes_examples",
     "once_of",
     "once_text",
     "rematerialised",
@@ -215,37 +211,3 @@ _ONCE: Mapping[Once, tuple[str, ...]] = {
 def once_text(once: Once) -> list[str]:
     """What is sent once a step, in words: a part, or nothing."""
     return list(_ONCE[once])
-
-
-def mixes_examples(graph: Graph) -> str | None:
-    """Where a value summed over the batch is combined with the batch again (batch norm), or two such sums are combined
-    (a mean by a counted weight). Micro-batches would then change the numbers. The op and its line; None: nowhere.
-
-    graph: simplified.
-    """
-    classes = dim_classes(graph)
-    batch = {
-        classes[n.name, d]
-        for n in graph.nodes
-        if n.kind == "input"
-        for first in n.ops[0].writes[0].map.walks[:1]
-        for d in first.dims[:1]
-    }
-    summed: set[str] = set()
-    for n in graph.nodes:
-        for op in n.ops:
-            if op.backward:  # gradients are always summed over the batch
-                continue
-            own = {d for d in op.dims if classes[n.name, d] in batch}
-            told = {a.tensor for a in op.reads} & summed
-            if told and own:
-                return f"{op.name} at {op.source or n.name}"
-            if len(told) > 1 and not op.function.linear:
-                return f"{op.name} at {op.source or n.name}"
-            for a in op.writes:
-                if told or (own - set(a.map.dims)):
-                    summed.add(a.tensor)
-            sequential = op.kind in ("sequential", "opaque") and along_batch(n, own)
-            if sequential and any(not is_one(graph.tensors[a.tensor].elements) for a in op.reads):
-                return f"{op.name} at {op.source or n.name}"
-    return None

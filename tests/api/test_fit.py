@@ -21,8 +21,8 @@ from pase.compiler.spent import Spent
 from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.frontends.from_jax import trace
+from pase.frontends.jax_batch import examples_meet
 from pase.frontends.jax_blocks import blocks_of, micro
-from pase.ir.blocks import mixes_examples
 from pase.machine import Mesh, mesh_from
 from pase.tables.layouts import configs
 
@@ -153,20 +153,16 @@ def test_examples_that_meet_are_noticed():
     x = S((16, 8), "float32")
 
     def where(fn):
-        return mixes_examples(SplitProblem.of(trace(fn, params, x).graph, 2, None, "analytic", "adam").graph)
+        return meet(trace(fn, params, x))
+
+    def meet(traced):
+        return examples_meet(traced, SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph)
 
     assert "test_fit.py" in (where(norms) or "")
-    assert "div" in (where(weighted) or "")
+    assert "reduce_sum" in (where(weighted) or "")
     assert where(lambda p, x: wide(p["w"], x)) is None
     for name, mixes in (("gpt2", False), ("resnet101", True), ("transformer", False), ("vit_l16", False)):
-        assert (
-            bool(
-                mixes_examples(
-                    SplitProblem.of(resolve(f"zoo:{name}").graph, 2, None, "analytic", "adam").graph
-                )
-            )
-            is mixes
-        )
+        assert bool(meet(resolve(f"zoo:{name}"))) is mixes
     with pytest.raises(
         PaseError, match=r"would give other numbers: examples of the batch meet in .*test_fit.py"
     ):

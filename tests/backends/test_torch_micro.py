@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -113,24 +114,81 @@ def test_a_step_in_micro_batches_is_the_whole_batchs(kind: str) -> None:
             assert sent_by_one_rank(run) == planned(run.program)
 
 
-def test_a_compiled_step_counts_too() -> None:
+def assert_equal_alone(module: Any, batch: tuple[Any, ...], loss: Any, accumulate: int, **kw: Any) -> None:
+    """A step on one rank gives the loss and all gradients of the step without micro-batches."""
     import torch
 
-    module, ids, labels = model()
-    loss = losses()["counted"]
     alone = copy.deepcopy(module)
-    whole = loss(alone, ids, labels)
+    whole = alone(*batch) if loss is None else loss(alone, *batch)
     whole.backward()
-    run = pase.compile(module, ids, labels, loss=loss, devices=1, accumulate=4).torch
+    run = pase.compile(module, *batch, loss=loss, devices=1, accumulate=accumulate, memory_limit="none").torch
+    assert run.leaves and run.sums.outputs
 
     def on_rank(rank: int) -> Any:
         mine = copy.deepcopy(module)
-        made = run.parallelize(mine, compile="eager").backward(ids, labels)
+        made = run.parallelize(mine, **kw).backward(*batch)
         return made, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}
 
     ((got, gradients),) = on_ranks(1, on_rank)
     torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(gradients, {k: p.grad for k, p in alone.named_parameters()})
+    wanted = {k: p.grad for k, p in alone.named_parameters()}
+    torch.testing.assert_close(gradients, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_a_compiled_step_counts_too() -> None:
+    module, *batch = model()
+    assert_equal_alone(module, tuple(batch), losses()["counted"], 4, compile="eager")
+
+
+def test_a_compiled_step_drops_and_computes_again() -> None:
+    """The masks of each step and micro-batch are those of the step that is not compiled; what is computed again is in
+    the graph twice."""
+    import torch
+    from torch import nn
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.drop, self.down = nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+    torch.manual_seed(0)
+    module, x = nn.Sequential(*(Layer() for _ in range(3))).double(), torch.randn(8, 8).double()
+    products = {}
+    for remat in ("none", "all"):
+        run = pase.compile(
+            module, x, loss=lambda m, x: m(x).square().mean(), devices=1, accumulate=2, remat=remat
+        ).torch
+        assert run.leaves and run.sums.outputs and run.program.ops
+
+        def on_rank(rank: int, compile: Any, run: Any = run) -> Any:
+            mine = copy.deepcopy(module)
+            step = run.parallelize(mine, compile=compile)
+            step.seed = 7
+            losses = [step.backward(x) for _ in range(2)]
+            return losses, {k: p.grad.full_tensor() for k, p in mine.named_parameters()}, step._graph
+
+        ((losses, gradients, graph),) = on_ranks(1, partial(on_rank, compile="eager"))
+        ((plain, wanted, _),) = on_ranks(1, partial(on_rank, compile=False))
+        assert losses[0] != losses[1]
+        torch.testing.assert_close((losses, gradients), (plain, wanted), rtol=1e-12, atol=1e-14)
+        called = [str(n.target) for n in graph.run._orig_mod.graph.nodes]
+        products[remat] = called.count("aten.bmm.default")
+    assert products["none"] < products["all"]
+
+
+@pytest.mark.parametrize("kind", ["counted", "summed", "by hand"])
+def test_micro_batches_may_have_one_example_each(kind: str) -> None:
+    module, *batch = model()
+    assert_equal_alone(module, tuple(batch), losses()[kind], 16)
+
+
+@pytest.mark.parametrize("accumulate", [4, 8])
+def test_tokens_may_be_sorted_by_their_experts(accumulate: int) -> None:
+    c = case("experts", 1)
+    assert_equal_alone(c.module, c.batch, None, accumulate)
 
 
 def assert_equal_on_ranks(c: Any, run: Any) -> None:
@@ -227,10 +285,42 @@ def test_views_that_take_the_batch_apart_are_said() -> None:
     for loss in (
         halves,
         lambda m, i: m(i).view(2, -1).prod(0).mean(),
+        lambda m, i: m(i.view(2, -1)).view(2, -1).prod(0).mean(),
         lambda m, i: m(i).reshape(2, i.shape[0] // 2, -1).diff(dim=0).square().mean(),
     ):
         with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
             pase.compile(module, ids, loss=loss, devices=1, accumulate=4)
+
+
+def test_what_is_sorted_and_not_put_back_is_said() -> None:
+    """An order of tokens, or their places in it, met with tokens as they lie in the batch, or in another order."""
+    module, ids, _ = model()
+
+    def tokens(m: Any, i: Any) -> tuple[Any, Any, Any]:
+        key, order = (i.reshape(-1) % 4).sort()
+        return m(i).mean(1), key, order
+
+    def met(join: Any) -> Any:
+        return lambda m, i: join(*tokens(m, i), i).mean()
+
+    for join in (
+        lambda y, key, order, i: y[order] * y,
+        lambda y, key, order, i: y[order] * y[i.reshape(-1).argsort()],
+        lambda y, key, order, i: y[order][order] * y,
+        lambda y, key, order, i: y[order.argsort()] * y[order],
+        lambda y, key, order, i: y[key] * y,
+        lambda y, key, order, i: y * order,
+        lambda y, key, order, i: y[order].view(2, -1).prod(0),
+        lambda y, key, order, i: y[order].cumsum(0),
+        lambda y, key, order, i: y[order + 1 - 1] * key,
+    ):
+        with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
+            pase.compile(module, ids, loss=met(join), devices=1, accumulate=4)
+    for join in (
+        lambda y, key, order, i: y[order] * key,
+        lambda y, key, order, i: y[order][order.argsort()] * y,
+    ):
+        assert_equal_alone(module, (ids,), met(join), 4)
 
 
 def test_constants_that_differ_with_the_batch_are_said() -> None:
@@ -255,6 +345,7 @@ def test_constants_that_differ_with_the_batch_are_said() -> None:
         lambda m, i: m(i).sum() / torch.ones(i.shape[0]).sum(),
         lambda m, i: m(i).sum() / torch.ones_like(i, dtype=torch.float64).sum(),
         lambda m, i: m(i).sum() / (places(i).max() + 1),
+        lambda m, i: m(i).sum() / torch.ops.aten.scalar_tensor(float(i.shape[0])),
     ):
         with pytest.raises(PaseError, match="would give other numbers: examples of the batch meet in"):
             assert pase.compile(module, ids, loss=loss, devices=1, accumulate=4).torch.sums

@@ -14,9 +14,9 @@ import pase
 from pase.compiler.variants import Variant, graph_of
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
+from pase.frontends.jax_batch import examples_meet
 from pase.frontends.registry import NotInParts
 from pase.ir import named, simplify
-from pase.ir.blocks import mixes_examples
 
 W, X = ShapeDtypeStruct((8, 8), "float32"), ShapeDtypeStruct((16, 8), "float32")
 Loss = Callable[[Array, Array], Array]
@@ -193,7 +193,8 @@ def test_what_sorts_each_example_alone_runs_in_micro_batches():
         return jnp.mean(jnp.sort(x @ w, axis=0))
 
     graph_of(trace(choice, W, X), Variant(accumulate=4))
-    assert mixes_examples(named(simplify(trace(choice, W, X).graph))) is None
-    assert "sort" in str(mixes_examples(named(simplify(trace(order, W, X).graph))))
+    chosen, ordered = (trace(loss, W, X) for loss in (choice, order))
+    assert examples_meet(chosen, named(simplify(chosen.graph))) is None
+    assert "sort" in str(examples_meet(ordered, named(simplify(ordered.graph))))
     with pytest.raises(NotInParts, match="meet in sort"):
-        graph_of(trace(order, W, X), Variant(accumulate=4))
+        graph_of(ordered, Variant(accumulate=4))

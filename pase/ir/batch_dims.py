@@ -1,0 +1,115 @@
+"""Where the batch lies in a graph: which dims of its loop nests walk it, alone or merged with others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from pase.ir.dims import Conflict, DimTable
+from pase.ir.sizes import is_one
+from pase.ir.types import AccessMap, Edge, Graph, Node, Op, Walk
+
+__all__ = ["BatchDims", "batch_dims"]
+
+_Digits = tuple[Hashable, ...]
+_Dim = tuple[str, str]
+"""(node, dim)"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchDims:
+    """digits: the batch, major to minor: one digit, or several where a view takes it apart. held: dim -> the batch's
+    digits in it, beside which it may have others. recut: reads that regroup the batch with what it is merged with, as
+    (node, tensor, map).
+    """
+
+    digits: _Digits
+    held: Mapping[_Dim, _Digits]
+    recut: frozenset[tuple[str, str, AccessMap]]
+
+    def of(self, n: Node, op: Op) -> frozenset[str]:
+        """The dims of an op that hold the batch."""
+        return frozenset(d for d in op.dims if (n.name, d) in self.held)
+
+    def apart(self, n: Node, op: Op) -> bool:
+        """Whether an op has a tensor that holds the batch neither whole in one of its dims nor nowhere: in parts, or
+        twice."""
+        if any((n.name, a.tensor, a.map) in self.recut for a in op.reads):
+            return True
+        walks = ([self._in(n, w) for w in a.map.walks] for a in (*op.reads, *op.writes))
+        return any([x for x in each if x] not in ([], [self.digits]) for each in walks)
+
+    def _in(self, n: Node, walk: Walk) -> _Digits:
+        return tuple(x for d in walk.dims for x in self.held.get((n.name, d), ()))
+
+    def pairs(self, n: Node, op: Op) -> bool:
+        """Whether an op walks the batch twice: it does something for each pair of examples."""
+        return sum(len(self.held[n.name, d]) for d in self.of(n, op)) > len(self.digits)
+
+
+def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
+    """The batch is the first dim of the inputs with these paths.
+
+    Dims of two nodes that walk one tensor are made one, and split where the other node has them split: a dim that walks
+    the batch and the positions at once has both as its digits.
+    """
+    table = DimTable()
+    for n in graph.nodes:
+        for d in n.space:
+            table.add((n.name, d.name), d.size, d.kind)
+    inputs = [n for n in graph.nodes if n.kind == "input"]
+    firsts = [
+        [(n.name, d) for d in walk.dims]
+        for n in inputs
+        if graph.tensors[n.ops[0].writes[0].tensor].path in cut
+        for walk in n.ops[0].writes[0].map.walks[:1]
+    ]
+    shared = [(e, made, read) for e in graph.edges for made, read in _walked(graph, e)]
+    moved = [pair for n in graph.nodes for op in n.ops if op.kind == "scatter" for pair in _moved(n, op)]
+    alike = [(firsts[0], f) for f in firsts[1:]] + [(made, read) for _, made, read in shared]
+    for one, other in (*alike, *moved):
+        with suppress(Conflict):  # what became one stays so
+            table.unify(one, other)
+
+    def digits(dims: Sequence[_Dim]) -> list[Hashable]:
+        return [x for d in dims for x in table.resolve(d) if not is_one(table.size(x))]
+
+    batch = tuple(digits(firsts[0])) if firsts else ()
+    every = ((n.name, d.name) for n in graph.nodes for d in n.space)
+    held = {d: tuple(x for x in digits([d]) if x in batch) for d in every}
+    recut = (e for e, made, read in shared if set(batch) & _apart(digits(made), digits(read)))
+    return BatchDims(
+        digits=batch,
+        held={d: found for d, found in held.items() if found},
+        recut=frozenset((e.dst, e.tensor, e.access.map) for e in recut),
+    )
+
+
+def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_Dim], list[_Dim]]]:
+    """For each dim of an edge's tensor, what writes it and what reads it; through a window, nothing of the latter."""
+    src, dst = graph.node[e.src], graph.node[e.dst]
+    _, write = src.write_of(e.tensor)
+    for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
+        made, read = (
+            [(n.name, d) for d in walk.dims if n.space[d].kind != "ring"] for walk, n in ((w, src), (r, dst))
+        )
+        yield made, [] if w.window or r.window else read
+
+
+def _moved(n: Node, op: Op) -> Iterator[tuple[list[_Dim], list[_Dim]]]:
+    """The dim to whose places a scatter writes, and that of as many elements that it takes them from: it reorders."""
+    into, others = (set(a.map.dims) for a in (op.writes[0], op.reads[1]))
+    for d in into - others - set(op.reads[2].map.dims):
+        yield from (
+            ([(n.name, d)], [(n.name, x)]) for x in others - into if n.space[x].size == n.space[d].size
+        )
+
+
+def _apart(one: list[Hashable], other: list[Hashable]) -> set[Hashable]:
+    """What two lists of digits of one dim have between what they begin and what they end with alike."""
+    while one and other and one[0] == other[0]:
+        one, other = one[1:], other[1:]
+    while one and other and one[-1] == other[-1]:
+        one, other = one[:-1], other[:-1]
+    return {*one, *other}
