@@ -12,8 +12,8 @@ from pase.ir.types import AccessMap, Edge, Graph, Node, Op, Walk
 
 __all__ = ["BatchDims", "batch_dims"]
 
-_Digits = tuple[Hashable, ...]
-_Dim = tuple[str, str]
+_BatchDigits = tuple[Hashable, ...]
+_NodeDim = tuple[str, str]
 """(node, dim)"""
 
 
@@ -24,8 +24,8 @@ class BatchDims:
     (node, tensor, map).
     """
 
-    digits: _Digits
-    held: Mapping[_Dim, _Digits]
+    digits: _BatchDigits
+    held: Mapping[_NodeDim, _BatchDigits]
     recut: frozenset[tuple[str, str, AccessMap]]
 
     def of(self, n: Node, op: Op) -> frozenset[str]:
@@ -40,7 +40,7 @@ class BatchDims:
         walks = ([self._in(n, w) for w in a.map.walks] for a in (*op.reads, *op.writes))
         return any([x for x in each if x] not in ([], [self.digits]) for each in walks)
 
-    def _in(self, n: Node, walk: Walk) -> _Digits:
+    def _in(self, n: Node, walk: Walk) -> _BatchDigits:
         return tuple(x for d in walk.dims for x in self.held.get((n.name, d), ()))
 
     def pairs(self, n: Node, op: Op) -> bool:
@@ -72,7 +72,7 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
         with suppress(Conflict):  # what became one stays so
             table.unify(one, other)
 
-    def digits(dims: Sequence[_Dim]) -> list[Hashable]:
+    def digits(dims: Sequence[_NodeDim]) -> list[Hashable]:
         return [x for d in dims for x in table.resolve(d) if not is_one(table.size(x))]
 
     batch = tuple(digits(firsts[0])) if firsts else ()
@@ -86,7 +86,7 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
     )
 
 
-def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_Dim], list[_Dim]]]:
+def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_NodeDim], list[_NodeDim]]]:
     """For each dim of an edge's tensor, what writes it and what reads it; through a window, nothing of the latter."""
     src, dst = graph.node[e.src], graph.node[e.dst]
     _, write = src.write_of(e.tensor)
@@ -97,7 +97,7 @@ def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_Dim], list[_Dim]]]:
         yield made, [] if w.window or r.window else read
 
 
-def _moved(n: Node, op: Op) -> Iterator[tuple[list[_Dim], list[_Dim]]]:
+def _moved(n: Node, op: Op) -> Iterator[tuple[list[_NodeDim], list[_NodeDim]]]:
     """The dim to whose places a scatter writes, and that of as many elements that it takes them from: it reorders."""
     into, others = (set(a.map.dims) for a in (op.writes[0], op.reads[1]))
     for d in into - others - set(op.reads[2].map.dims):
