@@ -7,8 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from pase.ir.dims import Conflict, DimTable
+from pase.ir.maps import AccessMap, Walk
 from pase.ir.sizes import is_one
-from pase.ir.types import AccessMap, Edge, Graph, Node, Op, Walk
+from pase.ir.types import Edge, Graph, Node, Op
 
 __all__ = ["BatchDims", "batch_dims"]
 
