@@ -110,11 +110,11 @@ def part_costs(
     moved = collectives(graph, mesh, configs, model, has, known.charges)
     for n, like in zip(graph.nodes, facts(graph).cost, strict=True):
         if n.name in has:
-            mine = like, configs[n.name].tobytes()
-            if mine not in known.work:
-                known.work[mine] = _work(graph, n, configs[n.name], mesh, model, optimizer)
+            key = like, configs[n.name].tobytes()
+            if key not in known.work:
+                known.work[key] = _work(graph, n, configs[n.name], mesh, model, optimizer)
             for place in has[n.name]:  # a tied parameter is updated in each of its stages
-                _add(out[place], known.work[mine])
+                _add(out[place], known.work[key])
     paid: dict[object, dict[str, float]] = {}
     for c in moved:
         of = c.node, c.tensor, c.phase, c.times
