@@ -19,7 +19,6 @@ from pase.backends.jax_stage_homes import StageHomes
 from pase.backends.jax_stage_lanes import Lanes, lanes_of
 from pase.backends.jax_stage_optimizer import StagedOptimizer
 from pase.backends.jax_stages import Stage, stages_of
-from pase.backends.jax_step import as_linked
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax_blocks import blocks_of
@@ -28,6 +27,7 @@ from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
 from pase.ir.narrow import UnitChain, chain_of
 from pase.machine import Mesh
+from pase.machine.jax_devices import as_linked
 from pase.pipeline.types import Schedule
 from pase.plan.accesses import access_states, equation_layouts
 from pase.plan.constraints import constraints

@@ -19,11 +19,11 @@ from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_plans import traced_by_jax
 from pase.backends.jax_stage_arrays import StackCut, is_cut
 from pase.backends.jax_stage_homes import StageHomes
-from pase.backends.jax_step import as_linked
 from pase.errors import PaseError
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays
 from pase.machine import Mesh
+from pase.machine.jax_devices import as_linked
 from pase.pipeline.registry import SCHEDULES
 from pase.plan.types import PlanData
 from pase.pytree import Tree

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
 from pase.pytree import Tree
 
-if TYPE_CHECKING:
-    from jax import Device as JaxDevice
-
-__all__ = ["Stepper", "as_linked", "shape_and_dtype"]
+__all__ = ["Stepper", "shape_and_dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,21 +75,6 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
-
-
-def as_linked(devices: Sequence[JaxDevice]) -> list[JaxDevice]:
-    """TPU chips in the order of machine files, along the longest dim of the slice first. Other devices are
-    unchanged.
-    """
-    if not all(hasattr(d, "coords") for d in devices):
-        return list(devices)
-    extent = [len(set(along)) for along in zip(*(d.coords for d in devices), strict=True)]
-    outer_first = sorted(range(len(extent)), key=lambda i: (extent[i], i))
-
-    def place(d: JaxDevice) -> tuple[int, ...]:
-        return (getattr(d, "slice_index", 0) or 0, *(d.coords[i] for i in outer_first), d.core_on_chip)
-
-    return sorted(devices, key=place)
 
 
 def shape_and_dtype(leaf: Tree) -> tuple[tuple[int, ...], object]:

@@ -18,7 +18,7 @@ from pase.backends.jax_message_bodies import waits
 from pase.backends.jax_once import graded_once
 from pase.backends.jax_padded import with_padding, without_padding
 from pase.backends.jax_programs import part_of, threaded_arguments
-from pase.backends.jax_step import Stepper, as_linked, shape_and_dtype
+from pase.backends.jax_step import Stepper, shape_and_dtype
 from pase.backends.jax_train import Training
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
@@ -31,6 +31,7 @@ from pase.local.forms import in_forms
 from pase.local.lower import program_of
 from pase.local.types import LocalProgram
 from pase.machine import CostModel, Mesh
+from pase.machine.jax_devices import as_linked
 from pase.plan.accesses import EquationLayouts, Reading
 from pase.plan.constraints import Constraints, Placement
 from pase.pytree import Tree
@@ -114,14 +115,13 @@ class JaxPlan:
         import numpy as np
 
         m = self.logical_mesh
-        if devices is None:
-            devices = jax.devices()
-        if len(devices) < m.devices:
+        found = jax.devices() if devices is None else devices
+        if len(found) < m.devices:
             raise PaseError(
-                f"the plan is for {m.devices} devices, but JAX sees {len(devices)}: on a CPU, set "
+                f"the plan is for {m.devices} devices, but JAX sees {len(found)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
             )
-        grid = np.array(as_linked(devices)[: m.devices], dtype=object).reshape(m.sizes)
+        grid = np.array(as_linked(found)[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
     def sharding(self, placement: Placement, mesh: JaxMesh) -> NamedSharding:

@@ -23,6 +23,7 @@ from pase.backends.registry import BACKENDS, Backend
 from pase.errors import PaseError
 from pase.files.codec import read_json
 from pase.files.json_values import JsonObject
+from pase.machine.jax_devices import as_linked
 
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
@@ -159,14 +160,14 @@ def load(path: str | Path) -> JsonObject:
 def jax_shardings(data: JsonObject, devices: Sequence[JaxDevice] | None = None) -> dict[str, NamedSharding]:
     """name -> jax.sharding.NamedSharding of every parameter, input and activation of a file that ``load`` read.
 
-    devices: as many as the plan has, with the mesh's last axis innermost; JAX's own devices by default.
+    devices: as many as the plan has, with the mesh's last axis innermost; by default JAX's own, as they are linked.
     """
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     wanted = int(np.prod(list(data["mesh"].values()), dtype=int))
-    have = np.array(jax.devices() if devices is None else devices).reshape(-1)
+    have = np.array(as_linked(jax.devices()) if devices is None else devices).reshape(-1)
     if len(have) < wanted:
         raise PaseError(f"the plan is for {wanted} devices, but JAX has {len(have)}")
     mesh = Mesh(have[:wanted].reshape(tuple(data["mesh"].values())), tuple(data["mesh"]))

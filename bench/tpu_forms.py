@@ -117,8 +117,8 @@ def compiled(asked: AskedForm) -> list[dict[str, Any]]:
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from pase.backends.jax_step import as_linked
     from pase.hlo.collectives import collectives
+    from pase.machine.jax_devices import as_linked
 
     chips = topologies.get_topology_desc(platform="tpu", topology_name=f"v5e:{asked.topology}").devices
     sizes = asked.sizes or tuple(map(int, asked.topology.split("x")))

@@ -17,6 +17,7 @@ from pase.calibrate.fit import Ceilings
 from pase.calibrate.types import Level
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
+from pase.machine.jax_devices import by_hosts, chip_coords
 
 if TYPE_CHECKING:
     from jax import Device as JaxDevice
@@ -95,9 +96,8 @@ def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
 
 def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], tuple[Level, ...]]:
     """Devices in order, and their levels: a torus by its coordinates, else devices of a process, then processes."""
-    coords = [tuple(d.coords) if getattr(d, "coords", None) is not None else () for d in devices]
-    cores = {getattr(d, "core_on_chip", 0) for d in devices}
-    if all(coords) and len(cores) == 1 and len(devices) > 1:
+    coords = [c for d in devices if (c := chip_coords(d)) is not None]
+    if len(coords) == len(devices) > 1 and len({d.core_on_chip for d in devices}) == 1:
         extents = [sorted({c[i] for c in coords}) for i in range(len(coords[0]))]
         used = [i for i, e in enumerate(extents) if len(e) > 1]
         count = 1
@@ -109,7 +109,7 @@ def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], t
                 Level(name="xyz"[i] if i < 3 else f"dim{i}", ways=len(extents[i]), topology="torus")
                 for i in used
             )
-    ordered = sorted(devices, key=lambda d: (d.process_index, d.id))
+    ordered = by_hosts(devices)
     processes = len({d.process_index for d in devices})
     inside = len(devices) // processes
     if inside * processes != len(devices):

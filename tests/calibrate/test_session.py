@@ -164,7 +164,13 @@ class Chip:
     id: int
     process_index: int = 0
     coords: tuple[int, int, int] | None = None
-    core_on_chip: int = 0
+    platform: str = "tpu"
+
+    @property
+    def core_on_chip(self) -> int:
+        if self.platform != "tpu":
+            raise AttributeError
+        return 0
 
 
 def test_levels_are_processes_or_a_torus():
@@ -176,6 +182,10 @@ def test_levels_are_processes_or_a_torus():
     torus, levels = level_layout([Chip(i, i // 4, (i % 4, i // 4, 0)) for i in range(8)])
     assert [(l.name, l.ways, l.topology) for l in levels] == [("x", 4, "torus"), ("y", 2, "torus")]
     assert [d.coords[:2] for d in torus] == [(x, y) for y in range(2) for x in range(4)]
+    cards = [Chip(i, i // 4, (0, i // 4, i % 4), "gpu") for i in reversed(range(8))]
+    ordered, levels = level_layout(cards)
+    assert [d.id for d in ordered] == list(range(8))
+    assert [(l.name, l.ways) for l in levels] == [("device", 4), ("process", 2)]
     with pytest.raises(PaseError, match="different numbers of devices"):
         level_layout([Chip(0), Chip(1), Chip(2, 1)])
 
