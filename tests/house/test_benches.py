@@ -19,6 +19,7 @@ SMALLEST = {
     "answers": "write answers.json --parts search --data .",
     "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
     "comm_truth": "mlp",
+    "composer": "--seeds 4",
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
     "every_mesh": '--only "mlp, 32"',

@@ -1,0 +1,132 @@
+"""Programs as people write them: composed from patterns, planned, run, compared with the step that is not sharded.
+
+python -m bench.composer                              # 5,000 programs in JAX; those in the result file are kept
+python -m bench.composer --seeds 0-199 --again        # these again
+python -m bench.composer --faults                     # those again that are in the result file with a fault
+python -m bench.composer --show 17                    # one program: its trace, its row
+python -m bench.composer --shrink 17                  # the smallest program found that ends as this one does
+python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
+
+A seed draws one to four layers, transforms of their weights, a loss, and one or two ways to plan, lower and run the
+step. It is compared with the unsharded step in float64 over three steps: each loss and each parameter. Each program
+runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json: how many ended how,
+by pattern and by way of running, and each program that did not agree. A row's program is a line that --program takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.composer.runner import MODULES, Server, counted, ended, failing, rows, shrunk
+from bench.composer.spec import Spec, parse
+from bench.provenance import BEGAN, RESULTS, save
+
+SEEDS = {"jax": 5000, "torch": 2000}
+
+
+def numbers(text: str) -> list[int]:
+    """
+    >>> numbers("3,7-9")
+    [3, 7, 8, 9]
+    """
+    out: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        out += range(int(first), int(last or first) + 1)
+    return out
+
+
+def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
+    """The programs of these seeds."""
+    from importlib import import_module
+
+    module = import_module(MODULES[server.framework])
+    return {seed: module.draw(seed) for seed in seeds}
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--framework", choices=list(MODULES), default="jax")
+    parser.add_argument("--seeds", type=numbers, help="as in 3,7-9; default: all")
+    parser.add_argument("--again", action="store_true", help="also those that the result file has")
+    parser.add_argument("--faults", action="store_true", help="those that the result file has with a fault")
+    parser.add_argument("--show", type=int, metavar="SEED", help="print its trace and its row; keep nothing")
+    parser.add_argument("--shrink", type=int, metavar="SEED", help="leave out what can be; keep nothing")
+    parser.add_argument("--program", type=parse, help="this program, not a seed's")
+    parser.add_argument("-o", type=Path, help="the result file")
+    return parser.parse_args()
+
+
+def look(server: Server, spec: Spec, smallest: bool) -> None:
+    """Print one program and how it ends, or the smallest that ends so."""
+    from importlib import import_module
+
+    if smallest:
+        (row,) = rows(server, [spec])
+        ends = ended(row)
+        print(f"{ends}: {spec}", flush=True)
+        spec, row = shrunk(server, spec, lambda r: ended(r) == ends)
+    else:
+        (row,) = rows(server, [spec])
+    print(import_module(MODULES[server.framework]).written(spec))
+    print(json.dumps(row, indent=1))
+
+
+def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> None:
+    """Run them, and write the file now and then."""
+    programs = drawn(server, seeds)
+    for done, (seed, row) in enumerate(zip(programs, rows(server, programs.values()), strict=True), 1):
+        found[str(seed)] = row | {"commit": BEGAN["commit"]}
+        if failing(row):
+            for manner, end in row["ends"].items():
+                print(seed, manner, end["end"], end.get("message", "")[:200].replace("\n", " | "), flush=True)
+        if done % 100 == 0 or done == len(programs):
+            write(found, file)
+            print(f"{done} of {len(programs)}: {counted(found)['ends']}", flush=True)
+
+
+def write(found: Mapping[str, Any], file: Path) -> None:
+    """All rows, and what they come to. Of rows that agree the file holds the program alone."""
+    order = {k: found[k] for k in sorted(found, key=int)}
+    kept = {k: (row["program"], row["patterns"], row["commit"], row["ends"]) for k, row in order.items()}
+    commits: dict[str, int] = {}
+    for row in order.values():
+        commits[str(row["commit"])] = commits.get(str(row["commit"]), 0) + 1
+    save(counted(order) | {"commits": commits, "programs": kept}, file)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The rows of a result file, by seed."""
+    if not file.exists():
+        return {}
+    names = "program", "patterns", "commit", "ends"
+    held = json.loads(file.read_text())["programs"]
+    return {k: dict(zip(names, row, strict=True)) for k, row in held.items()}
+
+
+def main() -> None:
+    given = arguments()
+    server = Server.of(given.framework)
+    seed = given.show if given.show is not None else given.shrink
+    if seed is not None or given.program is not None:
+        spec = given.program or drawn(server, [seed])[seed]
+        look(server, spec, smallest=given.shrink is not None)
+        return
+    file = given.o or RESULTS / f"composer_{given.framework}.json"
+    found = read(file)
+    seeds = given.seeds if given.seeds is not None else list(range(SEEDS[given.framework]))
+    if given.faults:
+        seeds = [s for s in seeds if str(s) in found and failing(found[str(s)])]
+    elif not given.again:
+        seeds = [s for s in seeds if str(s) not in found]
+    run(server, seeds, found, file)
+
+
+if __name__ == "__main__":
+    main()

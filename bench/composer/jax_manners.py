@@ -1,0 +1,127 @@
+"""The ways in which a JAX program is planned and run. A way is a word: ``random3@2x2/manual/adam``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import numpy as np
+
+from pase.api import Plan
+
+if TYPE_CHECKING:
+    from bench.composer.jax_programs import JaxProgram
+    from pase.machine import Machine
+
+__all__ = ["MANNERS", "planned"]
+
+DEVICES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """odds: how often it is drawn. micro_batches, layers: whether it needs a loss that is a mean over examples, or a
+    loop over layers. plans: the words of its plans. lowerings: by which it may be lowered."""
+
+    odds: float
+    plans: tuple[str, ...]
+    lowerings: tuple[str, ...] = ("auto", "auto", "manual", "annotated")
+    micro_batches: bool = False
+    layers: bool = False
+
+    def drawn(self, rng: np.random.Generator) -> str:
+        words = str(rng.choice(self.plans)), str(rng.choice(self.lowerings)), str(rng.choice(["sgd", "adam"]))
+        return "/".join([words[0].replace("#", str(rng.integers(1000))), *words[1:]])
+
+
+MANNERS = {
+    "default": Manner(odds=4, plans=("default",), lowerings=("auto",)),
+    "method": Manner(odds=2, plans=("method#",)),
+    "random": Manner(odds=4, plans=("random#@4", "random#@2x2", "random#@2x2", "random#@2x2x2")),
+    "expensive": Manner(odds=1.5, plans=("ours@4", "ours@2x2")),
+    "accumulated": Manner(odds=1, plans=("accumulated",), micro_batches=True),
+    "once": Manner(odds=0.5, plans=("once",), lowerings=("auto",), micro_batches=True),
+    "recomputed": Manner(odds=1, plans=("remat-all", "remat-light", "limited"), layers=True),
+    "limited": Manner(odds=0.5, plans=("limited",)),
+    "staged": Manner(
+        odds=2,
+        plans=("staged", "staged", "circular"),
+        lowerings=("auto",),
+        micro_batches=True,
+        layers=True,
+    ),
+    "padded": Manner(odds=0.5, plans=("padded",), lowerings=("auto",)),
+    "scheduled": Manner(odds=0.5, plans=("scheduled",), lowerings=("auto", "manual")),
+}
+"""Name -> a kind of plan."""
+
+
+@cache
+def slow_machine() -> Machine:
+    """Compute so slow, and links so quick, that programs this small are worth splitting."""
+    from pase import machine
+    from pase.machine.scale import scaled
+
+    return scaled(machine.load("h100x8"), {"flops": 1e-6, "memory": 1e-5, "latency": 1e-2, "bandwidth": 0.1})
+
+
+def planned(program: JaxProgram, word: str) -> Plan | None:
+    """The plan that a word names; None if the program has none of this kind. Raises PaseError."""
+    kind, _, mesh = word.partition("@")
+    if mesh:
+        from bench.cases.plans import case_of
+        from pase.machine import mesh_from
+
+        devices = int(np.prod([int(n) for n in mesh.split("x")]))
+        assert mesh_from(mesh, devices)
+        return case_of(program.loss, program.params, program.batch, devices=devices).plan(word)
+    if kind.startswith("method"):
+        return _method(program, int(kind.removeprefix("method")))
+    return _compiled(program, kind)
+
+
+def _method(program: JaxProgram, number: int) -> Plan | None:
+    """The plan of one of the methods that apply; even small parameters are split."""
+    from bench.cases.plans import case_of
+    from pase.baselines import Baseline, baselines, masks
+    from pase.compiler.plans import plan_of
+
+    case = case_of(program.loss, program.params, program.batch, devices=DEVICES)
+    p = case.problem
+    with patch.object(masks, "PERSISTENT_ELEMENTS", 0):
+        made = [b for b in baselines(p.graph, p.devices, p.machine, p.model) if isinstance(b, Baseline)]
+    if not made:
+        return None
+    b = made[number % len(made)]
+    return Plan.of(plan_of(p, b.strategy, b.mesh, "method", case.traced))
+
+
+def _compiled(program: JaxProgram, kind: str) -> Plan | None:
+    """As a user compiles it, on a machine on which it is worth splitting."""
+    import pase
+    from pase.errors import Infeasible
+
+    def compiled(**options: Any) -> Plan:
+        given: dict[str, Any] = {"devices": DEVICES, "machine": slow_machine(), "work": 5.0} | options
+        return pase.compile(program.loss, program.params, program.batch, **given)
+
+    options: dict[str, Callable[[], dict[str, Any]]] = {
+        "default": dict,
+        "accumulated": lambda: {"accumulate": 2},
+        "once": lambda: {"accumulate": 2, "once": "all"},
+        "remat-all": lambda: {"remat": "all"},
+        "remat-light": lambda: {"remat": "light"},
+        "limited": lambda: {"memory_limit": 0.8 * compiled().memory.total},
+        "staged": lambda: {"pipeline": 2, "mesh": "2", "accumulate": 2},
+        "circular": lambda: {"pipeline": 2, "mesh": "2", "accumulate": 2, "stage_schedule": "circular"},
+        "padded": lambda: {"uneven": "padded"},
+        "scheduled": dict,
+    }
+    try:
+        plan = compiled(**options[kind]())
+    except Infeasible:
+        return None
+    return plan.scheduled() if kind == "scheduled" else plan

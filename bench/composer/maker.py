@@ -1,0 +1,170 @@
+"""What a pattern in JAX is made with: random choices, parameters, leaves of the batch, weights behind a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from bench.composer.spec import Part
+
+__all__ = [
+    "LAYERS",
+    "LOSSES",
+    "TRANSFORMS",
+    "Apply",
+    "Env",
+    "Maker",
+    "divisors",
+    "layer",
+    "loss",
+    "transform",
+]
+
+T = TypeVar("T")
+Tree = Any
+Apply = Callable[[Tree, Any, "Env"], Any]
+"""f(the part's parameters, x [batch, sequence, width], env) -> x of the same shape; of a loss: -> a number."""
+Get = Callable[[Tree], Any]
+"""f(the part's parameters) -> a weight."""
+
+
+def divisors(n: int) -> tuple[int, ...]:
+    """Sizes of parts into which n divides: 2 to 4, or n itself."""
+    return tuple(k for k in (2, 3, 4) if n % k == 0) or (n,)
+
+
+@dataclass(kw_only=True)
+class Env:
+    """What all parts of a program see while it is called. shared: parameters that several parts read.
+
+    terms: what parts add to the loss. metrics: what the program returns in addition to its loss.
+    """
+
+    batch: dict[str, Any]
+    shared: dict[str, Any]
+    params: Tree = None
+    terms: list[Any] = field(default_factory=list)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Maker:
+    """One part in the making. shape: batch, sequence, width of what it reads and returns.
+
+    epsilon: the machine epsilon of the narrowest type in which the part computes.
+    """
+
+    part: Part
+    name: str
+    shape: tuple[int, int, int]
+    batch: dict[str, Any]
+    shared: dict[str, Any]
+    params: dict[str, Any] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    epsilon: float = 2.0**-52
+    rng: np.random.Generator = field(init=False)
+    values: np.random.Generator = field(init=False)
+    transforms: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Three streams: a plain part makes the same choices and has the same values as the one with transforms.
+        self.rng, self.values, self.transforms = (
+            np.random.default_rng([self.part.seed, i]) for i in range(3)
+        )
+
+    def choose(self, *options: T) -> T:
+        return options[int(self.rng.integers(len(options)))]
+
+    def chance(self, p: float) -> bool:
+        return bool(self.rng.random() < p)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> np.ndarray:
+        return self.values.normal(size=shape) * scale
+
+    def param(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> str:
+        """A new parameter of normal numbers; returns its name."""
+        return self.leaf(self.normal(*shape, scale=scale) + shift)
+
+    def leaf(self, tree: Tree) -> str:
+        """A new entry of the part's parameters."""
+        name = f"{'abcdefghijklmnopqrstuvwxyz'[len(self.params) % 26]}{len(self.params)}"
+        self.params[name] = tree
+        return name
+
+    def input(self, word: str, array: np.ndarray) -> str:
+        """A new leaf of the batch; returns its name."""
+        name = f"{self.name}_{word}"
+        self.batch[name] = array
+        return name
+
+    def key(self) -> str:
+        """A random key in the batch."""
+        return self.input("key", np.array(self.values.integers(0, 1 << 31, 2), np.uint32))
+
+    def common(self, name: str, *shape: int, scale: float = 1.0) -> str:
+        """A parameter that every part which asks for this name shares."""
+        if name not in self.shared:
+            self.shared[name] = np.random.default_rng([len(name), *shape]).normal(size=shape) * scale
+        return name
+
+    def weight(self, *shape: int, scale: float | None = None) -> Get:
+        """A weight: a parameter, or a function of parameters. scale: default, so that a product keeps its size."""
+        scale = float(np.prod(shape[:-1]) ** -0.5) if scale is None and len(shape) > 1 else (scale or 1.0)
+        if self.part.plain or self.transforms.random() < 0.55:
+            name = self.param(*shape, scale=scale)
+            return lambda p: p[name]
+        fitting = [n for n, t in TRANSFORMS.items() if t.fits(shape)]
+        word = str(self.transforms.choice(fitting))
+        self.words.append(f"weight:{word}")
+        made = TRANSFORMS[word].make(self, shape)
+        return lambda p: made(p) * scale
+
+    def vector(self, n: int, shift: float = 0.0) -> Get:
+        """A bias or a gain."""
+        made = self.weight(n, scale=0.3)
+        return lambda p: made(p) + shift
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pattern:
+    """make: returns the pattern's function; it adds parameters and leaves of the batch to the maker.
+
+    odds: how often it is drawn, beside 1. whole: it mixes examples, so that the mean over micro-batches is another
+    number. loops: it holds a loop over layers, which may be cut into stages. fits: of a transform, for which shapes.
+    """
+
+    make: Callable[..., Any]
+    odds: float = 1.0
+    whole: bool = False
+    loops: bool = False
+    fits: Callable[[Sequence[int]], bool] = lambda shape: True
+
+
+LAYERS: dict[str, Pattern] = {}
+LOSSES: dict[str, Pattern] = {}
+TRANSFORMS: dict[str, Pattern] = {}
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
+    def add(make: M) -> M:
+        assert make.__name__ not in into, make.__name__
+        into[make.__name__] = Pattern(make=make, **what)
+        return make
+
+    return add
+
+
+def layer(odds: float = 1.0, *, whole: bool = False, loops: bool = False) -> Callable[[M], M]:
+    return _registered(LAYERS, odds=odds, whole=whole, loops=loops)
+
+
+def loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
+    return _registered(LOSSES, odds=odds, whole=whole)
+
+
+def transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
+    return _registered(TRANSFORMS, fits=fits)

@@ -1,0 +1,77 @@
+"""How a run of a program ended: in which of a few ways, and with which words."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+__all__ = ["FAULTS", "Difference", "End", "Outcome", "outcome_of", "tolerance"]
+
+End = Literal[
+    "agrees", "wrong", "refused", "refused without a line", "exception", "aborted", "too long", "no plan"
+]
+FAULTS: tuple[End, ...] = ("wrong", "refused without a line", "exception", "aborted", "too long")
+"""Ends that must not be. A refusal that names op and line is honest; where it is of a common pattern, it is a gap."""
+
+
+def tolerance(epsilon: float) -> float:
+    """How far a step may be from the unsharded one, relative to the largest update of a parameter: 1e-9 in float64.
+
+    A program that computes in a narrower type adds in another order when it is split, so its bound follows from its
+    type; a gradient that is wrong is off by far more.
+    """
+    return 1e-9 if epsilon <= 2.0**-52 else 1e3 * epsilon if epsilon <= 2.0**-23 else 16 * epsilon
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """off: how many times more than is allowed."""
+
+    what: str
+    off: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """fell_back: what a warning said of a program that was not lowered as asked."""
+
+    end: End
+    message: str = ""
+    fell_back: str = ""
+
+    def warned(self, said: Sequence[str]) -> Outcome:
+        left = [w for w in said if "left to XLA" in w or "annotat" in w]
+        return replace(self, fell_back=left[0][:400]) if left else self
+
+    def row(self) -> dict[str, Any]:
+        row: dict[str, Any] = {"end": self.end}
+        if self.message:
+            row["message"] = self.message
+        if self.fell_back:
+            row["fell_back"] = self.fell_back
+        return row
+
+
+def outcome_of(run: Callable[[], list[Difference] | None]) -> Outcome:
+    """run: returns what differs, or None if there is nothing to compare."""
+    from pase.errors import PaseError
+
+    try:
+        off = run()
+    except PaseError as e:
+        text = str(e)[:600]
+        return Outcome(
+            end="refused" if re.search(r"\.py:\d+", text) else "refused without a line", message=text
+        )
+    except Exception as e:  # what else may be raised is what is to be found out
+        where = "".join(traceback.format_exception(e)[-4:])[-900:]
+        return Outcome(end="exception", message=f"{type(e).__name__}: {str(e)[:400]}\n{where}")
+    if off is None:
+        return Outcome(end="no plan")
+    if off:
+        worst = ", ".join(f"{d.what} {d.off:.2g}" for d in sorted(off, key=lambda d: -d.off)[:6])
+        return Outcome(end="wrong", message=f"times what is allowed: {worst}")
+    return Outcome(end="agrees")

@@ -1,0 +1,33 @@
+"""The composer of programs: its text, its shrinking, its rows; and that the programs of some seeds agree."""
+
+from __future__ import annotations
+
+from bench.composer.runner import counted, ended
+from bench.composer.spec import parse
+
+LINE = "8,4,16 glu.3 attention.1! | cross_entropy.2 @ default/auto/sgd random1@2x2/manual/adam"
+
+
+def test_a_program_is_a_line_and_the_line_is_the_program():
+    assert str(parse(LINE)) == LINE
+    assert parse(LINE).parts[1].plain and not parse(LINE).loss.plain
+
+
+def test_smaller_programs_have_less_in_them():
+    smaller = list(map(str, parse(LINE).smaller()))
+    assert "8,4,16 glu.3 attention.1! | cross_entropy.2 @ default/auto/sgd" in smaller
+    assert any(" glu" not in text for text in smaller) and any("mean_square" in text for text in smaller)
+    assert LINE not in smaller
+
+
+def test_a_program_ended_as_the_worst_of_its_ways():
+    ends = {
+        "default/auto/sgd": {"end": "agrees"},
+        "random1@4/auto/sgd": {"end": "wrong", "message": "loss 0"},
+    }
+    row = {"program": LINE, "patterns": ["glu", "weight:exp"], "ends": ends}
+    assert ended(row) == "wrong"
+    found = counted({"7": row})
+    assert found["ends"] == {"wrong": 1} and found["patterns"]["weight:exp"] == {"wrong": 1}
+    assert found["ways"] == {"default": {"agrees": 1}, "random": {"wrong": 1}}
+    assert list(found["not agreeing"]) == ["7"]
