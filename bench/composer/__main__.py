@@ -49,6 +49,7 @@ def drawn(server: Server, seeds: list[int]) -> dict[int, Spec]:
 
 
 def arguments() -> argparse.Namespace:
+    """What the command line says."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -111,6 +112,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Writes bench/results/composer_jax.json: how each program ended."""
     given = arguments()
     server = Server.of(given.framework)
     seed = given.show if given.show is not None else given.shrink

@@ -159,12 +159,15 @@ def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
 
 
 def layer(odds: float = 1.0, *, whole: bool = False, loops: bool = False) -> Callable[[M], M]:
+    """Register a layer: it makes f(params, x, env) -> x."""
     return _registered(LAYERS, odds=odds, whole=whole, loops=loops)
 
 
 def loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
+    """Register a loss: it makes f(params, x, env) -> a number."""
     return _registered(LOSSES, odds=odds, whole=whole)
 
 
 def transform(fits: Callable[[Sequence[int]], bool] = lambda shape: True) -> Callable[[M], M]:
+    """Register a transform of weights: given a shape, it makes f(params) -> an array of this shape."""
     return _registered(TRANSFORMS, fits=fits)

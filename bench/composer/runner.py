@@ -134,6 +134,7 @@ def ended(row: Mapping[str, Any]) -> str:
 
 
 def failing(row: Mapping[str, Any]) -> bool:
+    """Whether a program ended as none must."""
     return ended(row) in FAULTS
 
 

@@ -14,10 +14,12 @@ from bench.composer.maker import TRANSFORMS, Get, Maker, Pattern, transform
 
 
 def matrix(shape: Sequence[int]) -> bool:
+    """Two dims or more."""
     return len(shape) >= 2
 
 
 def square(shape: Sequence[int]) -> bool:
+    """Two equal dims."""
     return len(shape) == 2 and shape[0] == shape[1]
 
 
