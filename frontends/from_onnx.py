@@ -4,10 +4,11 @@ Reading is in ``onnx_model``, the rules for single ops in ``onnx_rules*``; here 
 control flow. Every node gets a stable path (the index of each enclosing function or graph, then its own).
 ``backends/to_onnx`` uses it to find the node again.
 
-What is trained: every float initializer of more than one element, and the float ConstantOfShape of an initializer's
-shape (how models are published without their weights), unless it is a running statistic, a quantizer's scale, an
-initial state, or an attribute in the form of an input. Integers of 8 bits and fewer are stored weights that are not
-trained; others are constants. Loss and optimizer are not in an ONNX file: gradients flow into every float output.
+What is trained: every float tensor of more than one element that the file stores, as an initializer or in a Constant
+node, and the float ConstantOfShape of a stored shape (how models are published without their weights), unless it is a
+running statistic, a quantizer's scale, an initial state, or an attribute in the form of an input. Integers of 8 bits
+and fewer are stored weights that are not trained; others are constants. Loss and optimizer are not in an ONNX file:
+gradients flow into every float output.
 """
 
 from __future__ import annotations
@@ -95,13 +96,8 @@ def lowered(m: OnnxModel, unknown: Unknown = "error") -> OnnxLowering:
     """All of a model's values by name, in ``env``, and its loop nests so far, in ``b``."""
     b = GraphBuilder(name=m.name)
     low = OnnxLowering(b=b, model=m, unknown=unknown, left=[10_000 + 50 * _size(m.proto)], opsets=m.opsets)
+    low.initializers(m.graph)
     weights = {t.name for t in m.graph.initializer}
-    for t in m.graph.initializer:
-        low.env[t.name] = low.initializer(t)
-    for s in m.graph.sparse_initializer:
-        low.env[s.values.name] = low.stored(
-            s.values.name, tuple(s.dims), dtype_name(s.values.data_type, m.name)
-        )
     for v in m.graph.input:
         if v.name not in weights:
             low.env[v.name] = low.input(v)
@@ -155,6 +151,19 @@ class OnnxLowering:
     outer: OnnxLowering | None = None
     captured: dict[str, Value] | None = None
     """In a body lowered apart: values of the graphs around it that it reads."""
+    apart: OnnxLowering | None = None
+    """The innermost body lowered apart that this graph is in."""
+    weights: dict[tuple[str, str], Value] = field(default_factory=dict)
+    """(scope, name there) -> a stored tensor, shared by all graphs inside: a function called twice has its weights
+    once."""
+    taken: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Name of a parameter -> whose it is, so that two tensors never share a name."""
+    scope: str = ""
+    """Where names of stored tensors are unique: the graph's place, or its function."""
+    owner: str = ""
+    """What the names of stored tensors start with."""
+    prefix: str = ""
+    """What the paths of its nodes start with."""
     depth: int = 0
     attributes: Mapping[str, AttributeProto] = field(default_factory=dict)
     """Inside of a function: what its call gave."""
@@ -163,25 +172,51 @@ class OnnxLowering:
 
     # What a graph starts from.
 
-    def initializer(self, t: TensorProto, prefix: str = "") -> Value:
-        name, shape = prefix + t.name, tuple(int(d) for d in t.dims)
-        dtype = dtype_name(t.data_type, f"{self.model.name}: initializer '{name}'")
-        v = self.stored(name, shape, dtype)
-        if v.elements <= MOST_KNOWN and t.data_location != 1 and dtype != "string":
-            v.read = lambda: _contents(t)
-        v.settled = not _trained(v)
-        return v
+    def initializers(self, graph: GraphProto) -> None:
+        for t in graph.initializer:
+            dtype = dtype_name(t.data_type, f"{self.model.name}: initializer '{t.name}'")
+            v = self.env[t.name] = self.stored(t.name, tuple(t.dims), dtype)
+            if v.elements <= MOST_KNOWN and t.data_location != 1 and dtype != "string":
+                v.read = lambda t=t: _contents(t)  # type: ignore[misc]
+            v.settled = not _trained(v)
+        for s in graph.sparse_initializer:
+            name = s.values.name
+            self.env[name] = self.stored(name, tuple(s.dims), dtype_name(s.values.data_type, self.model.name))
 
-    def stored(self, name: str, shape: tuple[int, ...], dtype: str) -> Value:
-        """A weight by this name, which becomes a parameter when a loop nest reads it."""
-        v = Value(shape=shape, dtype=dtype, note=("initializer", name))
+    def stored(self, name: str, shape: tuple[int, ...], dtype: str, *, call: str = "") -> Value:
+        """A tensor that the file stores, which becomes a parameter or a constant when a loop nest reads it.
+
+        call: of a tensor that one call of a function gives it, what tells this call from others.
+        """
+        key, label = (f"{self.scope}{call}", name), f"{self.owner}{name}"
+        if self.taken.setdefault(label, key) != key:
+            label = f"{self.scope}{call}{name}"
+            self.taken[label] = key
+        return self._stored(key, label, shape, dtype)
+
+    def _stored(self, key: tuple[str, str], label: str, shape: tuple[int, ...], dtype: str) -> Value:
+        if self.apart is not None:  # its weights are the model's
+            assert self.apart.outer is not None and self.apart.captured is not None
+            v = self.apart.captured[label] = self.apart.outer._stored(key, label, shape, dtype)
+            return apart_value(v)
+        if key in self.weights:
+            return self.weights[key]
+        v = Value(shape=shape, dtype=dtype, note=("initializer", label))
+        v.weight = _trained(v) or (v.elements > 1 and dtype in ("int8", "uint8", "int4", "uint4"))
 
         def make() -> Tensor:
-            if _trained(v) or (v.elements > 1 and dtype in ("int8", "uint8", "int4", "uint4")):
-                return self.b.parameter(name, shape, dtype)
-            return self.b.constant(shape, dtype)
+            return self.b.parameter(label, shape, dtype) if v.weight else self.b.constant(shape, dtype)
 
         v.make = make
+        self.weights[key] = v
+        return v
+
+    def constant(self, c: OnnxCall, shape: tuple[int, ...], dtype: str, data: np.ndarray | None) -> Value:
+        """The tensor of a Constant node: what it would be as an initializer. A few numbers may be worked with, too."""
+        call = f"{c.path}:" if any(a.ref_attr_name for a in c.node.attribute) else ""
+        v = self.stored(c.node.output[0], shape, dtype, call=call)
+        v.settled = not _trained(v) or v.elements <= _MOST_NUMBERS
+        v._data = data
         return v
 
     def input(self, v: ValueInfoProto) -> Value:
@@ -235,6 +270,7 @@ class OnnxLowering:
             v.name: v for v in graph.output if not isinstance(v, str)
         }
         made: set[str] = set()
+        self.prefix = prefix
         for i, n in todo:
             if i in live:
                 for o in n.output:
@@ -264,7 +300,8 @@ class OnnxLowering:
         ins = [self.find(x, place) if x and x not in self.absent else None for x in n.input]
         key = self.key(n)
         domain = "" if n.domain == "ai.onnx" else n.domain
-        c = OnnxCall(low=self, node=n, op=n.op_type, version=self.opsets.get(domain, 1), ins=ins, place=place)
+        version = self.opsets.get(domain, 1)
+        c = OnnxCall(low=self, node=n, op=n.op_type, version=version, ins=ins, place=place, path=path)
         c.resolve(self.attributes)
         outs: Sequence[Value | None]
         if (domain, n.op_type) in self.model.functions and (domain or n.op_type not in RULES):
@@ -305,6 +342,7 @@ class OnnxLowering:
         """A model's own function, inlined."""
         inner = self.inner(c)
         inner.outer = None
+        inner.scope, inner.owner = f"{f.domain}:{f.name}:", f"{f.name}."
         inner.opsets = {
             ("" if o.domain == "ai.onnx" else o.domain): o.version for o in f.opset_import
         } or self.opsets
@@ -330,6 +368,11 @@ class OnnxLowering:
             outer=self,
             depth=self.depth + 1,
             attributes=self.attributes,
+            apart=self.apart,
+            weights=self.weights,
+            taken=self.taken,
+            scope=self.scope,
+            owner=self.owner,
         )
 
     # Control flow, conservatively.
@@ -363,6 +406,10 @@ class OnnxLowering:
 def _size(proto: TensorProto) -> int:
     """Number of nodes in the file, including those in functions."""
     return len(proto.graph.node) + sum(len(f.node) for f in proto.functions)
+
+
+_MOST_NUMBERS = 16
+"""Elements of a float Constant that may be scales or bounds of an op: shapes may be computed with it."""
 
 
 def _trained(v: Value) -> bool:

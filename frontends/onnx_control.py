@@ -1,18 +1,22 @@
-"""Control flow of ONNX, handled conservatively.
+"""Control flow of ONNX.
 
-A branch that is known to be taken is inlined. Any other branch, and every loop, is one op that is not split. It costs
-as much as the work inside: the most expensive branch, or the body times the number of iterations (one, if unknown).
+A branch that is known to be taken is inlined. Other branches are lowered as those of JAX are (``jax_control``). A loop
+is one op that is not split, and costs as much as its body times the number of iterations (one, if unknown).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.values import Value
-from pase.ops import GraphBuilder
+from pase.ir import Scope, Tensor
+from pase.ops import GraphBuilder, branches
 from pase.ops.loops import body_flops
 from pase.registry import Registry
 
@@ -22,6 +26,9 @@ if TYPE_CHECKING:
     from pase.frontends.from_onnx import OnnxLowering
 
 __all__ = ["CONTROL", "apart_value", "captures"]
+
+_ENDLESS = 2**31
+"""A trip count that exporters write where a condition ends the loop."""
 
 CONTROL: Registry[Control] = Registry("ONNX op with bodies")
 
@@ -49,46 +56,112 @@ def _apart(
     low: OnnxLowering, c: OnnxCall, graph: GraphProto, ins: Sequence[Value], path: str
 ) -> tuple[list[Value], float, dict[str, Value]]:
     """A body lowered separately: its results, the FLOPs of one iteration, and what it reads from enclosing graphs."""
-    inner = low.inner(c)
-    inner.b = GraphBuilder(name="body")
-    inner.captured = {}
-    for t in graph.initializer:  # its weights are the model's
-        inner.captured[t.name] = v = low.initializer(t, f"{c.node.name or path}.")
-        inner.env[t.name] = apart_value(v)
+    inner = _body(low, c, path, f"{path}.")
+    inner.b, inner.captured, inner.apart = GraphBuilder(name="body"), {}, inner
+    inner.initializers(graph)
     if len(graph.input) > len(ins):
         raise c.fail(f"its body takes {len(graph.input)} inputs, but it is given {len(ins)}")
     for v, value in zip(graph.input, ins, strict=False):
         inner.env[v.name] = apart_value(value)
     inner.nodes(graph, "")
     outs = [inner.find(o.name, c.place) for o in graph.output]
+    low.b.remarks += inner.b.remarks
+    low.b.remarks.append(
+        f"{c.place} is not split: every device does all of its work, {body_flops(inner.b):.3g} FLOPs an iteration"
+    )
     return outs, body_flops(inner.b), inner.captured
 
 
-def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str) -> list[Value | None]:
-    """A branch that is taken for certain, inlined."""
+def _body(low: OnnxLowering, c: OnnxCall, path: str, prefix: str) -> OnnxLowering:
+    """A graph inside a node, about to be lowered. prefix: of the paths of its nodes, in the graph around it."""
     inner = low.inner(c)
-    for t in graph.initializer:
-        inner.env[t.name] = inner.initializer(t)
-    inner.nodes(graph, f"{path}.")
+    inner.scope = f"{low.scope}{prefix.removeprefix(low.prefix)}"
+    inner.owner = f"{low.owner}{c.node.name or path}."
+    return inner
+
+
+def _within(low: OnnxLowering, c: OnnxCall, graph: GraphProto, path: str, part: str = "") -> list[Value]:
+    """A branch, lowered where it stands. part: which one, with a dot, where there are several."""
+    inner = _body(low, c, path, f"{path}.{part}")
+    if not part:  # the only one: its weights go by their own names
+        inner.owner = low.owner
+    inner.initializers(graph)
+    inner.nodes(graph, f"{path}.{part}")
     return [inner.find(o.name, c.place) for o in graph.output]
 
 
-@lowers_bodies(CONTROL, "If", listed="opaque")
+@lowers_bodies(CONTROL, "If", listed="branches")
 def _if(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """The branch that is taken, if known. Otherwise one op that is not split, priced as the more expensive branch."""
-    then, other = c.subgraph("then_branch"), c.subgraph("else_branch")
-    cond = c.x().data
-    if cond is not None and cond.size == 1:
-        return _within(low, c, then if cond.reshape(()) else other, path)
-    a, flops_a, reads_a = _apart(low, c, then, [], path)
-    b, flops_b, reads_b = _apart(low, c, other, [], path)
-    if len(a) != len(b):
-        raise c.fail(f"its branches have {len(a)} and {len(b)} outputs")
-    outs = [(x if x.elements >= y.elements else y) for x, y in zip(a, b, strict=True)]
-    more = list({**reads_a, **reads_b}.values())
-    return low.replicate(c, max(flops_a, flops_b, 1.0), {}, [(v.shape, v.dtype) for v in outs], more)
+    """The branch that is taken, if known. Otherwise both, and the more expensive one is priced as always taken."""
+    graphs = c.subgraph("then_branch"), c.subgraph("else_branch")
+    asked = c.x()
+    if asked.elements != 1:
+        raise c.fail(f"its condition has shape {list(asked.shape)}, but must be one bool")
+    if asked.data is not None:
+        return list(_within(low, c, graphs[0 if asked.data.reshape(()) else 1], path))
+    if len(graphs[0].output) != len(graphs[1].output):
+        raise c.fail(f"its branches have {len(graphs[0].output)} and {len(graphs[1].output)} outputs")
+    b, at, source = low.b, low.b.eqn, low.b.source
+    index = c.tensor(c.reshape(asked, ()))
+    made: list[list[Value]] = []
+    first = len(b.nodes)
+    for k, graph in enumerate(graphs):
+        with b.region("branch", f"{path}.{k}."):
+            made.append(_within(low, c, graph, path, f"{k}."))
+            b.source = source
+            for j, v in enumerate(made[k]):
+                b.eqn = at.its("out", k, j)
+                made[k][j] = _left(c, v)
+    regions = [Scope("branch", f"{path}.{k}.") for k in range(2)]
+    likely = branches.chances([body_flops(b, first, scope) for scope in regions])
+    for scope, chance in zip(regions, likely, strict=True):
+        b.weigh(first, scope, chance)
+    taken = likely.index(1.0)
+    names = ("then_branch", "else_branch")
+    b.remarks.append(
+        f"of the branches of {c.place}, {names[taken]}, the more expensive one, is priced as if it were taken every "
+        f"time"
+    )
+    b.eqn = at
+    return [_met(c, index, same, taken, k) for k, same in enumerate(zip(*made, strict=True))]
+
+
+def _left(c: OnnxCall, v: Value) -> Value:
+    """A branch's result as it leaves the branch."""
+    if v.items is not None:
+        return replace(v, items=tuple(_left(c, i) for i in v.items))
+    if v.elements == 0 or (v.known is not None and not v.weight):
+        return v
+    return c.value(branches.leave(c.b, c.tensor(v)))
+
+
+def _met(c: OnnxCall, index: Tensor, same: Sequence[Value], taken: int, k: int) -> Value:
+    """Result k of the branches. If they differ in shape, what follows is priced for the branch that is taken."""
+    it = same[taken]
+    if it.items is not None:
+        others = [v.items or () for v in same]
+        if any(len(o) != len(it.items) for o in others):
+            raise c.fail(
+                f"its branches return sequences of {len(others[0])} and {len(others[1])} tensors in output {k}"
+            )
+        return replace(it, items=tuple(_met(c, index, s, taken, k) for s in zip(*others, strict=True)))
+    if any(v.dtype != it.dtype for v in same):
+        raise c.fail(f"its branches return {same[0].dtype} and {same[1].dtype} in output {k}")
+    if any(v.shape != it.shape for v in same):
+        shapes = " and ".join(str(list(v.shape)) for v in same)
+        c.b.remarks.append(
+            f"the branches of {c.place} return shapes {shapes} in output {k}: what reads it is priced for "
+            f"{list(it.shape)}"
+        )
+        same = [it]
+    if it.elements == 0:
+        return it
+    first = same[0].known
+    if first is not None and all(v.known is not None and np.array_equal(first, v.known) for v in same):
+        return it
+    return c.value(branches.meet(c.b, index, c.tensors(*same)))
 
 
 @lowers_bodies(CONTROL, "Loop", listed="opaque")
@@ -99,6 +172,12 @@ def _loop(
     body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
     turns = int(c.number_of(0, 0.0))
+    if not 0 < turns < _ENDLESS:
+        turns = 0
+        low.b.remarks.append(
+            f"{c.place} is priced as one turn: how often it turns is not known before it runs; give it a constant "
+            f"trip count"
+        )
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
     lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
     outs, flops, more = _apart(low, c, body, [*lead, *unsettled], path)

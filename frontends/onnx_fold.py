@@ -59,13 +59,17 @@ _REDUCE: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
+_VIEWS = ("Cast", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Ops whose result is a weight if their operand is one, even if its contents are known."""
+
+
 class _Unfit(Exception):
     """Not to be folded: too large, or left to the op's own rule."""
 
 
 def fold(c: OnnxCall) -> list[Value] | None:
     """The node's results if its inputs are known and the op can be folded; else None."""
-    if c.op not in FOLDS or not c.ins:
+    if c.op not in FOLDS or not c.ins or (c.op in _VIEWS and c.x().weight):
         return None
     arrays = []
     for v in c.ins:

@@ -115,8 +115,8 @@ def load(model: Any, dims: DimSizes | None, name: str | None = None) -> OnnxMode
             f"{name} has symbolic sizes {', '.join(missing[:8])} (of {found[missing[0]]}): bind them: "
             f"dims={{'{missing[0]}': 64}}, or --dim '{missing[0]}=64'"
         )
-    for t in proto.graph.initializer:
-        _check_initializer(t, name)
+    for graph in (proto.graph, *proto.functions):
+        _check_stored(graph, name)
     return OnnxModel(name=name, proto=proto, opsets=opsets, functions=functions, dims=bound)
 
 
@@ -172,8 +172,19 @@ def _check_text(graph: GraphProto, where: str) -> None:
                 _check_text(g, where)
 
 
-def _check_initializer(t: TensorProto, name: str) -> None:
-    where = f"{name}: initializer '{t.name}'"
+def _check_stored(graph: GraphProto | FunctionProto, name: str) -> None:
+    """PaseError where a tensor that the graph or a graph inside of it stores is unsound."""
+    for t in getattr(graph, "initializer", ()):
+        _check_tensor(t, f"{name}: initializer '{t.name}'")
+    for n in graph.node:
+        for a in n.attribute:
+            for t in (*([a.t] if a.HasField("t") else []), *a.tensors):
+                _check_tensor(t, f"{name}: {n.op_type} '{n.name or ''.join(n.output[:1])}'")
+            for g in (*([a.g] if a.HasField("g") else []), *a.graphs):
+                _check_stored(g, name)
+
+
+def _check_tensor(t: TensorProto, where: str) -> None:
     dtype_name(t.data_type, where)
     if len(t.dims) > _MOST_RANK or any(d < 0 for d in t.dims):
         raise PaseError(

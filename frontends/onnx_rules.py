@@ -232,7 +232,7 @@ def _cast(c: OnnxCall) -> Value:
         raise c.fail("pase cannot price text: remove it from the model")
     if dtype == x.dtype:
         return x
-    if x.note[:1] == ("initializer",) and x.tensor is None and x.settled:
+    if x.note[:1] == ("initializer",) and x.tensor is None and x.settled and not x.weight:
         return Value(shape=x.shape, dtype=dtype, settled=False)
     return c.elementwise([x], functions.CAST, dtype=dtype)
 

@@ -246,22 +246,24 @@ def _constant(c: OnnxCall) -> Value:
 
     for key in ("value_int", "value_float", "value_ints", "value_floats"):
         if (a := c.attribute(key)) is not None:
-            numbers = list(a.ints or a.floats) if key.endswith("s") else a.i if a.i else a.f
-            return known(np.array(numbers, np.int64 if "int" in key else np.float32))
+            numbers = list(a.ints or a.floats) if key.endswith("s") else a.i if "int" in key else a.f
+            data = np.array(numbers, np.int64 if "int" in key else np.float32)
+            return c.low.constant(c, data.shape, str(data.dtype), data)
     a = c.attribute("value") or c.attribute("sparse_value")
     if a is None:
         raise c.fail("it is text, which pase cannot price, or has no value: remove it from the model")
     if a.HasField("sparse_tensor"):
-        return nothing(c.shape(a.sparse_tensor.dims), dtype_name(a.sparse_tensor.values.data_type, c.place))
+        values = a.sparse_tensor.values
+        return c.low.constant(c, c.shape(a.sparse_tensor.dims), dtype_name(values.data_type, c.place), None)
     t = a.t
     dtype, shape = dtype_name(t.data_type, c.place), c.shape(t.dims)
-    out = Value(shape=shape, dtype=dtype, settled=True)
+    contents: np.ndarray | None = None
     if math.prod(shape) <= MOST_KNOWN and dtype != "string" and t.data_location != 1:
         try:
-            out._data = np.asarray(numpy_helper.to_array(t))
+            contents = np.asarray(numpy_helper.to_array(t))
         except (ValueError, TypeError, KeyError, OverflowError) as e:
             raise c.fail(f"its value does not fit its shape {list(shape)}: {e}") from e
-    return out
+    return c.low.constant(c, shape, dtype, contents)
 
 
 @lowers("Shape", "Size")
@@ -276,12 +278,12 @@ def _shape(c: OnnxCall) -> Value:
 
 @lowers("ConstantOfShape")
 def _constant_of_shape(c: OnnxCall) -> Value:
-    """With an initializer as its shape and a float value, it represents a weight that the file leaves out."""
+    """With a stored shape and a float value, it represents a weight that the file leaves out."""
     shape = c.shape(c.ints_of(0, "shape"))
     t = c.attribute("value")
     dtype = "float32" if t is None else dtype_name(t.t.data_type, c.place)
     source = c.x()
-    if source.note[:1] == ("initializer",) and "float" in dtype and c.low.outer is None:
+    if source.note[:1] == ("initializer",) and "float" in dtype and c.low.apart is None:
         return c.low.stored(c.node.output[0], shape, dtype)
     if (
         math.prod(shape) > MOST_KNOWN

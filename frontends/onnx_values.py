@@ -51,6 +51,8 @@ class OnnxCall(Site):
     ins: list[Value | None]
     place: str
     """Which node of which model, for messages."""
+    path: str = ""
+    """Its place among the nodes."""
     _attributes: dict[str, AttributeProto] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,7 +109,7 @@ class OnnxCall(Site):
 
     def buffer(self, v: Value) -> Tensor:
         """The tensor of what is not trained whatever it is (running statistics, scales): constant if stored."""
-        if v.note[:1] == ("initializer",):
+        if v.weight or v.note[:1] == ("initializer",):
             return self.b.constant(v.shape, v.dtype)
         return self.tensor(v)
 

@@ -30,6 +30,7 @@ class Value:
     settled: may ops on ``data`` be worked out now? (Not for a trainable parameter, whose contents will change.)
     note: where it comes from, for rules that see two ops as one (quantize and dequantize, slices of a weight).
     items: of a sequence.
+    weight: is it a tensor that the model stores, or a view of one? Its contents are then never part of an op.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +41,7 @@ class Value:
     settled: bool = False
     note: tuple[Any, ...] = ()
     items: tuple[Value, ...] | None = None
+    weight: bool = False
     _data: np.ndarray | None = None
 
     @property
@@ -108,15 +110,11 @@ class Site:
         self, shape: Sequence[int], dtype: str, make: Callable[[], Tensor], note: tuple[Any, ...] = ()
     ) -> Value:
         """A value whose loop nest is made only if its data is read."""
-        b, source, eqn = self.b, self.b.source, self.b.eqn
+        b, at = self.b, self.b.here()
 
         def made() -> Tensor:
-            before = b.source, b.eqn
-            b.source, b.eqn = source, eqn
-            try:
+            with b.standing(at):
                 return make()
-            finally:
-                b.source, b.eqn = before
 
         return Value(shape=self.shape(shape), dtype=dtype, make=made, note=note)
 
@@ -177,11 +175,15 @@ class Site:
         base: Value = v.note[1] if v.note[:1] == ("view",) else v
         if new == v.shape or new == base.shape:
             return v if new == v.shape else base
-        if v.known is not None:
+        if v.known is not None and not v.weight:
             return known(v.known.reshape(new), v.dtype)
         if v.elements == 0 or (v.tensor is None and v.make is None):
             return Value(shape=new, dtype=v.dtype)
-        return self.later(new, v.dtype, lambda: nests.reshape(self.b, self.tensor(base), new), ("view", base))
+        out = self.later(new, v.dtype, lambda: nests.reshape(self.b, self.tensor(base), new), ("view", base))
+        if v.weight:
+            out.weight, out.settled = True, v.settled
+            out._data = None if v.data is None else v.data.reshape(new)
+        return out
 
     def unmerged(self, v: Value) -> Value:
         """[b s d] where v is the [(b s) d] made of it: a product over d may then be split as b and s are."""

@@ -36,6 +36,9 @@ __all__ = ["Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"
 Dims = dict[str, tuple[Size, DimKind]]
 """Iteration dims by name: size and kind."""
 
+Standing = tuple[SourceLine, Place, bool, tuple[Scope, ...], Size, float, bool, bool]
+"""Where a builder stands: see ``GraphBuilder.here``."""
+
 _MAX_NODES = 2_000_000
 
 
@@ -101,6 +104,50 @@ class GraphBuilder:
             yield
         finally:
             self._scope, self._times, self._remat, self._chance = saved
+
+    def here(self) -> Standing:
+        """Where the next nests would be added."""
+        return (
+            self.source,
+            self.eqn,
+            self.frozen,
+            self._scope,
+            self._times,
+            self._chance,
+            self._remat,
+            self._backward,
+        )
+
+    @contextmanager
+    def standing(self, at: Standing) -> Iterator[None]:
+        """What is added here stands where ``here`` was called: a value that is made only when it is first read, perhaps
+        inside of a loop or a branch, belongs where it was defined."""
+        before = self.here()
+        self._stand(at)
+        try:
+            yield
+        finally:
+            self._stand(before)
+
+    def _stand(self, at: Standing) -> None:
+        (
+            self.source,
+            self.eqn,
+            self.frozen,
+            self._scope,
+            self._times,
+            self._chance,
+            self._remat,
+            self._backward,
+        ) = at
+
+    def weigh(self, first: int, scope: Scope, chance: float) -> None:
+        """Give a branch its chance, after it was lowered. first: the number of nodes before it."""
+        for at in range(first, len(self.nodes)):
+            node = self.nodes[at]
+            if any(scope in op.scope for op in node.ops):
+                ops = (replace(op, chance=op.chance * chance) if scope in op.scope else op for op in node.ops)
+                self.nodes[at] = replace(node, ops=tuple(ops))
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:

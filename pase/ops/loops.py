@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pase.ir import AccessMap, Size, Tensor, Walk
+from pase.ir import AccessMap, Scope, Size, Tensor, Walk
 from pase.ir.functions import UNSTACK
 from pase.ir.sizes import is_one
 from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
@@ -10,11 +10,13 @@ from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 __all__ = ["body_flops", "settle", "stack", "unstack"]
 
 
-def body_flops(b: GraphBuilder) -> float:
-    """FLOPs of all that was lowered into b, a body by itself: its sizes are numbers."""
+def body_flops(b: GraphBuilder, first: int = 0, scope: Scope | None = None) -> float:
+    """FLOPs of all that was lowered into b, or of what is in one scope from node ``first`` on: sizes are numbers."""
     total = 0.0
-    for node in b.nodes:
+    for node in b.nodes[first:]:
         for op in node.ops:
+            if scope is not None and scope not in op.scope:
+                continue
             points = float(op.times) * op.chance  # type: ignore[arg-type]
             for d in op.worked:
                 points *= float(node.space[d].size)  # type: ignore[arg-type]
