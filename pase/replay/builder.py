@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.replay.reader import LIMITS, Limits
-from pase.replay.types import COLUMNS, Group, Lane, Mark, Problem, Shapes, Timeline
+from pase.replay.types import COLUMNS, GPU_KINDS, Group, Lane, Mark, Problem, Shapes, Timeline
 
 __all__ = ["Builder", "combine", "is_sound", "split_devices"]
 
@@ -40,6 +40,8 @@ class Builder:
         self.shapes: dict[Shapes, int] = {}
         self.marks: list[Mark] = []
         self.left_out: Counter[str] = Counter()
+        self.noted: Counter[str] = Counter()
+        """What was read although something in it is wrong."""
         self.dataflow: dict[str, tuple[str, ...]] = {}
         self.host = ""
 
@@ -127,6 +129,7 @@ class Builder:
         problems = [
             Problem(where=self.where, what=f"{n} {what}, left out") for what, n in self.left_out.items()
         ]
+        problems += [Problem(where=self.where, what=f"{n} {what}") for what, n in self.noted.items()]
         keep = _largest_cluster(columns["start_ns"])
         if keep is not None:
             lost = len(keep) - int(keep.sum())
@@ -172,6 +175,35 @@ def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
     keep = np.zeros(len(starts), dtype=bool)
     keep[order[edges[best] : edges[best + 1]]] = True
     return keep
+
+
+def without_overruns(t: Timeline) -> Timeline:
+    """Ops on a stream end before what comes after the next one begins: a stream runs its launches in order.
+
+    An op that outlasts the next launch's op on its stream has a wrong end (ROCm's profiler writes such); it is ended
+    where the next one begins, and a Problem says so. Ops of one launch (a graph's) may run at once, and neighbours may
+    overlap (programmatic dependent launch).
+    """
+    ops = np.flatnonzero(
+        np.isin(t["kind"], GPU_KINDS) & np.array([x.device for x in t.lanes] + [False])[t["lane"]]
+    )
+    lane, start, end, launch = (c[ops] for c in (t["lane"], t["start_ns"], t.end_ns, t["correlation"]))
+    if len(ops) < 2:
+        return t
+    later = (lane[1:] == lane[:-1]) & (launch[1:] != launch[:-1]) & (launch[1:] >= 0) & (launch[:-1] >= 0)
+    wrong = np.flatnonzero(later & (end[:-1] > end[1:]) & (start[1:] > start[:-1]))
+    if not len(wrong):
+        return t
+    durations = t["duration_ns"].copy()
+    durations[ops[wrong]] = start[wrong + 1] - start[wrong]
+    worst = ops[wrong[np.argmax(end[wrong] - end[wrong + 1])]]
+    where = t.lanes[int(t["lane"][worst])]
+    what = (
+        f"{len(wrong)} ops outlast the next op of their stream, which a stream does not do; they are ended where the "
+        f"next begins: the worst is '{t.names[int(t['name'][worst])]}' on stream {where.name}"
+    )
+    problem = Problem(where=f"rank {where.rank}", what=what)
+    return replace(t, columns={**t.columns, "duration_ns": durations}, problems=(*t.problems, problem))
 
 
 def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:

@@ -11,7 +11,7 @@ from typing import Any
 from pase.errors import PaseError, needed
 from pase.files.json_values import JsonObject
 from pase.files.terminal import printable
-from pase.replay.builder import Builder, is_sound, split_devices
+from pase.replay.builder import Builder, is_sound, split_devices, without_overruns
 from pase.replay.gloo import tie_gloo
 from pase.replay.reader import LIMITS, BoundedReader, Limits, open_stream
 from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
@@ -58,6 +58,8 @@ _WORDS = (
 _OPERANDS = 64
 """Ops with more operands (lists of a whole model's tensors) are no products: their shapes are not kept."""
 _STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
+_FAR = 1 << 60
+"""The first of the numbers that correlations beyond it get."""
 _RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
 
 
@@ -118,10 +120,7 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
             f"the file is cut or damaged after {len(b)} events ({stream.broken or cut}); the rest is missing"
         )
         problems.append(Problem(where=str(path), what=what))
-    if stream.not_numbers:
-        problems.append(
-            Problem(where=str(path), what=f"{stream.not_numbers} bare NaN or Infinity values read as null")
-        )
+    problems += [Problem(where=str(path), what=what) for what in stream.repairs()]
     if not len(b):
         why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
         raise PaseError(f"{path}: no usable event ({printable(why)})")
@@ -130,11 +129,26 @@ def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) ->
     t = replace(t, problems=(*t.problems, *problems))
     if feed.executions.spans:
         return untangle(split_devices(t, feed.executions.marks(b.rank)))
-    return tie_gloo(t)
+    return tie_gloo(without_overruns(t))
 
 
 def _whole(x: object, default: int) -> int:
     return x if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 31 else default
+
+
+def _integer(x: object, default: int = -1) -> int:
+    """A whole number, or the default. Some writers put numbers into strings.
+
+    >>> _integer(3), _integer("3"), _integer(3.0), _integer(None), _integer(True), _integer("3a")
+    (3, 3, 3, -1, -1, -1)
+    """
+    if isinstance(x, bool):
+        return default
+    if isinstance(x, str) and len(x) < 20:
+        x = int(x) if x.isdecimal() else default
+    if isinstance(x, float) and x.is_integer() and abs(x) < 2**53:
+        x = int(x)
+    return x if isinstance(x, int) else default
 
 
 def _header(path: Path, limits: Limits) -> JsonObject:
@@ -198,6 +212,7 @@ class _Feed:
         self.process_names: dict[object, str] = {}
         self.executions = Executions()
         self.places: dict[tuple[int, int, bool, int], int] = {}
+        self.far: dict[int, int] = {}
         self.open: dict[int, list[tuple[int, int, int]]] = {}
 
     def take(self, e: JsonObject) -> None:
@@ -219,6 +234,8 @@ class _Feed:
         b, args = self.b, e.get("args")
         if not isinstance(args, dict):
             args = {}
+        if "dur" not in e:
+            b.noted["complete events without a duration, read as instants"] += 1
         start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
         if start is None or duration is None:
             b.left_out["events whose time is no finite number"] += 1
@@ -231,8 +248,7 @@ class _Feed:
         if kind < 0:
             kind, device = self._jax_kind(e, args)
         lane = self._lane(e, args, device)
-        correlation = args.get("correlation", -1)
-        correlation = correlation if isinstance(correlation, int) else -1
+        correlation = self._correlation(args.get("correlation"))
         nbytes, operation, group, shape = -1, 0, -1, -1
         if kind == _K["host"] and "Input Dims" in args:
             shape = self._shape(args["Input Dims"])
@@ -250,8 +266,7 @@ class _Feed:
                 number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
                 self.executions.add(number, module, str(args.get("run_id", ""))[:40], start, start + duration)
             stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
-            if isinstance(stated, int):
-                nbytes = stated
+            nbytes = _integer(stated, nbytes)
         elif kind == _K["annotation"]:
             if text.startswith("gloo:"):
                 # On a worker thread of its own: what a device's queue is to NCCL.
@@ -266,6 +281,12 @@ class _Feed:
                 if number >= 0 and is_sound(start, duration):
                     self.steps.append((start, start + duration, number))
         b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group, shape=shape)
+
+    def _correlation(self, stated: object) -> int:
+        number = _integer(stated)
+        if number < -1 or number >= _FAR:  # an unsigned number of 64 bits
+            return self.far.setdefault(number, _FAR + len(self.far))
+        return number
 
     def _shape(self, dims: Any) -> int:
         """The number of an op's operands' extents; −1 where none is a tensor."""
@@ -318,7 +339,7 @@ class _Feed:
 
     def _collective(self, args: JsonObject) -> tuple[int, int]:
         sizes = [args.get(k) for k in ("In msg nelems", "Out msg nelems")]
-        count = max((s for s in sizes if isinstance(s, int) and not isinstance(s, bool)), default=-1)
+        count = max(map(_integer, sizes))
         width = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower(), 0)
         name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
         m = _RANKS.match(str(args.get("Process Group Ranks", "")))

@@ -98,9 +98,7 @@ def _read(path: Path, limits: Limits) -> Timeline:
         return read_xplane(path, _rank_in_name(path), limits)
     with path.open("rb") as f:
         magic = f.read(4)
-    if magic.startswith(b"PK"):
-        if not is_nsys_jax(path):
-            raise PaseError(f"{path}: not an nsys-jax archive (no nvtx_gpu_proj_trace/trace.parquet in it)")
+    if magic.startswith(b"PK") and is_nsys_jax(path):
         return read_nsys_jax(path, limits=limits)
     with open_stream(path, limits) as stream:
         head = stream.read()[:400]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import math
 import re
 import zipfile
 import zlib
@@ -49,6 +51,8 @@ _BAD_NUMBER = re.compile(rb"(\A|[:\[,]\s*)-?(?:nan|inf|infinity)(?=\s*[,}\]])", 
 
 _MAYBE_BAD = re.compile(rb"(?:nan|inf|infinity)\s*[,}\]]")
 """Of lower-case bytes: whether the slower expression above can find anything."""
+_MAYBE_LARGE = re.compile(rb"\d{19}|[0-9][eE]\+?\d{3}")
+_NUMBER = re.compile(rb"(?<=[:\[,\s])-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?(?=\s*[,}\]])")
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _BLOCK = 64
 _STEP = np.zeros(256, dtype=np.int8)
@@ -66,7 +70,10 @@ class BoundedReader:
     """A byte stream with limits, for an incremental parser.
 
     Reads past a limit raise PaseError. Bytes that stop short (a cut gzip, say) end the stream and set
-    ``broken``. Bare NaN and Infinity, which PyTorch is known to write, become null and are counted.
+    ``broken``. What JSON or the parser does not take, but profilers are known to write, is put in other words: bare NaN
+    and Infinity, and numbers beyond a float, become null; unsigned 64-bit integers become the signed ones of the same
+    bits, and longer ones floats; bytes that are no UTF-8 become U+FFFD. Nulls and bytes are counted. A byte order mark
+    is left out. In a string that looks like numbers, the same digits may change.
     """
 
     CHUNK = 1 << 18
@@ -78,6 +85,8 @@ class BoundedReader:
         self.events = 0
         self.broken = ""
         self.not_numbers = 0
+        self.not_text = 0
+        self._text = codecs.getincrementaldecoder("utf-8")("replace")
         self.tail = b""
         self._rest = b""
         self._depth = 0
@@ -90,14 +99,37 @@ class BoundedReader:
             # Hold back the last bytes: a literal may straddle two chunks.
             chunk, count = _BAD_NUMBER.subn(rb"\1null", chunk)
             self.not_numbers += count
+        if _MAYBE_LARGE.search(chunk):
+            chunk = _NUMBER.sub(self._representable, chunk)
         return chunk
+
+    def _representable(self, found: re.Match[bytes]) -> bytes:
+        """A number as the parser takes it."""
+        text = found[0]
+        if text.lstrip(b"-").isdigit():
+            number = int(text) if len(text) < 21 else 2**64
+            if (
+                number < 2**64 and number != 2**63 and number > -(2**63)
+            ):  # the least one is too much for the parser
+                return text if number < 2**63 else b"%d" % (number - 2**64)
+            text += b".0"
+        if math.isfinite(float(text)):
+            return text
+        self.not_numbers += 1
+        return b"null"
 
     def _raw(self) -> bytes:
         try:
             chunk = self.source.read(self.CHUNK)
-        except (EOFError, zlib.error, OSError) as e:
+        except (EOFError, zlib.error, OSError, zipfile.BadZipFile) as e:
             self.broken = self.broken or f"{type(e).__name__}: {e}"
             chunk = b""
+        if not self.total:
+            chunk = chunk.removeprefix(codecs.BOM_UTF8)
+            if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise PaseError(
+                    f"{self.where}: it is UTF-16, but JSON is UTF-8: convert it (iconv -f utf-16 -t utf-8)"
+                )
         self.total += len(chunk)
         self.since_event += len(chunk)
         if self.total > self.limits.file_bytes:
@@ -113,13 +145,21 @@ class BoundedReader:
             )
         self._check_depth(chunk)
         # Cut after the last separator, so that no token that NaN-repair looks for is split.
-        data = self._rest + chunk
+        data = self._rest + self._utf8(chunk)
         cut = max(data.rfind(b","), data.rfind(b"}")) + 1
         if not chunk or cut < len(data) - 4096 or cut < 1:
             cut = len(data)
         out, self._rest = data[:cut], data[cut:]
         self.tail = (self.tail + out)[-4096:]
         return out
+
+    def _utf8(self, chunk: bytes) -> bytes:
+        """The chunk as UTF-8. A character that is cut at its end comes with the next one."""
+        if chunk.isascii() and self._text.getstate() == (b"", 0):
+            return chunk
+        text = self._text.decode(chunk, final=not chunk)
+        self.not_text += max(text.count("\ufffd") - chunk.count("\ufffd".encode()), 0)
+        return text.encode()
 
     def _check_depth(self, chunk: bytes) -> None:
         """Refuse deep nesting before the parser sees it: its memory grows with the square of the depth."""
@@ -136,6 +176,17 @@ class BoundedReader:
 
     def __exit__(self, *error: object) -> None:
         self.source.close()
+
+    def repairs(self) -> list[str]:
+        """What was put in other words, for people."""
+        out = []
+        if self.not_numbers:
+            out.append(
+                f"{self.not_numbers} bare NaN or Infinity values, or numbers beyond a float, read as null"
+            )
+        if self.not_text:
+            out.append(f"{self.not_text} bytes that are no UTF-8, read as U+FFFD")
+        return out
 
     def event_done(self) -> None:
         self.events += 1
@@ -217,10 +268,32 @@ def open_stream(path: Path, limits: Limits = LIMITS) -> BoundedReader:
         raise PaseError(f"{path}: cannot be read ({e.strerror or e})") from e
     magic = raw.read(2)
     raw.seek(0)
+    if magic == b"PK":
+        raw.close()
+        return _zipped(path, limits)
     if magic == b"\x1f\x8b":
         _refuse_bomb(path, raw, limits)
         return BoundedReader(_Gunzip(raw), str(path), path.stat().st_size, limits)
     return BoundedReader(raw, str(path), None, limits)
+
+
+def _zipped(path: Path, limits: Limits) -> BoundedReader:
+    """The one JSON file in a zip archive, as a stream."""
+    try:
+        archive = zipfile.ZipFile(path)
+        members = [m for m in archive.infolist() if m.filename.endswith(".json")]
+        if len(members) != 1:
+            raise PaseError(
+                f"{path}: not an nsys-jax archive (no nvtx_gpu_proj_trace/trace.parquet in it), and it has "
+                f"{len(members)} .json files, not one: unpack it and give the folder"
+            )
+        compressed = path.stat().st_size
+        if members[0].file_size > limits.unpacked(compressed):
+            raise _bomb(path, compressed, members[0].file_size)
+        stream = archive.open(members[0])
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError) as e:
+        raise PaseError(f"{path}: cannot be unpacked ({type(e).__name__}: {e})") from e
+    return BoundedReader(stream, str(path), compressed, limits)
 
 
 def read_small_json(path: Path, limit: int = 1 << 30) -> Any:
