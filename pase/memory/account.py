@@ -2,12 +2,12 @@
 
 Parameters are kept in their storage layout. Gradients and optimizer state have the same layout or are split further
 (ZeRO-2). Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in,
-times the loop turns that make it. For a rematerialised region only its inputs are kept, plus one turn of its inner
-tensors while it is recomputed. Weights that a product reads gathered or cast also count as activations until its
-backward, except in a rematerialised region, which gathers them again. What a step gathers once is kept, also in
-regions, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: the most that one op reads and
-makes, including gradients, and where collectives of parameters overlap with compute, what a loop's turn gathers for the
-next one.
+times the loop turns that make it for readers in the same loop. For a rematerialised region only its inputs are kept,
+plus one turn of its inner tensors while it is recomputed. Weights that a product reads gathered or cast also count as
+activations until its backward, except in a rematerialised region, which gathers them again. What a step gathers once
+is kept, also in regions, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: the most that one
+op reads and makes, including gradients, and where collectives of parameters overlap with compute, what a loop's turn
+gathers for the next one.
 """
 
 from __future__ import annotations
@@ -177,13 +177,8 @@ def _terms_of(
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
                 yield term("activations", a, times=turns), None  # all of them arrive at once
-            elif n.kind == "carry" and t.needs_grad:  # kept once for every turn of its loop
-                many = max(number(o.times, n.name) for o in n.ops)
-                yield term("activations", a, times=many, over=turns), None
             elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
-                k = wanted[a.tensor]
-                copies = 1 if k.region is not None else number(k.times, t.name) / turns
-                yield term("activations", a, times=copies), k.region
+                yield term("activations", a, times=wanted[a.tensor].times), wanted[a.tensor].region
     for ops, a, stored in parameter_reads(graph, n):  # as this node reads them
         many = number(ops[0].times, n.name)
         if stays or any(_read_in_backward(n, op) for op in ops):

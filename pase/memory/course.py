@@ -132,19 +132,13 @@ def course(
                     )
                 elif t.role == "input":  # of all micro-batches
                     yield HeldBytes(kind="activations", nbytes=local(a) * turns, at=when.always)
-                elif n.kind == "carry" and t.needs_grad:
-                    turns_kept = max(times(o) for o in n.ops)
-                    yield HeldBytes(kind="activations", nbytes=local(a) * turns_kept, at=when.until(n.name))
                 elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                     if _made_again(graph, op, wanted, made):
                         continue
                     k = wanted[a.tensor]
-                    if k.region is not None:
-                        yield HeldBytes(kind="activations", nbytes=local(a), at=when.only(k.region))
-                    else:
-                        many = number(k.times, t.name) / turns
-                        at = when.always if n.name in late else when.until(n.name)
-                        yield HeldBytes(kind="activations", nbytes=local(a) * many, at=at)
+                    at = when.always if n.name in late else when.until(n.name)
+                    at = at if k.region is None else when.only(k.region)
+                    yield HeldBytes(kind="activations", nbytes=local(a) * k.times, at=at)
         if stays:
             yield from _held_once(graph, n, local, when)
         elif n.kind == "parameter":

@@ -52,9 +52,7 @@ def unfused(plan: PlanData, problem: SplitProblem) -> tuple[Unfused, ...]:
             source=weights.source,
             cost=sum(cost[n.name] for n in nodes),
             fused=_as_one(graph, nodes, configs, mesh, problem.model),
-            kept=round(
-                sum(number(held[a.tensor], "") * _local(graph, n, a, configs, mesh) for n, _, a in arrays)
-            ),
+            kept=round(sum(held[a.tensor] * _local(graph, n, a, configs, mesh) for n, _, a in arrays)),
         )
         if each.fused < each.cost:
             found.append(each)
