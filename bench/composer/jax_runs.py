@@ -150,6 +150,8 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
         found.append(Difference(what=name, off=off / allowed if allowed else float(off > 0) * np.inf))
     metrics = [jax.tree_util.tree_leaves_with_path(jax.device_get(t.metrics)) for t in (whole, split)]
     for (path, said), (_, other) in zip(*metrics, strict=True):
+        if np.ndim(other) > np.ndim(said):  # of a step in micro-batches, those of each are stacked
+            other = other.mean(0)
         size, apart = float(np.abs(said).max()), float(np.abs(said - other).max())
         name = f"metric {jax.tree_util.keystr(path)}"
         found.append(Difference(what=name, off=apart / (bound * max(size, 1e-3))))

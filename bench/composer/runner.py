@@ -20,7 +20,11 @@ __all__ = ["ENVIRONMENT", "Framework", "counted", "ended", "failing", "rows", "s
 
 Framework = Literal["jax", "torch"]
 MODULES: dict[Framework, str] = {"jax": "bench.composer.jax_runs", "torch": "bench.composer.torch_runs"}
-"""Each has draw(seed) -> Spec, attempt(Spec) -> a row, written(Spec) -> text, and PRELOADED."""
+"""Each has draw(seed) -> Spec, attempt(Spec) -> a row, and written(Spec) -> text."""
+PRELOADED: dict[Framework, tuple[str, ...]] = {
+    "jax": ("optax", "equinox", "flax.linen", "flax.nnx"),
+    "torch": ("torch",),
+}
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_collective_call_terminate_timeout_seconds=600 "
@@ -49,7 +53,8 @@ class Server:
     def of(cls, framework: Framework) -> Server:
         os.environ |= ENVIRONMENT
         return cls(
-            framework=framework, processes=forks_of([MODULES[framework], "bench.cases.plans", "optax"])
+            framework=framework,
+            processes=forks_of([MODULES[framework], "bench.cases.plans", *PRELOADED[framework]]),
         )
 
 

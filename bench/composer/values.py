@@ -151,7 +151,9 @@ def codebook(m: Maker) -> Apply:
             env.terms.append(jnp.mean((lax.stop_gradient(y) - code) ** 2))
         else:
             chosen = jax.nn.one_hot(nearest, 6)
-            env.metrics[m.name] = 0.9 * book + 0.1 * jnp.einsum("bsn,bsd->nd", chosen, lax.stop_gradient(y))
+            env.metrics[m.name] = 0.9 * book + 0.1 * jnp.einsum(
+                "bsn,bsd->nd", chosen, lax.stop_gradient(y)
+            ) / len(x)
         return y + lax.stop_gradient(code - y)
 
     return apply
