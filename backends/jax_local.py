@@ -23,7 +23,7 @@ from pase.backends.jax_moves import moved, part, summed, there_and_back
 from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
-from pase.frontends.jax_control import by_platform
+from pase.frontends.jax_control import by_platform, on_every_platform
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir import Place
@@ -171,6 +171,10 @@ class LocalWalk:
         name = eqn.primitive.name
         if inlined(eqn):
             return self._call(eqn, ins, f"{at.path}.", cache)
+        if (taken := on_every_platform(eqn)) is not None:
+            return self.run(*taken, ins[1:], f"{at.path}.", cache)
+        if by_platform(eqn):
+            self._check_whole(eqn, ins)
         if name == "scan":
             return local_scan(self, eqn, ins, at, cache)
         if name == "while":
@@ -189,6 +193,14 @@ class LocalWalk:
         if not made:
             return self._constant(eqn, names, ins)
         return [made[n] for n in names]
+
+    def _check_whole(self, eqn: Eqn, ins: Sequence[DeviceValue]) -> None:
+        """Refuse an equation that only a whole array may go through if one of its operands is split."""
+        for h in ins:
+            if h.layout is not None and any(s is not None for s in h.layout):
+                raise self.refusal(
+                    eqn, f"each platform has code of its own for it, and its operand '{h.tensor}' is split"
+                )
 
     def _makers(self, names: Sequence[str]) -> list[LocalOp]:
         """The ops that make these tensors, each once. Constants have none."""

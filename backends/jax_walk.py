@@ -15,7 +15,7 @@ from pase.backends import jax_attention, jax_convolution
 from pase.backends.jax_equations import KEPT, boundary
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
-from pase.frontends.jax_control import by_platform
+from pase.frontends.jax_control import by_platform, on_every_platform
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
 from pase.ir import Place, PlacePart
@@ -125,6 +125,8 @@ class JaxprWalk:
         ins = [_value(v, env) for v in eqn.invars]
         if inlined(eqn):
             outs = self._call(eqn, ins, f"{path}.", copies)
+        elif (taken := on_every_platform(eqn)) is not None:
+            outs = self.run(*taken, ins[1:], f"{path}.", copies)
         elif name == "scan":
             outs = self._scan(eqn, ins, at, copies)
         elif name == "while":

@@ -22,12 +22,13 @@ from pase.ops import branches, indexed, loops, nests
 from pase.registry import Registry
 
 if TYPE_CHECKING:
+    from jax import Array
     from jax.sharding import PartitionSpec
 
     from pase.frontends.from_jax import _JaxLowering
     from pase.ops import GraphBuilder
 
-__all__ = ["CONTROL", "AtRunTime", "by_body", "by_platform"]
+__all__ = ["CONTROL", "AtRunTime", "by_body", "by_platform", "on_every_platform"]
 
 CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
 """Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
@@ -191,9 +192,27 @@ def by_platform(eqn: Eqn) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
+def on_every_platform(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]] | None:
+    """The branch that every device takes, and its constants: the other ones are for inside of a Mosaic kernel
+    (``jnp.diagonal`` has one). None if the equation is no such conditional."""
+    platforms = eqn.params.get("branches_platforms") or ()
+    default = [k for k, names in enumerate(platforms) if names is None]
+    if not default or any(name != "mosaic" for names in platforms for name in names or ()):
+        return None
+    return opened(eqn.params["branches"][default[0]])
+
+
 def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
-    """Code written for several platforms: the first branch that can be lowered is priced; a backend keeps it whole."""
+    """Code written for several platforms. If all devices take one branch, it is as if it were called. Otherwise the
+    branch of the most FLOPs is priced, and a backend keeps the equation whole."""
     inner = lower.inner()
+    if (taken := on_every_platform(eqn)) is not None:
+        jaxpr, _ = taken
+        inner.constants(jaxpr)
+        lower.bind(inner, jaxpr.invars, eqn.invars[1:])
+        inner.eqns(jaxpr.eqns, prefix)
+        lower.write(eqn.outvars, [inner.read(v) for v in jaxpr.outvars])
+        return
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
     inner.constants(body)
     lower.bind(inner, body.invars, eqn.invars[1:])

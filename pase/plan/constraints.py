@@ -181,9 +181,10 @@ class _Collected:
         if (written < PENDING).any():
             self.summed[a.tensor] = gradient_states(written)
             where = placement(self.summed[a.tensor], tensor, self.mesh)
-            assert where is not None  # chosen so that its blocks are contiguous
             if op is n.ops[0]:
+                assert where is not None  # chosen so that its blocks are contiguous
                 self.state[a.tensor] = where
+            # In a view of the parameter that merges dims they may not be; then no constraint can say it.
             straight = where if outside else None
         if n.kind in ("parameter", "input") and op is n.ops[0]:
             where = placement(states, tensor, self.mesh)
