@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_moves import moved
 from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
 from pase.frontends.jax_rules import RULES, Elementwise
@@ -20,7 +21,7 @@ from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
 from pase.frontends.jax_versions import called, evaluate, is_dropped, is_literal, opened, pulled_back
 from pase.ir import Place
 from pase.local.follow import followed
-from pase.local.lower import local_program
+from pase.local.lower import between, local_program
 from pase.local.types import Layout, LocalOperand, local_shape
 
 if TYPE_CHECKING:
@@ -43,29 +44,32 @@ def call_with_rule(
     ahead, back, smooth = pulled_back(eqn, call.trained)
     kept: list[DeviceValue] = []
 
-    def forward(arrays: Sequence[Array]) -> list[Array]:
+    def forward(arrays: Sequence[Array]) -> tuple[list[Array], list[Array | None]]:
         values = [replace(h, array=x) for h, x in zip(read, arrays, strict=True)]
         outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
         kept[:] = outs[len(smooth) :]
-        return [h.array for h in outs[: len(smooth)]]
+        made = [h.array for h in outs[: len(smooth)]]
+        return made, [call.shadow(n, x) for n, x in zip(call.results, made, strict=True)]
 
-    def backward(held: Sequence[Array], gradients: Sequence[Array]) -> tuple[list[Array], None]:
+    def backward(
+        held: Sequence[Array], gradients: tuple[Sequence[Array], Sequence[Array | None]]
+    ) -> tuple[list[Array], None]:
         given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
-        for g, n, on in zip(gradients, call.results, smooth, strict=True):
+        for g, beside, n, on in zip(*gradients, call.results, smooth, strict=True):
             if on:
-                given.append(DeviceValue(array=g, layout=call.gradient_of(n)))
+                given.append(DeviceValue(array=g if beside is None else beside, layout=call.gradient_of(n)))
         found = _ran(walk, back, given, [layout for _, layout in homes])
         return [h.array for h in found], None
 
     run = jax.custom_vjp(lambda _, arrays: forward(arrays))
     run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in kept]), backward)
-    made = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
-    found = dict(zip(call.results, made, strict=True))
-    return [
-        # None where nothing reads it.
-        DeviceValue(array=found.get(n), tensor=n, layout=call.made_as(n) if n in found else None)  # type: ignore[arg-type]
-        for n in walk.traced.results[at]
-    ]
+    made, shadows = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
+    found = {
+        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), shadow=s)
+        for n, x, s in zip(call.results, made, shadows, strict=True)
+    }
+    # None where nothing reads it.
+    return [found.get(n, DeviceValue(array=None, tensor=n)) for n in walk.traced.results[at]]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,10 +136,20 @@ class _RuledCall:
         program = self.walk.program
         if name not in program.maker:
             return (None,) * len(program.mesh.names)
+        return program.result(name).gradient
+
+    def shadow(self, name: str, made: Array) -> Array | None:
+        """The part of a result in the layout in which its gradient arrives, if that splits it further."""
+        program = self.walk.program
+        if name not in program.maker:
+            return None
         r = program.result(name)
-        if local_shape(r.shape, r.layout, program.mesh) != local_shape(r.shape, r.gradient, program.mesh):
+        if local_shape(r.shape, r.layout, program.mesh) == local_shape(r.shape, r.gradient, program.mesh):
+            return None
+        moves = between(r.layout, r.gradient, program.mesh)
+        if not all(m.free for m in moves):
             raise self.walk.refusal(self.eqn, f"its result '{name}' and its gradient are split differently")
-        return r.gradient
+        return moved(made, moves, r.shape, "sum", program.mesh)
 
 
 def _ran(

@@ -18,8 +18,10 @@ from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Var
 from pase.frontends.jax_versions import is_literal
 from pase.ir import Place
+from pase.local.lower import between
 from pase.local.parts import placement, to_whole
-from pase.local.types import Layout, LocalOp, LocalProgram, local_shape
+from pase.local.types import Layout, LocalOp, LocalProgram, LocalResult, local_shape
+from pase.local.verify import verify_program
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -93,8 +95,12 @@ class Manual:
     plan: JaxPlan
     mesh: JaxMesh
 
-    @property
+    @cached_property
     def program(self) -> LocalProgram:
+        try:
+            verify_program(self.plan.program)
+        except PaseError as e:
+            raise NotByHand(f"{e}, which is a defect of pase.local") from None
         return self.plan.program
 
     @cached_property
@@ -248,15 +254,19 @@ class Manual:
         ]
 
     def carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
-        """The arrays through which gradients are taken: the parameter, or zeros in the gradient's storage layout."""
+        """The arrays through which gradients are taken: the parameter, in the gradient's storage layout if that is
+        another (``LocalResult.carrier``)."""
+        return {i: self._carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained}
+
+    def _carrier(self, x: Array, r: LocalResult) -> Array:
         import jax
 
-        out = {}
-        for i in self.trained:
-            r = self.program.result(self._names[i])
-            zeros = local_shape(self._shape(i), r.gradient, self.program.mesh)
-            out[i] = leaves[i] if r.layout == r.gradient else jax.numpy.zeros(zeros, leaves[i].dtype)
-        return out
+        mesh = self.program.mesh
+        if r.layout == r.gradient:
+            return x
+        if r.carrier == "zeros":
+            return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
+        return moved(x, between(r.layout, r.gradient, mesh), r.shape, "sum", mesh)
 
     def forward(
         self, leaves: Sequence[Array], carriers: dict[int, Array], arrivals: Arrivals | None = None

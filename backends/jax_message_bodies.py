@@ -11,6 +11,7 @@ from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal
 from pase.ir import Place
 from pase.ir.blocks import Block
+from pase.ir.recompute import linear
 from pase.local.types import LocalProgram
 
 if TYPE_CHECKING:
@@ -36,7 +37,13 @@ def message_bodies(
 
 
 def waits(program: LocalProgram, traced: TracedJax, blocks: Sequence[Block], transfer: int) -> bool:
-    """Whether a gradient can wait outside of all bodies: not from branches, while loops or a user's derivative rule."""
+    """Whether a gradient can wait outside of all bodies: not from branches, while loops or a user's derivative rule,
+    nor behind an op of the parameter's node that is not linear: its derivative is taken at this step's value."""
+    op = program.maker[program.transfers[transfer].tensor]
+    while op.operands and (op.op.kind == "copy" or op.node in program.parameters):
+        if not linear(op.op):
+            return False
+        op = program.maker[op.operands[0].tensor]
     return all(body_of(traced, blocks, op.op.eqn) is not None for op in program.users(transfer))
 
 

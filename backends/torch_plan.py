@@ -30,6 +30,7 @@ from pase.ir.batch_sums import BatchSums
 from pase.ir.blocks import Block, Once, accumulated, rematerialised
 from pase.local.lower import program_of
 from pase.local.types import LocalMove, LocalProgram, local_shape
+from pase.local.verify import verify_program
 from pase.machine import Mesh
 from pase.pytree import Tree
 
@@ -67,7 +68,9 @@ class TorchPlan:
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
         made = program_of(accumulated(self._graph, self.accumulate, self.once), self.mesh, self.strategy)
-        return made if self.schedule is None else self.schedule.placed(made)
+        made = made if self.schedule is None else self.schedule.placed(made)
+        verify_program(made)
+        return made
 
     @cached_property
     def _graph(self) -> Graph:

@@ -7,13 +7,13 @@ leads to them. A region's last matmul, whose result is merely added to the resid
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from pase.ir.places import Scope
 from pase.ir.types import Graph, Op, Tensor, is_floating
 
-__all__ = ["mark_recomputed", "needs"]
+__all__ = ["linear", "mark_recomputed", "needs"]
 
 
 def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
@@ -37,6 +37,18 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
             return tuple(a.tensor for a in op.writes)
         case "both":
             return (*data, *(a.tensor for a in op.writes))
+
+
+def linear(op: Op, constants: Collection[str] = ()) -> bool:
+    """Whether its derivative is the same at any values of its floating-point operands. constants: tensors that do not
+    depend on data, as far as it reads any."""
+    match op.function.needs:
+        case "nothing" | "choice":
+            return True
+        case "factors":
+            return sum(a.tensor not in constants for a in op.reads) <= 1
+        case _:
+            return not op.differentiable
 
 
 def mark_recomputed(graph: Graph) -> Graph:

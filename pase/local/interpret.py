@@ -19,6 +19,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.ir import Access, Graph, Place, Scope
 from pase.ir.types import LEAF
+from pase.local.lower import between
 from pase.local.nests import LocalNest, OpNumbers, SlidingDim, coordinates
 from pase.local.simulate import DeviceParts, moved_all, part_of, places, whole_of
 from pase.local.types import (
@@ -341,8 +342,21 @@ class _NumpyRun:
         else:
             self._pulled(op, g, turns)
 
-    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, turns: Turns) -> None:
+    def _at(self, op: LocalOp, turns: Turns) -> list[DeviceParts]:
+        """The operands where the derivative is taken: as they are read, or in the layout in which the gradient of a
+        parameter's view is kept (``Carrier``)."""
         read = [self.read(o, turns, op.op.loops) for o in op.operands]
+        r = op.results[0]
+        if self.local(r.shape, r.layout) == self.local(r.shape, r.gradient):
+            return read
+        mesh, out = self.program.mesh, []
+        for o, x in zip(op.operands, read, strict=True):
+            kept = self.program.result(o.tensor)
+            out.append(moved_all(x, between(kept.layout, kept.gradient, mesh), kept.shape, mesh))
+        return out
+
+    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, turns: Turns) -> None:
+        read = self._at(op, turns)
         found = {at: rule.pulled([x[at] for x in read], g[at]) for at in places(self.program.mesh)}
         for i, o in enumerate(op.operands):
             self._hand(o, {at: grads[i] for at, grads in found.items()}, turns, op.op.loops)
@@ -351,13 +365,7 @@ class _NumpyRun:
         if (rule := self.rules.get(op.op.eqn)) is not None:
             return self._by_rule(op, rule, g, turns)
         nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
-        read = [self.read(o, turns, op.op.loops) for o in op.operands]
-        if self.local(r.shape, r.layout) != self.local(
-            r.shape, r.gradient
-        ):  # a view of a parameter with a state
-            kept = [self.program.result(o.tensor).gradient for o in op.operands]
-            shapes = [self.local(o.shape, k) for o, k in zip(op.operands, kept, strict=True)]
-            read = [{at: np.zeros(n) for at in places(mesh)} for n in shapes]
+        read = self._at(op, turns)
         read[0] = self._widened(nest, op.operands[0], read[0])
         shares = (
             self._shares(nest, op, read[0], self.values[r.tensor, turns]) if nest.combine != "sum" else None

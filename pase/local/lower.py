@@ -162,12 +162,15 @@ class _Lower:
 
         def result(i: int, a: Access) -> LocalResult:
             states = self._write(node, op, a)[0]
+            layout, gradient = layout_of(forward_states(states)), layout_of(gradient_states(states))
+            held = op.kind != "parameter" or all(m.free for m in between(layout, gradient, self.mesh))
             return LocalResult(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
-                layout=layout_of(forward_states(states)),
-                gradient=layout_of(gradient_states(states)),
+                layout=layout,
+                gradient=gradient,
                 summed=over(here, "all_reduce", i),
+                carrier="value" if held else "zeros",
             )
 
         return LocalOp(

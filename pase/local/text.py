@@ -15,7 +15,8 @@
 Each op has a line in the form of ``pase.ir.text``. The lines below it say what one device reads, makes and sends for
 the op (``joined``: how partial results are reduced, if not by a sum). A tensor is written with its local sizes. Each
 size is followed by the axes that split the dim (``a/4``: into four blocks in all); ``+a`` marks a tensor that is
-partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``move`` is a transfer, written
+partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``zeros``: what the gradient of
+a parameter is taken at, if it is not the parameter's value. ``move`` is a transfer, written
 before the first op that reads it, with its moves there and back (``stays``: no gradient comes back; ``once``: for the
 whole step). Under a schedule, messages are at the end, in the order in which each link sends them:
 
@@ -120,7 +121,8 @@ class _Writer:
             line += "" if o.transfer is None else f" by={o.transfer}"
             yield line + self.axes("summed", o.summed) + self.axes("halo", o.halo) + " constant" * o.constant
         for r in op.results:
-            yield f"    make {self.tensor(r)}" + self.gradient(r) + self.axes("summed", r.summed)
+            line = f"    make {self.tensor(r)}" + self.gradient(r) + self.axes("summed", r.summed)
+            yield line + " zeros" * (r.carrier == "zeros")
         for s in op.sent:
             yield f"    send {s.kind} {' '.join(s.axes)} {s.nbytes} {word_text(s.tensor)} {s.phase} {s.times}"
 
@@ -393,7 +395,14 @@ class _Reader:
         assert isinstance(self.last, _OpRead)
         tensor, shape, layout = self._tensor(line)
         gradient, summed = self._gradient(line, layout), self._named(line, "summed")
-        made = LocalResult(tensor=tensor, shape=shape, layout=layout, gradient=gradient, summed=summed)
+        made = LocalResult(
+            tensor=tensor,
+            shape=shape,
+            layout=layout,
+            gradient=gradient,
+            summed=summed,
+            carrier="zeros" if line.accept("zeros") else "value",
+        )
         self.last.results.append(made)
 
     def _sent(self, line: TextLine) -> None:

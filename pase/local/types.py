@@ -24,6 +24,7 @@ from pase.tables.work import Phase
 
 __all__ = [
     "AxisState",
+    "Carrier",
     "Combine",
     "Extents",
     "Layout",
@@ -53,6 +54,12 @@ Extents: TypeAlias = tuple[int, ...]
 
 Combine = Literal["sum", "max", "min", "other"]
 """How partial values become one. other: by no collective that there is."""
+
+Carrier = Literal["value", "zeros"]
+"""What a parameter's gradient is taken at on a device, where the gradient is split further than the parameter (ZeRO-2):
+the device's part of the parameter, which is a slice of what it holds; or zeros of the same shape, if that part lies on
+other devices. Zeros are right only in front of ops that are linear: the derivative of any other op depends on the
+operand's value (``pase.ir.recompute.linear``)."""
 
 LocalMoveKind = Literal[CollectiveKind, "slice", "own"]
 
@@ -127,10 +134,12 @@ class LocalOperand(LocalTensor):
 @dataclass(frozen=True, kw_only=True)
 class LocalResult(LocalTensor):
     """What an op makes. summed: the axes over which it is all-reduced immediately, because its own node reads it.
-    layout: after that sum. gradient: the layout in which its gradient arrives."""
+    layout: after that sum. gradient: the layout in which its gradient arrives. carrier: of a parameter whose gradient
+    has another layout."""
 
     gradient: Layout
     summed: tuple[str, ...] = ()
+    carrier: Carrier = "value"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Checks a local program: every value arrives in the layout in which it is read, every partial sum and every gradient
-is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends. Messages
-send every byte of what they carry once, and none waits for a later one; for gradients that are applied in later steps,
-once for each update, and before it.
+is reduced exactly once, and every move sends whole shards, so that no device waits for data that none sends. An op that
+is not linear has its operands' values where its derivative is taken. Messages send every byte of what they carry once,
+and none waits for a later one; for gradients that are applied in later steps, once for each update, and before it.
 
 All devices run one program, and the values that decide a branch or the end of a loop are replicated. So all devices
 reach the same moves in the same order.
@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pase.errors import PaseError
+from pase.ir.recompute import linear
 from pase.local.exchange import exchange, nests
+from pase.local.lower import between
 from pase.local.types import (
     Extents,
     Layout,
@@ -58,12 +60,57 @@ def _problems(program: LocalProgram) -> Iterator[str]:
         yield from _way(t, t.forward, made.layout, read[k] if t.runs[0] else made.layout)
         if t.backward is not None:
             yield from _way(t, t.backward, left[k], made.gradient)
+    yield from _derivatives(program)
     try:
         check_updates(program.updates, program.period, "its schedule")
     except PaseError as e:
         yield str(e)
         return
     yield from _messages(program)
+
+
+def _derivatives(program: LocalProgram) -> Iterator[str]:
+    """Ops that are not linear read no summands, and the derivative of none is taken at zeros.
+
+    A derivative is taken at the values that the op reads, unless the gradient of its result is split further: then at
+    the carriers of a parameter (``Carrier``), and of what ops of the parameter's node make of it.
+    """
+    carried: set[str] = set()
+    zeros: set[str] = set()
+    for op in program.ops:
+        where = f"'{op.op.name}' at {op.op.source}"
+        curved = not linear(op.op, [o.tensor for o in op.operands if o.constant])
+        for o in op.operands:
+            if curved and "partial" in o.layout:
+                yield f"{where} reads summands of '{o.tensor}', and it is not linear"
+        inside = [o for o in op.operands if o.transfer is None and not o.constant]
+        for r in op.results:
+            if _split(r.layout) == _split(r.gradient) and not any(o.tensor in carried for o in inside):
+                continue
+            carried.add(r.tensor)
+            if op.op.kind == "parameter":
+                if r.carrier == "zeros":
+                    zeros.add(r.tensor)
+                elif not all(m.free for m in between(r.layout, r.gradient, program.mesh)):
+                    yield (
+                        f"the gradient of '{r.tensor}' is kept as {r.gradient}, and that part of the value lies on "
+                        f"other devices, which hold it as {r.layout}"
+                    )
+                continue
+            if alone := [o.tensor for o in op.operands if o.tensor not in carried]:
+                yield f"{where} has a gradient in another layout than its result, and nothing has '{alone[0]}' there"
+            if at_zeros := [o.tensor for o in inside if o.tensor in zeros]:
+                zeros.add(r.tensor)
+                if curved:
+                    yield (
+                        f"{where} is not linear, and its derivative would be taken at zeros instead of the value of "
+                        f"'{at_zeros[0]}'"
+                    )
+
+
+def _split(layout: Layout) -> Layout:
+    """The axes that split it; summands have the shape of the sum."""
+    return tuple(s if isinstance(s, tuple) else None for s in layout)
 
 
 def _messages(program: LocalProgram) -> Iterator[str]:

@@ -43,6 +43,11 @@ def looped(params, x):
     return jnp.sum(y * y)
 
 
+def curved(params, x):
+    """The same, where the derivative of a parameter's own op depends on the value of the step."""
+    return looped(params | {"out": jnp.tanh(params["out"])}, x)
+
+
 @pytest.fixture(scope="module")
 def drawn():
     rng = np.random.default_rng(0)
@@ -108,14 +113,12 @@ def by_hand(plan, params, batches, updates, period, rate):
     return params, losses
 
 
-@pytest.mark.parametrize("name", list(DELAYED))
-def test_delayed_steps_are_the_updates_by_hand(drawn, name):
+@pytest.mark.parametrize(("name", "fn"), [*((name, looped) for name in DELAYED), ("late by one", curved)])
+def test_delayed_steps_are_the_updates_by_hand(drawn, name, fn):
     period, updates = DELAYED[name]
     params, batches = drawn
     with jax.enable_x64(True):
-        plain = case_of(looped, jax.tree.map(jnp.asarray, params), jnp.asarray(batches[0])).plan(
-            "data_parallel"
-        )
+        plain = case_of(fn, jax.tree.map(jnp.asarray, params), jnp.asarray(batches[0])).plan("data_parallel")
         plan = scheduled(plain, period, updates)
         program = plan.jax.program
         verify_program(program)

@@ -1,0 +1,151 @@
+"""Derivatives of what passes through any function before it is used, where gradient and value are laid out differently.
+
+ZeRO-2 keeps a parameter whole and its gradient split, so each derivative is taken on a part of the value.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pase
+from bench.cases.plans import case_of
+from pase.backends.truth import compare, sharded_step, unsharded_step
+from pase.errors import PaseError
+from pase.local.lower import program_of
+from pase.local.verify import verify_program
+
+D, B = 16, 16
+SEEN = jnp.asarray(np.tril(np.ones((D, D))))
+
+TRANSFORMS = {
+    "linear": lambda w: 2 * w,
+    "exp": jnp.exp,
+    "decay": lambda w: -jnp.exp(w) / 4,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "square": jnp.square,
+    "power": lambda w: w**3,
+    "sin": jnp.sin,
+    "rsqrt": lambda w: jax.lax.rsqrt(2 + w),
+    "reciprocal": lambda w: 1 / (3 + w),
+    "log": lambda w: jnp.log(3 + w),
+    "erf": jax.lax.erf,
+    "absolute": jnp.abs,
+    "clipped": lambda w: jnp.clip(w, -0.5, 0.5),
+    "relu": jax.nn.relu,
+    "softplus": jax.nn.softplus,
+    "silu": jax.nn.silu,
+    "transposed": lambda w: jnp.tanh(w.T).T,
+    "reshaped": lambda w: jnp.exp(w.reshape(4, -1)).reshape(w.shape),
+    "normed": lambda w: w / jnp.sqrt((w * w).sum(0) + 1e-3),
+    "normed_rows": lambda w: w / jnp.sqrt((w * w).sum(1, keepdims=True) + 1e-3),
+    "standardised": lambda w: (w - w.mean(0)) * jax.lax.rsqrt(w.var(0) + 1e-3),
+    "softmax": lambda w: 4 * jax.nn.softmax(w, -1),
+    "logsumexp": lambda w: w - jax.nn.logsumexp(w, 0),
+    "cumulative": lambda w: jnp.cumsum(jnp.tanh(w), 1) / 4,
+    "sorted": lambda w: jnp.sort(jnp.exp(w), 0),
+    "largest": lambda w: jnp.where(w >= jax.lax.top_k(w, 4)[0][:, -1:], jnp.exp(w), 0),
+    "by_itself": lambda w: w * w,
+    "product": lambda w: w @ jnp.tanh(w),
+    "stopped": lambda w: jax.lax.stop_gradient(jnp.exp(w)) * jnp.sin(w),
+    "straight_through": lambda w: w + jax.lax.stop_gradient(jnp.round(4 * w) / 4 - w),
+    "masked": lambda w: jnp.exp(w) * SEEN,
+    "checkpointed": jax.checkpoint(lambda w: jnp.exp(jnp.sin(w))),
+}
+"""Name -> what becomes of a square weight before a product reads it."""
+
+
+def loss(params, batch):
+    """Every transform of a weight of its own, and of a slice of a stack in a loop."""
+    out = batch["y"]
+    for name, w in params["one"].items():
+        out = out + jnp.tanh(batch["x"] @ TRANSFORMS[name](w))
+
+    def layer(x, p):
+        return x + 0.1 * jnp.tanh(x @ jnp.exp(p["w"])) * jax.nn.sigmoid(p["gate"]), None
+
+    out = jax.lax.scan(jax.checkpoint(layer), out, params["layers"])[0]
+    return (out**2).mean()
+
+
+@pytest.fixture(scope="module")
+def model():
+    """(case, params, batch, the step on one device)."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+
+        def draw(*shape):
+            return jnp.asarray(rng.normal(size=shape) / 2)
+
+        params = {
+            "one": {name: draw(D, D) for name in TRANSFORMS},
+            "layers": {"w": draw(3, D, D), "gate": draw(3, D)},
+        }
+        batch = {"x": draw(B, D), "y": draw(B, D)}
+        whole = unsharded_step(loss, optax.adam(1e-2, eps=1e-3), params, batch)
+        yield case_of(loss, params, batch), params, batch, whole
+
+
+def off(grads, wanted):
+    """Leaf -> how far its gradient is from what is wanted, relative to the largest element."""
+    pairs = zip(jax.tree_util.tree_leaves_with_path(grads), jax.tree.leaves(wanted), strict=True)
+    return {
+        jax.tree_util.keystr(path): float(np.abs(np.asarray(g) - w).max() / np.abs(w).max())
+        for (path, g), w in pairs
+    }
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "random1@2x2x2"])
+def test_every_transform_has_the_gradient_of_one_device(model, strategy):
+    case, params, batch, whole = model
+    with jax.enable_x64(True):
+        plan = case.plan(strategy)
+        step = sharded_step(plan, optax.adam(1e-2, eps=1e-3), params, batch, lowering="manual")
+        assert {k: e for k, e in off(step.gradients, whole.gradients).items() if e > 1e-9} == {}
+        for row in compare(plan, step.compiled, "manual"):
+            assert row.compiled == row.predicted or ("random" in strategy and row.compiled < row.predicted)
+
+
+def test_the_default_plan_has_it(model):
+    """Value and gradient are laid out differently by default, where that is cheaper."""
+    _, params, batch, whole = model
+    with jax.enable_x64(True):
+        plan = pase.compile(loss, params, batch, devices=8, machine="h100x8")
+        assert any(p.storage != p.state for p in plan.parameters.values())
+        grads = plan.jax.value_and_grad()(*plan.jax.device_put(params, batch))[1]
+        assert {k: e for k, e in off(grads, whole.gradients).items() if e > 1e-9} == {}
+
+
+def changed(program, tensor, **fields):
+    """The program with other fields of the op's result that makes a tensor."""
+
+    def of(op):
+        results = (replace(r, **fields) if r.tensor == tensor else r for r in op.results)
+        return replace(op, results=tuple(results))
+
+    return replace(program, ops=tuple(map(of, program.ops)))
+
+
+def test_a_derivative_at_anything_but_the_value_is_refused():
+    def of(f, method="zero2"):
+        case = case_of(lambda p, x: (x @ f(p["w"])).sum(), {"w": jnp.ones((16, 32))}, jnp.ones((16, 16)))
+        plan = case.plan(method)
+        made = program_of(case.problem.graph, plan.mesh, plan.strategy)
+        verify_program(made)
+        (tensor,) = (r.tensor for op in made.ops for r in op.results if op.op.kind == "parameter")
+        return made, tensor
+
+    made, w = of(lambda w: jnp.exp(2 * w))
+    assert made.result(w).layout != made.result(w).gradient
+    with pytest.raises(PaseError, match=r"'exp' at .*test_derivatives.* at zeros instead of the value"):
+        verify_program(changed(made, w, carrier="zeros"))
+    split, w = of(lambda w: jnp.exp(2 * w), "fsdp")
+    elsewhere = tuple(s and (1 - s[0], s[1]) for s in split.result(w).gradient)
+    with pytest.raises(PaseError, match="lies on other devices"):
+        verify_program(changed(split, w, gradient=elsewhere))
+    straight, w = of(lambda w: -(2 * w).T.reshape(16, 32))
+    verify_program(changed(straight, w, carrier="zeros"))
