@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of"]
+__all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of", "writes_parameters", "written"]
 
 
 def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
@@ -28,13 +28,14 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
 
     k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
-    threads = threads_of(plan)
+    threads, n = threads_of(plan), len(plan.traced.param_paths)
 
     def constrained(grads: Tree) -> Tree:
         return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
 
     def mean(params: Tree, *batch: Tree) -> Tree:
         leaves, tree = jax.tree.flatten(arrays(batch))
+        weights, form = jax.tree.flatten(arrays(params))
         stacked = [
             micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
         ]
@@ -42,12 +43,13 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
         def body(so_far: Tree, mine: Tree) -> Tree:
             total, loss, states = so_far
             # Without the barrier, gathers of parameters move out of the loop, and the parameters stay gathered.
-            here, mine = jax.lax.optimization_barrier((arrays(params), mine))
+            here, mine = jax.lax.optimization_barrier((weights, mine))
             turn = iter(mine)
-            whole = [next(turn) if on else x for x, on in zip(leaves, split, strict=True)]
+            whole = [*here, *(next(turn) if on else x for x, on in zip(leaves, split, strict=True))]
             for (i, _), state in zip(threads, states, strict=True):
-                whole[i] = state
-            value, grads = graded(combine(here, params), *combine(jax.tree.unflatten(tree, whole), batch))
+                whole[n + i] = state
+            given = combine(jax.tree.unflatten(form, whole[:n]), params)
+            value, grads = graded(given, *combine(jax.tree.unflatten(tree, whole[n:]), batch))
             total = constrained(jax.tree.map(jnp.add, total, grads))
             outs = jax.tree.leaves(arrays(value))
             return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
@@ -55,7 +57,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
         zeros = constrained(jax.tree.map(jnp.zeros_like, trained(arrays(params))))
         loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
         (grads, loss, states), rest = jax.lax.scan(
-            body, (zeros, loss, [leaves[i] for i, _ in threads]), stacked
+            body, (zeros, loss, [(*weights, *leaves)[n + i] for i, _ in threads]), stacked
         )
         grads = jax.tree.map(lambda g: g / k, grads)
         return (stacked_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
@@ -76,9 +78,29 @@ def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) 
 
 
 def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
-    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next."""
+    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next. Parameters that
+    the function writes are counted backwards from the batch: -1 is the last."""
     n = len(plan.traced.param_paths)
-    return [(i - n, j) for i, j in sorted(plan.traced.carried.items()) if i >= n]
+    return [(i - n, j) for i, j in sorted(plan.traced.carried.items())]
+
+
+def writes_parameters(plan: JaxPlan) -> bool:
+    """Whether the loss function writes parameters, as modules with spectral norm do."""
+    return any(i < 0 for i, _ in threads_of(plan))
+
+
+def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
+    """The parameters as the loss function leaves them. value: what it returned."""
+    import jax
+
+    if not writes_parameters(plan):
+        return params
+    leaves, tree = jax.tree.flatten(arrays(params))
+    outs = jax.tree.leaves(arrays(value))
+    for i, j in threads_of(plan):
+        if i < 0:
+            leaves[i] = outs[j]
+    return combine(jax.tree.unflatten(tree, leaves), params)
 
 
 def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:

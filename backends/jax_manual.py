@@ -201,7 +201,12 @@ class Manual:
             prefix = self.plan.traced.programs[number]
             outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
             env.update(zip(eqn.outvars, outs, strict=True))
-            return [self._out(self._walk, value(closed.jaxpr.outvars[j]), self._end(j), cache) for j in mine]
+            return [
+                self._out(
+                    self._walk, value(closed.jaxpr.outvars[j]), self._end(j), cache, differentiated=False
+                )
+                for j in mine
+            ]
 
         returns = self.returns()
         return self.mapped(local, [returns[j] for j in mine], given)
@@ -282,10 +287,18 @@ class Manual:
         cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
         ends = [self._end(j) for j in range(len(outs))]
-        return [self._out(walk, h, op, cache) for h, op in zip(outs, ends, strict=True)]
+        pairs = enumerate(zip(outs, ends, strict=True))
+        return [self._out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
 
-    def _out(self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: Cache) -> Array:
-        """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array."""
+    def _out(
+        self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
+    ) -> Array:
+        """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array.
+
+        differentiated: whether it is the loss. What brings other results together has no derivative (``pmax``).
+        """
+        import jax
+
         if op is not None:
             return walk.brought(value, op.operands[0], cache).array
         if value.layout is None:
@@ -295,7 +308,11 @@ class Manual:
             return value.array
         made = self.program.maker[value.tensor or ""]
         return moved(
-            value.array, to_whole(value.layout, self.program.mesh), shape, made.combine, self.program.mesh
+            value.array if differentiated else jax.lax.stop_gradient(value.array),
+            to_whole(value.layout, self.program.mesh),
+            shape,
+            made.combine,
+            self.program.mesh,
         )
 
     def returns(self) -> list[PartitionSpec]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_accumulate import micro_batch_stack, stacked_outs, threads_of
+from pase.backends.jax_accumulate import micro_batch_stack, stacked_outs, threads_of, writes_parameters
 from pase.backends.jax_values import Arrivals
+from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
 from pase.frontends.jax_types import Tree
 from pase.frontends.jax_versions import called, without_dead_code
@@ -33,6 +34,11 @@ def graded_once(manual: Manual) -> Callable[..., Tree]:
     import jax
 
     plan, k = manual.plan, manual.plan.accumulate
+    if writes_parameters(plan):
+        raise PaseError(
+            f"the loss function writes parameters, which each micro-batch has to read anew: compile with once='none' "
+            f"instead of '{plan.once}'"
+        )
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     arrive = jax.tree.leaves(plan._in_shardings(manual.mesh)[1:])
     outs = manual.returns()

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.jax_leaves import arrays
 from pase.pytree import Tree
 
-__all__ = ["Stepper", "shape_and_dtype"]
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import NamedSharding
+
+__all__ = ["Stepper", "global_array", "shape_and_dtype"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +80,19 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)
+
+
+def global_array(leaf: Tree, sharding: NamedSharding) -> Array:
+    """A copy of an array in a layout. With several processes each has the whole array."""
+    import jax
+    import numpy as np
+
+    if jax.process_count() == 1:
+        # The step donates its arguments: none may share memory with the caller's arrays.
+        mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
+        return jax.device_put(mine, sharding)
+    host = np.asarray(leaf)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def shape_and_dtype(leaf: Tree) -> tuple[tuple[int, ...], object]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_accumulate import written
 from pase.backends.jax_step import Stepper
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.pytree import Tree
@@ -38,7 +39,7 @@ class Training:
 
         def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
             value, grads = graded(params, *batch)
-            return *self.updated(params, opt_state, grads), arrays(value)
+            return *self.updated(written(self.plan, params, value), opt_state, grads), arrays(value)
 
         return self.stepper(step)
 

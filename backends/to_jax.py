@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_accumulate import summed
+from pase.backends.jax_accumulate import summed, writes_parameters
 from pase.backends.jax_delayed import DelayedStepper, delayed_step
 from pase.backends.jax_manual import Lowering, Manual, lowered, lowerings
 from pase.backends.jax_message_bodies import waits
 from pase.backends.jax_once import graded_once
 from pase.backends.jax_padded import with_padding, without_padding
 from pase.backends.jax_programs import part_of, threaded_arguments
-from pase.backends.jax_step import Stepper, shape_and_dtype
+from pase.backends.jax_step import Stepper, global_array, shape_and_dtype
 from pase.backends.jax_train import Training
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
@@ -398,6 +398,12 @@ class JaxPlan:
         if not self.delays or ways[0] == "annotated":
             return training.plain(self.value_and_grad(mesh, lowering=lowering))
 
+        if writes_parameters(self):
+            raise PaseError(
+                "the loss function writes parameters, and the bucket plan applies gradients in later steps: make the "
+                "bucket plan without delayed updates"
+            )
+
         def instead() -> Stepper:
             return training.plain(self.value_and_grad(mesh, lowering="annotated"))
 
@@ -482,19 +488,9 @@ class JaxPlan:
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""
         import jax
-        import numpy as np
 
         shardings = self._in_shardings(mesh)
         given = arrays(self.padded((params, *batch)))
-
-        def put(leaf: Tree, sharding: NamedSharding) -> Array:
-            if jax.process_count() == 1:
-                # The step donates its arguments: none may share memory with the caller's arrays.
-                mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
-                return jax.device_put(mine, sharding)
-            host = np.asarray(leaf)
-            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-
         shardings = shardings[: len(given)]
-        placed = tuple(jax.tree.map(put, x, s) for x, s in zip(given, shardings, strict=True))
+        placed = tuple(jax.tree.map(global_array, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_manual import lowerings
-from pase.backends.jax_plans import jax_plan
+from pase.backends.jax_plans import jax_plan, traced_by_jax
 from pase.backends.jax_replicas import in_stages
 from pase.backends.jax_values import NotByHand
 from pase.backends.to_jax import JaxPlan, Lowering
@@ -225,13 +225,19 @@ def unsharded_step(
     import jax
 
     from pase.frontends.jax_leaves import arrays, combine, static, trained, value_and_grad
+    from pase.frontends.jax_modules import ModuleFunction, opened
 
+    loss_fn, _, (params, *rest) = opened(loss_fn, "train", None, (params, *batch))
+    batch = tuple(rest)
     kept, fixed = _keeping_gradients(optimizer), static((params, *batch))
 
     def step(params: Tree, *batch: Tree) -> Tree:
         import optax
 
-        (loss, _), grads = value_and_grad(loss_fn)(*combine((params, *batch), fixed))
+        (loss, aux), grads = value_and_grad(loss_fn)(*combine((params, *batch), fixed))
+        if isinstance(loss_fn, ModuleFunction):
+            _, advanced = loss_fn.returned((loss, aux), True)
+            params = params if advanced is None else combine(advanced.params, params)
         mine = trained(params)
         updates, (grads, _) = kept.update(grads, kept.init(mine), mine)
         return loss, grads, optax.apply_updates(mine, updates)
@@ -252,6 +258,8 @@ def sharded_step(
 
     from pase.frontends.jax_leaves import arrays, trained
 
+    params, *rest = _arguments(plan, params, *batch)
+    batch = tuple(rest)
     if plan.pipeline is not None:
         return _staged_step(plan, optimizer, params, *batch)
     kept, jp = _keeping_gradients(optimizer), jax_plan(plan)
@@ -270,6 +278,12 @@ def sharded_step(
         lowering=way,
         rematerialised=tuple(line for line in said if "Involuntary full rematerialization" in line),
     )
+
+
+def _arguments(plan: PlanData, *args: Tree) -> tuple[Tree, ...]:
+    """The arguments of the plan's program: of a function of modules, those of the pure one."""
+    modules = traced_by_jax(plan).modules
+    return args if modules is None else modules.open_all(args).arguments
 
 
 def _lowered_step(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
@@ -17,10 +18,12 @@ from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
 from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
 from pase.frontends.jax_generation import Generation, programs_of
+from pase.frontends.jax_modules import ModuleFunction, has_modules, opened
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
 from pase.frontends.jax_rules import Elementwise
 from pase.frontends.jax_rules_outside import RULES
 from pase.frontends.jax_types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax_unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
 from pase.ir import Graph, Place, Size, Tensor, parse_size
 from pase.ir.sizes import bind_size, free_symbols
@@ -101,6 +104,15 @@ class TracedJax(registry.Traced):
     """The static leaves of what the function returns."""
     written: TracedJax | None = field(default=None, repr=False, compare=False)
     """Of a program with padded dims: the program as the user wrote it."""
+    modules: ModuleFunction | None = field(default=None, repr=False, compare=False)
+    """Of a function of Flax NNX modules: how its arguments become those of the program."""
+
+    @cached_property
+    def held(self) -> frozenset[int]:
+        """The input leaves that are no part of a batch: what calls hand to the next, and the Variables of modules."""
+        variables = 0 if self.modules is None else self.in_tree.children()[-1].num_leaves
+        count = len(self.param_paths) + len(self.input_paths)
+        return frozenset({*self.carried, *range(count - variables, count)})
 
     @property
     def has_aux(self) -> bool:
@@ -150,7 +162,7 @@ def trace(
 ) -> TracedJax:
     """Trace ``fn(params, *batch)`` on shapes.
 
-    params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox modules too; symbolic dims of
+    params, batch: pytrees of arrays or jax.ShapeDtypeStruct, Equinox and Flax NNX modules too; symbolic dims of
     jax.export.symbolic_shape stay symbolic in the graph, unless ``dims`` binds them.
     unknown: what to do at a primitive without a rule: "error", or "replicate" (it may not be split).
     mode: see ``Mode``. carry: batch argument -> where the function returns its next value. chances: conditional ->
@@ -164,12 +176,11 @@ def trace(
 
     jax_versions.check()
     called = name or name_of(fn)
-    if isinstance(fn, Generation):
-        state = fn.state(params, batch)
-        mode, carry = "inference", {len(batch): (1, 0), len(batch) + 1: (1, 1)}
-        batch = (*batch, *state)
-    as_shapes, turns, symbols = _arguments(fn, (params, *batch), dims, called)
-    program = program_of(fn, (params, *batch), as_shapes, mode, carry)
+    fn, args, mode, carry = _pure(fn, (params, *batch), mode, carry)
+    as_shapes, turns, symbols = _arguments(args, dims, called)
+    program = program_of(fn, args, as_shapes, mode, carry)
+    if isinstance(fn, ModuleFunction):
+        fn, program = advancing(fn, program, args, as_shapes, mode, carry, INLINED)
     closed = program.jaxpr
     stored = 2 if mode == "step" else 1
     param_paths = _paths(as_shapes[:stored] if stored > 1 else as_shapes[0])
@@ -212,11 +223,30 @@ def trace(
         kept=program.kept,
         out_tree=program.out_tree,
         kept_out=program.kept_out,
+        modules=fn if isinstance(fn, ModuleFunction) else None,
     )
 
 
+def _pure(
+    fn: Callable[..., Tree], args: tuple[Tree, ...], mode: Mode, carry: Carry | None
+) -> tuple[Callable[..., Tree], tuple[Tree, ...], Mode, Carry | None]:
+    """(function, its arguments, mode, carry) of arrays alone. A ``Generation`` has a cache; modules are taken apart."""
+    if isinstance(fn, Generation):
+        if has_modules(args):
+            raise PaseError(
+                "pase.Generation takes arrays, and an argument is a Flax NNX module: give nnx.state(model), and merge "
+                "it in prefill and decode"
+            )
+        params, *batch = args
+        mode, carry = "inference", {len(batch): (1, 0), len(batch) + 1: (1, 1)}
+        args = (*args, *fn.state(params, tuple(batch)))
+    check_order(fn, len(args))
+    fn, carry, args = opened(fn, mode, carry, args)
+    return fn, args, mode, carry
+
+
 def _arguments(
-    fn: Callable[..., Tree], args: tuple[Tree, ...], dims: DimSizes | None, called: str
+    args: tuple[Tree, ...], dims: DimSizes | None, called: str
 ) -> tuple[Tree, dict[str, int], set[str]]:
     """(the array arguments as shapes, the part of ``dims`` that is not among their sizes, those sizes)."""
     import jax
@@ -224,7 +254,6 @@ def _arguments(
     given = jax_leaves.arrays(args)
     _check_leaves(given[0], "params")
     _check_leaves(given[1:], "batch")
-    check_order(fn, len(args))
     as_shapes = jax.tree.map(_shape_struct, given)
     symbols = set(free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t)))
     turns = {k: v for k, v in (dims or {}).items() if k not in symbols}

@@ -147,6 +147,7 @@ def on_batch(traced: TracedJax, examples: int) -> TracedJax:
         dims=traced.turns,
         chances=traced.chances,
     )
+    made = replace(made, modules=traced.modules)
     if not traced.padding:
         return made
     cut = dict(zip(traced.input_paths, split_inputs(traced), strict=True))
@@ -158,7 +159,7 @@ def split_inputs(traced: TracedJax) -> list[bool]:
     """For each leaf of the batch: is its first dim the batch? State passed from step to step has no batch dim."""
     n, size = len(traced.param_paths), batch_size(traced)
     return [
-        bool(a.shape) and a.shape[0] == size and n + i not in traced.carried
+        bool(a.shape) and a.shape[0] == size and n + i not in traced.held
         for i, a in enumerate(traced.jaxpr.in_avals[n:])
     ]
 
@@ -167,7 +168,7 @@ def batch_size(traced: TracedJax) -> int:
     """The first dim that most inputs have. PaseError if no input has dims, or if it is padded."""
     n = len(traced.param_paths)
     shapes = [
-        a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.carried and a.shape
+        a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape
     ]
     if not shapes:
         raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")

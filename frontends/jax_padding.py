@@ -54,7 +54,7 @@ def padded(traced: TracedJax, sizes: Mapping[int, int]) -> TracedJax:
     )
     paths = (*traced.param_paths, *traced.input_paths)
     changed = {p: g for p, g, s in zip(paths, given, shapes, strict=True) if g != s.shape}
-    return replace(made, padding=dict(sizes), unpadded=changed, written=traced)
+    return replace(made, padding=dict(sizes), unpadded=changed, written=traced, modules=traced.modules)
 
 
 @dataclass(frozen=True, kw_only=True)

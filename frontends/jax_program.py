@@ -9,6 +9,7 @@ from typing import Literal
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
+from pase.frontends.jax_modules import ModuleFunction
 from pase.frontends.jax_types import ClosedJaxpr
 from pase.pytree import Tree
 
@@ -24,8 +25,12 @@ Carry = Mapping[int, Tree]
 what the function returns: an index, a key, or a tuple of them."""
 
 
-def threaded(mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree) -> dict[int, int]:
+def threaded(
+    mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree, partly: bool = False
+) -> dict[int, int]:
     """Input leaf -> the output leaf that is its next value. args, out: pytrees that hold only arrays.
+
+    partly: None among next values means that this leaf has none, as with ``ModuleFunction``.
 
     PaseError where the two differ in structure, shape or dtype.
     """
@@ -52,13 +57,16 @@ def threaded(mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree)
                 inside = inside[key]
         except (KeyError, IndexError, TypeError) as e:
             raise PaseError(f"carry: the function returns nothing at {at}") from e
-        given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside)
+        absent = (lambda x: x is None) if partly else None
+        given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside, is_leaf=absent)
         form: Tree = jax.tree.structure(args[k])
-        if form != jax.tree.structure(inside):
+        if form != jax.tree.structure(inside, is_leaf=absent):
             raise PaseError(
                 f"argument {k} and what the function returns at {at} differ: {form} and {jax.tree.structure(inside)}"
             )
         for i, (x, j) in enumerate(zip(given, new, strict=True)):
+            if j is None:
+                continue
             y = leaves[j]
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 raise PaseError(
@@ -102,7 +110,7 @@ def program_of(
     def run(*arrays: Tree) -> Tree:
         out = fn(*jax_leaves.combine(arrays, kept))
         leaves = jax.tree.leaves(jax_leaves.arrays(out))
-        found = threaded(mode, carry, arrays, jax_leaves.arrays(out))
+        found = threaded(mode, carry, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out
         before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
             leaves

@@ -17,6 +17,8 @@ from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.backends.jax_circular import JaxCircular
+    from pase.backends.jax_module_plan import JaxModulePlan
+    from pase.backends.jax_module_stages import StagedModulePlan
     from pase.backends.jax_pipeline import JaxPipeline
     from pase.backends.jax_replicas import JaxReplicas
     from pase.backends.to_jax import JaxPlan
@@ -139,13 +141,17 @@ class Plan(PlanData):
         return with_buckets(self, policy=policy, options=options)
 
     @cached_property
-    def jax(self) -> JaxPlan | JaxPipeline | JaxCircular | JaxReplicas:
+    def jax(
+        self,
+    ) -> JaxPlan | JaxModulePlan | JaxPipeline | JaxCircular | JaxReplicas | StagedModulePlan:
         """The plan in JAX: shardings, the constrained loss and a train step. A pipelined plan has a step that runs its
         stages.
 
         A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
         """
-        from pase.backends.jax_plans import jax_plan
+        from pase.backends.jax_module_plan import of_modules
+        from pase.backends.jax_module_stages import staged_of_modules
+        from pase.backends.jax_plans import jax_plan, traced_by_jax
         from pase.backends.jax_replicas import in_stages
 
         if self.traced is None and self.model.startswith("zoo:"):
@@ -155,7 +161,9 @@ class Plan(PlanData):
             "--xla_gpu_multi_streamed_windowed_einsum=true; on TPU --xla_tpu_decompose_all_gather_einsum=true "
             "--xla_tpu_decompose_einsum_reduce_scatter=true)"
         )
-        return jax_plan(self) if self.pipeline is None else in_stages(self)
+        if self.pipeline is None:
+            return of_modules(jax_plan(self))
+        return staged_of_modules(in_stages(self), traced_by_jax(self).modules)
 
     @cached_property
     def torch(self) -> TorchPlan | TorchPipeline:

@@ -69,6 +69,7 @@ def search_pipelines(
 
     Raises Infeasible if the model cannot be cut, or if nothing fits.
     """
+    _check_hands_nothing_on(traced)
     began = time.perf_counter()
     out = Pipelines(spent=Spent.within(options.work, options.time_limit))
     candidates = sorted(_candidates(problem, traced, options, say, out), key=lambda c: c.least)
@@ -171,6 +172,23 @@ def _candidates(
             schedule="every" if one and options.stage_schedule == "auto" else options.stage_schedule,
             tables=partial(made.all, some, mesh, place.sites),
         )
+
+
+def _check_hands_nothing_on(traced: Traced) -> None:
+    """Infeasible if a call passes values on to the next."""
+    from pase.frontends.from_jax import TracedJax
+
+    if not isinstance(traced, TracedJax) or not traced.carried:
+        return
+    paths = (*traced.param_paths, *traced.input_paths)
+    some = ", ".join(paths[i] for i in sorted(traced.carried)[:3]) + (
+        ", …" if len(traced.carried) > 3 else ""
+    )
+    raise Infeasible(
+        f"stages cannot pass values on to the next step, and '{traced.graph.name}' does (its modules' Variables, or "
+        f"carry=: {some}): leave out pipeline (--pipeline), or write a loss that writes nothing (model.eval(), dropout "
+        f"by a key that is an argument, statistics that are only used)"
+    )
 
 
 def _one_loop(traced: Traced, blocks: int) -> bool:
