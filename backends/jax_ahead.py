@@ -25,6 +25,7 @@ from pase.frontends.jax_versions import (
     opened,
     scan_groups,
     scope,
+    value_of,
     without_dead_code,
     without_effects,
 )
@@ -64,13 +65,10 @@ def _run(program: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> l
     jaxpr, consts = opened(program)
     env: dict[Var, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-    def value(var: Var) -> Array:
-        return var.val if is_literal(var) else env[var]
-
     for eqn in jaxpr.eqns:
-        outs = _equation(eqn, [value(v) for v in eqn.invars], jaxpr, inside)
+        outs = _equation(eqn, [value_of(v, env) for v in eqn.invars], jaxpr, inside)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [value(v) for v in jaxpr.outvars]
+    return [value_of(v, env) for v in jaxpr.outvars]
 
 
 def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Sequence[Array]:

@@ -35,7 +35,7 @@ from pase.backends.jax_updates import (
     waiting_bytes,
     waiting_keys,
 )
-from pase.backends.jax_values import Arrivals, NotByHand
+from pase.backends.jax_values import Arrivals, NotByHand, besides_equations, faults_at
 from pase.frontends.jax_leaves import arrays
 from pase.frontends.jax_versions import called, without_dead_code
 from pase.ir import named, simplify
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["DelayedState", "DelayedStepper", "delayed_step"]
 
 _INSTEAD, _FINISH = "instead", "finish"
+_OWN = "; each step applies its own gradients"
 _NAMED = 3
 """How many parameters a warning names."""
 
@@ -273,12 +274,19 @@ class _DeviceStep:
 
 def delayed_step(
     training: Training, manual: Manual, instead: Callable[[], Stepper] | None = None
-) -> DelayedStepper:
+) -> DelayedStepper | Stepper:
     """The step of a plan whose bucket plan delays updates. Warns that its numbers are meant to differ from the
-    synchronous step's, and says what DeFT's Preserver expects of them."""
+    synchronous step's, and says what DeFT's Preserver expects of them. instead: as in ``DelayedStepper``."""
     schedule = manual.plan.schedule
     assert schedule is not None
     _registered()
+    try:
+        _ = manual.program
+    except NotByHand as e:
+        if instead is None:
+            raise
+        warnings.warn(f"{e.left}{_OWN}", stacklevel=3)
+        return instead()
     if schedule.delayed:
         warnings.warn(f"{schedule.later()}; {_what_waits(manual)}", stacklevel=3)
     return DelayedStepper(training=training, manual=manual, instead=instead)
@@ -326,12 +334,13 @@ class DelayedStepper:
         if _INSTEAD in self._made:
             return self._made[_INSTEAD](params, state, *batch)
         try:
-            step = self.at(given.iteration)
+            with faults_at(besides_equations):
+                step = self.at(given.iteration)
             params, optimizer, waiting, value = step(params, given.optimizer, given.waiting, *batch)
         except NotByHand as e:
             if self.instead is None or given.iteration:
                 raise
-            warnings.warn(f"{e.left}, and each step applies its own gradients", stacklevel=2)
+            warnings.warn(f"{e.left}{_OWN}", stacklevel=2)
             self._made[_INSTEAD] = self.instead()
             return self._made[_INSTEAD](params, state, *batch)
         after = DelayedState(optimizer=optimizer, waiting=waiting, iteration=int(given.iteration) + 1)

@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING
 
 from pase.backends import jax_local_rules as rules
 from pase.backends.jax_ahead import PARAMETER
-from pase.backends.jax_equations import KEPT, boundary
+from pase.backends.jax_equations import KEPT, boundary, of_operand
 from pase.backends.jax_local_control import local_cond, local_scan, local_while
 from pase.backends.jax_local_derivatives import call_with_rule
 from pase.backends.jax_message_bodies import REMATERIALISED, given_form, message_bodies
 from pase.backends.jax_messages import BodyMessages
 from pase.backends.jax_moves import moved, part, summed, there_and_back
-from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, packed, unpacked
+from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, faults_at, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_control import by_platform, on_every_platform
+from pase.frontends.jax_rules import BY_OPERAND
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import is_literal, source_line
+from pase.frontends.jax_versions import at_line, is_literal, literal_array, source_line
 from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.local.lower import between
@@ -117,12 +118,13 @@ class LocalWalk:
             cache.values.setdefault(h.tensor or "", h)
 
         def value(var: Var) -> DeviceValue:
-            return DeviceValue(array=var.val) if is_literal(var) else env[var]
+            return DeviceValue(array=literal_array(var)) if is_literal(var) else env[var]
 
         def one(i: int, cache: Cache) -> None:
             eqn = jaxpr.eqns[i]
             at = Place(f"{prefix}{i}")
-            outs = self._equation(eqn, [value(v) for v in eqn.invars], at, cache)
+            with faults_at(lambda _: self._named_at(eqn, at)), at_line(eqn):
+                outs = self._equation(eqn, [value(v) for v in eqn.invars], at, cache)
             if at in self.kept:
                 outs = [replace(h, array=checkpoint_name(h.array, KEPT)) for h in outs]
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -174,7 +176,7 @@ class LocalWalk:
         if (taken := on_every_platform(eqn)) is not None:
             return self.run(*taken, ins[1:], f"{at.path}.", cache)
         if by_platform(eqn):
-            self._check_whole(eqn, ins)
+            self._check_whole(eqn, ins, "each platform has code of its own for it")
         if name == "scan":
             return local_scan(self, eqn, ins, at, cache)
         if name == "while":
@@ -187,20 +189,42 @@ class LocalWalk:
                 return call_with_rule(self, eqn, ins, at, cache)
             return self._call(eqn, ins, f"{at.path}.", cache)
         names = self.traced.results[at]
+        if name in BY_OPERAND and len(names) > 1:
+            return self._by_operand(eqn, names, ins, cache)
+        return self._made(eqn, names, ins, cache)
+
+    def _made(
+        self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+    ) -> list[DeviceValue]:
+        """The results of an equation, all of which depend on data or none."""
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
             made.update(self.op_on_part(op, eqn, names, ins, cache))
         if not made:
             return self._constant(eqn, names, ins)
+        if unknown := [n for n in names if n not in made]:
+            raise self.refusal(eqn, f"the plan has no op that makes {', '.join(unknown)}")
         return [made[n] for n in names]
 
-    def _check_whole(self, eqn: Eqn, ins: Sequence[DeviceValue]) -> None:
+    def _check_whole(self, eqn: Eqn, ins: Sequence[DeviceValue], why: str) -> None:
         """Refuse an equation that only a whole array may go through if one of its operands is split."""
         for h in ins:
             if h.layout is not None and any(s is not None for s in h.layout):
-                raise self.refusal(
-                    eqn, f"each platform has code of its own for it, and its operand '{h.tensor}' is split"
-                )
+                raise self.refusal(eqn, f"{why}, and its operand '{h.tensor}' is split")
+
+    def _by_operand(
+        self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+    ) -> list[DeviceValue]:
+        """Each result from the operand in its place, in that operand's layout; constants may be among them."""
+        import jax
+
+        made = [
+            self._made(of_operand(eqn, i), [n], [h], cache)[0]
+            for i, (n, h) in enumerate(zip(names, ins, strict=True))
+        ]
+        if eqn.primitive.name == "optimization_barrier":  # each result waits for all operands
+            return unpacked(made, jax.lax.optimization_barrier(packed(made)))
+        return made
 
     def _makers(self, names: Sequence[str]) -> list[LocalOp]:
         """The ops that make these tensors, each once. Constants have none."""
@@ -211,11 +235,7 @@ class LocalWalk:
         """A value that does not depend on data, whole on every device; each reader takes its part of it."""
         if not names:
             raise self.refusal(eqn, "the plan has no layout for its results")
-        for h in ins:
-            if h.layout is not None and any(s is not None for s in h.layout):
-                raise self.refusal(
-                    eqn, f"its operand '{h.tensor}' is split, but the plan knows no data in it"
-                )
+        self._check_whole(eqn, ins, "the plan knows no data in it")
         outs = rules.plainly(eqn, [h.array for h in ins], self._info)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
@@ -380,8 +400,11 @@ class LocalWalk:
         import jax
 
         try:
-            with jax.named_scope(what):  # profiles and compiled programs then name what is sent
+            # Profiles and compiled programs name what is sent.
+            with jax.named_scope(what), faults_at(lambda _: f"the move of {what}"):
                 return moved(x, moves, shape, combine, self.program.mesh)
+        except NotByHand:
+            raise
         except PaseError as e:
             raise NotByHand(f"{what} cannot be moved by hand: {e}") from None
 
@@ -443,8 +466,13 @@ class LocalWalk:
 
     def refusal(self, eqn: Eqn, why: str) -> NotByHand:
         """The error for an equation that cannot be lowered."""
-        where = source_line(eqn) or "an unknown line"
-        return NotByHand(f"'{eqn.primitive.name}' at {where} cannot be lowered by hand: {why}")
+        return NotByHand(f"{self._named_at(eqn)} cannot be lowered by hand: {why}")
+
+    def _named_at(self, eqn: Eqn, at: Place | None = None) -> str:
+        """The equation's primitive and the user's line. at: whose ops know the line if JAX has lost it."""
+        ops = () if at is None else self.program.at.get(at, ())
+        line = source_line(eqn) or next((op.op.source for op in ops), None) or "an unknown line"
+        return f"'{eqn.primitive.name}' at {line}"
 
     def _named(self, eqn: Eqn, run: Callable[[], Tree]) -> Tree:
         """A rule's reason for refusing an equation, with the equation's name and line."""

@@ -18,7 +18,7 @@ from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import INLINED, inner_jaxpr, trace
 from pase.frontends.jax_rules import RULES, Elementwise
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr
-from pase.frontends.jax_versions import called, evaluate, is_dropped, is_literal, opened, pulled_back
+from pase.frontends.jax_versions import called, evaluate, is_dropped, opened, pulled_back, value_of
 from pase.ir import Place
 from pase.local.follow import followed
 from pase.local.lower import between, local_program
@@ -222,7 +222,7 @@ def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...
     info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
     for eqn in jaxpr.eqns:
-        ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+        ins = [value_of(v, env) for v in eqn.invars]
         if eqn.primitive.name in INLINED:
             outs = _on_parts(eqn.params[INLINED[eqn.primitive.name]], ins, here)
         elif eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.params["shape"]) > 1:
@@ -230,4 +230,4 @@ def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...
         else:
             outs = evaluate(eqn, ins, info)
         env.update(zip(eqn.outvars, outs, strict=True))
-    return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+    return [value_of(v, env) for v in jaxpr.outvars]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_equations import places_only
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
@@ -69,7 +70,7 @@ def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
 
 def plainly(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Array]:
     """The equation itself, on whole arrays."""
-    return plain(eqn, ins, info)
+    return list(ins) if places_only(eqn) else plain(eqn, ins, info)
 
 
 _SIZES: dict[str, Callable[[Mapping[str, object], Extents, Sequence[Extents]], dict[str, object]]] = {
@@ -115,10 +116,10 @@ def _slice(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     return plain(call.eqn.replace(params=changed), ins, call.info)
 
 
-@LOCAL_RULES.register("sharding_constraint")
-def _unconstrained(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
-    """The plan has its own layouts, so the constraint is ignored."""
-    return list(ins)
+@LOCAL_RULES.register("sharding_constraint", "device_put")
+def _placed(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """The plan has its own layouts, so those that the program asks for are ignored."""
+    return plainly(call.eqn, ins, call.info)
 
 
 @LOCAL_RULES.register("shard_map")

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Literal
 from pase.backends.jax_ahead import gathers_ahead
 from pase.backends.jax_local import LocalWalk
 from pase.backends.jax_moves import moved
-from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand
+from pase.backends.jax_values import Arrivals, Cache, DeviceValue, NotByHand, besides_equations, faults_at
 from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Var
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import is_literal, literal_array
 from pase.ir import Place
 from pase.local.lower import between
 from pase.local.parts import placement, to_whole
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from pase.backends.to_jax import JaxPlan
 
-__all__ = ["Lowering", "Manual", "lowered", "lowerings"]
+__all__ = ["Lowering", "Manual", "by_hand_or_not", "lowered", "lowerings"]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
@@ -59,33 +59,48 @@ def lowered(
     first, *rest = lowerings(lowering, mesh)
     if first == "annotated":
         return annotated
-    return _ByHandOrNot(by_hand=by_hand, annotated=annotated) if rest else by_hand()
+    return by_hand_or_not(by_hand, annotated) if rest else by_hand()
+
+
+def by_hand_or_not(
+    by_hand: Callable[[], Callable[..., Tree]], annotated: Callable[..., Tree], instead: str = ""
+) -> Callable[..., Tree]:
+    """The function lowered by hand or, with a warning, by annotations where that is refused or fails.
+
+    by_hand: makes the first. instead: what the warning says besides.
+    """
+    return _ByHandOrNot(by_hand=by_hand, annotated=annotated, instead=instead)
 
 
 @dataclass(kw_only=True, eq=False)
 class _ByHandOrNot:
     """A function that is lowered by hand if all of it can be, and otherwise by annotations.
 
-    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered. by_hand: makes
-    the function that is. refused: it was found out before.
+    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered, or what failed.
+    by_hand: makes the function that is. refused: it was found out before. instead: what else is then different.
     """
 
     by_hand: Callable[[], Callable[..., Tree]]
     annotated: Callable[..., Tree]
+    instead: str = ""
     refused: bool = False
 
     @cached_property
     def _lowered(self) -> Callable[..., Tree]:
-        return self.by_hand()
+        with faults_at(besides_equations):
+            return self.by_hand()
 
     def __call__(self, *args: Tree) -> Tree:
-        if not self.refused:
-            try:
-                return self._lowered(*args)
-            except NotByHand as e:
-                self.refused = True
-                warnings.warn(e.left, stacklevel=2)
-        return self.annotated(*args)
+        if self.refused:
+            return self.annotated(*args)
+        try:
+            return self._lowered(*args)
+        except NotByHand as e:
+            why = e.left
+        self.refused = True
+        made = self.annotated(*args)  # an error of the user's program is raised here once more, as it is
+        warnings.warn(why + self.instead, stacklevel=2)
+        return made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +112,13 @@ class Manual:
 
     @cached_property
     def program(self) -> LocalProgram:
-        try:
-            verify_program(self.plan.program)
-        except PaseError as e:
-            raise NotByHand(f"{e}, which is a defect of pase.local") from None
-        return self.plan.program
+        with faults_at(lambda _: "the plan"):
+            made = self.plan.program
+            try:
+                verify_program(made)
+            except PaseError as e:
+                raise NotByHand(f"{e}, which is a defect of pase.local") from None
+        return made
 
     @cached_property
     def _names(self) -> list[str]:
@@ -194,7 +211,7 @@ class Manual:
             }
 
             def value(var: Var) -> DeviceValue:
-                return DeviceValue(array=var.val) if is_literal(var) else env[var]
+                return DeviceValue(array=literal_array(var)) if is_literal(var) else env[var]
 
             cache = Cache()
             inner, consts = inner_jaxpr(eqn)
@@ -229,8 +246,13 @@ class Manual:
         ins = tuple(
             PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
         )
+
+        def traced(*given: Tree) -> Tree:
+            with faults_at(besides_equations):
+                return fn(*given)
+
         return jax.jit(
-            jax.shard_map(fn, mesh=self.mesh, in_specs=(*ins, *more), out_specs=outs, check_vma=False)
+            jax.shard_map(traced, mesh=self.mesh, in_specs=(*ins, *more), out_specs=outs, check_vma=False)
         )
 
     def _shape(self, i: int) -> tuple[int, ...]:

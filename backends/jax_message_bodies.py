@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax_values import Cache, DeviceValue
 from pase.frontends.from_jax import TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_types import Eqn, Jaxpr
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import is_literal, literal_array
 from pase.ir import Place
 from pase.ir.blocks import Block
 from pase.ir.recompute import linear
@@ -85,7 +85,7 @@ def given_form(walk: LocalWalk, tensor: str, cache: Cache) -> DeviceValue | None
     before = given_form(walk, walk.program.original(op.operands[0].tensor), cache)
     if before is None or sum(not is_literal(v) for v in eqn.invars) != 1:
         return None
-    ins = [DeviceValue(array=v.val) if is_literal(v) else before for v in eqn.invars]
+    ins = [DeviceValue(array=literal_array(v)) if is_literal(v) else before for v in eqn.invars]
     made = walk.op_on_part(op, eqn, walk.traced.results[op.op.eqn], ins, cache)
     cache.values[tensor] = made[tensor]
     return made[tensor]

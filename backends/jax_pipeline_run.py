@@ -19,7 +19,7 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_leaves import arrays, combine
 from pase.frontends.jax_types import Var
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import is_literal, value_of
 from pase.pipeline.order import order_of
 from pase.pipeline.types import Kind
 from pase.pytree import Tree
@@ -239,6 +239,7 @@ class _Step:
 
     def forward(self, k: int, micro: int) -> None:
         import jax
+        import jax.numpy as jnp
         import numpy as np
 
         run = self.running
@@ -246,10 +247,10 @@ class _Step:
         env: dict[Var, Tree] = dict(zip(p.entered, self._entered.pop((k, micro), []), strict=True))
         env[p.micro] = np.int32(micro)
         made = _run(p.forward, self._stage[k] | env)
-        outs = [v.val if is_literal(v) else made[v] for v in p.leaves]
+        outs: list[Array] = [jnp.asarray(value_of(v, made)) for v in p.leaves]
         self._kept[k, micro] = env | made
         if k + 1 == len(run.plan.stages):
-            self._outs[micro] = outs
+            self._outs[micro] = [*outs]
             return
         self._made_as.setdefault(k, [x.sharding for x in outs])
         self._entered[k + 1, micro] = [jax.device_put(x, run.entry(k + 1, j, x)) for j, x in enumerate(outs)]
@@ -260,7 +261,6 @@ class _Step:
 
     def _backward(self, k: int, micro: int, programs: Sequence[StageProgram]) -> None:
         import jax
-        import jax.numpy as jnp
 
         run = self.running
         p, kept = run.programs[k], self._kept[k, micro]
@@ -276,7 +276,7 @@ class _Step:
             kept |= made
             if program is p.backward[0] and k:
                 back = [
-                    jax.device_put(kept[v] if not is_literal(v) else jnp.asarray(v.val), s)
+                    jax.device_put(value_of(v, kept), s)
                     for v, s in zip(p.entered_gradients, self._made_as[k - 1], strict=True)
                     if v is not None
                 ]

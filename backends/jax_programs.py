@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax_manual import Lowering, Manual, lowered
@@ -12,7 +12,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import inner_jaxpr
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Var
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import value_of
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def part_of(
         outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
         return jax.tree.unflatten(state_tree, outs)
 
-    def by_hand(*args: Tree) -> Tree:
+    def by_hand() -> Callable[..., Tree]:
         leaves = _leaves_of_arguments(plan)
         local = Manual(plan=plan, mesh=mesh).part(number, [i for k in takes for i in leaves[k]])
-        return jax.tree.unflatten(state_tree, local(*jax.tree.leaves(args)))
+        return lambda *args: jax.tree.unflatten(state_tree, local(*jax.tree.leaves(args)))
 
     return Stepper(
-        run=lowered(lowering, mesh, lambda: by_hand, annotated),
+        run=lowered(lowering, mesh, by_hand, annotated),
         in_shardings=tuple(shardings[k] for k in takes),
         out_shardings=tuple(shardings[-2:]),
         donate=(2,) if donate and name == "decode" else (),
@@ -74,12 +74,12 @@ def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -
             for i, x in zip(leaves, jax.tree.leaves(args[k]), strict=True):
                 env[closed.jaxpr.invars[i]] = walk.defined(x, names[i])
     inner, consts = inner_jaxpr(eqn)
-    ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+    ins = [value_of(v, env) for v in eqn.invars]
     made = walk.run(inner, consts, ins, plan.traced.programs[number], {})
     env.update(zip(eqn.outvars, made, strict=True))
     each = len(closed.jaxpr.outvars) // len(_NUMBER)
     mine = closed.jaxpr.outvars[number * each : (number + 1) * each]
-    return [v.val if is_literal(v) else env[v] for v in mine]
+    return [value_of(v, env) for v in mine]
 
 
 def _leaves_of_arguments(plan: JaxPlan) -> list[range]:

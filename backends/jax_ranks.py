@@ -16,7 +16,7 @@ from pase.backends.jax_stage_arrays import Home, joined, on_rank
 from pase.backends.jax_stage_programs import flat
 from pase.errors import PaseError
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import function_of, is_dropped, is_literal, opened
+from pase.frontends.jax_versions import function_of, is_dropped, is_literal, literal_array, opened
 
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
@@ -60,7 +60,7 @@ class OnRanks:
     def _out(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, home: Home) -> Array:
         import jax
 
-        return jax.device_put(v.val if is_literal(v) else self._at(have, v, rank), home.on(rank))
+        return jax.device_put(literal_array(v) if is_literal(v) else self._at(have, v, rank), home.on(rank))
 
     def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
         """The value on a rank: its own, or a number from another rank."""

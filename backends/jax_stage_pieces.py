@@ -15,7 +15,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_blocks import blocks_of, loops_of
 from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import is_dropped, is_literal, scan_groups
+from pase.frontends.jax_versions import is_dropped, is_literal, literal_array, scan_groups, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.ir.narrow import UnitChain
@@ -142,7 +142,7 @@ class PieceList:
 
     def _alias(self, source: StageKey, target: StageKey) -> StagePiece:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[target] = source.val if is_literal(source) else env[source]
+            env[target] = value_of(source, env)
 
         self.avals[target] = target.aval
         if not is_literal(source) and source in self.names:
@@ -225,7 +225,7 @@ class PieceList:
         self, at: Place, var: Var, reads: StageKey, key: StageKey, makes: StageKey, name: str | None
     ) -> StagePiece:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[makes] = walk.settled(at, var.val if is_literal(var) else env[reads], name, copies)
+            env[makes] = walk.settled(at, literal_array(var) if is_literal(var) else env[reads], name, copies)
 
         self.avals[key] = var.aval
         return StagePiece(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened
+from pase.frontends.jax_versions import evaluate, function_of, is_literal, opened, value_of
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -336,11 +336,11 @@ def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
         info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         for eqn in jaxpr.eqns:
-            ins = [v.val if is_literal(v) else env[v] for v in eqn.invars]
+            ins = [value_of(v, env) for v in eqn.invars]
             called = _CALLS.get(eqn.primitive.name)
             outs = evaluate(eqn, ins, info) if called is None else run(*opened(eqn.params[called]), ins)
             env.update(zip(eqn.outvars, outs, strict=True))
-        return [v.val if is_literal(v) else env[v] for v in jaxpr.outvars]
+        return [value_of(v, env) for v in jaxpr.outvars]
 
     jaxpr, consts = opened(closed)
     return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_types import Aval
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax_versions import value_of
 from pase.ir.blocks import Block
 from pase.ir.narrow import UnitChain
 from pase.pytree import Tree
@@ -85,7 +85,7 @@ class Stage:
         copies: Copies = {}
         for piece in self.pieces:
             piece.run(walk, env, copies)
-        return [key.val if is_literal(key) else env[key] for key in self.leaves]
+        return [value_of(key, env) for key in self.leaves]
 
 
 def stages_of(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.frontends.jax_versions import line_of_error
 from pase.local.types import Layout, LocalTransfer
 from pase.pytree import Tree
 
@@ -15,20 +17,71 @@ if TYPE_CHECKING:
 
     from pase.backends.jax_messages import BodyMessages
 
-__all__ = ["Arrivals", "Cache", "DeviceValue", "NotByHand", "packed", "unpacked"]
+__all__ = [
+    "Arrivals",
+    "Cache",
+    "DeviceValue",
+    "LoweringFault",
+    "NotByHand",
+    "besides_equations",
+    "faults_at",
+    "packed",
+    "unpacked",
+]
 
 
 class NotByHand(PaseError):
     """A program that cannot be lowered by hand. why: which equation cannot, and for what reason."""
 
-    def __init__(self, why: str) -> None:
-        super().__init__(f"{why}. Use lowering='annotated', which leaves it to XLA")
+    def __init__(self, why: str, more: str = "") -> None:
+        super().__init__(f"{why}. {more}Use lowering='annotated', which leaves it to XLA")
         self.why = why
 
     @property
     def left(self) -> str:
         """What a warning says where XLA splits the program instead."""
         return f"{self.why}; so all of it is left to XLA, led by constraints"
+
+
+_REPORT = "This is a fault of pase: please report it, with this message"
+
+
+class LoweringFault(NotByHand):
+    """A defect of pase, met while lowering by hand. where: the equation and its line, or another part of the step.
+
+    It is raised from the error itself, its ``__cause__``.
+    """
+
+    def __init__(self, where: str, error: Exception) -> None:
+        said = str(error).strip().partition("\n")[0]
+        why = f"lowering {where} by hand failed with {type(error).__name__}{said and ': '}{said}"
+        super().__init__(why, f"{_REPORT}. ")
+
+    @property
+    def left(self) -> str:
+        """What a warning says where XLA splits the program instead."""
+        return f"{super().left}. {_REPORT}"
+
+
+@contextmanager
+def faults_at(where: Callable[[Exception], str]) -> Iterator[None]:
+    """What fails inside becomes a ``LoweringFault``. Refusals, warnings made errors and lack of memory stay as they
+    are.
+    """
+    try:
+        yield
+    except (PaseError, Warning, MemoryError):
+        raise
+    except Exception as e:
+        if "RESOURCE_EXHAUSTED" in str(e):
+            raise
+        raise LoweringFault(where(e), e) from e
+
+
+def besides_equations(error: Exception) -> str:
+    """Where an error was raised that no equation's lowering raised: in the backward pass of one, or outside of all."""
+    line = line_of_error(error)
+    return f"the gradient of what is at {line}" if line else "the step's arguments and results"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends import jax_attention, jax_convolution
-from pase.backends.jax_equations import KEPT, boundary
+from pase.backends.jax_equations import KEPT, boundary, noted, places_only
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform, on_every_platform
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import evaluate, is_literal, scan_groups, source_line
+from pase.frontends.jax_versions import evaluate, scan_groups, source_line, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
 from pase.plan.accesses import Reading
@@ -33,10 +33,6 @@ __all__ = ["JaxprWalk"]
 
 Copies: TypeAlias = "dict[str, Array]"
 """Copy -> its value."""
-
-
-def _value(var: Var, env: dict[Var, Array]) -> Array:
-    return var.val if is_literal(var) else env[var]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +92,7 @@ class JaxprWalk:
         env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
-        return [_value(v, env) for v in jaxpr.outvars]
+        return [value_of(v, env) for v in jaxpr.outvars]
 
     def span(
         self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
@@ -106,7 +102,8 @@ class JaxprWalk:
         while i < stop:
             block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
             if block is None:
-                self._one(jaxpr, i, env, prefix, copies)
+                with noted(jaxpr.eqns[i]):
+                    self._one(jaxpr, i, env, prefix, copies)
                 i += 1
             else:
                 self._again(jaxpr, block, env)
@@ -122,7 +119,7 @@ class JaxprWalk:
         at = Place(path)
         names = traced.operands[at]
         name = eqn.primitive.name
-        ins = [_value(v, env) for v in eqn.invars]
+        ins = [value_of(v, env) for v in eqn.invars]
         if inlined(eqn):
             outs = self._call(eqn, ins, f"{path}.", copies)
         elif (taken := on_every_platform(eqn)) is not None:
@@ -136,7 +133,10 @@ class JaxprWalk:
         else:
             ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
             kernel = self._kernel(eqn, at)
-            outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
+            if places_only(eqn):
+                outs = ins
+            else:
+                outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
             outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
             if at in self.plan.kept_results:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
@@ -152,7 +152,8 @@ class JaxprWalk:
             inside: Copies = {}
             mine = dict(env) | dict(zip(reads, args, strict=True))
             for j in range(block.start, block.stop):
-                self._one(jaxpr, j, mine, block.prefix, inside)
+                with noted(jaxpr.eqns[j]):
+                    self._one(jaxpr, j, mine, block.prefix, inside)
             return [mine[v] for v in makes]
 
         # If the block is the whole body of a loop, there is nothing to merge with.

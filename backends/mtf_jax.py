@@ -14,7 +14,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_types import Eqn, Var
-from pase.frontends.jax_versions import is_literal, scan_groups, source_line
+from pase.frontends.jax_versions import is_literal, literal_array, scan_groups, source_line
 from pase.ir.places import NOWHERE, Place
 
 __all__ = ["RULES", "source_ops"]
@@ -212,9 +212,7 @@ class _JaxprReader:
         self, eqns: Sequence[Eqn], env: dict[Var, Input], prefix: str, inside: str = ""
     ) -> Iterator[SourceOp]:
         def read(var: Var) -> Input:
-            return (
-                _value(np.asarray(var.val, getattr(var.aval, "dtype", None))) if is_literal(var) else env[var]
-            )
+            return _value(np.asarray(literal_array(var))) if is_literal(var) else env[var]
 
         for i, eqn in enumerate(eqns):
             at = Place(inside or f"{prefix}{i}")
@@ -228,7 +226,9 @@ class _JaxprReader:
                 yield from self.eqns(
                     jaxpr.eqns, inner, f"{prefix}{i}.", inside or (at.path if name in KEPT_WHOLE else "")
                 )
-                made = [_value(np.asarray(v.val)) if is_literal(v) else inner[v] for v in jaxpr.outvars]
+                made = [
+                    _value(np.asarray(literal_array(v))) if is_literal(v) else inner[v] for v in jaxpr.outvars
+                ]
                 if name in KEPT_WHOLE and not inside:
                     yield from self._returned(eqn, made, at)
                     made = [
@@ -293,7 +293,7 @@ class _JaxprReader:
                 env[var] = self._named(var, self._made(where, inside) or self._inner(var))
                 yield self._own("take", where, [stacked], env[var], index=index)
             yield from self.eqns(body.eqns, env, prefix, inside)
-            made = [_value(np.asarray(v.val)) if is_literal(v) else env[v] for v in body.outvars]
+            made = [_value(np.asarray(literal_array(v))) if is_literal(v) else env[v] for v in body.outvars]
             now = made[:nk]
             for rows, y in zip(ys, made[nk:], strict=True):
                 rows.append(y)

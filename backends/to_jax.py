@@ -12,8 +12,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed, writes_parameters
+from pase.backends.jax_checkpoints import restored
 from pase.backends.jax_delayed import DelayedStepper, delayed_step
-from pase.backends.jax_manual import Lowering, Manual, lowered, lowerings
+from pase.backends.jax_manual import Lowering, Manual, by_hand_or_not, lowered, lowerings
 from pase.backends.jax_message_bodies import waits
 from pase.backends.jax_once import graded_once
 from pase.backends.jax_padded import with_padding, without_padding
@@ -22,7 +23,7 @@ from pase.backends.jax_step import Stepper, global_array, shape_and_dtype
 from pase.backends.jax_train import Training
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
-from pase.errors import PaseError, install_line
+from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place, named, simplify
@@ -39,7 +40,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from jax import Array, ShapeDtypeStruct
+    from jax import Array
     from jax import Device as JaxDevice
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import NamedSharding, PartitionSpec
@@ -293,10 +294,19 @@ class JaxPlan:
                     f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
                     f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
                 )
-            return graded_once(Manual(plan=self, mesh=mesh))
+            if lowering == "manual":
+                return graded_once(Manual(plan=self, mesh=mesh))
+            each = self._each_micro_batch(self.graded(self._constrained(mesh), mesh), mesh)
+            return by_hand_or_not(
+                lambda: graded_once(Manual(plan=self, mesh=mesh)), each, ", which sends at each micro-batch"
+            )
         graded = self.graded(self._constrained(mesh), mesh)
         made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
-        return made if self.accumulate == 1 else summed(self, made, self.gradient_shardings(mesh), mesh)
+        return self._each_micro_batch(made, mesh)
+
+    def _each_micro_batch(self, graded: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
+        """f(params, *batch) over the whole batch, of one micro-batch's."""
+        return graded if self.accumulate == 1 else summed(self, graded, self.gradient_shardings(mesh), mesh)
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
         """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
@@ -465,24 +475,7 @@ class JaxPlan:
     def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
         """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts:
         each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
-        import jax
-
-        try:
-            import orbax.checkpoint as ocp
-        except ModuleNotFoundError as e:
-            raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
-
-        def wanted(shape: ShapeDtypeStruct, sharding: NamedSharding) -> ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-        target = jax.tree.map(wanted, self._shapes()[0], self._in_shardings(mesh)[0])
-        try:
-            with ocp.StandardCheckpointer() as checkpointer:
-                found = checkpointer.restore(path, target)
-        except (OSError, ValueError, KeyError) as e:
-            raise PaseError(
-                f"cannot restore the parameters of '{self.traced.graph.name}' from {path}: {e}"
-            ) from e
+        found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
         return combine(found, self.traced.kept[0])
 
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:

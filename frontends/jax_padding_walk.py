@@ -10,7 +10,7 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import evaluate, is_literal, written_as
+from pase.frontends.jax_versions import evaluate, is_literal, literal_array, written_as
 from pase.registry import Registry
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class PaddedWalk:
         info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
         def value(v: Var) -> PaddedValue:
-            return PaddedValue(v.val) if is_literal(v) else env[v]
+            return PaddedValue(literal_array(v)) if is_literal(v) else env[v]
 
         for eqn in jaxpr.eqns:
             ins = [value(v) for v in eqn.invars]

@@ -13,7 +13,7 @@ from pase.ir.sizes import is_one, product
 from pase.ops import GraphBuilder, indexed, nests, windows
 from pase.registry import Registry
 
-__all__ = ["RULES", "SCATTERS", "Elementwise", "lowers"]
+__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers"]
 
 JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
 """Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
@@ -413,7 +413,11 @@ def _small(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
 
 
-@lowers("optimization_barrier", "device_put")
+BY_OPERAND = ("optimization_barrier", "device_put", "psum", "psum_invariant", "pmax", "pmin")
+"""Primitives that take any number of operands, and make one result from each."""
+
+
+@lowers(*BY_OPERAND[:2])
 def _barrier(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     out: list[Tensor] = []
     for i, v in enumerate(eqn.outvars):

@@ -13,7 +13,7 @@ run the tests with it, fix what differs below, and add it to ``KNOWN`` and to th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KNOWN",
+    "at_line",
     "attention_by",
     "called",
     "check",
@@ -44,12 +45,15 @@ __all__ = [
     "is_dropped",
     "is_literal",
     "jaxprs_inside",
+    "line_of_error",
+    "literal_array",
     "opened",
     "pulled_back",
     "scan_groups",
     "source_line",
     "static_arguments",
     "tangents_of",
+    "value_of",
     "without_dead_code",
     "written_as",
 ]
@@ -126,6 +130,21 @@ def is_literal(var: Var) -> TypeGuard[LiteralVar]:
     return isinstance(var, Literal)
 
 
+def literal_array(var: LiteralVar) -> Array:
+    """A literal's number as an array of its dtype in the program.
+
+    JAX writes Python's bool and int and its own subclass of float there, which have no shape, and whose dtype would
+    depend on whether x64 is enabled."""
+    import numpy as np
+
+    return np.asarray(var.val, var.aval.dtype)  # type: ignore[return-value]
+
+
+def value_of(var: Var, env: Mapping[Var, Array]) -> Array:
+    """The value of a variable in ``env``; of a literal, its array."""
+    return literal_array(var) if is_literal(var) else env[var]
+
+
 def is_dropped(var: Var) -> bool:
     """A result that nothing reads."""
     return type(var).__name__ == "DropVar"
@@ -150,6 +169,26 @@ def written_as(eqn: Eqn) -> Iterator[None]:
     settings = eqn.ctx.manager  # type: ignore[attr-defined]
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), settings:
         yield
+
+
+@contextmanager
+def at_line(eqn: Eqn) -> Iterator[None]:
+    """What is traced inside is at the equation's line; errors that its transformations raise know it, too."""
+    from jax._src import source_info_util
+
+    with source_info_util.user_context(eqn.source_info.traceback):
+        yield
+
+
+def line_of_error(error: BaseException | None) -> SourceLine:
+    """The line of the operation whose transformation raised an error, as of a gradient that is taken; NOWHERE if JAX
+    does not say."""
+    import traceback
+
+    while error is not None and type(error).__name__ != "JaxStackTraceBeforeTransformation":
+        error = error.__cause__
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    return SourceLine(f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].name) if frames else NOWHERE
 
 
 def scope(eqn: Eqn) -> str:

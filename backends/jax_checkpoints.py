@@ -1,0 +1,39 @@
+"""Parameters of a checkpoint, read into a plan's layouts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError, install_line
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import ShapeDtypeStruct
+    from jax.sharding import NamedSharding
+
+__all__ = ["restored"]
+
+
+def restored(path: str | Path, shapes: Tree, shardings: Tree, model: str) -> Tree:
+    """The parameters of an orbax checkpoint (of ``StandardCheckpointer``); each device reads its part.
+
+    shapes, shardings: trees like the parameters. Raises PaseError if the checkpoint is missing, or has other
+    parameters.
+    """
+    import jax
+
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as e:
+        raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
+
+    def wanted(shape: ShapeDtypeStruct, sharding: NamedSharding) -> ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    target = jax.tree.map(wanted, shapes, shardings)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            return checkpointer.restore(path, target)
+    except (OSError, ValueError, KeyError) as e:
+        raise PaseError(f"cannot restore the parameters of '{model}' from {path}: {e}") from e
