@@ -405,6 +405,7 @@ class _JaxLowering:
             elif (body := jax_versions.implementation(eqn)) is not None:
                 by_body(self, eqn, body)
             elif self.unknown == "replicate":
+                self.b.remark_unknown(name)
                 self.replicate(eqn, 0.0)
             else:
                 raise UnknownOp(

@@ -316,6 +316,7 @@ class OnnxLowering:
             elif key in RULES:
                 outs = self._rule(c, key)
             elif self.unknown == "replicate":
+                self.b.remark_unknown(key)
                 outs = self.replicate(c, 0.0, declared)
             else:
                 raise UnknownOp(

@@ -57,9 +57,10 @@ class AtRunTime:
             return self.turns[name]
         known = _turns(eqn)
         if known is None:
-            b.remarks.append(
+            b.remark(
+                "turns",
                 f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one turn: how often it turns "
-                f"is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N"
+                f"is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
             )
         return 1 if known is None else known
 
@@ -163,10 +164,11 @@ def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     flops = [_flops(lower, body, told) for body in bodies]
     likely = lower.told.chances_of(name, flops)
     if len(bodies) > 1 and eqn.outvars and name not in lower.told.chances:
-        b.remarks.append(
+        b.remark(
+            "assumed",
             f"of the {len(bodies)} branches of '{name}' at {source or 'an unknown line'}, number {likely.index(1.0)} "
             f"(from 0), the most expensive, is priced as if it were taken every time; to change this use "
-            f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}"
+            f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}",
         )
     made: list[list[Tensor]] = []
     for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
@@ -230,9 +232,10 @@ def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
 def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
     """Not split; priced at the work of its body, a jaxpr. A backend keeps it whole."""
     flops = _flops(lower, body, lower.told)
-    lower.b.remarks.append(
+    lower.b.remark(
+        "opaque",
         f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device does all of its "
-        f"{flops:.3g} FLOPs"
+        f"{flops:.3g} FLOPs",
     )
     lower.replicate(eqn, flops)
 
@@ -249,8 +252,9 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     inputs = [(lower.of(v), split(s)) for v, s in zip(eqn.invars, p["in_specs"], strict=True)]
     outs = [(_shape(v), _dtype(v), split(s)) for v, s in zip(eqn.outvars, p["out_specs"], strict=True)]
     flops = _flops(lower, opened(p["jaxpr"])[0], lower.told.copy())
-    b.remarks.append(
-        f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside"
+    b.remark(
+        "unknown",
+        f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside",
     )
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
 

@@ -80,9 +80,10 @@ def _by_name(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequenc
 @lowers("pure_callback", "io_callback")
 def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
     """The host sees whole arrays. Their traffic is priced; the host's own work is unknown."""
-    b.remarks.append(
+    b.remark(
+        "unknown",
         f"of the {eqn.primitive.name} at {b.source or 'an unknown line'} only the traffic is priced, not what the host "
-        f"computes"
+        f"computes",
     )
     outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
     return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)

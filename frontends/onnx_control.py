@@ -66,8 +66,9 @@ def _apart(
     inner.nodes(graph, "")
     outs = [inner.find(o.name, c.place) for o in graph.output]
     low.b.remarks += inner.b.remarks
-    low.b.remarks.append(
-        f"{c.place} is not split: every device does all of its work, {body_flops(inner.b):.3g} FLOPs an iteration"
+    low.b.remark(
+        "opaque",
+        f"{c.place} is not split: every device does all of its work, {body_flops(inner.b):.3g} FLOPs an iteration",
     )
     return outs, body_flops(inner.b), inner.captured
 
@@ -120,9 +121,10 @@ def _if(
         b.weigh(first, scope, chance)
     taken = likely.index(1.0)
     names = ("then_branch", "else_branch")
-    b.remarks.append(
+    b.remark(
+        "assumed",
         f"of the branches of {c.place}, {names[taken]}, the more expensive one, is priced as if it were taken every "
-        f"time"
+        f"time",
     )
     b.eqn = at
     return [_met(c, index, same, taken, k) for k, same in enumerate(zip(*made, strict=True))]
@@ -151,9 +153,10 @@ def _met(c: OnnxCall, index: Tensor, same: Sequence[Value], taken: int, k: int) 
         raise c.fail(f"its branches return {same[0].dtype} and {same[1].dtype} in output {k}")
     if any(v.shape != it.shape for v in same):
         shapes = " and ".join(str(list(v.shape)) for v in same)
-        c.b.remarks.append(
+        c.b.remark(
+            "unknown",
             f"the branches of {c.place} return shapes {shapes} in output {k}: what reads it is priced for "
-            f"{list(it.shape)}"
+            f"{list(it.shape)}",
         )
         same = [it]
     if it.elements == 0:
@@ -174,9 +177,10 @@ def _loop(
     turns = int(c.number_of(0, 0.0))
     if not 0 < turns < _ENDLESS:
         turns = 0
-        low.b.remarks.append(
+        low.b.remark(
+            "turns",
             f"{c.place} is priced as one turn: how often it turns is not known before it runs; give it a constant "
-            f"trip count"
+            f"trip count",
         )
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
     lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]

@@ -301,6 +301,9 @@ def _region(
         for t in _tensors(v) if not isinstance(v, Handle) else []:
             where.append((k, len(shapes)))
             shapes.append((t.shape, t.dtype))  # type: ignore[arg-type]
+    loop = node.op.endswith("While")
+    once = "once, at the work of a turn: how often it turns is not known" if loop else "at its dearest branch"
+    b.remark("turns" if loop else "opaque", f"'{node.op}' at {path} is not split, and is priced {once}")
     tensors = nests.opaque(b, node.op, xs, shapes, flops=flops)
     for k, at in where:
         v = outs[k]

@@ -175,6 +175,7 @@ class TfLowering:
         if op in RULES:
             return RULES[op](c)
         if self.unknown == "replicate":
+            self.b.remark_unknown(node.op)
             return self._replicate(c)
         raise UnknownOp(
             f"no lowering for TensorFlow op '{op}' at {path}.\n"

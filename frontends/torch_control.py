@@ -93,9 +93,10 @@ def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
     index, *bodies = n.args[:3]
     graphs = [_graph(n, g) for g in bodies]
     likely = branches.chances([_flops(low, g) for g in graphs])
-    b.remarks.append(
+    b.remark(
+        "assumed",
         f"of the 2 branches of the cond at {source or 'an unknown line'}, the one for "
-        f"{'true' if likely[0] == 1.0 else 'false'}, the more expensive one, is priced as if it were taken every time"
+        f"{'true' if likely[0] == 1.0 else 'false'}, the more expensive one, is priced as if it were taken every time",
     )
     asked = _value(low, index)
     made: list[list[Tensor]] = []

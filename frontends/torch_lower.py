@@ -162,6 +162,7 @@ class TorchLowering:
         if inner is not None:
             return self.inlined(n, inner, path)
         if self.unknown == "replicate":
+            self.b.remark_unknown(str(n.target))
             return self.replicated(n)
         raise UnknownOp(
             f"{self.place(n)}: no rule for this op, and PyTorch has no decomposition of it.\n"

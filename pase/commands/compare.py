@@ -86,7 +86,7 @@ def compare(
         warn_misfit(ours)
     else:
         _print(ours, rows)
-    strictly(ours.fits, strict)
+    strictly(ours.sound, strict)
 
 
 def _moved(p: PlanData) -> float:
@@ -116,6 +116,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
         "devices": ours.devices,
         "machine": ours.machine,
         "unit": ours.unit,
+        "remarks": [r.to_json() for r in ours.noted],
         "strategies": strategies,
         "skipped": dict(ours.skipped),
         "memory_limit_bytes": ours.memory_limit,
@@ -171,6 +172,8 @@ def _print(ours: PlanData, rows: Rows) -> None:
         c.print(f"without {name}: {why}")
     if (warning := misfit_text(ours)) is not None:
         c.print(f"WARNING {warning}", style="bold red")
+    for remark in ours.remarks:
+        c.print(f"note   {remark}")
 
 
 def _varied(points: list[Point], model: str, options: CompileOptions) -> dict[str, object]:

@@ -77,7 +77,7 @@ def compile(
     if json:
         print_json(summary(plan) | ({"layout": str(output)} if output is not None else {}))
         warn_misfit(plan)
-        strictly(plan.fits, strict)
+        strictly(plan.sound, strict)
         return
     from pase.plan.table import render
 
@@ -90,7 +90,7 @@ def compile(
         )
     if output is not None:
         console(err=True).print(f"wrote {output}")
-    strictly(plan.fits, strict)
+    strictly(plan.sound, strict)
 
 
 def rates(plan: PlanData) -> dict[str, float | None]:
@@ -120,6 +120,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "memory_limit_bytes": plan.memory_limit,
         "fits": plan.fits,
         "misfit": plan.misfit,
+        "remarks": [r.to_json() for r in plan.noted],
         "accumulate": plan.accumulate,
         "blocks_computed_again": len(plan.remat),
         "once": plan.once,

@@ -48,10 +48,11 @@ def emit(
         plan = attached(plan, resolve(model or plan.model))
     written = write(plan, to, output, model)
     if json:
-        print_json({"layout": str(layout), "to": to, "file": str(output), "written": written})
+        about = {"layout": str(layout), "to": to, "file": str(output), "written": written}
+        print_json(about | {"remarks": [r.to_json() for r in plan.noted]})
     else:
         console().print(written)
-    strictly(plan.fits, strict)
+    strictly(plan.sound, strict)
 
 
 _WIDE = max(map(len, BACKENDS))

@@ -71,7 +71,7 @@ def explain(
     if json:
         print_json(summary(e))
         warn_misfit(e.plan)
-        strictly(e.plan.fits, strict)
+        strictly(e.plan.sound, strict)
         return
     c = console()
     if e.layer is None:
@@ -83,7 +83,7 @@ def explain(
         _layer(e, e.layer, c, None if every else 12)
     if e.remark:
         c.print(e.remark)
-    strictly(e.plan.fits, strict)
+    strictly(e.plan.sound, strict)
 
 
 def summary(e: Explanation) -> dict[str, object]:
@@ -122,6 +122,7 @@ def summary(e: Explanation) -> dict[str, object]:
             for u in e.unfused
         ],
         "remark": e.remark,
+        "remarks": [r.to_json() for r in e.plan.noted],
     }
     if e.layer is not None:
         out["layer"] = _layer_summary(e.layer)

@@ -90,21 +90,31 @@ JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object and nothing else on standard output.")
 ]
 
-StrictOption = Annotated[bool, typer.Option("--strict", help="Exit with status 1 if the plan does not fit.")]
+StrictOption = Annotated[
+    bool,
+    typer.Option(
+        "--strict", help="Exit with status 1 if the plan does not fit, or if a remark speaks against it."
+    ),
+]
 
 
-def strictly(fits: bool, strict: bool) -> None:
-    """Exit with status 1 if the plan does not fit and the user passed --strict."""
-    if strict and not fits:
+def strictly(sound: bool, strict: bool) -> None:
+    """Exit with status 1 if the user passed --strict and the plan is not sound (``PlanData.sound``)."""
+    if strict and not sound:
         raise typer.Exit(1)
 
 
 def warn_misfit(plan: PlanData) -> None:
-    """Warn on standard error that a plan does not fit, for commands whose standard output is for programs."""
+    """Warn on standard error of a plan that does not fit, and of what speaks against it, for commands whose standard
+    output is for programs, or for something else than the plan."""
     from pase.plan.table import misfit_text
 
+    out = console(err=True)
     if (warning := misfit_text(plan)) is not None:
-        console(err=True).print(f"WARNING {warning}")
+        out.print(f"WARNING {warning}")
+    for r in plan.noted:
+        if r.doubtful:
+            out.print(f"note   {r}")
 
 
 def compile_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:

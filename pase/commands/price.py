@@ -72,7 +72,7 @@ def price(
         )
     if json:
         print_json({"model": model, **found.to_json()})
-        strictly(found.fits, strict)
+        strictly(found.sound, strict)
         return
     out = console()
     for line in as_lines(model, found):
@@ -80,4 +80,4 @@ def price(
             line, out.width, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
         )
         out.print(folded, style="bold red" if line.startswith("WARNING") else None)
-    strictly(found.fits, strict)
+    strictly(found.sound, strict)

@@ -75,10 +75,15 @@ def report(
         write_atomically(output, report_page(e, others))
     if json:
         written = {"report": str(output), "timeline": None if timeline is None else str(timeline)}
-        print_json(written | {"model": e.plan.model, "layers": len(e.plan.nodes)})
+        about = {
+            "model": e.plan.model,
+            "layers": len(e.plan.nodes),
+            "remarks": [r.to_json() for r in plan.noted],
+        }
+        print_json(written | about)
     else:
         console(err=True).print(f"wrote {output}" + (f" and {timeline}" if timeline is not None else ""))
-    strictly(plan.fits, strict)
+    strictly(plan.sound, strict)
 
 
 def _write_timeline(plan: Plan, path: Path) -> None:

@@ -74,6 +74,7 @@ def run(
         "reduced": reduced,
         "devices": devices,
         "dropped_splits": small["dropped"],
+        "remarks": [r.to_json() for r in plan.noted],
     }
     if json:
         print_json(result)
@@ -83,7 +84,7 @@ def run(
         raise Infeasible(
             "the sharded step differs from the unsharded one by more than rounding; please report it"
         )
-    strictly(plan.fits, strict)
+    strictly(plan.sound, strict)
 
 
 def _host_devices(devices: int) -> None:

@@ -16,6 +16,7 @@ from pase.compiler.problem import SplitProblem
 from pase.ir import Graph, digest
 from pase.machine import Mesh
 from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.remarks import remarked
 from pase.plan.types import PlanData, Tried
 from pase.tables.itemize import collectives, local_work, node_costs
 
@@ -78,12 +79,8 @@ def plan_found(
         once=problem.variant.once,
         beside=problem.pricing.beside,
     )
-    return replace(
-        plan,
-        memory_limit=fit.limit,
-        misfit=fit.misfit,
-        baseline_memory=fit.methods,
-    )
+    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
+    return remarked(fitted, problem.graph, problem.machine)
 
 
 def plan_of(
@@ -94,7 +91,7 @@ def plan_of(
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
     costs = node_costs(work, moved)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
-    return assemble(
+    plan = assemble(
         problem.graph,
         mesh,
         configs,
@@ -117,6 +114,7 @@ def plan_of(
         once=problem.variant.once,
         beside=problem.pricing.beside,
     )
+    return remarked(plan, problem.graph, problem.machine)
 
 
 def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:

@@ -22,6 +22,7 @@ from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes, simulate
 from pase.plan.assemble import assemble, axes_by_use
 from pase.plan.pipeline import PipelinePlan, ReplicaPlan, StagePlan
+from pase.plan.remarks import remarked
 from pase.plan.types import NodePlan, PlanData, Tried
 from pase.tables.itemize import NodeCost, split_of
 
@@ -81,7 +82,7 @@ def plan_staged(
     for c, part in counted:
         before, after = sent.get(c.node, (0.0, 0.0))
         sent[c.node] = (before + c.cost, after + c.cost * part)
-    return replace(
+    staged = replace(
         plan,
         devices=problem.devices,
         beside=problem.pricing.beside,
@@ -96,6 +97,7 @@ def plan_staged(
             equal_s=_equal_s(s, found, isinstance(problem.machine, GroupedMachine)),
         ),
     )
+    return remarked(staged, t.graph, problem.machine)
 
 
 def _names(problem: SplitProblem) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from pase.ir.maps import AccessMap, Walk, Window
 from pase.ir.names import dim_classes, named
 from pase.ir.places import Place, PlacePart, Scope, ScopeKind, SourceLine
+from pase.ir.remarks import Remark, RemarkKind
 from pase.ir.simplify import simplify
 from pase.ir.sizes import Size, parse_size, symbol
 from pase.ir.text import digest, from_text, to_text
@@ -34,6 +35,8 @@ __all__ = [
     "OpKind",
     "Place",
     "PlacePart",
+    "Remark",
+    "RemarkKind",
     "Role",
     "Scope",
     "ScopeKind",

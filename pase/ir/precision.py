@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pase.ir.remarks import Remark
 from pase.ir.types import Graph, Node
 from pase.once import once
 
@@ -46,9 +47,12 @@ def in_fp8(graph: Graph, dtype: str = FP8) -> Graph:
         ops = (replace(op, product_dtype=dtype) if op.kind == "matmul" else op for op in n.ops)
         return replace(n, ops=tuple(ops)) if n.name in chosen else n
 
-    remarks = "\n".join(filter(None, (graph.meta.get("remarks"), _REMARK.format(name=name))))
-    meta = {**graph.meta, "precision": name, "remarks": remarks}
-    return replace(graph, nodes=tuple(map(turned, graph.nodes)), meta=meta)
+    return replace(
+        graph,
+        nodes=tuple(map(turned, graph.nodes)),
+        meta={**graph.meta, "precision": name},
+        remarks=(*graph.remarks, Remark("assumed", _REMARK.format(name=name))),
+    )
 
 
 def _behind(graph: Graph, names: set[str]) -> set[str]:

@@ -31,6 +31,7 @@ from pase.errors import PaseError
 from pase.files.terminal import printable
 from pase.ir.functions import BY_KIND, FUNCTIONS, Function
 from pase.ir.places import Place, Scope, SourceLine
+from pase.ir.remarks import Remark, RemarkKind
 from pase.ir.sizes import Size, parse_size
 from pase.ir.types import (
     LEAF,
@@ -80,6 +81,8 @@ def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> st
     leaves these out."""
     out = [f"graph {word_text(graph.name)}"]
     out += [f"meta {word_text(k)} {word_text(v)}" for k, v in graph.meta.items()]
+    if sources:
+        out += [f"remark {r.kind} {json.dumps(r.what)} {json.dumps(r.where)}" for r in graph.remarks]
     for key, t in graph.tensors.items():
         if key != t.name:
             raise PaseError(f"graph '{graph.name}': tensor {t.name} is filed under '{key}'")
@@ -161,6 +164,7 @@ def from_text(text: str) -> Graph:
     meta: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
     outputs: tuple[str, ...] = ()
+    remarks: tuple[Remark, ...] = ()
     nodes: list[tuple[str, IterationSpace, list[Op]]] = []
     for number, raw in enumerate(text.split("\n"), start=1):
         line = TextLine(raw, number)
@@ -175,7 +179,7 @@ def from_text(text: str) -> Graph:
             line.end()
             continue
         start = line.position
-        keyword = line.word("'graph', 'meta', 'tensor', 'outputs' or 'node'")
+        keyword = line.word("'graph', 'meta', 'remark', 'tensor', 'outputs' or 'node'")
         if name is None and keyword != "graph":
             line.fail(f"the first line must be 'graph NAME', not '{keyword}'", start)
         if keyword == "graph":
@@ -185,6 +189,9 @@ def from_text(text: str) -> Graph:
         elif keyword == "meta":
             key = line.word("a key")
             meta[key] = line.word("a value")
+        elif keyword == "remark":
+            kind = line.choice(RemarkKind, "a kind of remark")
+            remarks += (Remark(kind, line.word("what it says"), line.word("where")),)
         elif keyword == "tensor":
             tensor = _read_tensor(line)
             if tensor.name in tensors:
@@ -196,12 +203,12 @@ def from_text(text: str) -> Graph:
         elif keyword == "node":
             nodes.append((line.word("the node's name"), _read_space(line), []))
         else:
-            line.fail(f"'{keyword}' is none of 'graph', 'meta', 'tensor', 'outputs', 'node'", start)
+            line.fail(f"'{keyword}' is none of 'graph', 'meta', 'remark', 'tensor', 'outputs', 'node'", start)
         line.end()
     if name is None:
         raise PaseError("graph text line 1, column 1: nothing here; the first line must be 'graph NAME'")
     built = tuple(Node(name=n, space=space, ops=tuple(ops)) for n, space, ops in nodes)
-    return Graph(name=name, tensors=tensors, nodes=built, outputs=outputs, meta=meta)
+    return Graph(name=name, tensors=tensors, nodes=built, outputs=outputs, meta=meta, remarks=remarks)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from pase.errors import PaseError
 from pase.ir.functions import Function
 from pase.ir.maps import AccessMap
 from pase.ir.places import NO_PLACE, NOWHERE, Place, Scope, SourceLine
+from pase.ir.remarks import Remark
 from pase.ir.sizes import Size, bind_size, free_symbols, product
 
 __all__ = [
@@ -343,6 +344,8 @@ class Graph:
     meta: Mapping[str, str] = field(default_factory=dict)
     one_axis_a_dim: bool = False
     """May each dim of a tensor be split along one mesh axis at most? Some targets cannot express more."""
+    remarks: tuple[Remark, ...] = ()
+    """What the frontend, and what was done to the graph since, say of its price."""
 
     @cached_property
     def node(self) -> dict[str, Node]:

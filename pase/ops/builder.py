@@ -19,6 +19,8 @@ from pase.ir import (
     Op,
     OpKind,
     Place,
+    Remark,
+    RemarkKind,
     Role,
     Scope,
     ScopeKind,
@@ -74,8 +76,8 @@ class GraphBuilder:
     """Where the frontend found the next nests."""
     saved: bool = False
     """The next nests' results are kept, although the region around them is rematerialised."""
-    remarks: list[str] = field(default_factory=list)
-    """The assumptions of the price, one per line, for readers of the plan."""
+    remarks: list[Remark] = field(default_factory=list)
+    """What the price assumes or leaves out, for readers of the plan."""
     frozen: bool = False
     """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
     lying: set[str] = field(default_factory=set)
@@ -148,6 +150,16 @@ class GraphBuilder:
             if any(scope in op.scope for op in node.ops):
                 ops = (replace(op, chance=op.chance * chance) if scope in op.scope else op for op in node.ops)
                 self.nodes[at] = replace(node, ops=tuple(ops))
+
+    def remark(self, kind: RemarkKind, what: str) -> None:
+        """Add a remark about the op that is being lowered."""
+        self.remarks.append(Remark(kind, what, str(self.source)))
+
+    def remark_unknown(self, name: str) -> None:
+        """Say that the op that is being lowered has no rule, which the user allowed."""
+        self.remark(
+            "unknown", f"no rule for '{name}': it is not split, and only its memory traffic is priced"
+        )
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
@@ -287,7 +299,8 @@ class GraphBuilder:
             tensors=dict(self.tensors),
             nodes=tuple(self.nodes),
             outputs=tuple(t.name for t in outputs),
-            meta=meta | ({"remarks": "\n".join(dict.fromkeys(self.remarks))} if self.remarks else {}),
+            meta=meta,
+            remarks=tuple(dict.fromkeys(self.remarks)),
         )
 
     def _tensor(

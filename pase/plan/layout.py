@@ -16,7 +16,7 @@ from pase.errors import PaseError
 from pase.files.atomic import write_atomically
 from pase.files.codec import convert, json_schema, read_json, to_tree
 from pase.files.json_values import Json, JsonObject
-from pase.ir import Place
+from pase.ir import Place, Remark
 from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts, Reading, distinct
 from pase.plan.constraints import Route
@@ -87,6 +87,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         once=UNSET if plan.once == "none" else plan.once,
         remat=plan.remat,
         padding=dict(plan.padding) or UNSET,
+        remarks=plan.noted or UNSET,
         graph_digest=plan.graph_digest,
         seconds=dict(plan.seconds),
         provenance=dict(plan.provenance),
@@ -237,12 +238,20 @@ def _plan_of(form: LayoutForm) -> PlanData:
         tried=cost.meshes,
         seconds=form.seconds,
         padding=_or_none(form.padding) or {},
+        noted=_noted_of(form),
         graph_digest=form.graph_digest,
         provenance=form.provenance,
         accesses={} if form.accesses is UNSET else _accesses_of(form.accesses),
         buckets=_or_none(form.bucket_plan),
         pipeline=_or_none(form.pipeline),
     )
+
+
+def _noted_of(form: LayoutForm) -> tuple[Remark, ...]:
+    """Layouts of earlier versions have remarks as lines of their provenance."""
+    if form.remarks is not UNSET:
+        return form.remarks
+    return tuple(Remark("assumed", line) for line in form.provenance.get("remarks", "").splitlines())
 
 
 def _tensor_of(t: TensorForm) -> TensorPlan:

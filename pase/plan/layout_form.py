@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pase.files.codec import AtLeastOne, Count, NotNegative
 from pase.files.json_values import JsonObject
+from pase.ir import Remark
 from pase.ir.blocks import Block, Once
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.pipeline import PipelinePlan
@@ -221,6 +222,13 @@ class LayoutForm(Struct, kw_only=True):
             Meta(
                 description="extent -> what every dim of that extent is padded to, so that devices divide it"
             ),
+        ]
+        | UnsetType
+    ) = UNSET
+    remarks: (
+        Annotated[
+            tuple[Remark, ...],
+            Meta(description="what the price assumes, and what speaks against it, by kind"),
         ]
         | UnsetType
     ) = UNSET

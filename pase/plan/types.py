@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
-from pase.ir import Graph, Place, digest, named, simplify
+from pase.ir import Graph, Place, Remark, digest, named, simplify
 from pase.ir.blocks import Block, Once
 from pase.ir.types import itemsize
 from pase.machine import Mesh
@@ -150,6 +150,8 @@ class PlanData:
     """Extent -> what every dim of that extent is padded to, since the devices do not divide it."""
     work: StepWork | None = None
     """The work of a step. None in layouts written before this field existed."""
+    noted: tuple[Remark, ...] = ()
+    """What the price assumes, and what speaks against it (``pase.plan.remarks``)."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -233,8 +235,14 @@ class PlanData:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """The assumptions of the price: turns of while loops, branches taken."""
-        return tuple(self.provenance.get("remarks", "").splitlines())
+        """What the price assumes (turns of while loops, branches taken), and what speaks against it, in words;
+        ``noted`` has their kinds and places."""
+        return tuple(map(str, self.noted))
+
+    @property
+    def sound(self) -> bool:
+        """Does the plan fit, with no remark that speaks against it? ``--strict`` asks for this."""
+        return self.fits and not any(r.doubtful for r in self.noted)
 
     @property
     def objective(self) -> str:
@@ -273,9 +281,14 @@ class PlanData:
 
     def with_model(self, traced: Traced) -> Self:
         """The plan with its model's trace attached. Raises PaseError if it is not the model of the plan."""
-        if digest(traced.graph) != self.graph_digest:
+        if self.graph_digest not in (digest(traced.graph), _digest_with_remarks(traced.graph)):
             raise PaseError(
                 f"this is not the model that the plan for '{self.model}' was made for: its traced graph differs "
                 f"(another size, dtype, or version of the code); compile it again"
             )
         return replace(self, traced=traced)
+
+
+def _digest_with_remarks(graph: Graph) -> str:
+    """The digest of a graph as layouts have it that were written when remarks were a part of it."""
+    return digest(replace(graph, meta={**graph.meta, "remarks": "\n".join(map(str, graph.remarks))}))

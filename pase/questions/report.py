@@ -84,6 +84,8 @@ def _lead(e: Explanation) -> str:
     misfit = misfit_text(plan)
     warning = "" if misfit is None else f"<p class='warn'>{escape(misfit)}</p>"
     remark = f"<p class='soft'>{escape(e.remark)}</p>" if e.remark else ""
+    style = {True: "warn", False: "soft"}
+    warning += "".join(f"<p class='{style[r.doubtful]}'>{escape(str(r))}</p>" for r in plan.noted)
     why = "".join(f"<li>{escape(reason)}" for reason in reasons(e))
     return f"{cards(figures)}{warning}<h2>Why this split</h2><ul>{why}</ul>{remark}"
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pase.costmodels.analytic import Analytic
 from pase.errors import Infeasible
 from pase.files.json_values import JsonObject
-from pase.ir import Graph
+from pase.ir import Graph, Remark
 from pase.ir.blocks import Block
 from pase.ir.precision import in_fp8
 from pase.machine import CostModel, Mesh
+from pase.plan.remarks import of_graph
 from pase.plan.throughput import StepWork, Throughput, step_work
 from pase.stated.memory import RankMemory, rank_memory
 from pase.stated.parts import parts_of
@@ -41,6 +42,13 @@ class Priced:
     device_memory: int
     work: StepWork
     pipeline: Pipeline | None
+    noted: tuple[Remark, ...] = ()
+    """What the price assumes, and what speaks against it."""
+
+    @property
+    def sound(self) -> bool:
+        """Does it fit, with no remark that speaks against it?"""
+        return self.fits and not any(r.doubtful for r in self.noted)
 
     @property
     def fits(self) -> bool:
@@ -71,6 +79,7 @@ class Priced:
             "memory": {k: getattr(m, k) for k in m.__dataclass_fields__},
             "device_memory": self.device_memory,
             "fits": self.fits,
+            "remarks": [r.to_json() for r in self.noted],
             "pipeline": None if p is None else {"bubble": p.bubble, "in_flight": p.in_flight},
         }
 
@@ -134,6 +143,7 @@ def price_strategy(
         device_memory=model.machine.device.memory_bytes,
         work=work,
         pipeline=pipeline,
+        noted=of_graph(graph),
     )
 
 

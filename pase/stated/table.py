@@ -36,4 +36,5 @@ def as_lines(name: str, p: Priced) -> list[str]:
     )
     if not p.fits:
         lines.append("WARNING it does not fit")
+    lines += [f"note   {remark}" for remark in p.noted]
     return lines

@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pase.ir import Access, Edge, Graph, Node, Op
+from pase.ir import Access, Edge, Graph, Node, Op, Remark
 from pase.ir.precision import operand_bytes
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.once import once
@@ -53,8 +53,11 @@ _REMARK = (
 
 def decomposed(graph: Graph) -> Graph:
     """The simplified graph, for an executor that takes collectives beside products apart."""
-    remarks = "\n".join(filter(None, (graph.meta.get("remarks"), _REMARK)))
-    return replace(graph, meta={**graph.meta, "decompose": "products", "remarks": remarks})
+    return replace(
+        graph,
+        meta={**graph.meta, "decompose": "products"},
+        remarks=(*graph.remarks, Remark("assumed", _REMARK)),
+    )
 
 
 def slowed(machine: Machine) -> float:

@@ -58,7 +58,7 @@ def test_a_callback_says_what_is_not_priced() -> None:
     def fn(p: Any, x: Any) -> Any:
         return jnp.sum(jax.pure_callback(np.sort, S(x.shape, x.dtype), x) @ p)
 
-    assert "pure_callback at" in trace(fn, W, X).graph.meta["remarks"]
+    assert "pure_callback at" in str(trace(fn, W, X).graph.remarks)
 
 
 def test_zeros_between_inputs_are_no_work() -> None:
@@ -87,7 +87,7 @@ def test_a_primitive_of_a_library_costs_what_its_own_code_costs() -> None:
 
     def flops(fn: Any) -> float:
         graph = trace(fn, square, right, mode="inference").graph
-        assert "solved_by_a_library at" in graph.meta["remarks"] and "is not split" in graph.meta["remarks"]
+        assert "solved_by_a_library at" in str(graph.remarks) and "is not split" in str(graph.remarks)
         ops = [op for n in graph.nodes for op in n.ops if op.kind not in ("parameter", "input")]
         return sum(op.flops_per_point for op in ops if op.name == "solved_by_a_library")
 

@@ -272,7 +272,7 @@ def test_in_a_loop() -> None:
     model = model_of(nodes, {"x": (16, 32)}, ["y"], {"n": np.array(5)})
     found = from_onnx.trace(model).graph
     assert [t.path for t in found.parameters] == ["turns.w"]
-    assert "Loop 'turns' is not split" in found.meta["remarks"]
+    assert "Loop 'turns' is not split" in str(found.remarks)
 
 
 def test_an_outer_view_is_not_the_branch_s() -> None:

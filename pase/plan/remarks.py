@@ -1,0 +1,125 @@
+"""What speaks against a plan: figures that contradict each other, and work that is priced apart from its op's rule.
+
+Each check compares two figures that are computed independently of each other. A plan that is right passes all of them;
+``Remark.doubtful`` of the ones that fail, under ``--strict``, makes a command exit with status 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from pase.files.quantities import bytes_text
+from pase.ir import Graph, Node, Op, Remark
+from pase.ir.blocks import turns_of
+from pase.ir.sizes import is_one
+from pase.machine import GroupedMachine, Machine
+from pase.memory.residuals import written_bytes
+from pase.plan.types import PlanData
+from pase.tables.layouts import number
+from pase.tables.work import parameter_reads
+
+__all__ = ["of_graph", "remarked"]
+
+_ROUNDING = 1e-6
+
+
+def remarked(plan: PlanData, graph: Graph, machine: Machine) -> PlanData:
+    """The plan with its remarks: those of the graph that it splits, and the contradictions in its figures."""
+    found = [*of_graph(graph), *_activations(plan, graph), *_step(plan, machine), *_unsent(plan, graph)]
+    return replace(plan, noted=tuple(found))
+
+
+def of_graph(graph: Graph) -> tuple[Remark, ...]:
+    """What the graph alone says, whatever splits it."""
+    return tuple(dict.fromkeys((*graph.remarks, *_empty(graph), *_opaque(graph))))
+
+
+def _empty(graph: Graph) -> Iterator[Remark]:
+    if not graph.parameters:
+        yield Remark(
+            "empty",
+            "the model has no parameters: what it multiplies with is an input, or a constant of the program",
+        )
+    if not any(op.flops_per_point for n in graph.nodes for op in n.ops):
+        yield Remark("empty", "no op of the model computes anything: every FLOP count is zero")
+
+
+def _opaque(graph: Graph) -> Iterator[Remark]:
+    """Ops that are not split, unless the frontend has said so."""
+    said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "turns")}
+    for n in graph.nodes:
+        for op in n.ops:
+            if op.kind == "opaque" and str(op.source) not in said and _has_data(graph, op):
+                flops = op.flops_per_point * _points(n, op.worked)
+                work = (
+                    f"all of its {flops:.3g} FLOPs"
+                    if flops
+                    else "all of it, and only its memory traffic is priced"
+                )
+                yield Remark("opaque", f"'{op.name}' is not split: every device does {work}", str(op.source))
+
+
+def _has_data(graph: Graph, op: Op) -> bool:
+    """Does it read or make more than single numbers and constants?"""
+    tensors = [graph.tensors[a.tensor] for a in (*op.reads, *op.writes)]
+    return any(t.role != "constant" and not all(map(is_one, t.shape)) for t in tensors)
+
+
+def _points(n: Node, dims: Iterable[str]) -> int:
+    return math.prod(number(n.space[d].size, n.name) for d in dims)
+
+
+def _activations(plan: PlanData, graph: Graph) -> Iterator[Remark]:
+    if plan.pipeline is None and plan.memory.activations > (most := turns_of(graph) * written_bytes(graph)):
+        kept, most_text = bytes_text(plan.memory.activations), bytes_text(most)
+        said = f"a device is said to keep {kept} of activations, but forward writes {most_text} in all"
+        yield Remark("activations", f"{said}: please report this")
+
+
+_CACHED = 1 << 27
+"""Bytes that may stay in a device's caches between two steps."""
+
+
+def _step(plan: PlanData, machine: Machine) -> Iterator[Remark]:
+    if plan.unit != "s" or isinstance(machine, GroupedMachine):
+        return
+    least = {}
+    if plan.work is not None:
+        what = f"its {plan.work.flops:.3g} FLOPs take on {plan.devices} devices at their peak"
+        least[what] = plan.work.at_peak_s / plan.devices
+    if plan.memory.optimizer and plan.pipeline is None:
+        nbytes = plan.memory.parameters + plan.memory.optimizer
+        what = f"an update takes that reads a device's {bytes_text(nbytes)} of parameters and optimizer state"
+        least[what] = (nbytes - _CACHED) / machine.device.memory_bandwidth_bytes_per_s
+    for what, seconds in least.items():
+        if plan.cost < seconds * (1 - _ROUNDING):
+            step = f"the predicted step of {plan.cost:.3g} s is shorter than the {seconds:.3g} s that {what}"
+            yield Remark("step", step)
+
+
+def _unsent(plan: PlanData, graph: Graph) -> Iterator[Remark]:
+    """Nothing is sent, although a device has only a part of some sum."""
+    if plan.collectives or plan.pipeline is not None or plan.mesh.devices == 1:
+        return
+    for n in graph.nodes:
+        split = {d for d in plan.strategy[n.name] if n.space[d].kind in ("parallel", "reduction")}
+        for op, what in _partial(graph, n, split):
+            sum_of = (
+                f"nothing is sent, although each device has only a part of the sum that is {what} at {n.name}"
+            )
+            yield Remark("communication", sum_of, str(op.source))
+            return
+
+
+def _partial(graph: Graph, n: Node, split: set[str]) -> Iterator[tuple[Op, str]]:
+    """Ops of a node whose result, or whose parameter's gradient, is a sum over split dims."""
+    for op in n.ops:
+        kept = {d for w in op.writes for d in w.map.dims}
+        if op.writes and split & set(op.worked) - kept:
+            yield op, "its result"
+    for ops, a, t in parameter_reads(graph, n):
+        for op in ops:
+            if t.needs_grad and op.differentiable and split & set(op.dims) - set(a.map.dims):
+                yield op, "the gradient of a parameter"
