@@ -15,6 +15,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 # Processes that run tests side by side, and what else to tell pytest: make test ARGS="-k search"
 JOBS   ?= 2
 ARGS   ?=
+# Which programs of the corpus: make test-corpus PROGRAMS="'nnx.*' 'haiku.*'"; all of them if empty.
+PROGRAMS ?=
 # Where recorded traces, profiles and contest instances lie.
 PASE_DATA ?= ../shared/data
 # Everything runs from .venv, which is ours to write to. Without bytecode (uv leaves none), each of the suite's hundreds of
@@ -39,8 +41,9 @@ test: $(STAMP) ## run all tests, lint and types included; says at the end what w
 test-all: $(ALL) ## besides: install PyTorch too, and run the tests that need it or start every program of bench and docs
 	$(BIN)/python -m pytest -n $(JOBS) -m "torch or minutes" $(ARGS)
 
-test-corpus: $(CORPUS) ## the tests with programs of other libraries, in an environment of their own
+test-corpus: $(CORPUS) ## before a release: the programs of other libraries, in an environment of their own (two CPU hours)
 	$(CORPUS_VENV)/bin/python -m pytest -n $(JOBS) -m corpus $(ARGS)
+	$(CORPUS_VENV)/bin/python -m bench.programs $(PROGRAMS)
 
 test-root: $(STAMP) ## the tests that need root and iproute2: networks of namespaces, taken down again
 	$(BIN)/python -m pytest -m root $(ARGS)
@@ -86,11 +89,13 @@ $(STAMP): pyproject.toml constraints.txt
 	    && $(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'; }
 	@touch $@
 
-$(CORPUS): pyproject.toml constraints.txt
+# Pins of its own: libraries of the corpus want older ones than the tests (transformers 4, the last that has Flax).
+$(CORPUS): pyproject.toml constraints-corpus.txt
 	@test -x $(CORPUS_VENV)/bin/python || $(PYTHON) -m venv $(CORPUS_VENV)
-	@echo "installing into $(CORPUS_VENV)"
-	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[jax,dev,corpus]'
-	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check --no-deps recurrentgemma==1.0.1  # wants an older numpy
+	@echo "installing into $(CORPUS_VENV) from constraints-corpus.txt"
+	@$(CORPUS_VENV)/bin/python -m pip install -q --disable-pip-version-check setuptools uv
+	@$(CORPUS_VENV)/bin/uv pip install -q --python $(CORPUS_VENV)/bin/python -c constraints-corpus.txt -e '.[jax,dev,corpus]'
+	@$(CORPUS_VENV)/bin/uv pip install -q --python $(CORPUS_VENV)/bin/python --no-deps recurrentgemma==1.0.1  # wants an older numpy
 	@touch $@
 
 # PyTorch by pip alone, which knows its own configuration: an index of CPU builds may be named there.

@@ -6,7 +6,8 @@ python -m bench.programs --missing       # those without a row, or that were not
 python -m bench.programs --failing       # those that do not agree
 python -m bench.programs --recount       # FLOPs alone, after what counts them has changed
 
-Needs the packages of the extra 'corpus'. Writes bench/results/programs.json.
+Needs the packages of the extra 'corpus' (make test-corpus has them). Writes bench/results/programs.json. The exit status
+is 1 if a program does not agree that did.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from fnmatch import fnmatch
 from typing import Any
 
@@ -78,6 +80,7 @@ def main() -> None:
 
     names = [name for name in sorted(load()) if wanted(name)]
     processes = server(names)
+    lost = []
     for name in names:
         if given.recount:
             row = rows[name] | run(processes, name, given.cpu_s, "count")
@@ -85,6 +88,8 @@ def main() -> None:
             row = run(processes, name, given.cpu_s)
         if not row["agrees"] and "off" in row and not given.recount:
             row["float64"] = run(processes, name, given.cpu_s, "float64")
+        if not row["agrees"] and rows.get(name, {}).get("agrees"):
+            lost.append(name)
         rows = read() | {name: row | {"commit": BEGAN["commit"]}}  # another run may go on beside this one
         print(
             f"{name:36} {'agrees' if row['agrees'] else row.get('stage')} {row.get('cpu_s', '')} "
@@ -95,6 +100,8 @@ def main() -> None:
         agree = sum(r["agrees"] for r in rows.values())
         explained = sum(r.get("float64", {}).get("explained", False) for r in rows.values())
         save({"agree": agree, "explained": explained, "of": len(rows), "programs": rows}, FILE)
+    if lost:
+        sys.exit(f"{len(lost)} programs agreed before and do not now: {', '.join(lost)}")
 
 
 if __name__ == "__main__":
