@@ -96,6 +96,7 @@ def check_sdist(wheel: Path, sdist: Path, folder: Path) -> None:
         "docs/cost-model.md",
         "examples/train.py",
         "constraints.txt",
+        "constraints-corpus.txt",
         "Makefile",
     ):
         if wanted not in names:

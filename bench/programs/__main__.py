@@ -6,8 +6,8 @@ python -m bench.programs --missing       # those without a row, or that were not
 python -m bench.programs --failing       # those that do not agree
 python -m bench.programs --recount       # FLOPs alone, after what counts them has changed
 
-Needs the packages of the extra 'corpus' (make test-corpus has them). Writes bench/results/programs.json. The exit status
-is 1 if a program does not agree that did.
+Needs the packages of the extra 'corpus' (make test-corpus has them). Writes bench/results/programs.json. The exit
+status is 1 if a program does not agree that did.
 """
 
 from __future__ import annotations

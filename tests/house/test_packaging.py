@@ -13,6 +13,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 LINKED = ("frontends", "backends", "costmodels")
@@ -100,8 +101,8 @@ def test_make_tells_what_it_can_do():
     assert [line.split()[1] for line in told.splitlines()] == targets[1].split()
 
 
-def pins() -> dict[str, str]:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+def pins(file: str = "constraints.txt") -> dict[str, str]:
+    lines = (ROOT / file).read_text().splitlines()
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -112,15 +113,27 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", found[0]).lower()
 
 
-def test_constraints_are_plain_pins_of_all_that_is_asked_for():
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-corpus.txt"])
+def test_constraints_are_plain_pins_of_all_that_is_asked_for(file: str) -> None:
+    for line in (ROOT / file).read_text().splitlines():
         assert re.fullmatch(r"#.*|[A-Za-z0-9._-]+==[A-Za-z0-9.]+", line), line
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    asked = [*project["project"]["dependencies"], *project["build-system"]["requires"]]
-    for name, extra in project["project"]["optional-dependencies"].items():
-        if name != "corpus":  # libraries that only the bench of programs reads, in an environment of its own
-            asked += extra
-    assert {canonical(a) for a in asked} <= {canonical(n) for n in pins()}
+    asked = [*project["project"]["dependencies"]]
+    extras = project["project"]["optional-dependencies"]
+    if file == "constraints.txt":
+        asked += project["build-system"]["requires"]
+        asked += [a for name, extra in extras.items() if name != "corpus" for a in extra]
+    else:  # libraries that only the bench of programs reads, in an environment of its own
+        asked += [a for name in ("jax", "dev", "corpus") for a in extras[name]]
+    assert {canonical(a) for a in asked} <= {canonical(n) for n in pins(file)}
+
+
+def test_the_corpus_s_pins_satisfy_what_is_asked_for() -> None:
+    """They clashed: a pin of constraints.txt that a library of the corpus does not take."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    have = {canonical(n): v for n, v in pins("constraints-corpus.txt").items()}
+    for asked in (Requirement(a) for name in ("jax", "dev", "corpus") for a in extras[name]):
+        assert asked.specifier.contains(have[canonical(asked.name)], prereleases=True), asked
 
 
 def test_what_is_imported_is_asked_for():
@@ -159,7 +172,14 @@ def test_this_environment_is_the_pinned_one():
 
 
 def test_no_file_names_a_package_index():
-    names = ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run", ".pre-commit-config.yaml")
+    names = (
+        "constraints.txt",
+        "constraints-corpus.txt",
+        "pyproject.toml",
+        "Makefile",
+        ".ci/run",
+        ".pre-commit-config.yaml",
+    )
     for name in names:
         text = (ROOT / name).read_text()
         assert not re.search(r"https?://|file://|--index|--find-links|index-url", text), name
