@@ -38,6 +38,8 @@ def test_unknown_primitive_names_op_and_line() -> None:
 
 def test_unknown_may_be_replicated() -> None:
     graph = simplify(trace(by_hand, SQUARE, SQUARE, unknown="replicate").graph)
+    (remark,) = graph.remarks
+    assert remark.kind == "unknown" and "test_errors.py" in remark.where
     (node,) = [n for n in verify(graph).nodes if n.main.name == "mystery"]
     assert {d.kind for d in node.space} == {"replicated"}
 

@@ -96,7 +96,9 @@ def test_unknown_ops() -> None:
     assert "'MyCustomOp' at y" in str(e.value) and "unknown='replicate'" in str(e.value)
     refused(g, "static shapes", unknown="replicate")
     g.node[2].attr["_output_shapes"].list.shape.add().CopyFrom(tf.TensorShape((4, 4)).as_proto())
-    (node,) = [n for n in simplify(trace(g, unknown="replicate").graph).nodes if n.main.name == "MyCustomOp"]
+    traced = trace(g, unknown="replicate")
+    assert [(r.kind, "MyCustomOp" in r.what) for r in traced.graph.remarks] == [("unknown", True)]
+    (node,) = [n for n in simplify(traced.graph).nodes if n.main.name == "MyCustomOp"]
     assert {d.kind for d in node.space} == {"replicated"}
 
 
