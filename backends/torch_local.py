@@ -20,6 +20,7 @@ from pase.backends.torch_again import computed_again
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_control import ControlNode
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_kept import Kept
 from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps
@@ -65,28 +66,21 @@ class Keeping:
 class Body:
     """What a walk has computed so far. values: by tensor.
 
-    sent: results of transfers, by number, within this rematerialised region or outside of all of them. ahead: those of
-    them that were made before the walk, for all of it. constants: values that do not depend on data.
+    kept: results of transfers, within this rematerialised region or outside of all of them. constants: values that do
+    not depend on data.
     """
 
     constants: Constants
+    kept: Kept
     values: dict[str, RankValue] = field(default_factory=dict)
-    sent: dict[int, Tensor] = field(default_factory=dict)
-    ahead: dict[int, Tensor] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
-
-    def bring(self, sent: Mapping[int, Tensor]) -> None:
-        """Put in what transfers have brought before the walk."""
-        self.sent.update(sent)
-        self.ahead.update(sent)
 
     def within(self, constants: Constants, keeping: Keeping | None = None) -> Body:
         """The initial state of a block that is recomputed, of a loop's turn, or of a branch."""
         return Body(
             constants=constants,
+            kept=self.kept.inner(),
             values=dict(self.values),
-            sent=dict(self.ahead),
-            ahead=self.ahead,
             keeping=keeping or self.keeping,
         )
 
@@ -156,17 +150,18 @@ class RankWalk:
 
         buffers: those that do not depend on data, by placeholder. seed: for random ops, the same on all ranks.
         """
+        import torch
 
         def seed_at(path: str) -> int:
             return seed * SEEDS_APART + zlib.crc32(path.encode())
 
         constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
-        return Body(constants=constants, values=dict(leaves))
+        return Body(constants=constants, kept=Kept(watched=torch.is_grad_enabled()), values=dict(leaves))
 
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
         for numbers in self.joined:
-            body.bring(joined_values(numbers, self.program, body.values, self.groups))
+            body.kept.bring(joined_values(numbers, self.program, body.values, self.groups))
         self.steps(self.traced.scope, "", body)
 
     def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
@@ -348,8 +343,9 @@ class RankWalk:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
         from that.
         """
-        if number in body.sent:
-            return body.sent[number]
+        return body.kept.of(number, lambda: self._made(value, number, body))
+
+    def _made(self, value: RankValue, number: int, body: Body) -> Tensor:
         t = self.program.transfers[number]
         if t.tensor in self.program.originals:
             (copy,) = self.program.maker[t.tensor].operands
@@ -363,10 +359,7 @@ class RankWalk:
         def back(g: Tensor) -> Tensor:
             return moved(g, t.backward or (), shape, "sum", self.groups)
 
-        body.sent[number] = there_and_back(
-            value.array, value.shadow, there, None if t.backward is None else back
-        )
-        return body.sent[number]
+        return there_and_back(value.array, value.shadow, there, None if t.backward is None else back)
 
     def output(self, value: Value, body: Body) -> Tensor:
         """What the model returns, in the plan's layout."""

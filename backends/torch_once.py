@@ -51,7 +51,7 @@ class StepParameters:
     def into(self, body: Body) -> None:
         """Give them to a micro-batch."""
         body.values.update(self.values)
-        body.bring(self.given)
+        body.kept.bring(self.given)
 
     @property
     def trained(self) -> Iterator[Tensor]:

@@ -14,9 +14,10 @@ from pase.backends.torch_once import StepParameters
 from pase.backends.torch_plan import ParallelModule, agreed_seed
 from pase.backends.torch_stage_backward import entered_first
 from pase.backends.torch_stage_links import Letter, StageLinks
-from pase.backends.torch_storage import Storage, shared_out
+from pase.backends.torch_storage import Storage, lifted_of, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
+from pase.frontends.torch_functional import refuse_autocast
 from pase.local.lower import between
 from pase.local.types import Layout
 from pase.pipeline.types import Kind
@@ -58,14 +59,16 @@ class PipelinedModule:
             )
         groups = plan.groups(at.type)
         links = StageLinks.of(plan, groups, at)
-        seed = agreed_seed(at)
+        seed, lifted = agreed_seed(at), lifted_of(plan.traced.program, at)
         every = {}
         for k, stage in enumerate(plan.stages):
             split = plan.split(k)
             walk = replace(split.walk(groups), only=stage.nodes)
             if not walk.totals & stage.reads:  # nothing in it needs to know them
                 walk = replace(walk, totals=frozenset())
-            every[k] = ParallelModule(plan=split, module=module, walk=walk, device=at, seed=seed)
+            every[k] = ParallelModule(
+                plan=split, module=module, walk=walk, device=at, seed=seed, lifted=lifted
+            )
         storages = {k: Storage(parallel=p) for k, p in every.items()}
         for order in sorted({o for s in storages.values() for o in s.orders}):  # all ranks make the same ones
             devices = groups.ordered(order)
@@ -86,6 +89,7 @@ class PipelinedModule:
     def backward(self, *batch: Tree) -> Tensor:
         """The detached loss, the same on every rank. The gradients of all micro-batches are added to ``grad`` of this
         rank's parameters."""
+        refuse_autocast(f"the step of '{self.plan.traced.graph.name}' runs")
         self.links.begin()
         step = _StagesStep(of=self, batch=batch)
         for action in self.plan.schedule.orders[self.links.rank]:
@@ -142,7 +146,7 @@ class _StagesStep:
             for t in [t for t, reader in plan.borrowed if reader == k]:
                 (x,) = links.receive(Letter("weight", plan.homes[t], k, t))
                 leaves[t], values[t] = self._borrowed(t, k, x)
-            body = p.walk.body(values, p.constants(), p.device, p.seed)
+            body = p.walk.body(values, p.buffers.constants(), p.device, p.seed)
             out[k] = StepParameters.of(leaves, body, p.walk)
         return out
 

@@ -13,17 +13,19 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.local_schedule import ProgramSchedule
+from pase.backends.torch_buffers import StepBuffers
 from pase.backends.torch_compiled import CompiledStep, added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
 from pase.backends.torch_norm import clipped
-from pase.backends.torch_storage import Storage, shared_out
+from pase.backends.torch_storage import Storage, lifted_of, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_batch import micro_sums
 from pase.frontends.torch_blocks import micro
+from pase.frontends.torch_functional import refuse_autocast
 from pase.frontends.values import Value
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
@@ -181,6 +183,8 @@ class ParallelModule:
     """What was compiled."""
     stored: dict[str, Any] = field(default_factory=dict, repr=False)
     """Tensor -> the DTensor in the module."""
+    lifted: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """Path -> a tensor that the model holds outside of its buffers."""
 
     @classmethod
     def of(
@@ -204,6 +208,7 @@ class ParallelModule:
             device=at,
             seed=agreed_seed(at),
             compiler=("inductor" if compile is True else compile) or None,
+            lifted=lifted_of(plan.traced.program, at),
         )
         storage = Storage(parallel=made)
         shared_out(storage, lambda tensor: storage)
@@ -218,6 +223,7 @@ class ParallelModule:
             raise PaseError(
                 f"the plan has {self.plan.accumulate} micro-batches: use loss = step.backward(*batch)"
             )
+        refuse_autocast(f"the step of '{self.plan.program.name}' runs")
         if self.compiler is not None:
             raise PaseError(
                 "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
@@ -227,6 +233,7 @@ class ParallelModule:
 
     def backward(self, *batch: Tree) -> Tensor:
         """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
+        refuse_autocast(f"the step of '{self.plan.program.name}' runs")
         losses: list[Tensor] = []
         held = self.parameters(self.local()) if self.compiler is None else {}
         for body in self.bodies(batch):
@@ -251,7 +258,7 @@ class ParallelModule:
     def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
         """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
         k, totals = self.plan.accumulate, self.walk.totals
-        first, constants = self.seed + self.steps, self.constants()
+        first, constants = self.seed + self.steps, self.buffers.constants()
         bodies = (self.walk.body(self._inputs(batch, i), constants, self.device, first + i) for i in range(k))
         if not totals:
             yield from bodies
@@ -267,9 +274,9 @@ class ParallelModule:
         yield from every
 
     def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
-        body.values.update({**parameters, **self._kept()})
+        body.values.update({**parameters, **self.buffers.entering()})
         loss = self.walked(body)
-        self._write_back(self._next_values(body))
+        self.buffers.write_back(self.buffers.leaving(body))
         self.steps += 1
         return loss
 
@@ -277,24 +284,19 @@ class ParallelModule:
         """The loss after a walk."""
         self.walk.run(body)
         (name,) = self.plan.traced.program.losses
-        return self.walk.output(self._value(name), body).reshape(())
+        return self.walk.output(self.value(name), body).reshape(())
 
-    def constants(self) -> dict[str, Tensor]:
-        """Placeholder -> buffer that does not depend on data."""
-        program = self.plan.traced.program
-        return {
-            node: self._buffer(path).to(self.device)
-            for node, path in program.buffers.items()
-            if path not in program.mutated.values()
-        }
+    @property
+    def buffers(self) -> StepBuffers:
+        return StepBuffers(step=self)
 
     def _at_once(self, before: Body) -> Tensor:
         """The loss of a micro-batch, its share of the whole. Its gradients are added to the parameters' ``grad``."""
         import torch
 
-        before.values.update(self._kept())
-        constants, stored = self.constants(), self.local()
-        held_values, sent = before.values, before.sent
+        before.values.update(self.buffers.entering())
+        constants, stored = self.buffers.constants(), self.local()
+        held_values, sent = before.values, before.kept.made
         given = [
             *stored.values(),
             *(v.array for v in held_values.values()),
@@ -311,10 +313,10 @@ class ParallelModule:
             body = self.walk.body(
                 {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
             )
-            body.sent.update(came)
+            body.kept.bring(came)
             loss = self.walked(body) * self.share
             found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
-            return loss.detach(), found, list(self._next_values(body).values())
+            return loss.detach(), found, list(self.buffers.leaving(body).values())
 
         if self._graph is None:
             assert self.compiler is not None
@@ -324,23 +326,22 @@ class ParallelModule:
             for t, g in zip(trained, gradients, strict=True):
                 if g is not None:
                     added(self.stored[t], g)
-            self._write_back(dict(zip(self._next_paths, new, strict=True)))
+            self.buffers.write_back(dict(zip(self.buffers.written, new, strict=True)))
         self.steps += 1
         return loss
 
-    def _value(self, node: str) -> Value:
+    def value(self, node: str) -> Value:
+        """What a node of the exported graph was lowered to."""
         values = self.plan.traced.scope.values
         found = next(v for n, v in values.items() if n.name == node)
         assert isinstance(found, Value)
         return found
 
-    def _buffer(self, path: str) -> Any:
+    def buffer(self, path: str) -> Any:
+        """A buffer of the module, or a tensor that the model has in addition to them, which the export lifted out."""
         owner, _, name = path.rpartition(".")
         held = self.module.get_submodule(owner)._buffers
-        if name in held:
-            return held[name]
-        # A tensor that the model has in addition to its buffers. The export lifted it out.
-        return self.plan.traced.program.constants[path]
+        return held[name] if name in held else self.lifted[path]
 
     def local(self) -> dict[str, Tensor]:
         """This rank's part of each parameter, as it is stored."""
@@ -403,40 +404,6 @@ class ParallelModule:
                 array=x.to(self.device), tensor=r.tensor, shape=r.shape, layout=r.layout
             )
         return out
-
-    def _kept(self) -> dict[str, RankValue]:
-        """Buffers that the step writes, with the values of the last step."""
-        program, out = self.plan.traced.program, {}
-        for node, path in program.buffers.items():
-            if path in program.mutated.values() and node in self.plan.leaves:
-                r = self.plan.program.result(self.plan.leaves[node])
-                local = self._buffer(path).to_local()
-                out[r.tensor] = RankValue(array=local, tensor=r.tensor, shape=r.shape, layout=r.layout)
-        return out
-
-    @property
-    def _next_paths(self) -> list[str]:
-        """Paths of the buffers that the step writes."""
-        program = self.plan.traced.program
-        return [*program.mutated.values(), *program.counters.values()]
-
-    def _next_values(self, body: Body) -> dict[str, Tensor]:
-        """Path -> the next value of a buffer."""
-        program, leaves = self.plan.traced.program, self.plan.leaves
-        tensor = {path: leaves[node] for node, path in program.buffers.items() if node in leaves}
-        nodes = {n.name: n for n in program.graph.graph.nodes}
-        split = {
-            path: self.walk.next_value(tensor[path], self._value(node), body)
-            for node, path in program.mutated.items()
-        }
-        return split | {path: body.constants.of(nodes[n]) for n, path in program.counters.items()}
-
-    def _write_back(self, new: Mapping[str, Tensor]) -> None:
-        """Store the next values of buffers."""
-        split = self.plan.traced.program.mutated.values()
-        for path, x in new.items():
-            held = self._buffer(path)
-            (held.to_local() if path in split else held).copy_(x)
 
 
 @dataclass(kw_only=True)

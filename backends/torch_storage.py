@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
 
     from pase.backends.torch_plan import ParallelModule
+    from pase.frontends.torch_export import TorchProgram
 
-__all__ = ["Storage", "shared_out"]
+__all__ = ["Storage", "lifted_of", "shared_out"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,20 +136,44 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
     if missing := sorted(set(tensor.values()) - seen):
         path = next(k for k, v in tensor.items() if v == missing[0])
         raise PaseError(f"the module has no parameter '{path}', so it is not the plan's model")
-    kept = {path: leaves[n] for n, path in program.buffers.items() if n in leaves}
-    for path, old in list(module.named_buffers()):
-        if path in program.mutated.values():
-            x = _of_first_rank(old, p.device)
-            _owner(module, path)._buffers[path.rpartition(".")[2]] = first.distributed(
-                x, kept[path], gradient=False
-            )
-        elif old.is_meta and p.device.type != "meta":
+    _share_buffers(first)
+    return frozenset(trained)
+
+
+def _share_buffers(storage: Storage) -> None:
+    """The buffers that the step writes become DTensors, all others have rank 0's values; ties stay ties."""
+    p = storage.parallel
+    program, leaves = p.plan.traced.program, p.plan.leaves
+    written = set(program.mutated.values())
+    tensor = {path: leaves[n] for n, path in program.buffers.items() if path in written}
+    every = list(p.module.named_buffers(remove_duplicate=False))
+    first: dict[int, str] = {}
+    for path, old in every:
+        first.setdefault(id(old), path)
+    made: dict[int, Tensor] = {}
+    for path, old in every:
+        if old.is_meta and p.device.type != "meta" and first[id(old)] not in written:
             raise PaseError(
                 f"the buffer '{path}' is on the meta device, and has no values: give it some first"
             )
-        else:
-            _owner(module, path)._buffers[path.rpartition(".")[2]] = old.to(p.device)
-    return frozenset(trained)
+        if id(old) not in made:
+            x, t = _of_first_rank(old, p.device), tensor.get(first[id(old)])
+            made[id(old)] = x if t is None else storage.distributed(x, t, gradient=False)
+        _owner(p.module, path)._buffers[path.rpartition(".")[2]] = made[id(old)]
+
+
+def lifted_of(program: TorchProgram, device: torch.device) -> dict[str, Tensor]:
+    """The tensors that a model holds outside of its buffers, with rank 0's values."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if device.type != "meta":
+        for path, x in program.constants.items():
+            if isinstance(x, FakeTensor):
+                raise PaseError(
+                    f"the step reads a tensor '{path}' that its forward has made in a way that PyTorch's export does "
+                    f"not follow: make it of tensors by ops alone, or register it as a buffer"
+                )
+    return {path: _of_first_rank(x, device) for path, x in program.constants.items()}
 
 
 def _owner(module: Module, path: str) -> Module:
@@ -156,6 +181,11 @@ def _owner(module: Module, path: str) -> Module:
 
 
 def _check(storage: Storage, path: str, old: Tensor, tensor: str | None) -> None:
+    if old._backward_hooks or getattr(old, "_post_accumulate_grad_hooks", None):
+        raise PaseError(
+            f"the parameter '{path}' has a hook on its gradient, which its sharded parameter would not have: register "
+            f"it behind parallelize, on the parameter that is in the module then"
+        )
     if tensor is None:
         return
     shape = storage.parallel.plan.program.result(tensor).shape
@@ -170,9 +200,9 @@ def _of_first_rank(old: Tensor, device: torch.device) -> Tensor:
 
     if old.is_meta and device.type != "meta":
         return torch.empty_like(old, device=device)
-    x = old.detach().to(device)
-    if x.device.type != "meta":
-        dist.broadcast(x, 0)
+    x = old.detach().to(device).contiguous()
+    if x.device.type != "meta" and x.numel():
+        dist.broadcast(torch.view_as_real(x) if x.is_complex() else x, 0)
     return x
 
 

@@ -148,7 +148,7 @@ def recorded(groups: AxisGroups) -> TorchDispatchMode:
 class _Imagined(ParallelModule):
     """A step whose parameters and buffers have shapes but no data."""
 
-    def _buffer(self, path: str) -> Any:
+    def buffer(self, path: str) -> Any:
         nodes = {n.name: n for n in self.plan.traced.program.graph.graph.nodes}
         every = self.plan.traced.program.buffers.items()
         like = next(nodes[name].meta["val"] for name, p in every if p == path)

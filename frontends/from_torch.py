@@ -16,6 +16,7 @@ from pase.errors import PaseError, install_line
 from pase.frontends import registry, torch_hf
 from pase.frontends.registry import DimSizes, Unknown, by_nest, check_dims, type_names
 from pase.frontends.torch_control import CONTROL
+from pase.frontends.torch_derivatives import check_linear
 from pase.frontends.torch_export import TorchProgram, marked_blocks, program_of
 from pase.frontends.torch_lower import TorchLowering, live, reads_op
 from pase.frontends.torch_rules import RULES
@@ -110,7 +111,11 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     made: dict[str, Value] = {}
     written = set(program.mutated.values())
     placeholders = {n.name: n for n in program.graph.graph.nodes if n.op == "placeholder"}
-    nodes = live(program.graph.graph, (*program.losses, *program.mutated))
+    leaves = [
+        n for n, path in program.buffers.items() if path in written
+    ]  # one that is only written has a layout too
+    nodes = live(program.graph.graph, (*program.losses, *program.mutated, *leaves))
+    check_linear(nodes, name)
     used = {n.name for n in nodes}
     for placeholder, path in {**program.parameters, **program.buffers}.items():
         if placeholder not in used:
@@ -128,13 +133,14 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
     low.nodes(nodes)
     by_name = {n.name: n for n in nodes}
     outs = _outputs(low, [by_name[n] for n in program.losses], name)
-    for node, path in program.mutated.items():
-        value = low.env[by_name[node]]
-        leaf = made.get(path)
-        if isinstance(value, Value) and leaf is not None and leaf.tensor is not None:
-            new = _tensor(value)
-            if new is not None:
-                b.thread(leaf.tensor, new)
+    next_values = [(n, made[path], low.env[by_name[n]]) for n, path in program.mutated.items()]
+    pairs = [(n, _tensor(leaf), _tensor(v) if isinstance(v, Value) else None) for n, leaf, v in next_values]
+    reached = _of_data(b)
+    if free := {n for n, _, new in pairs if new is None or new.name not in reached}:
+        return lowered(program.without_data(free), name, unknown)
+    for _, old, new in pairs:
+        if old is not None and new is not None:
+            b.thread(old, new)
     for t in outs:
         b.output(t)
     found = {t.path for t in b.tensors.values() if t.role == "parameter"}
@@ -173,6 +179,16 @@ def _tensor(value: Value) -> Tensor | None:
     if value.tensor is None and value.make is not None:
         value.tensor = value.make()
     return value.tensor
+
+
+def _of_data(b: GraphBuilder) -> set[str]:
+    """The tensors that depend on data."""
+    found: set[str] = set()
+    for n in b.nodes:
+        for op in n.ops:
+            if op.kind in ("parameter", "input") or any(a.tensor in found for a in op.reads):
+                found |= {a.tensor for a in op.writes}
+    return found
 
 
 def _outputs(low: TorchLowering, nodes: list[FxNode], name: str) -> list[Tensor]:

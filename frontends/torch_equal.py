@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -135,6 +135,27 @@ class PythonState:
     def changed(self) -> bool:
         """By identity: another object of the same value counts as a change."""
         return any(not _identical(_inside(x), before) for x, before in self.each)
+
+    def changes(self, but: Collection[str], apart: Collection[int]) -> list[str]:
+        """What holds another value now: attributes and keys by name, and "a list" or "a set". but: names that do not
+        count. apart: ids of dicts that do not."""
+        out = set()
+        for x, before in self.each:
+            now = _inside(x)
+            if (
+                id(x) in apart
+                or _identical(now, before)
+                or list(map(_value, now)) == list(map(_value, before))
+            ):
+                continue
+            if not isinstance(x, dict):
+                out.add(f"a {type(x).__name__}")
+                continue
+            old = {id(k): v for k, v in zip(before[::2], before[1::2], strict=True)}
+            out |= {str(k) for k, v in x.items() if id(k) not in old or _value(old[id(k)]) != _value(v)} - {
+                *but
+            }
+        return sorted(out)
 
     def put_back(self) -> None:
         for x, before in self.each:

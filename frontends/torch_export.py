@@ -10,14 +10,16 @@ import contextlib
 import itertools
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
+from pase.frontends.torch_buffers import assigned_buffers, data_written, left_behind, refuse_state
+from pase.frontends.torch_derivatives import derivatives_traced, refuse_module_hooks
 from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import Folding, folding
-from pase.frontends.torch_functional import NO_GRADIENT, inline_regions, is_functional
+from pase.frontends.torch_functional import inline_regions, is_functional, refuse_autocast, unwatch
 from pase.frontends.torch_reasons import real_places, why
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_unfolded import unfolded
@@ -48,8 +50,8 @@ class TorchProgram:
 
     parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
     frozen: paths of parameters that need no gradient.
-    mutated: node's name -> path of the buffer whose next value it is, without buffers of one element.
-    counters: node's name -> path of the buffer of one element whose next value it is.
+    mutated: node's name -> path of the buffer whose next value it is, and depends on data.
+    counters: node's name -> path of the buffer whose next value it is, and depends on no data.
     constants: path of a tensor that the model keeps outside its buffers -> that tensor.
     inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
     losses: names of the nodes that the step returns.
@@ -67,6 +69,12 @@ class TorchProgram:
     losses: tuple[str, ...]
     order: tuple[str, ...]
 
+    def without_data(self, nodes: Collection[str]) -> TorchProgram:
+        """The same, where the next values of buffers at these nodes depend on shapes of data alone."""
+        free = {n: path for n, path in self.mutated.items() if n in nodes}
+        left = {n: path for n, path in self.mutated.items() if n not in nodes}
+        return replace(self, mutated=left, counters={**self.counters, **free})
+
 
 def program_of(
     module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
@@ -76,6 +84,8 @@ def program_of(
     batch: tensors, real, fake or on meta, and anything that holds them. reads: whether an op of this name has a rule.
     PaseError where PyTorch cannot export it.
     """
+    refuse_autocast(f"{type(module).__name__} is read")
+    refuse_module_hooks(module)
     first = _first_paths(module)
     try:
         paths = {path: known for path, (known, _) in first.items()}
@@ -101,14 +111,40 @@ def _exported(
     reads: Callable[[str], bool],
     paths: Mapping[str, str],
 ) -> ExportedProgram:
+    """The step as the module's Python state has it now. Afterwards the module holds that state again.
+
+    PaseError if it changes state that it reads, so that the next step would be another one.
+    """
+    held = PythonState.by(module)
+    changed: list[str] = []
+    try:
+        made = _from_now(
+            module, batch, loss, reads, paths, held, lambda: changed.extend(left_behind(module, held))
+        )
+        if changed:
+            held.put_back()
+            refuse_state(module, held, lambda end: _traced(module, batch, loss, reads, end), paths, changed)
+        return made
+    finally:
+        held.put_back()
+
+
+def _from_now(
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    paths: Mapping[str, str],
+    held: PythonState,
+    at_end: Callable[[], None],
+) -> ExportedProgram:
     """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
     trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
     then."""
-    held = PythonState.by(module)
     fold: Folding | None = None
     try:
         with folding(module, paths, True) as fold:
-            exported = _traced(module, batch, loss, reads)
+            exported = _traced(module, batch, loss, reads, at_end)
             if unfolded(exported, fold, _INSIDE):
                 return exported
     except Exception:
@@ -116,11 +152,15 @@ def _exported(
             raise
     held.put_back()
     with folding(module, paths, False):
-        return _traced(module, batch, loss, reads)
+        return _traced(module, batch, loss, reads, at_end)
 
 
 def _traced(
-    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    at_end: Callable[[], None],
 ) -> ExportedProgram:
     import torch
 
@@ -131,7 +171,7 @@ def _traced(
         )
         with _marked(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
-            exported = torch.export.export(step_of(module, loss), args, strict=False)
+            exported = torch.export.export(step_of(module, loss, at_end), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
                 return exported
@@ -193,8 +233,10 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
             m._init_flat_weights()
 
 
-def step_of(module: Module, loss: Callable[..., Tree] | None) -> Module:
-    """A module whose forward is the step, and returns a scalar loss."""
+def step_of(
+    module: Module, loss: Callable[..., Tree] | None, at_end: Callable[[], None] = lambda: None
+) -> Module:
+    """A module whose forward is the step, and returns a scalar loss. at_end: called when it is made."""
     import torch
 
     class Step(torch.nn.Module):
@@ -204,6 +246,12 @@ def step_of(module: Module, loss: Callable[..., Tree] | None) -> Module:
             self.train(module.training)
 
         def forward(self, *batch: Tree) -> Tensor:
+            with assigned_buffers(self.module):
+                made = self.loss(*batch)
+            at_end()
+            return made
+
+        def loss(self, *batch: Tree) -> Tensor:
             if loss is not None:
                 return _scalar(loss(self.module, *batch), "loss(module, *batch)")
             (one,) = batch if len(batch) == 1 else (batch,)
@@ -256,28 +304,49 @@ def _scalar(out: Tree, what: str) -> Tensor:
 
 @contextlib.contextmanager
 def _marked(module: Module) -> Iterator[None]:
-    """Marks nodes traced under ``torch.no_grad``. PyTorch's own decomposition of an exported graph would forget this,
-    and parameters would get gradients that they do not have. Nodes under ``torch.utils.checkpoint`` are marked too."""
-    import torch
+    """The ways to write a step that the exported graph would not show are made such as it does: regions without a
+    gradient, and calls of ``torch.utils.checkpoint``, whose nodes are marked."""
     import torch.fx.traceback as traceback
 
-    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    with contextlib.ExitStack() as stack:
+        for change in (
+            traceback.preserve_node_meta(),
+            _checkpoints_marked(module),
+            _flex_traced(),
+            _inference_traced(),
+            derivatives_traced(),
+        ):
+            stack.enter_context(change)
+        yield
+
+
+@contextlib.contextmanager
+def _inference_traced() -> Iterator[None]:
+    """``torch.inference_mode`` and ``tensor.data`` leave no trace in an exported graph; switching gradients off and
+    ``detach``, which they do too, leave one."""
+    import torch
+
+    mode = torch.inference_mode
+    data = torch.Tensor.data
+    enter, leave = mode.__enter__, mode.__exit__
 
     def entered(self: Any) -> None:
-        enter(self)
-        self._pase_mark = traceback.annotate({NO_GRADIENT: 1})
-        self._pase_mark.__enter__()
+        self._pase_before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(not self.mode)
 
     def left(self: Any, *error: object) -> None:
-        self._pase_mark.__exit__(*error)
-        return leave(self, *error)
+        torch._C._set_grad_enabled(self._pase_before)
 
-    torch.no_grad.__enter__, torch.no_grad.__exit__ = entered, left  # type: ignore[method-assign]
+    def of_data(self: Tensor) -> Tensor:
+        return self.detach()
+
+    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign, assignment]
+    torch.Tensor.data = property(of_data, data.__set__)  # type: ignore[assignment, attr-defined]
     try:
-        with traceback.preserve_node_meta(), _checkpoints_marked(module), _flex_traced():
-            yield
+        yield
     finally:
-        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+        del torch.Tensor.data  # it is its parent's again
+        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 _CHECKPOINT_OPTIONS = frozenset(
@@ -342,17 +411,26 @@ def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
     return tuple(out)
 
 
-def _by_node(graph_module: GraphModule) -> None:
-    """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive."""
+def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
+    """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive.
+
+    watched: whether gradients are on around it. PyTorch's decomposition forgets where they were off, and parameters
+    would get gradients that they do not have: nodes are marked instead.
+    """
     import torch
 
     ops = torch.ops.higher_order
     at = {ops.wrap_with_set_grad_enabled: 1, ops.wrap_with_autocast: 4}
     for node in graph_module.graph.nodes:
-        which = at.get(node.target) if node.op == "call_function" else None
+        if node.op != "call_function":
+            continue
+        if not watched:
+            unwatch(node)
+        which = at.get(node.target)
         if which is not None:
             inner = getattr(graph_module, node.args[which].target)
-            _by_node(inner)
+            switched = node.target is ops.wrap_with_set_grad_enabled
+            _by_node(inner, bool(node.args[0]) if switched else watched)
             inner.forward = torch.fx.Interpreter(inner).run
 
 
@@ -362,6 +440,7 @@ def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]])
     parameters: dict[str, str] = {}
     buffers: dict[str, str] = {}
     inputs: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
     for spec in exported.graph_signature.input_specs:
         name = getattr(spec.arg, "name", "")
         path = (spec.target or "").removeprefix(_INSIDE)
@@ -369,27 +448,33 @@ def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]])
             parameters[name] = first[path][0]
         elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             buffers[name] = first.get(path, (path, False))[0]
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                constants[path] = exported.constants[spec.target]
         elif spec.kind is InputKind.USER_INPUT:
             inputs[name] = name.removeprefix("batch_").removeprefix("0_")
-    mutated: dict[str, str] = {}
-    counters: dict[str, str] = {}
+    written: dict[str, str] = {}
     losses: list[str] = []
-    sizes = {n.name: getattr(n.meta.get("val"), "numel", lambda: 1)() for n in exported.graph.nodes}
     for spec in exported.graph_signature.output_specs:
+        if spec.kind is OutputKind.PARAMETER_MUTATION:
+            raise PaseError(
+                f"the step writes the parameter '{(spec.target or '').removeprefix(_INSIDE)}' in place, which would be "
+                f"lost: write it behind the optimizer's update, outside of forward"
+            )
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            several = sizes[spec.arg.name] > 1
-            (mutated if several else counters)[spec.arg.name] = spec.target.removeprefix(_INSIDE)
+            path = spec.target.removeprefix(_INSIDE)
+            written[spec.arg.name] = first.get(path, (path, False))[0]
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
+    of_data = data_written(exported.graph, written, buffers, (*parameters, *inputs))
     read = set(parameters.values())
     return TorchProgram(
         graph=exported.graph_module,
         parameters=parameters,
         buffers=buffers,
         frozen=frozenset(path for path, needs in first.values() if not needs),
-        mutated=mutated,
-        counters=counters,
-        constants={k.removeprefix(_INSIDE): t for k, t in exported.constants.items()},
+        mutated={n: path for n, path in written.items() if n in of_data},
+        counters={n: path for n, path in written.items() if n not in of_data},
+        constants=constants,
         inputs=inputs,
         losses=tuple(losses),
         order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pase.errors import PaseError
 from pase.frontends.torch_numbers import op_name
 from pase.frontends.torch_types import FxNode
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.fx import GraphModule
 
-__all__ = ["NO_GRADIENT", "inline_regions", "is_functional"]
+__all__ = ["NO_GRADIENT", "inline_regions", "is_functional", "refuse_autocast", "unwatch"]
 
 NO_GRADIENT = "pase_no_gradient"
 """Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
@@ -62,6 +63,22 @@ def _is_decomposed(op: OpOverload) -> bool:
     return op.has_kernel_for_dispatch_key(key) and not _is_preservable_cia_op(op)
 
 
+def refuse_autocast(what: str) -> None:
+    """PaseError under ``torch.autocast``: around a step it is in no graph, so that no plan would know of its dtypes."""
+    import torch
+
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
+        raise PaseError(
+            f"{what} under torch.autocast, which the plan would not know of: put it inside, around what it is for "
+            f"(in the module's forward, or in loss=lambda module, *batch: …)"
+        )
+
+
+def unwatch(n: FxNode) -> None:
+    """Mark a node that has no gradient."""
+    n.meta["custom"] = {**(n.meta.get("custom") or {}), NO_GRADIENT: 1}
+
+
 def inline_regions(graph_module: GraphModule) -> None:
     """Regions of another gradient mode become part of the graph; what runs in them without gradient is marked so."""
     import torch
@@ -77,8 +94,7 @@ def inline_regions(graph_module: GraphModule) -> None:
             made: Any = graph.graph_copy(region.graph, copies)
         for m in region.graph.nodes:
             if not watched and m.op == "call_function":
-                new = copies[m]
-                new.meta["custom"] = {**(new.meta.get("custom") or {}), NO_GRADIENT: 1}
+                unwatch(copies[m])
         for reader in list(n.users):
             assert reader.target is operator.getitem, reader
             reader.replace_all_uses_with(made[reader.args[1]])

@@ -40,6 +40,10 @@ def test_a_compiled_step_gives_the_same_numbers(found: list[dict[str, Any]]) -> 
             assert made["loss"] < 1e-12 and made["gradients"] < 1e-12, rank["compiled"]
 
 
+def test_a_first_reader_without_a_gradient_takes_it_from_no_other(found: list[dict[str, Any]]) -> None:
+    assert all(rank["unwatched"] < 1e-12 for rank in found), found[0]["unwatched"]
+
+
 def test_what_is_not_compiled_is_said(found: list[dict[str, Any]]) -> None:
     random, forward, backend = found[0]["refused"]
     assert "draws random values within" in random and "compile=False" in random

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.backends.torch_models import TorchCase, case
+from tests.backends.torch_unwatched_models import unwatched
 
 RANKS = 2
 MOVED = (("fsdp", "random1@2"), ("ours@2", "zero2"))
@@ -35,8 +36,8 @@ def _apart(module: Any, alone: Any) -> float:
 
 
 def _gradients_apart(module: Any, alone: Any) -> float:
-    pairs = zip(module.parameters(), alone.parameters(), strict=True)
-    return max(float((p.grad.full_tensor() - q.grad).abs().max()) for p, q in pairs)
+    pairs = [(p.grad, q.grad) for p, q in zip(module.parameters(), alone.parameters(), strict=True)]
+    return max(float((g.full_tensor() - h).abs().max()) for g, h in pairs if g is not None or h is not None)
 
 
 def run(folder: Path, rank: int) -> dict[str, Any]:
@@ -51,6 +52,7 @@ def run(folder: Path, rank: int) -> dict[str, Any]:
         },
         "compiled": {s: compiled(c, s, "aot_eager") for s in STRATEGIES}
         | {"inductor": compiled(c, "ours@2", True)},
+        "unwatched": unwatched_first(),
         "refused": refused(c),
     }
 
@@ -134,6 +136,27 @@ def compiled(c: TorchCase, strategy: str, backend: str | bool) -> dict[str, floa
         "loss": max(float((x - c.loss).abs()) for x in losses),
         "gradients": _gradients_apart(module, alone),
     }
+
+
+def unwatched_first() -> float:
+    """How far a gradient is off if the first reader of what is sent is under ``torch.no_grad``."""
+    import torch
+
+    from bench.cases.plans import Case
+    from pase import machine
+    from pase.compiler.problem import SplitProblem
+    from pase.frontends import registry
+
+    torch.manual_seed(0)
+    alone, x = unwatched("pseudo labels").double(), torch.randn(16, 16, dtype=torch.float64)
+    traced = registry.trace(copy.deepcopy(alone), x)
+    problem = SplitProblem.of(traced.graph, RANKS, machine.load("h100x8"), "analytic", "adam")
+    plan = Case(traced=traced, problem=problem).plan("random1@2")
+    assert plan is not None
+    module = copy.deepcopy(alone)
+    plan.torch.parallelize(module).backward(x)
+    alone(x).backward()
+    return _gradients_apart(module, alone)
 
 
 def refused(c: TorchCase) -> list[str]:

@@ -1,0 +1,260 @@
+"""Models of which some values have no gradient, and whose derivatives are not those of what forward computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+KINDS: tuple[str, ...] = (
+    *("pseudo labels", "set_grad_enabled", "inference_mode", "enabled inside", "decorated", "view first"),
+    *("checkpoint", "data", "straight through", "two results"),
+)
+
+
+def unwatched(kind: str) -> Any:
+    """The model; its batch is [16, 16]."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import relu
+    from torch.utils.checkpoint import checkpoint
+
+    class Rounded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, factor: float) -> Any:
+            ctx.save_for_backward(x)
+            ctx.factor = factor
+            return x.round()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return ctx.factor * g * (ctx.saved_tensors[0].abs() < 1), None
+
+    class Both(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Any, w: Any) -> Any:
+            return x @ w, x.sin()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx: Any, g: Any, h: Any) -> Any:
+            x, w = ctx.saved_tensors
+            return g @ w.T + 3 * h, x.T @ g / 2
+
+    class Unwatched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enc, self.head = nn.Linear(16, 32), nn.Linear(32, 8)
+            self.w = nn.Parameter(torch.randn(32, 8) / 4)
+            self.register_buffer("mean", torch.zeros(8))
+
+        def net(self, x: Any) -> Any:
+            return self.head(relu(self.enc(x)))
+
+        def target(self, x: Any) -> Any:
+            return (2 * self.net(x)).softmax(-1)
+
+        def forward(self, x: Any) -> Any:
+            match kind:
+                case "pseudo labels":
+                    with torch.no_grad():
+                        t = self.target(x)
+                case "set_grad_enabled":  # a buffer that is written makes PyTorch trace the graph again
+                    torch.set_grad_enabled(False)
+                    t = self.target(x)
+                    self.mean.mul_(0.9).add_(t.mean(0))
+                    torch.set_grad_enabled(True)
+                case "inference_mode":
+                    with torch.inference_mode():
+                        t = self.target(x)
+                    t = t.clone()
+                case "enabled inside":
+                    with torch.no_grad():
+                        t = self.target(x)
+                        with torch.enable_grad():
+                            y = self.net(x).log_softmax(-1)
+                        self.mean.add_(t.mean(0))
+                    return -(t * y).sum(-1).mean()
+                case "decorated":
+                    t = torch.no_grad()(self.target)(x)
+                case "view first":
+                    v = self.enc(x).reshape(16, 4, 8).transpose(1, 2)
+                    with torch.no_grad():
+                        t = v.sin()
+                    return (v * t).mean()
+                case "checkpoint":
+                    with torch.no_grad():
+                        t = self.target(x)
+                    y = checkpoint(self.net, x, use_reentrant=False)
+                    return -(t * y.log_softmax(-1)).sum(-1).mean()
+                case "data":
+                    h = relu(self.enc(x))
+                    return (h @ self.w * (h.data @ self.w.data)).mean()
+                case "straight through":
+                    return (Rounded.apply(self.net(x), 0.5) * x[:, :8]).square().mean()
+                case "two results":
+                    y, z = Both.apply(self.enc(x), self.w)
+                    return y.square().mean() + z.square().mean()
+            return -(t * self.net(x).log_softmax(-1)).sum(-1).mean()
+
+    return Unwatched()
+
+
+BUFFERS: tuple[str, ...] = (
+    *(
+        "overwritten",
+        "assigned",
+        "assigned and read",
+        "of one element",
+        "filled",
+        "counter",
+        "codebook",
+        "queue",
+    ),
+    *("in place", "shared", "booleans", "saved for backward"),
+)
+
+
+def buffers(kind: str) -> Any:
+    """A model that writes its buffers; its batch is [16, 16]."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import one_hot
+
+    def ema(held: Any, new: Any) -> None:
+        held.mul_(0.9).add_(new, alpha=0.1)
+
+    class Buffers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enc = nn.Linear(16, 8)
+            self.register_buffer("code", torch.randn(8))
+            self.register_buffer("one", torch.zeros(()))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+            self.register_buffer("book", torch.randn(12, 8))
+            self.register_buffer("count", torch.ones(12))
+            self.register_buffer("flags", torch.zeros(8, dtype=torch.bool))
+            self.register_buffer("nothing", None)
+            if kind == "shared":
+                self.sub = nn.Module()
+                self.sub.register_buffer("again", self.code)
+
+        def forward(self, x: Any) -> Any:
+            z = self.enc(x)
+            found = self.written(z, z.detach())
+            return (z**2).mean() + (0.0 if found is None else found)
+
+        def written(self, z: Any, d: Any) -> Any:
+            match kind:
+                case "overwritten":
+                    self.code.copy_(d.mean(0))
+                case "assigned":
+                    self.code = d.mean(0)
+                case "assigned and read":
+                    self.code = 0.9 * self.code + 0.1 * d.mean(0)
+                    return (z * self.code).mean()
+                case "of one element":
+                    ema(self.one, (d**2).mean())
+                    return z.mean() * self.one
+                case "filled":
+                    self.code.fill_(2.0)
+                    return (z * self.code).mean()
+                case "counter":
+                    self.steps.add_(1)
+                    ema(self.code, d.mean(0))
+                    return ((z - self.code / (1 - 0.9**self.steps)) ** 2).mean()
+                case "codebook":
+                    near = ((d[:, None] - self.book) ** 2).sum(-1).argmin(-1)
+                    ours = one_hot(near, 12).to(d.dtype)
+                    ema(self.count, ours.sum(0))
+                    ema(self.book, (ours.T @ d) / self.count[:, None])
+                    q = self.book[near]
+                    return ((z - q) ** 2).mean() + (z + (q - z).detach()).square().mean()
+                case "queue":
+                    loss = (z @ self.book.T).logsumexp(-1).mean()
+                    self.book = torch.roll(self.book, 4, 0)
+                    self.book[:4] = d[:4]
+                    return loss
+                case "in place":
+                    self.code[2:5] = d.mean(0)[2:5]
+                    self.code.copy_(torch.maximum(self.code, d.amax(0)))
+                    return (z * self.code).mean()
+                case "shared":
+                    self.code.add_(d.mean(0))
+                    return (z * self.sub.again).mean()
+                case "booleans":
+                    self.flags.copy_(d.mean(0) > 0)
+                    return (z * self.flags).mean()
+                case "saved for backward":
+                    ema(self.code, self.code * d.mean(0))
+                    return (z * self.code).mean()
+
+    return Buffers()
+
+
+def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
+    """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
+    import torch
+    from torch import nn
+
+    class Clipped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: Any) -> Any:
+            return g.clamp(-1e-3, 1e-3)
+
+    class Counts(nn.Linear):
+        steps = 0
+
+        def forward(self, x: Any) -> Any:
+            self.steps = self.steps + 1
+            return super().forward(x) * self.steps
+
+    class Clamps(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    class Resizes(nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.register_buffer("held", torch.zeros(8))
+
+        def forward(self, x: Any) -> Any:
+            self.held = x.detach().mean(0)
+            return super().forward(x)
+
+    def squared(module: Any, x: Any) -> Any:
+        return module(x).square().mean()
+
+    def hooked(module: Any, x: Any) -> Any:
+        y = module(x)
+        y.register_hook(lambda g: 2 * g)
+        return y.square().mean()
+
+    class Hooked(nn.Linear):
+        def __init__(self, *sizes: int) -> None:
+            super().__init__(*sizes)
+            self.register_full_backward_hook(lambda m, gi, go: None)
+
+    return {
+        r"the backward of torch.autograd.Function 'Clipped' at .*torch_unwatched_models.py:\d+ is not linear": (
+            nn.Linear(16, 8),
+            lambda m, x: Clipped.apply(m(x)).square().mean(),
+        ),
+        r"leaves Python state behind \('steps'\) that the next one reads": (Counts(16, 8), squared),
+        r"writes the parameter 'weight' in place": (Clamps(16, 8), squared),
+        r"replaces the buffer 'held', torch.float32 \[8\], by torch.float32 \[16\]": (
+            Resizes(16, 8),
+            squared,
+        ),
+        r"a hook on the gradient of a tensor, at .*torch_unwatched_models.py:\d+": (nn.Linear(16, 8), hooked),
+        r"'Hooked' has a backward hook": (Hooked(16, 8), squared),
+    }
