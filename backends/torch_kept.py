@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Kept"]
+__all__ = ["KeptTransfers"]
 
 
 @dataclass(kw_only=True)
-class Kept:
+class KeptTransfers:
     """Results of transfers, by number. watched: whether autograd records the walk that makes them.
 
     ahead: those of them that were made before the walk, for all of it.
@@ -33,9 +33,9 @@ class Kept:
         self.ahead.update(sent)
         self.made.update(sent)
 
-    def inner(self) -> Kept:
+    def inner(self) -> KeptTransfers:
         """For a body within: what was made before the walk, and nothing else."""
-        return Kept(watched=self.watched, ahead=self.ahead, made=dict(self.ahead))
+        return KeptTransfers(watched=self.watched, ahead=self.ahead, made=dict(self.ahead))
 
     def of(self, number: int, make: Callable[[], Tensor]) -> Tensor:
         """The result of a transfer, made for all readers if it is not there yet.

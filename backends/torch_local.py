@@ -20,7 +20,7 @@ from pase.backends.torch_again import computed_again
 from pase.backends.torch_constants import Constants, NodeIndex
 from pase.backends.torch_control import ControlNode
 from pase.backends.torch_groups import AxisGroups
-from pase.backends.torch_kept import Kept
+from pase.backends.torch_kept import KeptTransfers
 from pase.backends.torch_messages import joined_sums, joined_values
 from pase.backends.torch_moves import moved, there_and_back
 from pase.backends.torch_ops import NodeOps
@@ -71,7 +71,7 @@ class Body:
     """
 
     constants: Constants
-    kept: Kept
+    kept: KeptTransfers
     values: dict[str, RankValue] = field(default_factory=dict)
     keeping: Keeping = field(default_factory=Keeping)
 
@@ -156,7 +156,9 @@ class RankWalk:
             return seed * SEEDS_APART + zlib.crc32(path.encode())
 
         constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
-        return Body(constants=constants, kept=Kept(watched=torch.is_grad_enabled()), values=dict(leaves))
+        return Body(
+            constants=constants, kept=KeptTransfers(watched=torch.is_grad_enabled()), values=dict(leaves)
+        )
 
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""

@@ -7,11 +7,12 @@ import contextlib
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.torch_reasons import of_pytorch
 from pase.frontends.torch_types import FxNode
+from pase.frontends.torch_values import TorchOperand
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +36,7 @@ def derivatives_traced() -> Iterator[None]:
 
     usual, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(cls: TorchOperand, *args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
         if cls.__module__.partition(".")[0] == "torch":
             return usual.__func__(cls, *args, **kwargs)
         return _Call(of=cls, place=_users_line(), args=args).traced()
@@ -87,11 +88,11 @@ def _users_line() -> str:
 class _Call:
     """A call of a user's Function."""
 
-    of: Any
+    of: TorchOperand
     place: str
-    args: Sequence[Any]
+    args: Sequence[TorchOperand]
 
-    def traced(self) -> Any:
+    def traced(self) -> TorchOperand:
         """What it returns, with the derivative that its backward states."""
         import torch
 
@@ -115,12 +116,14 @@ class _Call:
             found = self.with_derivative(ctx, outs, watched)
         return found if isinstance(made, tuple) else found[0]
 
-    def with_derivative(self, ctx: _Context, outs: Sequence[Any], watched: Sequence[bool]) -> tuple[Any, ...]:
+    def with_derivative(
+        self, ctx: _Context, outs: Sequence[TorchOperand], watched: Sequence[bool]
+    ) -> tuple[TorchOperand, ...]:
         import torch
         from torch.fx.traceback import annotate
 
         floating = [isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()) for y in outs]
-        given: list[Any] = []
+        given: list[TorchOperand] = []
         for y, f in zip(outs, floating, strict=True):
             with annotate({_COTANGENT: f"torch.autograd.Function '{self.of.__name__}' at {self.place}"}):
                 g = torch.zeros_like(y) if isinstance(y, torch.Tensor) else None
@@ -161,19 +164,19 @@ class _Context:
     """What forward and backward of a Function know as ``ctx``."""
 
     needs_input_grad: tuple[bool, ...]
-    saved_tensors: tuple[Any, ...] = ()
+    saved_tensors: tuple[TorchOperand, ...] = ()
     dirty: bool = False
     materialize_grads: bool = True
 
-    def save_for_backward(self, *tensors: Any) -> None:
+    def save_for_backward(self, *tensors: TorchOperand) -> None:
         self.saved_tensors = tensors
 
     save_for_forward = save_for_backward
 
-    def mark_dirty(self, *tensors: Any) -> None:
+    def mark_dirty(self, *tensors: TorchOperand) -> None:
         self.dirty = True
 
-    def mark_non_differentiable(self, *tensors: Any) -> None:
+    def mark_non_differentiable(self, *tensors: TorchOperand) -> None:
         """Nothing: what has no gradient is given none."""
 
     def set_materialize_grads(self, value: bool) -> None:

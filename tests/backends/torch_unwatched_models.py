@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 KINDS: tuple[str, ...] = (
@@ -11,12 +12,65 @@ KINDS: tuple[str, ...] = (
 )
 
 
-def unwatched(kind: str) -> Any:
-    """The model; its batch is [16, 16]."""
+def self_trained(self: Any, x: Any, kind: str) -> Any:
+    """The loss against the model's own targets; None: it is of another kind."""
     import torch
-    from torch import nn
-    from torch.nn.functional import relu
     from torch.utils.checkpoint import checkpoint
+
+    net: Any = self.net
+    match kind:
+        case "pseudo labels" | "checkpoint":
+            with torch.no_grad():
+                t = self.target(x)
+            if kind == "checkpoint":
+                net = partial(checkpoint, net, use_reentrant=False)
+        case "set_grad_enabled":  # a buffer that is written makes PyTorch trace the graph again
+            torch.set_grad_enabled(False)
+            t = self.target(x)
+            self.mean.mul_(0.9).add_(t.mean(0))
+            torch.set_grad_enabled(True)
+        case "inference_mode":
+            with torch.inference_mode():
+                t = self.target(x)
+            t = t.clone()
+        case "enabled inside":
+            with torch.no_grad():
+                t = self.target(x)
+                with torch.enable_grad():
+                    y = net(x).log_softmax(-1)
+                self.mean.add_(t.mean(0))
+            return -(t * y).sum(-1).mean()
+        case "decorated":
+            t = torch.no_grad()(self.target)(x)
+        case _:
+            return None
+    return -(t * net(x).log_softmax(-1)).sum(-1).mean()
+
+
+def derived(self: Any, x: Any, kind: str) -> Any:
+    """The loss of a view that is read first without a gradient, or of derivatives that are stated."""
+    import torch
+    from torch.nn.functional import relu
+
+    match kind:
+        case "view first":
+            v = self.enc(x).reshape(16, 4, 8).transpose(1, 2)
+            with torch.no_grad():
+                t = v.sin()
+            return (v * t).mean()
+        case "data":
+            h = relu(self.enc(x))
+            return (h @ self.w * (h.data @ self.w.data)).mean()
+        case "straight through":
+            return (rounded().apply(self.net(x), 0.5) * x[:, :8]).square().mean()
+        case _:
+            y, z = both().apply(self.enc(x), self.w)
+            return y.square().mean() + z.square().mean()
+
+
+def rounded() -> Any:
+    """A Function whose backward passes gradients straight through, within bounds."""
+    import torch
 
     class Rounded(torch.autograd.Function):
         @staticmethod
@@ -28,6 +82,13 @@ def unwatched(kind: str) -> Any:
         @staticmethod
         def backward(ctx: Any, g: Any) -> Any:
             return ctx.factor * g * (ctx.saved_tensors[0].abs() < 1), None
+
+    return Rounded
+
+
+def both() -> Any:
+    """A Function of two operands and two results."""
+    import torch
 
     class Both(torch.autograd.Function):
         @staticmethod
@@ -44,6 +105,15 @@ def unwatched(kind: str) -> Any:
             x, w = ctx.saved_tensors
             return g @ w.T + 3 * h, x.T @ g / 2
 
+    return Both
+
+
+def unwatched(kind: str) -> Any:
+    """The model; its batch is [16, 16]."""
+    import torch
+    from torch import nn
+    from torch.nn.functional import relu
+
     class Unwatched(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -58,47 +128,8 @@ def unwatched(kind: str) -> Any:
             return (2 * self.net(x)).softmax(-1)
 
         def forward(self, x: Any) -> Any:
-            match kind:
-                case "pseudo labels":
-                    with torch.no_grad():
-                        t = self.target(x)
-                case "set_grad_enabled":  # a buffer that is written makes PyTorch trace the graph again
-                    torch.set_grad_enabled(False)
-                    t = self.target(x)
-                    self.mean.mul_(0.9).add_(t.mean(0))
-                    torch.set_grad_enabled(True)
-                case "inference_mode":
-                    with torch.inference_mode():
-                        t = self.target(x)
-                    t = t.clone()
-                case "enabled inside":
-                    with torch.no_grad():
-                        t = self.target(x)
-                        with torch.enable_grad():
-                            y = self.net(x).log_softmax(-1)
-                        self.mean.add_(t.mean(0))
-                    return -(t * y).sum(-1).mean()
-                case "decorated":
-                    t = torch.no_grad()(self.target)(x)
-                case "view first":
-                    v = self.enc(x).reshape(16, 4, 8).transpose(1, 2)
-                    with torch.no_grad():
-                        t = v.sin()
-                    return (v * t).mean()
-                case "checkpoint":
-                    with torch.no_grad():
-                        t = self.target(x)
-                    y = checkpoint(self.net, x, use_reentrant=False)
-                    return -(t * y.log_softmax(-1)).sum(-1).mean()
-                case "data":
-                    h = relu(self.enc(x))
-                    return (h @ self.w * (h.data @ self.w.data)).mean()
-                case "straight through":
-                    return (Rounded.apply(self.net(x), 0.5) * x[:, :8]).square().mean()
-                case "two results":
-                    y, z = Both.apply(self.enc(x), self.w)
-                    return y.square().mean() + z.square().mean()
-            return -(t * self.net(x).log_softmax(-1)).sum(-1).mean()
+            found = self_trained(self, x, kind)
+            return derived(self, x, kind) if found is None else found
 
     return Unwatched()
 
@@ -122,10 +153,6 @@ def buffers(kind: str) -> Any:
     """A model that writes its buffers; its batch is [16, 16]."""
     import torch
     from torch import nn
-    from torch.nn.functional import one_hot
-
-    def ema(held: Any, new: Any) -> None:
-        held.mul_(0.9).add_(new, alpha=0.1)
 
     class Buffers(nn.Module):
         def __init__(self) -> None:
@@ -144,61 +171,68 @@ def buffers(kind: str) -> Any:
 
         def forward(self, x: Any) -> Any:
             z = self.enc(x)
-            found = self.written(z, z.detach())
+            found = written(self, z, z.detach(), kind)
             return (z**2).mean() + (0.0 if found is None else found)
-
-        def written(self, z: Any, d: Any) -> Any:
-            match kind:
-                case "overwritten":
-                    self.code.copy_(d.mean(0))
-                case "assigned":
-                    self.code = d.mean(0)
-                case "assigned and read":
-                    self.code = 0.9 * self.code + 0.1 * d.mean(0)
-                    return (z * self.code).mean()
-                case "of one element":
-                    ema(self.one, (d**2).mean())
-                    return z.mean() * self.one
-                case "filled":
-                    self.code.fill_(2.0)
-                    return (z * self.code).mean()
-                case "counter":
-                    self.steps.add_(1)
-                    ema(self.code, d.mean(0))
-                    return ((z - self.code / (1 - 0.9**self.steps)) ** 2).mean()
-                case "codebook":
-                    near = ((d[:, None] - self.book) ** 2).sum(-1).argmin(-1)
-                    ours = one_hot(near, 12).to(d.dtype)
-                    ema(self.count, ours.sum(0))
-                    ema(self.book, (ours.T @ d) / self.count[:, None])
-                    q = self.book[near]
-                    return ((z - q) ** 2).mean() + (z + (q - z).detach()).square().mean()
-                case "queue":
-                    loss = (z @ self.book.T).logsumexp(-1).mean()
-                    self.book = torch.roll(self.book, 4, 0)
-                    self.book[:4] = d[:4]
-                    return loss
-                case "in place":
-                    self.code[2:5] = d.mean(0)[2:5]
-                    self.code.copy_(torch.maximum(self.code, d.amax(0)))
-                    return (z * self.code).mean()
-                case "shared":
-                    self.code.add_(d.mean(0))
-                    return (z * self.sub.again).mean()
-                case "booleans":
-                    self.flags.copy_(d.mean(0) > 0)
-                    return (z * self.flags).mean()
-                case "saved for backward":
-                    ema(self.code, self.code * d.mean(0))
-                    return (z * self.code).mean()
 
     return Buffers()
 
 
-def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
+def written(self: Any, z: Any, d: Any, kind: str) -> Any:
+    """Write buffers. z: activations. d: the same without a gradient. Returns a part of the loss."""
     import torch
-    from torch import nn
+    from torch.nn.functional import one_hot
+
+    def ema(held: Any, new: Any) -> None:
+        held.mul_(0.9).add_(new, alpha=0.1)
+
+    match kind:
+        case "overwritten":
+            self.code.copy_(d.mean(0))
+        case "assigned":
+            self.code = d.mean(0)
+        case "assigned and read":
+            self.code = 0.9 * self.code + 0.1 * d.mean(0)
+            return (z * self.code).mean()
+        case "of one element":
+            ema(self.one, (d**2).mean())
+            return z.mean() * self.one
+        case "filled":
+            self.code.fill_(2.0)
+            return (z * self.code).mean()
+        case "counter":
+            self.steps.add_(1)
+            ema(self.code, d.mean(0))
+            return ((z - self.code / (1 - 0.9**self.steps)) ** 2).mean()
+        case "codebook":
+            near = ((d[:, None] - self.book) ** 2).sum(-1).argmin(-1)
+            ours = one_hot(near, 12).to(d.dtype)
+            ema(self.count, ours.sum(0))
+            ema(self.book, (ours.T @ d) / self.count[:, None])
+            q = self.book[near]
+            return ((z - q) ** 2).mean() + (z + (q - z).detach()).square().mean()
+        case "queue":
+            loss = (z @ self.book.T).logsumexp(-1).mean()
+            self.book = torch.roll(self.book, 4, 0)
+            self.book[:4] = d[:4]
+            return loss
+        case "in place":
+            self.code[2:5] = d.mean(0)[2:5]
+            self.code.copy_(torch.maximum(self.code, d.amax(0)))
+            return (z * self.code).mean()
+        case "shared":
+            self.code.add_(d.mean(0))
+            return (z * self.sub.again).mean()
+        case "booleans":
+            self.flags.copy_(d.mean(0) > 0)
+            return (z * self.flags).mean()
+        case "saved for backward":
+            ema(self.code, self.code * d.mean(0))
+            return (z * self.code).mean()
+
+
+def clipped() -> Any:
+    """A Function whose backward is not linear."""
+    import torch
 
     class Clipped(torch.autograd.Function):
         @staticmethod
@@ -208,6 +242,14 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
         @staticmethod
         def backward(ctx: Any, g: Any) -> Any:
             return g.clamp(-1e-3, 1e-3)
+
+    return Clipped
+
+
+def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
+    """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
+    import torch
+    from torch import nn
 
     class Counts(nn.Linear):
         steps = 0
@@ -247,7 +289,7 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
     return {
         r"the backward of torch.autograd.Function 'Clipped' at .*torch_unwatched_models.py:\d+ is not linear": (
             nn.Linear(16, 8),
-            lambda m, x: Clipped.apply(m(x)).square().mean(),
+            lambda m, x: clipped().apply(m(x)).square().mean(),
         ),
         r"leaves Python state behind \('steps'\) that the next one reads": (Counts(16, 8), squared),
         r"writes the parameter 'weight' in place": (Clamps(16, 8), squared),
