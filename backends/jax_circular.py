@@ -61,6 +61,10 @@ class JaxCircular(JaxPlan):
         mesh = self.mesh() if mesh is None else mesh
         return self.graded(_CircularLoss(plan=self, mesh=mesh), mesh)
 
+    def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+        _annotated(lowering)
+        return ("annotated",)
+
     def gathered(self, tree: Tree) -> Tree:
         """A tree of parameters, gradients or an optimizer's state on the host, as of a plan in stages."""
         import jax

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_check_plans import Against
 from pase.backends.jax_manual import Lowering
 from pase.backends.jax_step import global_array
 from pase.backends.to_jax import JaxPlan
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
+    from pase.backends.jax_checked_step import CheckedStep
     from pase.backends.jax_delayed import DelayedStepper
     from pase.backends.jax_step import Stepper
     from pase.local.types import LocalProgram
+    from pase.plan.gradient_check import GradientCheck
 
 __all__ = ["JaxModulePlan", "ModuleStepper", "of_modules"]
 
@@ -137,6 +140,30 @@ class JaxModulePlan:
 
         return graded
 
+    def check(
+        self,
+        model: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: Lowering = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step computes the gradient of the loss, as ``check`` of a function of arrays. Every step of the
+        check begins with the module's state as it is, random streams included, and leaves it so."""
+        opened = self.modules.open_all((model, *batch))
+        return self.inner.check(
+            *opened.arguments,
+            mesh=mesh,
+            lowering=lowering,
+            against=against,
+            seed=seed,
+            most_lines=most_lines,
+            progress=progress,
+        )
+
     def train_step(
         self,
         optimizer: GradientTransformation,
@@ -144,12 +171,15 @@ class JaxModulePlan:
         *,
         donate: bool = True,
         lowering: Lowering = "auto",
+        check: bool = False,
     ) -> ModuleStepper:
         """step(model, opt_state, *batch) -> (model, opt_state, loss) for any optax optimizer. If the loss function
         returns more, the last result is (loss, aux). The model is updated in place and returned; so are other modules
-        among the arguments. The arrays that they had are donated, as is opt_state.
+        among the arguments. The arrays that they had are donated, as is opt_state. check: at the first call, first run
+        ``check``, and raise PaseError if a gradient is off.
         """
-        step = self.inner.train_step(_transformation(optimizer), mesh, donate=donate, lowering=lowering)
+        pure = _transformation(optimizer)
+        step = self.inner.train_step(pure, mesh, donate=donate, lowering=lowering, check=check)
         return ModuleStepper(plan=self, inner=step)
 
     def lower_train_step(
@@ -224,7 +254,7 @@ class ModuleStepper:
     """A jitted train step on modules; ``JaxModulePlan.train_step`` describes its call."""
 
     plan: JaxModulePlan
-    inner: Stepper | DelayedStepper
+    inner: Stepper | DelayedStepper | CheckedStep
     """The step on arrays."""
 
     def __call__(self, model: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Never
 
+from pase.backends.jax_check_plans import Against
+from pase.backends.jax_check_stages import check_stages
+from pase.backends.jax_checked_step import CheckedStep
 from pase.backends.jax_circular import JaxCircular, circular_of
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_stage_arrays import is_cut, merged, registered
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax_stage_arrays import StackCut
     from pase.frontends.from_jax import TracedJax
+    from pase.plan.gradient_check import GradientCheck
 
 __all__ = ["JaxPipeline", "StagedStep", "one_program_of", "pipeline_of"]
 
@@ -171,6 +175,36 @@ class JaxPipeline:
         """
         return self.on(mesh).value_and_grad
 
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: str = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step in stages computes the gradient of the model's loss, as ``check`` of a plan without."""
+        _in_stages(lowering)
+        running = self.on(mesh)
+        homes = running.homes
+        placed = homes.placed(arrays((params, *batch)))
+        return check_stages(
+            homes,
+            running.value_and_grad,
+            params,
+            batch,
+            tuple(placed),
+            homes.grid.size,
+            self.pipeline.micro_batches,
+            against,
+            seed,
+            most_lines,
+            progress,
+        )
+
     def train_step(
         self,
         optimizer: GradientTransformation,
@@ -178,15 +212,26 @@ class JaxPipeline:
         *,
         donate: bool = True,
         lowering: str = "auto",
-    ) -> StagedStep:
+        check: bool = False,
+    ) -> StagedStep | CheckedStep:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
 
         If the loss function returns more, the last result is (loss, aux). Arguments are moved to where the plan stores
         them; params and opt_state are donated. Raises PaseError for an optimizer whose update of one stage needs arrays
-        of another.
+        of another. check: at the first call, first run ``check``, and raise PaseError if a gradient is off.
         """
-        if lowering == "manual":
-            raise PaseError(f"stages do not support lowering='{lowering}' yet")
+        plain = self.staged_step(optimizer, mesh, donate, lowering)
+        return (
+            CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
+            if check
+            else plain
+        )
+
+    def staged_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
+    ) -> StagedStep:
+        """``train_step`` without its check."""
+        _in_stages(lowering)
         running = self.on(mesh)
         return StagedStep(
             running=running,
@@ -217,6 +262,11 @@ class JaxPipeline:
                 )
             self._made[made] = RunningStages(homes=homes)
         return self._made[made]
+
+
+def _in_stages(lowering: str) -> None:
+    if lowering == "manual":
+        raise PaseError(f"stages do not support lowering='{lowering}' yet")
 
 
 @dataclass(frozen=True, kw_only=True)

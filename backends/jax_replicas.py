@@ -10,9 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
+from pase.backends.jax_check_plans import Against
+from pase.backends.jax_check_stages import check_stages
+from pase.backends.jax_checked_step import CheckedStep
 from pase.backends.jax_circular import JaxCircular
 from pase.backends.jax_pipeline import JaxPipeline, StagedStep, one_program_of, pipeline_of
 from pase.backends.jax_pipeline_run import RunningStages
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import NamedSharding
     from optax import GradientTransformation
+
+    from pase.plan.gradient_check import GradientCheck
 
 __all__ = ["JaxReplicas", "Replicated", "in_stages"]
 
@@ -136,6 +141,43 @@ class JaxReplicas:
 
         return run
 
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: Sequence[JaxMesh] | None = None,
+        lowering: str = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that the step of all replicas computes the gradient of the model's loss, as ``check`` of a plan in
+        stages. The points of lines are made on the first replica and copied to the others through the host."""
+        running, first = self._on(mesh), self.replicas[0]
+        given = self._shared(batch)
+        mine = running[0].homes.placed(arrays((_copies(params, len(running))[0], *given[0])))
+
+        def graded(params: Tree, *_: Tree) -> tuple[Tree, Tree]:
+            others = [first.gathered(params)] * (len(running) - 1)
+            each = zip(running, [params, *others], given, strict=True)
+            found = [r.value_and_grad(p, *share) for r, p, share in each]
+            return self._value([v for v, _ in found]), self._mean([g for _, g in found], running).parts[0]
+
+        return check_stages(
+            running[0].homes,
+            graded,
+            first.gathered(params) if isinstance(params, Replicated) else params,
+            batch,
+            tuple(mine),
+            sum(r.homes.grid.size for r in running),
+            sum(self.shares),
+            against if not any(isinstance(x, Replicated) for x in batch) else "none",
+            seed,
+            most_lines,
+            progress,
+        )
+
     def train_step(
         self,
         optimizer: GradientTransformation,
@@ -143,12 +185,15 @@ class JaxReplicas:
         *,
         donate: bool = True,
         lowering: str = "auto",
+        check: bool = False,
     ) -> Callable[..., tuple[Tree, Tree, Tree]]:
         """step(params, opt_state, *batch) -> (params, opt_state, loss), as of a pipelined plan."""
         meshes = self._meshes(mesh)
+        if check:
+            plain = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+            return CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
         steps = [
-            r.train_step(optimizer, m, donate=donate, lowering=lowering)
-            for r, m in zip(self.replicas, meshes, strict=True)
+            r.staged_step(optimizer, m, donate, lowering) for r, m in zip(self.replicas, meshes, strict=True)
         ]
         return _ReplicatedStep(replicas=self, steps=tuple(steps))
 

@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed, writes_parameters
+from pase.backends.jax_check_plans import Against, check_plan
+from pase.backends.jax_checked_step import CheckedStep
 from pase.backends.jax_checkpoints import restored
 from pase.backends.jax_delayed import DelayedStepper, delayed_step
 from pase.backends.jax_manual import Lowering, Manual, by_hand_or_not, lowered, lowerings
@@ -20,6 +22,7 @@ from pase.backends.jax_once import graded_once
 from pase.backends.jax_padded import with_padding, without_padding
 from pase.backends.jax_programs import part_of, threaded_arguments
 from pase.backends.jax_step import Stepper, global_array, shape_and_dtype
+from pase.backends.jax_step_layouts import returned, state_shardings
 from pase.backends.jax_train import Training
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
@@ -45,6 +48,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import NamedSharding, PartitionSpec
     from optax import GradientTransformation
+
+    from pase.plan.gradient_check import GradientCheck
 
 __all__ = ["JaxPlan", "Lowering"]
 
@@ -341,30 +346,9 @@ class JaxPlan:
 
     def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
         """Shardings of the optimizer's state. State that mirrors a parameter is stored like its gradient."""
-        import jax
-        import optax
-        from jax.sharding import NamedSharding, PartitionSpec
-
         mesh = mesh if mesh is not None else self.mesh()
         params = trained(self._shapes()[0])
-        state = jax.eval_shape(optimizer.init, params)
-        whole = NamedSharding(mesh, PartitionSpec())
-
-        def masked(leaf: object) -> bool:
-            return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
-
-        def like(leaf: Tree, param: Tree, sharding: Tree) -> Tree:
-            return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
-
-        return optax.tree_map_params(
-            optimizer,
-            like,
-            state,
-            params,
-            self.gradient_shardings(mesh),
-            transform_non_params=lambda _: whole,
-            is_leaf=masked,
-        )
+        return state_shardings(optimizer, params, self.gradient_shardings(mesh), mesh)
 
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
@@ -390,7 +374,8 @@ class JaxPlan:
         *,
         donate: bool = True,
         lowering: Lowering = "auto",
-    ) -> Stepper | DelayedStepper:
+        check: bool = False,
+    ) -> Stepper | DelayedStepper | CheckedStep:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
         returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients in later steps
         (DeFT's), so does the step, with a warning; what it returns as opt_state then holds the gradients that wait.
@@ -398,7 +383,12 @@ class JaxPlan:
         Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
         trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
         with several processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
+
+        check: at the first call, first run ``check`` on its arguments, and raise PaseError if a gradient is off.
         """
+        if check:
+            step = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+            return CheckedStep(step=step, check=partial(self.check, mesh=mesh, lowering=lowering))
         self._require_mode(
             "train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has"
         )
@@ -421,19 +411,8 @@ class JaxPlan:
         return delayed_step(training, Manual(plan=self, mesh=mesh), instead if ways[1:] else None)
 
     def _returned(self, mesh: JaxMesh) -> Tree:
-        """Shardings of what the function returns. The loss is whole; values for the next call have their input layout;
-        the others are XLA's choice, None."""
-        import jax
-        from jax.sharding import NamedSharding, PartitionSpec
-
-        arrive = jax.tree.leaves(self._in_shardings(mesh))
-        flat: list[NamedSharding | None] = [None] * len(self.traced.jaxpr.out_avals)
-        for i, j in self.traced.carried.items():
-            flat[j] = arrive[i]
-        if self.traced.mode == "train":
-            flat[0] = NamedSharding(mesh, PartitionSpec())
-        out = jax.tree.unflatten(self.traced.out_tree, flat)
-        return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
+        """Shardings of what the function returns."""
+        return returned(self.traced, self._in_shardings(mesh), mesh)
 
     def step(
         self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
@@ -477,6 +456,35 @@ class JaxPlan:
         each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
         found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
         return combine(found, self.traced.kept[0])
+
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: Lowering = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step under this plan computes the gradient of the model's loss (``docs/check.md``).
+
+        Along lines of parameters, near the given ones, the loss must change by the integral of the gradient. Both come
+        from the plan's own step, so this works at any size. Besides, gradients are compared with those of another
+        program (``against``). print() of the result names each parameter that is off. seed: of the lines.
+        most_lines: of eight steps each; parameters that are not reached are undecided. progress: called with a line of
+        text at each piece of work. Neither parameters nor batch are changed or donated.
+        """
+        self._require_mode("train", "gradients")
+        mesh = mesh if mesh is not None else self.mesh()
+        ways = self._lowerings(lowering, mesh)
+        return check_plan(self, params, batch, mesh, ways, against, seed, most_lines, progress)
+
+    def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+        if self.once != "none" and lowering == "auto":  # XLA would send once per micro-batch
+            return ("manual",)
+        return lowerings(lowering, mesh)
 
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""

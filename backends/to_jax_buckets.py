@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
+from pase.backends.jax_checked_step import CheckedStep
 from pase.backends.jax_delayed import DelayedState, DelayedStepper
 from pase.backends.jax_messages import Sending
 from pase.backends.jax_moves import moved
@@ -147,7 +148,7 @@ class PlanRunner:
     jax: JaxPlan
     optimizer: GradientTransformation
     mesh: JaxMesh
-    stepper: Stepper | DelayedStepper
+    stepper: Stepper | DelayedStepper | CheckedStep
 
     def init(self, params: Tree) -> RunState:
         """Parameters (arrays anywhere) in the plan's layouts, and the optimizer's first state."""

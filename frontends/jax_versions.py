@@ -357,14 +357,16 @@ def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
     return jax.make_jaxpr(both)(shapes, [s for s, on in zip(shapes, wrt, strict=True) if on])  # type: ignore[return-value]
 
 
-def without_dead_code(closed: Any) -> Any:
-    """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too."""
+def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
+    """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too.
+    needed: for each result, whether it is needed; the others leave. None: all are."""
     from jax.extend.core import ClosedJaxpr
     from jax.interpreters.partial_eval import dce_jaxpr
 
     jaxpr, consts = opened(closed)
-    needed, *_ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)  # type: ignore[arg-type]
-    return ClosedJaxpr(needed, consts)
+    used = [True] * len(jaxpr.outvars) if needed is None else list(needed)
+    live, *_ = dce_jaxpr(jaxpr, used, instantiate=True)  # type: ignore[arg-type]
+    return ClosedJaxpr(live, consts)
 
 
 def _debug_info_inside(eqn: Eqn) -> DebugInfo:

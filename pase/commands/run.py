@@ -23,6 +23,7 @@ from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
+    from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
     from pase.zoo import ZooModel
 
@@ -51,8 +52,9 @@ def run(
 
     On a machine without accelerators, the devices are JAX host devices. The command compares the loss, every gradient
     and every updated parameter with those of the unsharded step. It also compares the bytes that the compiled program
-    sends with the predicted bytes, except for a pipelined plan, which consists of many programs. The exit status is 1
-    if the numbers do not agree.
+    sends with the predicted bytes, except for a pipelined plan, which consists of many programs. Last, it checks each
+    gradient near these parameters: along lines of parameters, the loss must change by the gradient's integral. The exit
+    status is 1 if the numbers do not agree.
 
     \b
     Example:
@@ -69,7 +71,9 @@ def run(
         say("tracing")
         small = _placed(plan, devices, reduced)
         result = step_against_unsharded(small["plan"], small["model"], seed, say)
+        found = gradient_check(small["plan"], small["model"], seed, say)
     result |= {
+        "check": found.as_json(),
         "model": plan.model,
         "reduced": reduced,
         "devices": devices,
@@ -80,9 +84,11 @@ def run(
         print_json(result)
     else:
         _print(result)
-    if not result["agrees"]:
+        console().print(str(found), highlight=False)
+    if not result["agrees"] or found.verdict == "off":
         raise Infeasible(
-            "the sharded step differs from the unsharded one by more than rounding; please report it"
+            "the sharded step differs from the unsharded one by more than rounding, or its gradient is not the slope "
+            "of its loss; please report it"
         )
     strictly(plan.sound, strict)
 
@@ -201,6 +207,17 @@ def step_against_unsharded(
         ],
         "seconds": {"compile_and_step": seconds},
     }
+
+
+def gradient_check(
+    plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
+) -> GradientCheck:
+    """``plan.jax.check`` of the zoo model's step."""
+    from pase.backends.jax_plans import jax_plan
+    from pase.backends.jax_replicas import in_stages
+
+    in_jax = jax_plan(plan) if plan.pipeline is None else in_stages(plan)
+    return in_jax.check(*model.init(seed), seed=seed, progress=say)
 
 
 def _print(r: JsonObject) -> None:

@@ -1,0 +1,342 @@
+"""``plan.jax.check``: whether the gradient of a plan's step is the slope of its own loss.
+
+All runs on the plan's devices, in its layouts: the lines' directions have the layouts of gradients, and no array is
+whole on a device or on the host, except in the unsharded step that is the reference where it fits on one device.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.frontends.jax_doubts import doubts
+from pase.plan.gradient_check import GradientCheck, GradientReference
+from pase.plan.gradient_lines import POINTS, AlongLine, Line, parameter_checks
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Sharding
+
+    from pase.frontends.from_jax import TracedJax
+
+__all__ = ["CheckedProgram", "JaxSteps", "check_of"]
+
+_JITTER = 2.0**-6
+"""The lines start this far (relative) from the given parameters: at zeros, such as of a head that is not trained yet,
+gradients vanish that later do not."""
+
+_ALL_ZEROS = 0.1
+"""The scale of a parameter that is all zeros, such as a bias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedProgram:
+    """A plan's program as the check runs it.
+
+    run: (params, *batch) -> (loss, gradients of the trained leaves), on trees of arrays as placed. params, batch: these
+    trees. owners: for each array among the trained leaves (a leaf may be cut into several), the parameter's number in
+    ``names``. own_shapes: for each of them, its shape without the plan's padding. one: whether all arrays are on one
+    mesh, so that one program computes on all of them. lowering: in words.
+    """
+
+    run: Callable[..., tuple[Array, Tree]]
+    params: Tree
+    batch: tuple[Tree, ...]
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    own_shapes: tuple[tuple[int, ...], ...]
+    one: bool
+    lowering: str
+    coarsest: float
+    """The spacing of numbers above 1 in the coarsest dtype that it computes in."""
+
+
+def check_of(
+    program: CheckedProgram,
+    traced: TracedJax,
+    devices: int,
+    reference: Callable[[JaxSteps], GradientReference | str],
+    remarks: Sequence[str],
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None] | None,
+) -> GradientCheck:
+    """Run the check. reference: from the steps at their first point; a text says why there is none."""
+    began = time.perf_counter()
+    told = say if say is not None else (lambda text: None)
+    told("the step near the given parameters")
+    steps = JaxSteps(program=program, seed=seed)
+    notes = list(remarks)
+    if not steps.jittered:
+        notes.append("near these parameters the loss is not finite: the lines start at them exactly")
+    told("another program to compare with")
+    found = reference(steps)
+    beside = None if isinstance(found, str) else found
+    checks = parameter_checks(steps, beside, doubts(traced), seed, most_lines, told)
+    return GradientCheck(
+        model=traced.graph.name,
+        devices=devices,
+        lowering=program.lowering,
+        loss=steps.loss,
+        parameters=checks,
+        reference=beside,
+        no_reference=found if isinstance(found, str) else "",
+        remarks=tuple(notes),
+        steps=steps.count,
+        seconds=time.perf_counter() - began,
+    )
+
+
+class JaxSteps:
+    """The steps of one program along lines (``GradientSteps``)."""
+
+    def __init__(self, *, program: CheckedProgram, seed: int) -> None:
+        import jax
+
+        self.program, self.count = program, 0
+        flat, self._tree = jax.tree.flatten(program.params)
+        self._trained = [k for k, x in enumerate(flat) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+        self._all = flat
+        self._given = given = [flat[k] for k in self._trained]
+        self.start = self._moved_randomly(seed)
+        self.loss, self.gradient_tree = self._step(self.start)
+        self.jittered = math.isfinite(self.loss)
+        if not self.jittered:
+            self.start = given
+            self.loss, self.gradient_tree = self._step(self.start)
+        self.gradients = _leaves(self.gradient_tree)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.program.names
+
+    def along(self, line: Line) -> AlongLine:
+        """The step at nine points."""
+        toward = self._direction(line)
+        losses, slopes = [self.loss], [self._summed(self._dots(self.gradients, toward))]
+        for k in range(1, POINTS):
+            loss, grads = self._step(self.at(toward, k / (POINTS - 1)))
+            losses.append(loss)
+            slopes.append(self._summed(self._dots(_leaves(grads), toward)))
+        moved = np.sqrt(self._summed(self._squares(toward)))
+        reach = self.gradient_norms * moved
+        if line.direction == "random":
+            reach = reach / np.sqrt(self._elements)
+        return AlongLine(
+            losses=np.array(losses),
+            slopes=np.array(slopes),
+            reach=reach,
+            loss_eps=self._loss_eps,
+            slope_eps=self.program.coarsest,
+        )
+
+    @cached_property
+    def gradient_norms(self) -> np.ndarray:
+        """At the first point, by parameter."""
+        return np.sqrt(self._summed(self._squares(self.gradients)))
+
+    def at(self, toward: Sequence[Array], share: float) -> list[Array]:
+        """The trained arrays at a point of a line, in the plan's layouts."""
+        return self._each(
+            "moved", _moved, self.start, self.start, toward, [np.float32(share)] * len(self.start)
+        )
+
+    def whole(self, mine: Sequence[Array]) -> Tree:
+        """The parameters with these trained arrays."""
+        import jax
+
+        flat = list(self._all)
+        for k, x in zip(self._trained, mine, strict=True):
+            flat[k] = x
+        return jax.tree.unflatten(self._tree, flat)
+
+    def _step(self, mine: Sequence[Array]) -> tuple[float, Tree]:
+        import jax
+
+        self.count += 1
+        loss, grads = self.program.run(self.whole(mine), *self.program.batch)
+        self._loss_eps = float(jax.numpy.finfo(loss.dtype).eps)
+        return float(loss), grads
+
+    def _moved_randomly(self, seed: int) -> list[Array]:
+        toward = self._random("jitter", self._given, self._given, [_JITTER] * len(self._given), seed + 7)
+        return self._each(
+            "moved", _moved, self._given, self._given, toward, [np.float32(1)] * len(self._given)
+        )
+
+    @cached_property
+    def gradient_noise(self) -> np.ndarray:
+        """How much of the gradients changes when every parameter moves by one unit in its last place."""
+        import jax.numpy as jnp
+
+        units = [float(jnp.finfo(x.dtype).eps) for x in self.start]
+        toward = self._random("random", self.gradients, self.start, units, 11)
+        other = self._step(self.at(toward, 1.0))[1]
+        return np.sqrt(
+            self._summed(self._each("apart", _apart_by, None, self.gradients, _leaves(other)))
+        ) / np.where(self.gradient_norms > 0, self.gradient_norms, 1.0) + np.where(
+            self.gradient_norms > 0, 0.0, np.inf
+        )
+
+    def _random(
+        self, name: str, like: Sequence[Array], start: Sequence[Array], sizes: Sequence[float], seed: int
+    ) -> list[Array]:
+        keys = [np.array([seed, k], np.uint32) for k in range(len(sizes))]
+        by = [np.float32(x) for x in sizes]
+        return self._each(name, _randomly, like, start, self._given, by, keys, self._scales, self._own)
+
+    def _direction(self, line: Line) -> list[Array]:
+        moved = set(line.moved)
+        if line.direction == "random":
+            sizes = [line.size if i in moved else 0.0 for i in self.program.owners]
+            return self._random("random", self.gradients, self.start, sizes, line.seed)
+        given = self._summed(self._each("given", _square, None, self._given))
+        own = np.sqrt(given)
+        own = np.where(own > 0, own, _ALL_ZEROS * np.sqrt(self._elements))
+        norms = self.gradient_norms
+        factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
+        of = [np.float32(factors[i] if i in moved else 0.0) for i in self.program.owners]
+        return self._each("uphill", _uphill, self.gradients, self.start, self.gradients, of, self._own)
+
+    @cached_property
+    def _scales(self) -> list[np.float32]:
+        """How far zeros move, relative to the size of a line."""
+        squares = self._summed(self._each("given", _square, None, self._given)) / self._elements
+        scales = np.where(squares > 0, np.sqrt(squares), _ALL_ZEROS)
+        return [np.float32(scales[i]) for i in self.program.owners]
+
+    @cached_property
+    def _own(self) -> list[tuple[int, ...]]:
+        return list(self.program.own_shapes)
+
+    @cached_property
+    def _elements(self) -> np.ndarray:
+        """By parameter, without padding."""
+        return self._summed([float(math.prod(shape)) for shape in self.program.own_shapes])
+
+    def _summed(self, of: Sequence[Array | float]) -> np.ndarray:
+        """Numbers of arrays summed by parameter."""
+        out = np.zeros(len(self.program.names))
+        for i, x in zip(self.program.owners, of, strict=True):
+            out[i] += float(x)
+        return out
+
+    def _dots(self, grads: Sequence[Array], toward: Sequence[Array]) -> list[Array]:
+        return self._each("dot", _dot, None, grads, toward)
+
+    def _squares(self, of: Sequence[Array]) -> list[Array]:
+        return self._each("square", _square, None, of)
+
+    @cached_property
+    def _compiled(self) -> dict[str, Callable[..., list[Array]]]:
+        return {}
+
+    def _each(
+        self, name: str, fn: Callable[..., Array], like: Sequence[Array] | None, *columns: Sequence[Tree]
+    ) -> list[Array]:
+        """fn on each array; its results have the layouts of ``like``. One program if all are on one mesh."""
+        import jax
+
+        as_ = None if like is None else [x.sharding for x in like]
+        static = [k for k, c in enumerate(columns) if c is self._own]
+        given = [c for k, c in enumerate(columns) if k not in static]
+        own = self._own if static else [None] * len(columns[0])
+        if name not in self._compiled:
+            if self.program.one:
+
+                def on_all(*cols: Sequence[Array]) -> list[Array]:
+                    return [fn(*xs) if o is None else fn(*xs, o) for o, *xs in zip(own, *cols, strict=True)]
+
+                self._compiled[name] = jax.jit(on_all) if as_ is None else jax.jit(on_all, out_shardings=as_)
+            else:
+                self._compiled[name] = _apart(fn, own, as_)
+        return self._compiled[name](*given)
+
+
+def _apart(
+    fn: Callable[..., Array], own: Sequence[tuple[int, ...] | None], shardings: Sequence[Sharding] | None
+) -> Callable[..., list[Array]]:
+    """As ``fn`` on all arrays of one mesh, for arrays on several."""
+    import jax
+
+    each = []
+    for k, o in enumerate(own):
+        mine = fn if o is None else (lambda *xs, o=o: fn(*xs, o))
+        each.append(jax.jit(mine) if shardings is None else jax.jit(mine, out_shardings=shardings[k]))
+    return lambda *columns: [f(*xs) for f, *xs in zip(each, *columns, strict=True)]
+
+
+def _wide(x: Array) -> Array:
+    """In 32 bits at least."""
+    import jax.numpy as jnp
+
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _moved(x: Array, toward: Array, share: Array) -> Array:
+    return (_wide(x) + share * _wide(toward)).astype(x.dtype)
+
+
+def _to_end(x: Array, toward: Array, own: tuple[int, ...]) -> Array:
+    """The direction from x to a point that the dtype has; padding stays."""
+    import jax
+    import jax.numpy as jnp
+
+    for dim, (n, there) in enumerate(zip(own, x.shape, strict=True)):
+        if n < there:
+            toward = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < n, toward, 0)
+    end = (_wide(x) + toward).astype(x.dtype)
+    # Else the compiler may leave the rounding out.
+    return (_wide(jax.lax.optimization_barrier(end)) - _wide(x)).astype(x.dtype)
+
+
+def _randomly(x: Array, given: Array, size: Array, key: Array, scale: Array, own: tuple[int, ...]) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    seeded = jax.random.fold_in(jax.random.key(key[0]), key[1])
+    each, sign = jax.random.split(seeded)
+    by = jax.random.uniform(each, x.shape, jnp.float32, 0.5, 1.0)
+    far = jnp.abs(_wide(given))
+    far = jnp.where(far > 0, far, scale) * by * size
+    if jnp.iscomplexobj(x):
+        turn = jax.random.uniform(sign, x.shape, jnp.float32, 0.0, 2 * np.pi)
+        return _to_end(x, far * jnp.exp(1j * turn), own)
+    return _to_end(x, far * jnp.where(jax.random.bernoulli(sign, 0.5, x.shape), 1, -1), own)
+
+
+def _uphill(x: Array, gradient: Array, factor: Array, own: tuple[int, ...]) -> Array:
+    import jax.numpy as jnp
+
+    return _to_end(x, factor * jnp.conj(_wide(gradient)), own)
+
+
+def _dot(gradient: Array, toward: Array) -> Array:
+    """Re Σ g·D: for a complex parameter, jax.grad returns the derivative by its real part less i times the other."""
+    import jax.numpy as jnp
+
+    return jnp.sum(jnp.real(_wide(gradient) * _wide(toward)))
+
+
+def _apart_by(x: Array, other: Array) -> Array:
+    return _square(_wide(x) - _wide(other))
+
+
+def _leaves(tree: Tree) -> list[Array]:
+    import jax
+
+    found: list[Array] = jax.tree.leaves(tree)
+    return found
+
+
+def _square(x: Array) -> Array:
+    import jax.numpy as jnp
+
+    return jnp.sum(jnp.square(jnp.abs(_wide(x))))

@@ -1,0 +1,219 @@
+"""What a check of a plan's gradients found, parameter by parameter: as values, as text, and as JSON.
+
+``plan.jax.check`` and ``plan.torch.check`` make it (``pase.plan.gradient_lines`` has the numbers). There are two tests.
+The first needs nothing but the step itself: along a straight line of parameters, the loss must change by the integral
+of the gradient. The second compares each gradient with that of another program of the same model, where one fits.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+
+__all__ = ["GradientCheck", "GradientDifference", "GradientReference", "GradientVerdict", "ParameterCheck"]
+
+GradientVerdict = Literal["agrees", "off", "undecided"]
+
+_SHOWN = 12
+"""Lines of parameters in the text; the JSON form has all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientDifference:
+    """One parameter's gradient in two programs. largest: of the reference's elements, in absolute value; noise: how far
+    the reference's own gradient moves when all of its inputs are rounded differently."""
+
+    name: str
+    difference: float
+    largest: float
+    noise: float
+    eps: float
+    """The spacing of numbers just above 1 in the gradient's dtype."""
+
+    @property
+    def allowed(self) -> float:
+        """The largest difference that rounding explains. Sums in another order round differently: in each of log2(n)
+        levels of a tree of partial sums, which is below 32."""
+        return 16 * self.noise + 32 * self.eps * self.largest
+
+    @property
+    def verdict(self) -> GradientVerdict:
+        if not self.difference <= self.allowed:  # also if it is not a number
+            return "off"
+        return "undecided" if self.allowed > 0.1 * self.largest > 0 else "agrees"
+
+    @property
+    def relative(self) -> float:
+        """The difference, relative to the largest element."""
+        return self.difference / self.largest if self.largest else float("inf") * (self.difference > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientReference:
+    """The same gradients by another program. kind: which one, in words. exact: whether it is the user's own program on
+    one device, so that it is right by definition. loss_allowed: what rounding explains of the losses' difference."""
+
+    kind: str
+    exact: bool
+    loss: float
+    loss_reference: float
+    loss_allowed: float
+    differences: tuple[GradientDifference, ...]
+
+    @property
+    def loss_agrees(self) -> bool:
+        return abs(self.loss - self.loss_reference) <= self.loss_allowed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCheck:
+    """One trained parameter. why: what the verdict rests on.
+
+    measured, predicted: by how much the loss changes along the line that says most about it, and what the gradient says
+    of that; None if it was not moved by itself. resolution: an error of this part of the gradient, in any direction,
+    would just have shown; None if the loss does not depend on the parameter. difference: from the reference's gradient,
+    relative to its largest element; None without one.
+    """
+
+    name: str
+    verdict: GradientVerdict
+    why: str
+    measured: float | None = None
+    predicted: float | None = None
+    resolution: float | None = None
+    difference: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientCheck:
+    """Whether a plan's step computes the gradient of its own loss. steps: how many were run. seconds: that it took."""
+
+    model: str
+    devices: int
+    lowering: str
+    loss: float
+    parameters: tuple[ParameterCheck, ...]
+    reference: GradientReference | None
+    no_reference: str
+    """Why there is no reference; empty if there is one."""
+    remarks: tuple[str, ...]
+    steps: int
+    seconds: float
+
+    @property
+    def verdict(self) -> GradientVerdict:
+        found = {p.verdict for p in self.parameters}
+        if "off" in found or (self.reference is not None and not self.reference.loss_agrees):
+            return "off"
+        return "undecided" if "undecided" in found or not found else "agrees"
+
+    def by(self, verdict: GradientVerdict) -> tuple[ParameterCheck, ...]:
+        """The parameters of this verdict, the largest error first."""
+        mine = [p for p in self.parameters if p.verdict == verdict]
+        return tuple(sorted(mine, key=lambda p: -(p.difference or 0.0)))
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def as_json(self) -> JsonObject:
+        """Everything that was found, for programs."""
+        return {
+            "verdict": self.verdict,
+            "model": self.model,
+            "devices": self.devices,
+            "lowering": self.lowering,
+            "loss": _number(self.loss),
+            "reference": None
+            if self.reference is None
+            else {
+                "kind": self.reference.kind,
+                "loss": _number(self.reference.loss_reference),
+                "loss_allowed": _number(self.reference.loss_allowed),
+                "loss_agrees": self.reference.loss_agrees,
+            },
+            "no_reference": self.no_reference,
+            "parameters": [
+                {
+                    "name": p.name,
+                    "verdict": p.verdict,
+                    "why": p.why,
+                    "measured": _number(p.measured),
+                    "predicted": _number(p.predicted),
+                    "resolution": _number(p.resolution),
+                    "difference": _number(p.difference),
+                }
+                for p in self.parameters
+            ],
+            "remarks": list(self.remarks),
+            "steps": self.steps,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def raise_if_off(self) -> None:
+        """Raise PaseError that names the parameters whose gradient is off. Warns if some could not be decided."""
+        if self.verdict == "off":
+            raise PaseError(
+                f"this step does not compute the gradient of the model's loss:\n{self}\n"
+                "please report it with the plan (plan.save). Another lowering may be right: check it with "
+                "plan.jax.check(…, lowering='annotated')"
+            )
+        for remark in self.remarks:
+            warnings.warn(f"check of the gradients: {remark}", stacklevel=3)
+        if left := self.by("undecided"):
+            warnings.warn(
+                f"the check of the gradients could not decide {len(left)} of {len(self.parameters)} parameters: "
+                f"{left[0].name}: {left[0].why}; print(plan.jax.check(params, *batch)) shows all",
+                stacklevel=3,
+            )
+
+
+def _number(x: float | None) -> float | str | None:
+    """JSON has no infinity and no NaN."""
+    return x if x is None or abs(x) < float("inf") else str(x)
+
+
+_WORDS: dict[GradientVerdict, str] = {"agrees": "THEY AGREE", "off": "OFF", "undecided": "UNDECIDED"}
+
+
+def _lines(c: GradientCheck) -> Iterator[str]:
+    """At most 80 columns."""
+    yield from _wrapped(
+        f"gradients of {c.model} on {c.devices} device{'s' * (c.devices > 1)}, {c.lowering}: {_WORDS[c.verdict]}"
+    )
+    counts = [f"{len(some)} {word}" for word in _WORDS if (some := c.by(word))]
+    yield from _wrapped(
+        f"{len(c.parameters)} parameters: {', '.join(counts)} · loss {c.loss:.6g} · {c.steps} steps, {c.seconds:.1f} s"
+    )
+    if (ref := c.reference) is not None:
+        # A gradient that is rounding alone differs by as much as it is.
+        largest = max((d.relative for d in ref.differences if d.verdict != "undecided"), default=0.0)
+        yield from _wrapped(
+            f"against {ref.kind}: loss {ref.loss_reference:.6g} {'agrees' if ref.loss_agrees else 'IS ANOTHER'}, "
+            f"gradients differ by at most {largest:.1e} of the largest"
+        )
+    else:
+        yield from _wrapped(f"no other program to compare with: {c.no_reference}")
+    resolved = [p for p in c.parameters if p.resolution is not None]
+    if resolved:
+        worst = max(resolved, key=lambda p: p.resolution or 0.0)
+        yield from _wrapped(
+            f"along lines of parameters: an error of {worst.resolution:.1%} of a gradient shows ({worst.name})"
+        )
+    for word in ("off", "undecided"):
+        for p in c.by(word)[:_SHOWN]:
+            yield from _wrapped(f"{_WORDS[word]} {p.name}: {p.why}")
+        if (more := len(c.by(word)) - _SHOWN) > 0:
+            yield f"  … {_WORDS[word]} {more} more"
+    for remark in c.remarks:
+        yield from _wrapped(f"note: {remark}")
+
+
+def _wrapped(line: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(line, 80, subsequent_indent="    ", break_long_words=True, break_on_hyphens=False)

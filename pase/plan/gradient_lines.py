@@ -1,0 +1,394 @@
+"""The numbers of a check of gradients: the loss along lines of parameters against the integral of its gradient.
+
+Along x(s) = p + s·D, 0 ≤ s ≤ 1, the loss changes by ∫⟨g(x(s)), D⟩ds. A step returns loss and gradient, so both sides
+come from the same nine steps. A difference quotient needs short steps, where the rounding of the loss hides most of
+its change; an integral may be long. A kink (relu, max) costs it accuracy of the quadrature, which is measured.
+
+What is allowed follows from the same nine points: the difference of Simpson's rule from that of every second point, the
+scatter of the loss around a smooth curve (Student's t), and the spacing of the dtype in which the program computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from pase.files.progress import PieceOfWork
+from pase.plan.gradient_check import GradientDifference, GradientReference, GradientVerdict, ParameterCheck
+
+__all__ = [
+    "POINTS",
+    "AlongLine",
+    "GradientSteps",
+    "Line",
+    "LineResult",
+    "Scatter",
+    "judged",
+    "parameter_checks",
+]
+
+POINTS = 9
+"""Points of a line, its ends included."""
+
+_RESOLUTION = 0.1
+"""A line decides about a parameter if an error of this part of its gradient would show."""
+
+_STUDENT_T = (13.6, 7.3, 6.1, 5.6, 5.3, 5.1, 5.0, 4.9, 4.9, 4.8)
+"""Of 6, 12, … degrees of freedom (each line has nine points less a parabola's three): exceeded by one line in 10^5
+without any error."""
+
+_NOISE_ALONE = 0.1
+"""A gradient that changes by more than this part when its inputs are rounded differently is rounding itself: the key
+bias of an attention has no other gradient."""
+
+_FIRST_SIZE: Mapping[str, float] = {"random": 2.0**-4, "gradient": 2.0**-6}
+_LARGEST_SIZE = 0.5
+_TRIES = 4
+"""How often a line is made shorter or longer."""
+
+Direction = Literal["random", "gradient"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line of parameters, from the point at which all lines start.
+
+    random: each element moves by up to ``size`` times itself (zeros: times the parameter's root mean square, or 0.02 if
+    it is all zeros). gradient: the parameter moves along its gradient, by ``size`` times its own norm. moved: which
+    parameters; the others stay.
+    """
+
+    direction: Direction
+    moved: tuple[int, ...]
+    size: float
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlongLine:
+    """What the steps at the points of a line returned.
+
+    losses: float64 [points]. slopes: float64 [points, parameters], Re Σ g·D over the whole parameter; 0 where nothing
+    moves. reach: float64 [parameters], the typical |slope| of a gradient's error as large as the gradient itself:
+    |g|·|D|/√elements for a random direction, |g|·|D| along the gradient. loss_eps, slope_eps: the spacing of numbers
+    above 1 in the loss's dtype, and in the coarsest dtype that the program computes in.
+    """
+
+    losses: np.ndarray
+    slopes: np.ndarray
+    reach: np.ndarray
+    loss_eps: float
+    slope_eps: float
+
+
+class GradientSteps(Protocol):
+    """A framework's steps of a plan."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The trained parameters."""
+        ...
+
+    @property
+    def gradient_noise(self) -> np.ndarray:
+        """[parameters]: how much of the gradient changes when parameters are rounded differently, relative to it."""
+        ...
+
+    def along(self, line: Line) -> AlongLine:
+        """Run the step at each point of a line. With several processes, each gets the same numbers."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineResult:
+    """A line judged: the loss's change, the gradient's integral, and what explains a difference."""
+
+    measured: float
+    predicted: float
+    quadrature: float
+    rounding: float
+
+    @property
+    def allowed(self) -> float:
+        return self.quadrature + self.rounding
+
+    @property
+    def disagrees(self) -> bool:
+        return abs(self.measured - self.predicted) > self.allowed
+
+
+@dataclass(kw_only=True)
+class Scatter:
+    """How far losses scatter around a smooth curve, learned from line to line: sums of squares, one for each line."""
+
+    squares: list[float] = field(default_factory=list)
+
+    def allowed(self, mine: float, floor: float) -> float:
+        """What rounding explains of the difference of two losses of a line. mine: this line's sum of squares. floor:
+        the least standard deviation. A line that scatters much more than the others counts alone."""
+        dof = POINTS - 3
+        alone = math.sqrt(mine / dof)
+        bound = _STUDENT_T[0] * max(alone, floor)
+        if self.squares:
+            pooled = math.sqrt(math.fsum(self.squares) / (dof * len(self.squares)))
+            if alone > 2 * pooled:  # a rougher line, or one too curved for a parabola
+                return math.sqrt(2) * bound
+        self.squares.append(mine)
+        pooled = math.sqrt(math.fsum(self.squares) / (dof * len(self.squares)))
+        known = _STUDENT_T[min(len(self.squares), len(_STUDENT_T)) - 1]
+        return math.sqrt(2) * min(bound, known * max(pooled, floor))
+
+
+def judged(values: AlongLine, scatter: Scatter) -> LineResult:
+    """The loss's change along a line and the integral of its slope."""
+    f, d, h = values.losses, values.slopes.sum(axis=1), 1 / (POINTS - 1)
+    predicted, rougher = _simpson(d, h), _simpson(d[::2], 2 * h)
+    apart = f - f[0] - _cumulated(d, h)
+    s = np.linspace(0.0, 1.0, POINTS)
+    left = apart - np.polynomial.Polynomial.fit(s, apart, 2)(s)
+    floor = values.loss_eps * float(np.abs(f).max()) / 4
+    scale = max(abs(predicted), math.sqrt(float(values.reach @ values.reach)))
+    return LineResult(
+        measured=float(f[-1] - f[0]),
+        predicted=predicted,
+        quadrature=abs(predicted - rougher),
+        # Besides the loss's rounding a gradient's own, in a few ops one after the other.
+        rounding=scatter.allowed(float(left @ left), floor) + 4 * values.slope_eps * scale,
+    )
+
+
+def _simpson(d: np.ndarray, h: float) -> float:
+    return float(h / 3 * (d[0] + d[-1] + 4 * d[1:-1:2].sum() + 2 * d[2:-1:2].sum()))
+
+
+def _cumulated(d: np.ndarray, h: float) -> np.ndarray:
+    """The integral up to each point: Simpson's rule up to even ones, and from there the parabola's part."""
+    out = np.zeros(POINTS)
+    for k in range(0, POINTS - 1, 2):
+        out[k + 1] = out[k] + h / 12 * (5 * d[k] + 8 * d[k + 1] - d[k + 2])
+        out[k + 2] = out[k] + h / 3 * (d[k] + 4 * d[k + 1] + d[k + 2])
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OnLines:
+    """What lines of one direction say about a parameter."""
+
+    verdict: GradientVerdict
+    size: float
+    why: str = ""
+    resolution: float | None = None
+    result: LineResult | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Together:
+    """Parameters to move together."""
+
+    members: tuple[int, ...]
+    size: float
+    tries: int = 0
+    still: bool = False
+    """Parameters without gradients other than rounding: the loss should not change."""
+
+    def halves(self) -> list[_Together]:
+        half = len(self.members) // 2
+        return [replace(self, members=m) for m in (self.members[:half], self.members[half:]) if m]
+
+
+@dataclass(kw_only=True)
+class _LineSearch:
+    """Lines of one direction, all parameters together first, then fewer, until each is decided."""
+
+    steps: GradientSteps
+    direction: Direction
+    seed: int
+    scatter: Scatter
+    most: int
+    """Lines that may be run."""
+    say: Callable[[str], None]
+    lines: int = 0
+
+    def run(self, groups: Sequence[_Together]) -> dict[int, _OnLines]:
+        found: dict[int, _OnLines] = {}
+        waiting = list(groups)
+        while waiting:
+            group = waiting.pop()
+            if self.lines >= self.most:
+                why = "the lines allowed for the check were used up"
+                found |= dict.fromkeys(group.members, _OnLines(verdict="undecided", why=why, size=group.size))
+                continue
+            waiting += self._settled(group, found)
+        return found
+
+    def _settled(self, group: _Together, found: dict[int, _OnLines]) -> list[_Together]:
+        """Fills in what a line with these parameters decides; returns the groups that are left."""
+        values = self._along(group.members, group.size, self.seed)
+        if not np.isfinite(values.losses).all() or not np.isfinite(values.slopes).all():
+            return self._shorter(
+                group, found, "the loss or a gradient is not a finite number near these parameters"
+            )
+        result = judged(values, self.scatter)
+        if result.disagrees:
+            if len(group.members) > 1:
+                return _by_reach(group, values.reach).halves()
+            (only,) = group.members
+            found[only] = self._confirmed(only, group.size, result, values)
+            return []
+        if group.still:
+            why = "neither does the loss change along its lines, nor is its gradient more than rounding"
+            found |= dict.fromkeys(group.members, _OnLines(verdict="agrees", why=why, size=group.size))
+            return []
+        resolution = {i: result.allowed / max(float(values.reach[i]), 1e-300) for i in group.members}
+        decided = [i for i in group.members if resolution[i] <= _RESOLUTION]
+        for i in decided:
+            found[i] = _OnLines(verdict="agrees", resolution=resolution[i], result=result, size=group.size)
+        rest = tuple(i for i in group.members if i not in found)
+        if not rest:
+            return []
+        left = _by_reach(replace(group, members=rest), values.reach)
+        if result.quadrature > result.rounding:
+            why = "the loss is too rough along lines of this parameter"
+            return [left] if decided else self._shorter(left, found, why)
+        return self._longer(left, resolution, found)
+
+    def _longer(
+        self, group: _Together, resolution: Mapping[int, float], found: dict[int, _OnLines]
+    ) -> list[_Together]:
+        """The group on lines along which its slope is above the rounding of the loss."""
+        wanted = {i: 1.25 * group.size * resolution[i] / _RESOLUTION for i in group.members}
+        near = tuple(i for i in group.members if wanted[i] <= _LARGEST_SIZE)
+        far = tuple(i for i in group.members if wanted[i] > _LARGEST_SIZE)
+        again = []
+        if near and group.tries < _TRIES:
+            size = max(wanted[i] for i in near)
+            again.append(replace(group, members=near, size=size, tries=group.tries + 1))
+        elif near:
+            far = group.members
+        if far and group.size < _LARGEST_SIZE and group.tries < _TRIES:
+            again.append(replace(group, members=far, size=_LARGEST_SIZE, tries=_TRIES))
+        elif far:
+            why = "it changes the loss by less than rounding does"
+            found |= dict.fromkeys(far, _OnLines(verdict="undecided", why=why, size=group.size))
+        return again
+
+    def _shorter(self, group: _Together, found: dict[int, _OnLines], why: str) -> list[_Together]:
+        if group.tries < _TRIES:
+            return [replace(group, size=group.size / 4, tries=group.tries + 1)]
+        if len(group.members) > 1:
+            return [replace(g, tries=_TRIES // 2) for g in group.halves()]
+        found |= dict.fromkeys(group.members, _OnLines(verdict="undecided", why=why, size=group.size))
+        return []
+
+    def _confirmed(self, i: int, size: float, first: LineResult, values: AlongLine) -> _OnLines:
+        """A parameter by itself that disagreed: off if it does on a shorter line, too."""
+        again = judged(self._along((i,), size / 2, self.seed + 1), self.scatter)
+        if not again.disagrees:
+            why = "one of two lines disagrees: the loss may jump near these parameters"
+            return _OnLines(verdict="undecided", why=why, size=size)
+        reach = float(values.reach[i])
+        return _OnLines(
+            verdict="off",
+            why=f"along its {self.direction} line the loss changes by {first.measured:.4g}, its gradient says "
+            f"{first.predicted:.4g} (rounding explains {first.allowed:.1g})",
+            resolution=first.allowed / reach if reach else None,
+            result=first,
+            size=size,
+        )
+
+    def _along(self, members: tuple[int, ...], size: float, seed: int) -> AlongLine:
+        self.say(f"{self.direction} line {self.lines + 1}, {len(members)} parameters")
+        self.lines += 1
+        return self.steps.along(Line(direction=self.direction, moved=members, size=size, seed=seed))
+
+
+def _by_reach(group: _Together, reach: np.ndarray) -> _Together:
+    """Parameters that change the loss alike are next to each other."""
+    return replace(group, members=tuple(sorted(group.members, key=lambda i: -reach[i])))
+
+
+def parameter_checks(
+    steps: GradientSteps,
+    reference: GradientReference | None,
+    doubts: Mapping[str, str],
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None],
+) -> tuple[ParameterCheck, ...]:
+    """Each parameter's verdict.
+
+    doubts: parameter -> what of the program, between it and the loss, may have a gradient that is not the slope: a
+    stopped gradient, a derivative rule of the user's, a choice. It decides only if there is no reference.
+    """
+    found: list[dict[int, _OnLines]] = []
+    # Two random directions: one alone misses an error of the size of its resolution by chance.
+    passes: tuple[tuple[Direction, int], ...] = (
+        ("random", seed),
+        ("gradient", seed),
+        ("random", seed + 1000),
+    )
+    noise = steps.gradient_noise
+    still = tuple(i for i in range(len(noise)) if not noise[i] <= _NOISE_ALONE)
+    known = [i for i in range(len(noise)) if i not in still]
+    scatter, used = Scatter(), 0
+    for k, (direction, s) in enumerate(passes):
+        say(PieceOfWork("the loss along lines of parameters", k, len(passes)))
+        search = _LineSearch(
+            steps=steps, direction=direction, seed=s, scatter=scatter, most=most_lines - used, say=say
+        )
+        sizes = {i: found[0][i].size if k == 2 else _FIRST_SIZE[direction] for i in known}
+        groups = [
+            _Together(members=tuple(i for i in known if sizes[i] == size), size=size)
+            for size in sorted(set(sizes.values()))
+        ]
+        if still and k == 0:
+            groups.append(_Together(members=still, size=_LARGEST_SIZE / 4, still=True))
+        found.append(search.run(groups))
+        used += search.lines
+        known = [i for i in known if found[-1][i].verdict != "off"]
+    beside = {} if reference is None else {d.name: d for d in reference.differences}
+    return tuple(
+        _combined(name, [f[i] for f in found if i in f], reference, beside.get(name), doubts.get(name))
+        for i, name in enumerate(steps.names)
+    )
+
+
+def _combined(
+    name: str,
+    found: Sequence[_OnLines],
+    reference: GradientReference | None,
+    beside: GradientDifference | None,
+    doubt: str | None,
+) -> ParameterCheck:
+    """The verdict from the lines and from the reference. found: not empty."""
+    lines = next(f for v in ("off", "undecided", "agrees") for f in found if f.verdict == v)
+    kind = "" if reference is None else reference.kind
+    verdict, why = lines.verdict, lines.why
+    if beside is not None and reference is not None:
+        differs = f"its gradient differs from that of {kind} by {beside.relative:.2g} of the largest element"
+        if beside.verdict == "agrees" and lines.verdict != "agrees":
+            verdict, why = "agrees", f"its gradient is that of {kind}; {lines.why}"
+        elif beside.verdict == "off" and (reference.exact or lines.verdict == "off"):
+            verdict, why = "off", f"{differs}; {lines.why}" if lines.verdict == "off" else differs
+        elif beside.verdict == "off":
+            # One of the two programs is wrong, and the loss's slope does not say that it is this one.
+            verdict, why = "undecided", f"{differs}, but agrees with the slope of the loss"
+    if verdict == "off" and doubt is not None and (beside is None or beside.verdict == "undecided"):
+        verdict, why = (
+            "undecided",
+            f"{lines.why}, but {doubt} lies between it and the loss, so that may be meant",
+        )
+    seen = [f.resolution for f in found if f.resolution is not None]
+    return ParameterCheck(
+        name=name,
+        verdict=verdict,
+        why=why,
+        measured=None if lines.result is None else lines.result.measured,
+        predicted=None if lines.result is None else lines.result.predicted,
+        resolution=max(seen, default=None),
+        difference=None if beside is None else beside.relative,
+    )
