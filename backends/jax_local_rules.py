@@ -20,16 +20,17 @@ from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import source_line
-from pase.local.types import Extents, LocalResult
+from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
     from jax.lax import GatherScatterMode
     from jax.typing import DTypeLike
 
+    from pase.backends.jax_values import DeviceValue
     from pase.frontends.jax_versions import DebugInfo
 
-__all__ = ["LocalCall", "NotLowered", "evaluate", "plainly"]
+__all__ = ["LocalCall", "NotLowered", "check_sums", "evaluate", "plainly"]
 
 
 def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
@@ -50,6 +51,24 @@ def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         if shape is not None and tuple(x.shape) != shape:
             raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
+
+
+def check_sums(
+    program: LocalProgram, values: Sequence[DeviceValue], operands: Sequence[LocalOperand | None]
+) -> None:
+    """Raises NotLowered if the gradient of an operand is a sum over devices whose summands have eight bits: on one
+    device a product adds in the dtype of its result, and only the sum is rounded."""
+    import jax.numpy as jnp
+
+    for h, o in zip(values, operands, strict=True):
+        dtype = getattr(h.array, "dtype", None)
+        if o is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        back = o.transfer is not None and program.transfers[o.transfer].backward is not None
+        if jnp.finfo(dtype).bits <= 8 and (o.summed or (back and "partial" in o.gradient)):
+            raise NotLowered(
+                f"the gradient of '{o.tensor}' is a sum over devices, and each would round its summand to {dtype}"
+            )
 
 
 def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:

@@ -13,6 +13,7 @@ import pytest
 
 import pase
 from bench.cases.plans import case_of
+from pase.backends.jax_values import NotByHand
 from pase.backends.truth import compare, sharded_step, unsharded_step
 from pase.errors import PaseError
 from pase.local.lower import program_of
@@ -118,6 +119,67 @@ def test_the_default_plan_has_it(model):
         assert any(p.storage != p.state for p in plan.parameters.values())
         grads = plan.jax.value_and_grad()(*plan.jax.device_put(params, batch))[1]
         assert {k: e for k, e in off(grads, whole.gradients).items() if e > 1e-9} == {}
+
+
+held = jax.lax.stop_gradient
+
+READ_TWICE = {
+    "held first": lambda h, v: held(h) @ v * (h @ v),
+    "held second": lambda h, v: h @ v * (held(h) @ v),
+    "weight held first": lambda h, v: h @ held(v) * (h @ v),
+    "weight held second": lambda h, v: h @ v * (h @ held(v)),
+    "target": lambda h, v: (jnp.tanh(h @ v) - held(jnp.sin(h @ v))) ** 2,
+    "recomputed, then held": lambda h, v: jax.checkpoint(lambda h: jnp.sin(h @ v))(h) * held(h @ v),
+    "held in what is recomputed": lambda h, v: h @ v + jax.checkpoint(lambda h: held(h) * jnp.sin(h))(h) @ v,
+    "in a loop": lambda h, v: jax.lax.scan(
+        lambda c, _: (jnp.tanh(c @ v) + held(c @ v), None), h, None, length=2
+    )[0],
+    "in a branch": lambda h, v: jax.lax.cond(
+        h.sum() > 0, lambda h: held(h) @ v * h, lambda h: h @ v * jnp.sin(h), h
+    ),
+    "Newton": lambda h, v: (lambda y: y - (y * y - jnp.exp(h @ v)) / (2 * y))(
+        held(
+            jax.lax.fori_loop(
+                0, 3, lambda _, y: y - (y * y - held(jnp.exp(h @ v))) / (2 * y), jnp.ones_like(h @ v)
+            )
+        )
+    ),
+}
+"""Values with two readers, one of them behind ``stop_gradient``, or in a region that backward runs again."""
+
+
+def test_a_value_that_has_moved_is_kept_with_its_gradient():
+    def of(params, batch):
+        h = jnp.tanh(batch @ params["w"])
+        return sum((f(h, params["v"][name]) ** 2).mean() for name, f in READ_TWICE.items())
+
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        params = {name: jnp.asarray(rng.normal(size=(D, D)) / 2) for name in READ_TWICE}
+        params = {"w": jnp.asarray(rng.normal(size=(D, D)) / 2), "v": params}
+        batch, optimizer = jnp.asarray(rng.normal(size=(B, D))), optax.sgd(1e-2)
+        whole = unsharded_step(of, optimizer, params, batch)
+        step = sharded_step(
+            case_of(of, params, batch).plan("random1@2x2x2"), optimizer, params, batch, lowering="manual"
+        )
+        assert {k: e for k, e in off(step.gradients, whole.gradients).items() if e > 1e-9} == {}
+
+
+def test_summands_are_not_rounded_to_eight_bits():
+    """JAX rounds the gradient of an operand in fp8 once it is summed, and so does a step that is left to XLA."""
+
+    def of(params, x):
+        a, w = (y.astype(jnp.float8_e4m3fn) for y in (x, params["w"]))
+        return (jnp.dot(a, w, preferred_element_type=jnp.float32) ** 2).mean()
+
+    rng = np.random.default_rng(0)
+    params, x = ({"w": jnp.asarray(rng.normal(size=(D, D)), "float32")}, jnp.ones((B, D), "float32"))
+    plan = case_of(of, params, x).plan("data_parallel")
+    with pytest.raises(NotByHand, match=r"'dot_general' at .* summand to float8_e4m3fn"):
+        sharded_step(plan, optax.sgd(1e-2), params, x, lowering="manual")
+    with pytest.warns(UserWarning, match="left to XLA"):
+        grads = plan.jax.value_and_grad()(*plan.jax.device_put(params, x))[1]
+    np.testing.assert_array_equal(grads["w"], jax.grad(of)(params, x)["w"])
 
 
 def changed(program, tensor, **fields):
