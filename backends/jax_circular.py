@@ -21,6 +21,7 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax_blocks import loops_of, split_inputs
+from pase.frontends.jax_contexts import in_any_context
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
 from pase.plan.pipeline import PipelinePlan
@@ -50,7 +51,7 @@ class JaxCircular(JaxPlan):
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
         _annotated(lowering)
         self._functions.append("loss")
-        return _CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh)
+        return in_any_context(_CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh))
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
@@ -59,7 +60,7 @@ class JaxCircular(JaxPlan):
         _annotated(lowering)
         self._functions.append("value_and_grad")
         mesh = self.mesh() if mesh is None else mesh
-        return self.graded(_CircularLoss(plan=self, mesh=mesh), mesh)
+        return in_any_context(self.graded(_CircularLoss(plan=self, mesh=mesh), mesh))
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
         _annotated(lowering)

@@ -36,6 +36,7 @@ from pase.backends.jax_updates import (
     waiting_keys,
 )
 from pase.backends.jax_values import Arrivals, NotByHand, besides_equations, faults_at
+from pase.frontends.jax_contexts import without_mesh
 from pase.frontends.jax_leaves import arrays
 from pase.frontends.jax_versions import called, without_dead_code
 from pase.ir import named, simplify
@@ -329,6 +330,7 @@ class DelayedStepper:
     instead: Callable[[], Stepper] | None = None
     _made: dict[object, Stepper] = field(default_factory=dict, init=False, repr=False, compare=False)
 
+    @without_mesh()
     def __call__(self, params: Tree, state: Tree, *batch: Tree) -> Tree:
         given = state if isinstance(state, DelayedState) else DelayedState(optimizer=state)
         if _INSTEAD in self._made:
@@ -354,6 +356,7 @@ class DelayedStepper:
             self._made[made.key] = self._program(made)
         return self._made[made.key]
 
+    @without_mesh()
     def lower(self, params: Tree, state: Tree, *batch: Tree, iteration: int = 0) -> Tree:
         """Lower the program of an iteration on arrays or shapes, without running those before it. state: the
         optimizer's. Call ``.compile()`` on the result."""

@@ -25,6 +25,7 @@ from pase.backends.jax_stages import Stage, stages_of
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax_blocks import blocks_of
+from pase.frontends.jax_contexts import without_mesh
 from pase.frontends.jax_leaves import arrays, trained, untrained
 from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
@@ -135,6 +136,7 @@ class JaxPipeline:
         grid = np.array(as_linked(found)[:many], dtype=object).reshape(self.pipeline.degree, *inner.sizes)
         return jax.sharding.Mesh(grid, ("stage", *inner.names))
 
+    @without_mesh()
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch where the plan stores them. Parameters keep the model's own pytree, with stacks cut."""
         import jax
@@ -160,6 +162,7 @@ class JaxPipeline:
 
         return jax.tree.map(whole, tree, is_leaf=is_cut)
 
+    @without_mesh()
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
         return StagedOptimizer(homes=self.on(mesh).homes, optimizer=optimizer).init(params)
@@ -248,6 +251,7 @@ class JaxPipeline:
             )
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
+    @without_mesh()
     def on(self, mesh: JaxMesh | None) -> RunningStages:
         """The stages on a mesh from ``mesh``, compiled once."""
         made = self.mesh() if mesh is None else mesh
@@ -277,6 +281,7 @@ class StagedStep:
     optimizer: StagedOptimizer
     donate: bool
 
+    @without_mesh()
     def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
         mine, *given = self.placed(params, *batch)
         value, grads = self.running.value_and_grad(mine, *given)

@@ -17,6 +17,7 @@ from pase.backends.jax_stage_programs import StageProgram, StagePrograms, stage_
 from pase.backends.jax_stages import Stage, StageWeight
 from pase.backends.jax_walk import JaxprWalk
 from pase.frontends.jax_blocks import split_inputs
+from pase.frontends.jax_contexts import without_mesh
 from pase.frontends.jax_leaves import arrays, combine
 from pase.frontends.jax_types import Var
 from pase.frontends.jax_versions import is_literal, value_of
@@ -167,6 +168,7 @@ class RunningStages:
         made = x.sharding
         return NamedSharding(mesh, made.spec if isinstance(made, NamedSharding) else PartitionSpec())
 
+    @without_mesh()
     def loss(self, params: Tree, *batch: Tree) -> Tree:
         """The mean of the loss over the micro-batches."""
         run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
@@ -176,6 +178,7 @@ class RunningStages:
                 run.forget(k, micro)
         return run.value()
 
+    @without_mesh()
     def value_and_grad(self, params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
         """The mean of loss and gradients over the micro-batches, in the order of the schedule's list."""
         run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.frontends.jax_contexts import untyped, without_mesh
 from pase.frontends.jax_leaves import arrays
 from pase.pytree import Tree
 
@@ -47,6 +48,7 @@ class Stepper:
             donate_argnums=self.donate,
         )
 
+    @without_mesh()
     def __call__(self, *args: Tree) -> Tree:
         import jax
 
@@ -63,6 +65,7 @@ class Stepper:
         placed = jax.tree.map(_placed, self.padded(given), self.in_shardings)
         return self.whole(self.jitted(*placed))
 
+    @without_mesh()
     def lower(self, *args: Tree) -> Tree:
         """Lower on arrays or shapes, without running. Call ``.compile()`` on the result to compile it."""
         import jax
@@ -77,6 +80,7 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
     """Move arrays that are committed to another layout. jit itself handles the others."""
     import jax
 
+    x = untyped(x)
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return x
     return x if x.sharding.is_equivalent_to(sharding, x.ndim) else jax.device_put(x, sharding)

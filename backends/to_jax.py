@@ -28,6 +28,7 @@ from pase.backends.jax_walk import JaxprWalk
 from pase.backends.local_schedule import ProgramSchedule
 from pase.errors import PaseError
 from pase.frontends.from_jax import TracedJax
+from pase.frontends.jax_contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax_leaves import arrays, combine, trained, untrained
 from pase.ir import Place, named, simplify
 from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
@@ -212,7 +213,8 @@ class JaxPlan:
         self._functions.append("loss")
         if lowering == "auto" and self.traced.mode == "train":
             lowering = "annotated"
-        return lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
+        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
+        return in_any_context(made)
 
     def _constrained(self, mesh: JaxMesh) -> Callable[..., Tree]:
         """The user's function with constraints."""
@@ -300,14 +302,13 @@ class JaxPlan:
                     f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
                 )
             if lowering == "manual":
-                return graded_once(Manual(plan=self, mesh=mesh))
+                return in_any_context(graded_once(Manual(plan=self, mesh=mesh)))
             each = self._each_micro_batch(self.graded(self._constrained(mesh), mesh), mesh)
-            return by_hand_or_not(
-                lambda: graded_once(Manual(plan=self, mesh=mesh)), each, ", which sends at each micro-batch"
-            )
+            once = partial(graded_once, Manual(plan=self, mesh=mesh))
+            return in_any_context(by_hand_or_not(once, each, ", which sends at each micro-batch"))
         graded = self.graded(self._constrained(mesh), mesh)
         made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
-        return self._each_micro_batch(made, mesh)
+        return in_any_context(self._each_micro_batch(made, mesh))
 
     def _each_micro_batch(self, graded: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
         """f(params, *batch) over the whole batch, of one micro-batch's."""
@@ -344,19 +345,23 @@ class JaxPlan:
         split = split_inputs(self.traced)
         return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
 
+    @without_mesh()
     def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
         """Shardings of the optimizer's state. State that mirrors a parameter is stored like its gradient."""
         mesh = mesh if mesh is not None else self.mesh()
         params = trained(self._shapes()[0])
         return state_shardings(optimizer, params, self.gradient_shardings(mesh), mesh)
 
+    @without_mesh()
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
         trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays that are elsewhere.)"""
         import jax
 
         shardings = self.state_shardings(optimizer, mesh)
-        return jax.jit(optimizer.init, out_shardings=shardings)(trained(arrays(self.padded((params,))[0])))
+        return jax.jit(optimizer.init, out_shardings=shardings)(
+            trained(untyped(arrays(self.padded((params,))[0])))
+        )
 
     def _shapes(self) -> tuple[Tree, ...]:
         import jax
@@ -457,6 +462,7 @@ class JaxPlan:
         found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
         return combine(found, self.traced.kept[0])
 
+    @without_mesh()
     def check(
         self,
         params: Tree,
@@ -479,19 +485,22 @@ class JaxPlan:
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         ways = self._lowerings(lowering, mesh)
-        return check_plan(self, params, batch, mesh, ways, against, seed, most_lines, progress)
+        return check_plan(
+            self, untyped(params), untyped(batch), mesh, ways, against, seed, most_lines, progress
+        )
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
         if self.once != "none" and lowering == "auto":  # XLA would send once per micro-batch
             return ("manual",)
         return lowerings(lowering, mesh)
 
+    @without_mesh()
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
         """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""
         import jax
 
         shardings = self._in_shardings(mesh)
-        given = arrays(self.padded((params, *batch)))
+        given = untyped(arrays(self.padded((params, *batch))))
         shardings = shardings[: len(given)]
         placed = tuple(jax.tree.map(global_array, x, s) for x, s in zip(given, shardings, strict=True))
         return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

@@ -33,6 +33,7 @@ from pase.backends.jax_plans import jax_plan
 from pase.backends.jax_updates import DelayedIteration, OpenUpdate, WaitingGradients, settled
 from pase.backends.parameter_program import ParameterProgram, StoredParameter, parameter_program
 from pase.errors import PaseError
+from pase.frontends.jax_contexts import without_mesh
 from pase.frontends.jax_leaves import combine
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
@@ -150,11 +151,13 @@ class PlanRunner:
     mesh: JaxMesh
     stepper: Stepper | DelayedStepper | CheckedStep
 
+    @without_mesh()
     def init(self, params: Tree) -> RunState:
         """Parameters (arrays anywhere) in the plan's layouts, and the optimizer's first state."""
         (placed,) = self.jax.device_put(params, mesh=self.mesh)
         return RunState(params=placed, opt_state=self.jax.init(self.optimizer, params, self.mesh))
 
+    @without_mesh()
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
         """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
         if not isinstance(self.stepper, DelayedStepper):
@@ -167,6 +170,7 @@ class PlanRunner:
             )
         return after, value[0] if self.jax.traced.has_aux else value
 
+    @without_mesh()
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after applying the updates that are due after the last step."""
         if not isinstance(self.stepper, DelayedStepper):
@@ -264,6 +268,7 @@ class BucketRunner:
         paths = [_path_of(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
         return tuple(p for p, of in zip(paths, program.numbers, strict=True) if of[0] not in program.carried)
 
+    @without_mesh()
     def init(self, params: Tree) -> RunState:
         """Parameters (arrays anywhere) in the layouts of this runner, and the optimizer's first state."""
         import jax
@@ -272,6 +277,7 @@ class BucketRunner:
             params = jax.device_put(params, self._stored(params))
         return RunState(params=params, opt_state=self.optimizer.init(params))
 
+    @without_mesh()
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
         """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
         fn = self.program(state.params, state.iteration)
@@ -279,6 +285,7 @@ class BucketRunner:
         after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1, waiting=waiting)
         return after, loss
 
+    @without_mesh()
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
         """(parameters, optimizer state) after applying the updates that are due after the last step."""
         import jax

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
+from pase.frontends.jax_contexts import traced_in_context
 from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
 from pase.frontends.jax_generation import Generation, programs_of
@@ -149,6 +150,7 @@ def _paths(tree: Tree, alone: str = "params") -> tuple[str, ...]:
     return tuple(jax.tree_util.keystr(keys, simple=True, separator=".") or alone for keys, _ in found)
 
 
+@traced_in_context
 def trace(
     fn: Callable[..., Tree],
     params: Tree = None,

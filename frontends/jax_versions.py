@@ -48,6 +48,7 @@ __all__ = [
     "line_of_error",
     "literal_array",
     "opened",
+    "outside_jit",
     "pulled_back",
     "scan_groups",
     "source_line",
@@ -189,6 +190,13 @@ def line_of_error(error: BaseException | None) -> SourceLine:
         error = error.__cause__
     frames = traceback.extract_tb(None if error is None else error.__traceback__)
     return SourceLine(f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].name) if frames else NOWHERE
+
+
+def outside_jit() -> bool:
+    """Whether nothing is being traced."""
+    from jax._src.core import trace_state_clean
+
+    return bool(trace_state_clean())
 
 
 def scope(eqn: Eqn) -> str:
