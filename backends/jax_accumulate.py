@@ -26,6 +26,8 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
     import jax
     import jax.numpy as jnp
 
+    if plan.accumulate == 1:
+        return graded
     k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     threads, n = threads_of(plan), len(plan.traced.param_paths)

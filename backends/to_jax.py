@@ -283,7 +283,6 @@ class JaxPlan:
         """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
         gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
         stacked, except that values that ``carry`` threads are those of the last micro-batch."""
-
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
@@ -295,6 +294,7 @@ class JaxPlan:
                 "plan.jax.train_step, without micro-batches",
                 stacklevel=2,
             )
+        manual, graded = Manual(plan=self, mesh=mesh), self.graded(self._constrained(mesh), mesh)
         if self.once != "none":
             if lowering == "annotated":
                 raise PaseError(
@@ -302,17 +302,15 @@ class JaxPlan:
                     f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
                 )
             if lowering == "manual":
-                return in_any_context(graded_once(Manual(plan=self, mesh=mesh)))
-            each = self._each_micro_batch(self.graded(self._constrained(mesh), mesh), mesh)
-            once = partial(graded_once, Manual(plan=self, mesh=mesh))
-            return in_any_context(by_hand_or_not(once, each, ", which sends at each micro-batch"))
-        graded = self.graded(self._constrained(mesh), mesh)
-        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).value_and_grad, graded)
-        return in_any_context(self._each_micro_batch(made, mesh))
-
-    def _each_micro_batch(self, graded: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
-        """f(params, *batch) over the whole batch, of one micro-batch's."""
-        return graded if self.accumulate == 1 else summed(self, graded, self.gradient_shardings(mesh), mesh)
+                return in_any_context(graded_once(manual))
+            each = summed(
+                self, self.graded(self._constrained(mesh), mesh), self.gradient_shardings(mesh), mesh
+            )
+            return in_any_context(
+                by_hand_or_not(partial(graded_once, manual), each, ", which sends at each micro-batch")
+            )
+        made = lowered(lowering, mesh, manual.value_and_grad, graded)
+        return in_any_context(summed(self, made, self.gradient_shardings(mesh), mesh))
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
         """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
@@ -394,9 +392,7 @@ class JaxPlan:
         if check:
             step = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
             return CheckedStep(step=step, check=partial(self.check, mesh=mesh, lowering=lowering))
-        self._require_mode(
-            "train", "gradients to step along; plan.jax.step() and plan.jax.apply are what it has"
-        )
+        self._require_mode("train", "gradients; plan.jax.step() and plan.jax.apply are what it has")
         mesh = mesh if mesh is not None else self.mesh()
         training = Training(plan=self, optimizer=optimizer, mesh=mesh, donate=donate)
         ways = lowerings(lowering, mesh)
