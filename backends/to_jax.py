@@ -294,23 +294,19 @@ class JaxPlan:
                 "plan.jax.train_step, without micro-batches",
                 stacklevel=2,
             )
-        manual, graded = Manual(plan=self, mesh=mesh), self.graded(self._constrained(mesh), mesh)
+        manual, kept = Manual(plan=self, mesh=mesh), self.gradient_shardings(mesh)
+        graded = self.graded(self._constrained(mesh), mesh)
         if self.once != "none":
             if lowering == "annotated":
                 raise PaseError(
                     f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
                     f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
                 )
-            if lowering == "manual":
-                return in_any_context(graded_once(manual))
-            each = summed(
-                self, self.graded(self._constrained(mesh), mesh), self.gradient_shardings(mesh), mesh
-            )
-            return in_any_context(
-                by_hand_or_not(partial(graded_once, manual), each, ", which sends at each micro-batch")
-            )
+            each, more = summed(self, graded, kept, mesh), ", which sends at each micro-batch"
+            once = partial(graded_once, manual)
+            return in_any_context(once() if lowering == "manual" else by_hand_or_not(once, each, more))
         made = lowered(lowering, mesh, manual.value_and_grad, graded)
-        return in_any_context(summed(self, made, self.gradient_shardings(mesh), mesh))
+        return in_any_context(summed(self, made, kept, mesh))
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
         """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
