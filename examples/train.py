@@ -23,15 +23,16 @@ import pase
 
 
 class Block(nnx.Module):
-    """A pre-norm feed-forward block."""
+    """A pre-norm feed-forward block with dropout, whose random stream each step advances."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm(x)))))
 
 
 class Classifier(nnx.Module):
@@ -51,11 +52,9 @@ def main() -> None:
     steps = parser.parse_args().steps
 
     model = Classifier(rngs=nnx.Rngs(0))
-    graphdef, params = nnx.split(model, nnx.Param)
-    params = nnx.to_pure_dict(params)
 
-    def loss_fn(params, batch):
-        logits = nnx.merge(graphdef, params)(batch["x"])
+    def loss_fn(model, batch):
+        logits = model(batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
     rng = np.random.default_rng(0)
@@ -64,17 +63,16 @@ def main() -> None:
     batch = {"x": jnp.asarray(x), "y": jnp.asarray((x @ teacher).argmax(axis=1), dtype=jnp.int32)}
 
     plan = pase.compile(
-        loss_fn, params, batch, devices=len(jax.devices()), machine="1080tix8", mesh="data=4,model=2"
+        loss_fn, model, batch, devices=len(jax.devices()), machine="1080tix8", mesh="data=4,model=2"
     )
     print(plan)
 
     optimizer = optax.adamw(1e-3)
-    mesh = plan.jax.mesh()
-    step = plan.jax.train_step(optimizer, mesh)
-    params, batch = plan.jax.device_put(params, batch, mesh=mesh)
-    state = jax.jit(optimizer.init, out_shardings=plan.jax.state_shardings(optimizer, mesh))(params)
+    step = plan.jax.train_step(optimizer)
+    model, batch = plan.jax.device_put(model, batch)
+    state = plan.jax.init(optimizer, model)
     for i in range(steps):
-        params, state, loss = step(params, state, batch)
+        model, state, loss = step(model, state, batch)
         if i % 5 == 0 or i == steps - 1:
             print(f"step {i:3}  loss {float(loss):.4f}")
 

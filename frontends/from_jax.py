@@ -117,8 +117,14 @@ class TracedJax(registry.Traced):
 
     @property
     def has_aux(self) -> bool:
-        """Does the loss function return more than the loss?"""
-        return self.mode == "train" and len(self.jaxpr.out_avals) > 1
+        """Does the loss function return more than the loss? (What it returns may have no arrays: ``{}``.)"""
+        import jax
+
+        if self.mode != "train" or self.out_tree is None:
+            return False
+        _, aux = self.out_tree.children()
+        nothing: Tree = jax.tree.structure(None)
+        return aux != nothing
 
 
 def reads(model: object) -> bool:

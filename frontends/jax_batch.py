@@ -4,7 +4,7 @@ a micro-batch's."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, KEPT_WHOLE, TracedJax, inner_jaxpr
 from pase.frontends.jax_blocks import batch_size, split_inputs
 from pase.frontends.jax_rules import RULES, Elementwise
-from pase.frontends.jax_types import Eqn, Jaxpr, Var
+from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import NotInParts
 from pase.ir import Graph, Op
@@ -23,6 +23,7 @@ from pase.ir.batch_sums import ExamplesMeet, batch_sums
 
 if TYPE_CHECKING:
     from jax import Array
+    from jax.tree_util import PyTreeDef
 
     _Opened = tuple[Jaxpr, Sequence[Array]]  # a program and the values of its constants
 
@@ -64,6 +65,7 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
 
     part: the model on one of them; graph: its simplified graph.
     """
+    _check_handed_on(whole, k)
     try:
         sums = batch_sums(graph, _cut(whole), _BothPrograms(whole=whole, part=part, k=k).power)
     except ExamplesMeet as e:
@@ -84,6 +86,38 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
             f"a step in {k} micro-batches would give other numbers: the loss of '{whole.graph.name}' is {grows}, and "
             f"a JAX step takes the mean of its micro-batches' losses: divide it by the batch's size (jnp.mean)"
         )
+
+
+def _check_handed_on(whole: TracedJax, k: int) -> None:
+    """Raises NotInParts if an argument without a batch dim comes back beside the loss and ``carry`` does not say so:
+    state, such as batch statistics, that each micro-batch would take from the last step instead of the last one."""
+    if whole.mode != "train" or whole.out_tree is None:
+        return
+    avals, first, split = whole.jaxpr.in_avals, len(whole.param_paths), split_inputs(whole)
+    returned = list(_subtrees(whole.out_tree, whole.jaxpr.out_avals, 0))
+    for number, form in enumerate(whole.in_tree.children()[1:]):
+        leaves = range(first, first + form.num_leaves)
+        first += form.num_leaves
+        cut = [split[i - len(whole.param_paths)] for i in leaves]
+        if form.num_nodes == 1 or all(cut) or any(i in whole.held for i in leaves):
+            continue
+        mine = [(avals[i].shape, avals[i].dtype) for i in leaves]
+        if (form, mine) in returned:
+            raise NotInParts(
+                f"a step in {k} micro-batches would give other numbers: argument {number} of the batch comes back "
+                f"beside the loss, and each micro-batch would begin with the step's: say that it is handed on, with "
+                f"carry={{{number}: place}}, for example carry={{{number}: (1, 'batch_stats')}}"
+            )
+
+
+def _subtrees(
+    form: PyTreeDef, avals: Sequence[Aval], at: int
+) -> Iterator[tuple[PyTreeDef, list[tuple[object, object]]]]:
+    """Each part of a result: its form, and shape and dtype of its leaves."""
+    yield form, [(a.shape, a.dtype) for a in avals[at : at + form.num_leaves]]
+    for child in form.children():
+        yield from _subtrees(child, avals, at)
+        at += child.num_leaves
 
 
 def _total_of_loss(graph: Graph, totals: Collection[str]) -> str | None:

@@ -10,6 +10,7 @@ from typing import Literal
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
 from pase.frontends.jax_modules import ModuleFunction
+from pase.frontends.jax_state import written_state
 from pase.frontends.jax_types import ClosedJaxpr
 from pase.pytree import Tree
 
@@ -108,9 +109,11 @@ def program_of(
     threads: dict[Tree, Tree] = {}
 
     def run(*arrays: Tree) -> Tree:
-        out = fn(*jax_leaves.combine(arrays, kept))
+        with written_state(called) as state:
+            out = fn(*state.given(jax_leaves.combine(arrays, kept)))
+        named = {**state.carried(out, 2 if mode == "step" else 1), **(carry or {})}
         leaves = jax.tree.leaves(jax_leaves.arrays(out))
-        found = threaded(mode, carry, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
+        found = threaded(mode, named, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
         out = jax_leaves.loss_and_aux(out) if mode == "train" else out
         before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
             leaves
