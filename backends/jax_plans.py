@@ -5,11 +5,12 @@ from __future__ import annotations
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
 from pase.frontends.from_jax import TracedJax
+from pase.frontends.jax_modules import ModuleFunction
 from pase.plan.buckets import model_of
 from pase.plan.constraints import Constraints
 from pase.plan.types import PlanData
 
-__all__ = ["jax_plan", "traced_by_jax"]
+__all__ = ["jax_plan", "modules_of", "traced_by_jax"]
 
 
 def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
@@ -23,6 +24,11 @@ def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax
         "there is no JAX program to constrain: use 'pase emit' to write the plan for other frameworks",
     )
     return micro(traced, micro_batches or plan.accumulate)
+
+
+def modules_of(plan: PlanData) -> ModuleFunction | None:
+    """The plan's function if it takes Flax NNX modules."""
+    return plan.traced.modules if isinstance(plan.traced, TracedJax) else None
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_manual import lowerings
-from pase.backends.jax_plans import jax_plan, traced_by_jax
+from pase.backends.jax_plans import jax_plan, modules_of
 from pase.backends.jax_replicas import in_stages
 from pase.backends.jax_values import NotByHand
 from pase.backends.to_jax import JaxPlan, Lowering
@@ -282,7 +282,7 @@ def sharded_step(
 
 def _arguments(plan: PlanData, *args: Tree) -> tuple[Tree, ...]:
     """The arguments of the plan's program: of a function of modules, those of the pure one."""
-    modules = traced_by_jax(plan).modules
+    modules = modules_of(plan)
     return args if modules is None else modules.open_all(args).arguments
 
 

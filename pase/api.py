@@ -151,7 +151,7 @@ class Plan(PlanData):
         """
         from pase.backends.jax_module_plan import of_modules
         from pase.backends.jax_module_stages import staged_of_modules
-        from pase.backends.jax_plans import jax_plan, traced_by_jax
+        from pase.backends.jax_plans import jax_plan, modules_of
         from pase.backends.jax_replicas import in_stages
 
         if self.traced is None and self.model.startswith("zoo:"):
@@ -163,7 +163,7 @@ class Plan(PlanData):
         )
         if self.pipeline is None:
             return of_modules(jax_plan(self))
-        return staged_of_modules(in_stages(self), traced_by_jax(self).modules)
+        return staged_of_modules(in_stages(self), modules_of(self))
 
     @cached_property
     def torch(self) -> TorchPlan | TorchPipeline:
