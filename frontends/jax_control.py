@@ -213,7 +213,7 @@ def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
         inner.constants(jaxpr)
         lower.bind(inner, jaxpr.invars, eqn.invars[1:])
         inner.eqns(jaxpr.eqns, prefix)
-        lower.write(eqn.outvars, [inner.read(v) for v in jaxpr.outvars])
+        lower.write(eqn.outvars, [inner.of(v) for v in jaxpr.outvars])
         return
     body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
     inner.constants(body)

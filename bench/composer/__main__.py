@@ -68,13 +68,11 @@ def look(server: Server, spec: Spec, smallest: bool) -> None:
     """Print one program and how it ends, or the smallest that ends so."""
     from importlib import import_module
 
-    if smallest:
-        (row,) = rows(server, [spec])
-        ends = ended(row)
-        print(f"{ends}: {spec}", flush=True)
+    (row,) = rows(server, [spec])
+    ends = ended(row)
+    print(f"{ends}: {spec}", flush=True)
+    if smallest and ends != "agrees":
         spec, row = shrunk(server, spec, lambda r: ended(r) == ends)
-    else:
-        (row,) = rows(server, [spec])
     print(import_module(MODULES[server.framework]).written(spec))
     print(json.dumps(row, indent=1))
 

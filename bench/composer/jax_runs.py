@@ -131,8 +131,8 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
     bound = tolerance(program.epsilon)
     before = jax.tree_util.tree_leaves_with_path(program.params)
     found = []
-    for i, (a, b) in enumerate(zip(whole.losses, split.losses, strict=True)):
-        found.append(Difference(what=f"loss {i}", off=abs(a - b) / (max(abs(a), 1e-3) * bound)))
+    for i, (right, mine) in enumerate(zip(whole.losses, split.losses, strict=True)):
+        found.append(Difference(what=f"loss {i}", off=abs(right - mine) / (max(abs(right), 1e-3) * bound)))
     after = [jax.tree.leaves(t.params) for t in (whole, split)]
     rows = []
     for (path, start), a, b in zip(before, *after, strict=True):
@@ -149,7 +149,8 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
         off = float(np.abs(a - b).max())
         found.append(Difference(what=name, off=off / allowed if allowed else float(off > 0) * np.inf))
     metrics = [jax.tree_util.tree_leaves_with_path(jax.device_get(t.metrics)) for t in (whole, split)]
-    for (path, said), (_, other) in zip(*metrics, strict=True):
+    for (path, said), (_, got) in zip(*metrics, strict=True):
+        other = np.asarray(got)
         if np.ndim(other) > np.ndim(said):  # of a step in micro-batches, those of each are stacked
             other = other.mean(0)
         size, apart = float(np.abs(said).max()), float(np.abs(said - other).max())
