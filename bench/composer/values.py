@@ -154,7 +154,8 @@ def codebook(m: Maker) -> Apply:
             env.metrics[m.name] = 0.9 * book + 0.1 * jnp.einsum(
                 "bsn,bsd->nd", chosen, lax.stop_gradient(y)
             ) / len(x)
-        return y + lax.stop_gradient(code - y)
+        # Tokens of one code would be equal but for rounding, and a maximum over them anyone's choice.
+        return x + y + lax.stop_gradient(code - y)
 
     return apply
 
@@ -398,6 +399,7 @@ def linen_module(m: Maker) -> Apply:
         nn.RNN(nn.GRUCell(d, param_dtype=jnp.float64)),
         nn.Conv(d, (3,), param_dtype=jnp.float64),
     )
+    m.epsilon = max(m.epsilon, 2.0**-23)
     shapes_ = jax.eval_shape(module.init, jax.random.key(0), jax.ShapeDtypeStruct((b, s, d), jnp.float64))
     name = m.leaf(jax.tree.map(lambda a: m.normal(*a.shape, scale=0.3), shapes_["params"]))
     return lambda p, x, env: x + module.apply({"params": p[name]}, x)
@@ -410,6 +412,7 @@ def nnx_module(m: Maker) -> Apply:
 
     d = m.shape[2]
     rngs = nnx.Rngs(m.part.seed % 1000)
+    m.epsilon = max(m.epsilon, 2.0**-23)  # its attention is jax.nn's, whose scores are float32
     module = m.choose(
         lambda: nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64),
         lambda: nnx.LayerNorm(d, rngs=rngs, param_dtype=jnp.float64),
