@@ -8,7 +8,7 @@ rule are kept whole. Loops, branches and rematerialised regions are rebuilt arou
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends import jax_attention, jax_convolution
@@ -41,13 +41,19 @@ class JaxprWalk:
 
     plan: JaxPlan
     mesh: JaxMesh
+    in_branch: bool = False
+    """Whether it walks a branch of a conditional."""
 
     def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
         import jax
 
+        # XLA refuses branches whose results have different shardings; results are also the residuals and gradients that
+        # backward needs. A result behind a barrier has no sharding.
+        barrier = jax.lax.optimization_barrier if self.in_branch and placements else lambda x: x
+        value = barrier(value)
         for placement in placements:
             value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
-        return value
+        return barrier(value)
 
     def _led(self, value: Array, route: Route) -> Array:
         """The value after a route's layouts."""
@@ -293,15 +299,17 @@ class JaxprWalk:
         traced = self.plan.traced
         index, *operands = ins
 
+        walk = replace(self, in_branch=True)
+
         def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
             def run(*args: Array) -> list[Array]:
                 inside: Copies = {}
-                outs = self.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
+                outs = walk.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
                 keys = [at.its("out", k, j) for j in range(len(outs))]
                 names = [traced.operands[key][0] for key in keys]
-                outs = self._settled(at, "out", outs, names, inside, k)
+                outs = walk._settled(at, "out", outs, names, inside, k)
                 left = [traced.results[key][0] for key in keys]
-                return [self._read(x, at, t, inside) for x, t in zip(outs, left, strict=True)]
+                return [walk._read(x, at, t, inside) for x, t in zip(outs, left, strict=True)]
 
             return run
 

@@ -26,6 +26,8 @@ from bench.composer.spec import Spec, parse
 from bench.provenance import BEGAN, RESULTS, save
 
 SEEDS = {"jax": 5000, "torch": 2000}
+ROW = ("program", "patterns", "commit", "ends", "cpu_s")
+"""What the result file holds of each program, in this order."""
 
 
 def numbers(text: str) -> list[int]:
@@ -93,7 +95,7 @@ def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> 
 def write(found: Mapping[str, Any], file: Path) -> None:
     """All rows, and what they come to. Of rows that agree the file holds the program alone."""
     order = {k: found[k] for k in sorted(found, key=int)}
-    kept = {k: (row["program"], row["patterns"], row["commit"], row["ends"]) for k, row in order.items()}
+    kept = {k: [row.get(name) for name in ROW] for k, row in order.items()}
     commits: dict[str, int] = {}
     for row in order.values():
         commits[str(row["commit"])] = commits.get(str(row["commit"]), 0) + 1
@@ -104,9 +106,8 @@ def read(file: Path) -> dict[str, Any]:
     """The rows of a result file, by seed."""
     if not file.exists():
         return {}
-    names = "program", "patterns", "commit", "ends"
     held = json.loads(file.read_text())["programs"]
-    return {k: dict(zip(names, row, strict=True)) for k, row in held.items()}
+    return {k: dict(zip(ROW, row, strict=True)) for k, row in held.items()}
 
 
 def main() -> None:

@@ -102,7 +102,7 @@ def _method(program: JaxProgram, number: int) -> Plan | None:
 def _compiled(program: JaxProgram, kind: str) -> Plan | None:
     """As a user compiles it, on a machine on which it is worth splitting."""
     import pase
-    from pase.errors import Infeasible
+    from pase.errors import Infeasible, PaseError
 
     def compiled(**options: Any) -> Plan:
         given: dict[str, Any] = {"devices": DEVICES, "machine": slow_machine(), "work": 5.0} | options
@@ -124,4 +124,9 @@ def _compiled(program: JaxProgram, kind: str) -> Plan | None:
         plan = compiled(**options[kind]())
     except Infeasible:
         return None
+    except PaseError as e:
+        # What was asked for does not apply to the program; that is no gap in what it may hold.
+        if "cannot be run in stages" in str(e) or "has no repeated block" in str(e):
+            return None
+        raise
     return plan.scheduled() if kind == "scheduled" else plan

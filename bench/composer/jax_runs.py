@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -161,11 +162,12 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
 
 def attempt(spec: Spec) -> dict[str, Any]:
     """The row of a program: what it is made of, and how each of its ways to be run ended."""
-    trial = Trial(spec)
+    trial, began = Trial(spec), time.process_time()
     row: dict[str, Any] = {"program": str(spec), "patterns": list(trial.program.patterns)}
     if trial.program.epsilon > 2.0**-52:
         row["epsilon"] = trial.program.epsilon
-    return row | {"ends": {m: trial.outcome(m).row() for m in spec.manners}}
+    row["ends"] = {m: trial.outcome(m).row() for m in spec.manners}
+    return row | {"cpu_s": round(time.process_time() - began, 2)}
 
 
 def written(spec: Spec) -> str:
