@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import jax
+import pytest
+
+from bench.composer.jax_runs import attempt
 from bench.composer.runner import counted, ended
 from bench.composer.spec import parse
 
@@ -31,3 +35,21 @@ def test_a_program_ended_as_the_worst_of_its_ways():
     assert found["ends"] == {"wrong": 1} and found["patterns"]["weight:exp"] == {"wrong": 1}
     assert found["ways"] == {"default": {"agrees": 1}, "random": {"wrong": 1}}
     assert list(found["not agreeing"]) == ["7"]
+
+
+FOUND = [
+    # jnp.diagonal, evaluated whole on a part of its operand
+    "8,4,8 | contrastive.10478! @ default/auto/adam",
+    # a view of a parameter that merges dims, whose gradient is split by the state
+    "16,8,16 bilinear.44727 | mean_square.0! @ random916@2x2x2/auto/sgd",
+    # a conditional whose branches had unlike shardings
+    "8,8,8 | cross_entropy.22680 @ random366@2x2/annotated/sgd",
+]
+"""Programs that were wrong or refused by XLA."""
+
+
+@pytest.mark.parametrize("line", FOUND)
+def test_programs_that_failed_agree(line):
+    with jax.enable_x64(True):
+        row = attempt(parse(line))
+    assert [e["end"] for e in row["ends"].values()] == ["agrees"], row
