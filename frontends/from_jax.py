@@ -435,8 +435,15 @@ class _JaxLowering:
         )
 
     def _primitive(self, eqn: Eqn) -> None:
-        made = RULES[eqn.primitive.name](self.b, eqn, [self.read(v) for v in eqn.invars])
-        self.write(eqn.outvars, made)
+        try:
+            made = RULES[eqn.primitive.name](self.b, eqn, [self.read(v) for v in eqn.invars])
+        except UnknownOp:  # a kernel without a cost
+            if self.unknown != "replicate":
+                raise
+            self.b.remark_unknown(eqn.primitive.name)
+            self.replicate(eqn, 0.0)
+        else:
+            self.write(eqn.outvars, made)
 
     def _call(self, eqn: Eqn, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)

@@ -103,7 +103,8 @@ def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence
         return nests.opaque(b, name, inputs, outs, flops=float(estimate.flops))
     raise UnknownOp(
         f"the Pallas kernel '{name}' at {b.source or 'an unknown line'} has no cost: give it one with "
-        f"pase.register_kernel('{name}', FLOPS), or cost_estimate= in pallas_call"
+        f"pase.register_kernel('{name}', FLOPS), or cost_estimate= in "
+        f"pallas_call, or pass unknown='replicate' (it is then not split, and its FLOPs are not priced)"
     )
 
 

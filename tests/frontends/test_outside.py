@@ -36,6 +36,15 @@ def test_a_kernel_without_a_cost_asks_for_one() -> None:
         trace(kernel, W, X)
 
 
+def test_a_kernel_without_a_cost_is_replicated_on_request() -> None:
+    """It runs whole on every device, and a remark says that it is not priced."""
+    graph = trace(kernel, W, X, unknown="replicate").graph
+    (dims,) = (n.space.dims for n in graph.nodes if n.ops[0].name == "pallas_call")
+    assert all(d.kind == "replicated" for d in dims)
+    (remark,) = graph.remarks
+    assert "no rule for 'pallas_call'" in remark.what
+
+
 def test_a_kernel_costs_what_is_said() -> None:
     def flops(*given: Any, **options: Any) -> float:
         graph = trace(lambda p, x: kernel(p, x, **options), W, X).graph
