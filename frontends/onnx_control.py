@@ -1,7 +1,7 @@
 """Control flow of ONNX.
 
-A branch that is known to be taken is inlined. Other branches are lowered as those of JAX are (``jax_control``). A loop
-is one op that is not split, and costs as much as its body times the number of iterations (one, if unknown).
+A branch that is known to be taken is inlined. Other branches, and loops that turn a known number of times, are lowered
+as those of JAX are (``jax_control``). Any other loop is one op that is not split, and costs as much as its body.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pase.frontends.onnx_values import OnnxCall
 from pase.frontends.registry import Control, lowers_bodies
 from pase.frontends.values import Value
 from pase.ir import Scope, Tensor
-from pase.ops import GraphBuilder, branches
+from pase.ops import GraphBuilder, branches, loops
 from pase.ops.loops import body_flops
 from pase.registry import Registry
 
@@ -54,8 +54,8 @@ def captures(n: GraphProto) -> set[str]:
 
 def _apart(
     low: OnnxLowering, c: OnnxCall, graph: GraphProto, ins: Sequence[Value], path: str
-) -> tuple[list[Value], float, dict[str, Value]]:
-    """A body lowered separately: its results, the FLOPs of one iteration, and what it reads from enclosing graphs."""
+) -> tuple[list[Value], GraphBuilder, dict[str, Value]]:
+    """A body lowered separately: its results, its loop nests, and what it reads from enclosing graphs."""
     inner = _body(low, c, path, f"{path}.")
     inner.b, inner.captured, inner.apart = GraphBuilder(name="body"), {}, inner
     inner.initializers(graph)
@@ -65,12 +65,99 @@ def _apart(
         inner.env[v.name] = apart_value(value)
     inner.nodes(graph, "")
     outs = [inner.find(o.name, c.place) for o in graph.output]
-    low.b.remarks += inner.b.remarks
+    return outs, inner.b, inner.captured
+
+
+def _whole(
+    low: OnnxLowering,
+    c: OnnxCall,
+    body: GraphBuilder,
+    times: int,
+    results: Sequence[tuple[tuple[int, ...], str]],
+    reads: Mapping[str, Value],
+) -> Sequence[Value]:
+    """A loop as one op that is not split."""
+    flops = body_flops(body)
+    low.b.remarks += body.remarks
     low.b.remark(
-        "opaque",
-        f"{c.place} is not split: every device does all of its work, {body_flops(inner.b):.3g} FLOPs an iteration",
+        "opaque", f"{c.place} is not split: every device does all of its work, {flops:.3g} FLOPs an iteration"
     )
-    return outs, body_flops(inner.b), inner.captured
+    return low.replicate(c, max(flops, 1.0) * max(times, 1), {}, results, list(reads.values()))
+
+
+def _even(init: Sequence[Value], outs: Sequence[Value]) -> bool:
+    """Can a loop be lowered: is every value a tensor with elements, and does what it carries keep its shape?"""
+    kept = all(v.shape == o.shape and v.dtype == o.dtype for v, o in zip(init, outs, strict=False))
+    return kept and all(v.items is None and v.elements and v.dtype != "string" for v in (*init, *outs))
+
+
+def _turned(
+    low: OnnxLowering,
+    c: OnnxCall,
+    graph: GraphProto,
+    path: str,
+    turns: int,
+    lead: Sequence[Value],
+    carried: Sequence[Value],
+    sliced: Sequence[tuple[Value, int]],
+    out_axes: Sequence[int],
+) -> list[Value]:
+    """The body once, times its turns: what it carries, then what all turns make.
+
+    lead: what each turn is given first, none of it data. sliced: (value, the dim along which each turn has a slice).
+    out_axes: the dims along which results are stacked.
+    """
+    b, at, source = low.b, low.b.eqn, low.b.source
+    inner = _body(low, c, path, f"{path}.")
+    inner.initializers(graph)
+    _settled(low, c, inner, graph)
+    init = [b.carry(c.tensor(v), at.its("carry", k)) for k, v in enumerate(carried)]
+    stacks = []
+    for k, (v, axis) in enumerate(sliced):
+        b.eqn = at.its("xs", k)
+        t = c.tensor(c.transpose(v, [axis, *(i for i in range(len(v.shape)) if i != axis)]))
+        stacks.append(loops.settle(b, t, "loop_xs") if t.role == "activation" else t)
+    with b.region("loop", f"{path}.", times=turns):
+        slices = []
+        for k, t in enumerate(stacks):
+            b.eqn = at.its("x", k)
+            slices.append(loops.unstack(b, t))
+        for named, v in zip(graph.input, [*lead, *map(c.value, (*init, *slices))], strict=True):
+            inner.env[named.name] = v
+        inner.nodes(graph, f"{path}.")
+        b.source = source
+        made = []
+        for k, out in enumerate(graph.output[len(graph.output) - len(init) - len(out_axes) :]):
+            b.eqn = at.its("y", k)
+            t = c.tensor(inner.find(out.name, c.place))
+            made.append(t if k < len(init) else loops.stack(b, t, turns, (turns, *t.shape)))
+        for before, after in zip(init, made, strict=False):
+            if before.name != after.name:
+                b.close_carry(before, after)
+    b.eqn = at
+    results = [c.value(t) for t in init]
+    for t, axis in zip(made[len(init) :], out_axes, strict=True):
+        rest = list(range(1, len(t.shape)))
+        results.append(c.transpose(c.value(t), [*rest[:axis], 0, *rest[axis:]]))
+    return results
+
+
+def _settled(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: GraphProto) -> None:
+    """What a loop's body reads whole: its layout is fixed once, before the loop."""
+    b, at = low.b, low.b.eqn
+    given = {v.name for v in graph.input}
+    outside = [n for n in sorted(captures(c.node) - given) if n in low.env or low._outside(n)]
+    for k, name in enumerate([*outside, *inner.env]):
+        v = inner.env[name] if name in inner.env else low.find(name, c.place)
+        if v.items is not None or v.known is not None or v.elements <= 1 or (v.weight and len(v.shape) < 2):
+            continue
+        if v.tensor is None and v.make is None:
+            continue
+        b.eqn = at.its("const", k)
+        t = c.tensor(v)
+        if t.role != "constant":
+            inner.env[name] = c.value(loops.settle(b, t, "loop_const"))
+    b.eqn = at
 
 
 def _body(low: OnnxLowering, c: OnnxCall, path: str, prefix: str) -> OnnxLowering:
@@ -167,11 +254,11 @@ def _met(c: OnnxCall, index: Tensor, same: Sequence[Value], taken: int, k: int) 
     return c.value(branches.meet(c.b, index, c.tensors(*same)))
 
 
-@lowers_bodies(CONTROL, "Loop", listed="opaque")
+@lowers_bodies(CONTROL, "Loop", listed="loop")
 def _loop(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """Not split; costs the work of its body times the trip count (1 if unknown)."""
+    """The body times the trip count. If that is unknown, or shapes change on the way, one op that is not split."""
     body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
     turns = int(c.number_of(0, 0.0))
@@ -184,7 +271,12 @@ def _loop(
         )
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
     lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
-    outs, flops, more = _apart(low, c, body, [*lead, *unsettled], path)
+    outs, apart, more = _apart(low, c, body, [*lead, *unsettled], path)
+    if turns and _even(carried, outs[1:]) and len(body.input) == 2 + len(carried):
+        if outs[0].tensor is not None and outs[0].tensor.role != "constant":
+            low.b.remark("assumed", f"{c.place} is priced as {turns} turns, the most that it makes")
+        stacked = [0] * (len(outs) - 1 - len(carried))
+        return list(_turned(low, c, body, path, turns, lead, carried, [], stacked))
     results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
     for name, v in zip(list(c.node.output)[len(carried) :], outs[1 + len(carried) :], strict=False):
         if turns:
@@ -197,14 +289,14 @@ def _loop(
                 f"the number of its iterations is not known, so the shape of '{name}' is not either: declare it"
             )
         results.append((c.shape(shape), v.dtype))
-    return low.replicate(c, max(flops, 1.0) * max(turns, 1), {}, results, list(more.values()))
+    return _whole(low, c, apart, turns, results, more)
 
 
-@lowers_bodies(CONTROL, "Scan", listed="opaque")
+@lowers_bodies(CONTROL, "Scan", listed="loop")
 def _scan(
     low: OnnxLowering, c: OnnxCall, path: str, declared: Mapping[str, ValueInfoProto]
 ) -> Sequence[Value | None]:
-    """Not split; costs the work of its body at every step."""
+    """The body times the length of what is scanned."""
     body, n = c.subgraph("body"), c.integer("num_scan_inputs")
     first = 1 if c.version < 9 else 0  # sequence lengths come first; and all values had a leading batch dim
     values = [c.x(i) for i in range(first, len(c.ins))]
@@ -222,11 +314,20 @@ def _scan(
         shape = [s for i, s in enumerate(v.shape) if i != axis and not (first and i == 0)]
         slices.append(Value(shape=tuple(shape), dtype=v.dtype))
     inside = [Value(shape=v.shape[first:], dtype=v.dtype) for v in states]
-    outs, flops, more = _apart(low, c, body, [*inside, *slices], path)
+    outs, apart, more = _apart(low, c, body, [*inside, *slices], path)
+    if (
+        not first
+        and turns
+        and _even([*states, *scanned], [*outs[: len(states)], *scanned, *outs[len(states) :]])
+    ):
+        along = [(v, c.axis(a, len(v.shape))) for v, a in zip(scanned, axes, strict=True)]
+        made = outs[len(states) :]
+        stacked = [c.axis(a, len(v.shape) + 1) for v, a in zip(made, out_axes, strict=False)]
+        return list(_turned(low, c, body, path, turns, [], states, along, stacked))
     results = [(v.shape, v.dtype) for v in states]
     for v, a in zip(outs[len(states) :], out_axes, strict=False):
         shape = [*([values[0].shape[0]] if first else []), *v.shape]
         shape.insert(c.axis(a, len(shape) + 1), turns)
         results.append((c.shape(shape), v.dtype))
     times = turns * (values[0].shape[0] if first else 1)
-    return low.replicate(c, max(flops, 1.0) * max(times, 1), {}, results, list(more.values()))
+    return _whole(low, c, apart, times, results, more)

@@ -174,7 +174,7 @@ def test_the_coverage_table() -> None:
         ("scatter", "ScatterND"),
         ("reshape", "Flatten"),
         ("restrict", "Pad"),
-        ("opaque", "Loop"),
+        ("loop", "Loop"),
         ("no work", "Shape"),
     ]:
         assert op in table[nest], (nest, op)

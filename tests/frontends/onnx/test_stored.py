@@ -255,24 +255,91 @@ def test_branches_with_weights_of_one_name() -> None:
     assert len({t.path for t in found.parameters}) == 2 and all(t.needs_grad for t in found.parameters)
 
 
-def test_in_a_loop() -> None:
-    """A loop's body is not split, which the plan says; its weights are the model's."""
+def _loop(turns: Any, *nodes: Any) -> Any:
+    """x through h = h @ w, so often, with w in a Constant of the body."""
     value = helper.make_tensor_value_info
     body = helper.make_graph(
         [
             node("Constant", [], ["w"], value=_f(_w(32, 32))),
             _matmul("w", "h1", "h"),
-            node("Identity", ["go"], ["go1"]),
+            *(nodes or (node("Identity", ["go"], ["go1"]),)),
         ],
         "body",
         [value("i", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("h", 1, [16, 32])],
         [value("go1", TensorProto.BOOL, []), value("h1", 1, [16, 32])],
     )
-    nodes = [node("Loop", ["n", "", "x"], ["y"], name="turns", body=body)]
-    model = model_of(nodes, {"x": (16, 32)}, ["y"], {"n": np.array(5)})
-    found = from_onnx.trace(model).graph
-    assert [t.path for t in found.parameters] == ["turns.w"]
-    assert "Loop 'turns' is not split" in str(found.remarks)
+    inputs: dict[str, Any] = {"x": (16, 32)}
+    weights = {} if turns is None else {"n": np.array(turns)}
+    inputs |= {} if weights else {"n": (TensorProto.INT64, [])}
+    return model_of([node("Loop", ["n", "", "x"], ["y"], name="turns", body=body)], inputs, ["y"], weights)
+
+
+def _products(g: Graph) -> list[tuple[int, float]]:
+    """(turns, chance) of each product."""
+    return [(int(op.times), op.chance) for n in g.nodes for op in n.ops if op.kind == "matmul"]
+
+
+def test_a_loop_that_turns_a_known_number_of_times() -> None:
+    found = graph_of(_loop(5))
+    assert [t.path for t in found.parameters] == ["turns.w"] and not found.remarks
+    assert _products(found) == [(5, 1.0)]
+    plan = pase.compile(_loop(5), devices=4, mesh="4")
+    unrolled = [_matmul("w", f"h{k + 1}", f"h{k}" if k else "x") for k in range(5)]
+    alone = pase.compile(
+        model_of(unrolled, {"x": (16, 32)}, ["h5"], {"w": (32, 32)}), devices=4, mesh="4", baselines=False
+    )
+    assert plan.work is not None and alone.work is not None
+    first = 2 * 16 * 32 * 32  # unrolled, the first product needs no gradient of its input
+    assert plan.work.flops - alone.work.flops == first
+
+
+def test_a_loop_that_may_end_earlier_or_never_is_remarked_on() -> None:
+    positive = [
+        node("ReduceMax", ["h1"], ["m"], keepdims=0),
+        node("Cast", ["m"], ["go1"], to=TensorProto.BOOL),
+    ]
+    (remark,) = graph_of(_loop(5, *positive)).remarks
+    assert remark.kind == "assumed" and "'turns' is priced as 5 turns, the most that it makes" in remark.what
+    for turns in (None, 2**63 - 1):
+        found = graph_of(_loop(turns))
+        assert [r.kind for r in found.remarks] == ["turns", "opaque"]
+        assert [t.path for t in found.parameters] == ["turns.w"]
+
+
+def test_a_scan() -> None:
+    """Along another dim than the first, with a view of a weight from outside, and results stacked along the last."""
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [_matmul("v", "p", "slice"), node("Add", ["state", "p"], ["next"]), node("Tanh", ["next"], ["made"])],
+        "body",
+        [value("state", 1, [4, 32]), value("slice", 1, [4, 32])],
+        [value("next", 1, [4, 32]), value("made", 1, [4, 32])],
+    )
+    scan = node(
+        "Scan",
+        ["s", "xs"],
+        ["last", "ys"],
+        body=body,
+        num_scan_inputs=1,
+        scan_input_axes=[1],
+        scan_output_axes=[2],
+    )
+    nodes = [node("Transpose", ["w"], ["v"]), scan]
+    model = model_of(nodes, {"s": (4, 32), "xs": (4, 10, 32)}, ["last", "ys"], {"w": (32, 32)})
+    traced = from_onnx.trace(model)
+    assert [traced.values[k][1] for k in ("last", "ys")] == [(4, 32), (4, 32, 10)]
+    assert not graph_of(model).remarks and _products(graph_of(model)) == [(10, 1.0)]
+    assert pase.compile(model, devices=4, mesh="4", baselines=False).sound
+
+
+def test_a_loop_in_a_branch_and_a_branch_in_a_loop() -> None:
+    inner = _loop(3).graph.node[0]
+    inner.input[2] = "x"
+    model = conditional(
+        _branch(*[inner, node("Identity", ["y"], ["z"])]), _branch(_matmul("a")), n=np.array(3)
+    )
+    model.graph.node[0].output[0] = model.graph.output[0].name = "out"
+    assert sorted(_products(graph_of(model))) == [(1, 0.001), (3, 1.0)]
 
 
 def test_an_outer_view_is_not_the_branch_s() -> None:
