@@ -105,16 +105,18 @@ class GradientSteps(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LineResult:
-    """A line judged: the loss's change, the gradient's integral, and what explains a difference."""
+    """A line judged: the loss's change, the gradient's integral, and what explains a difference: the quadrature, the
+    rounding of losses, and that of gradients."""
 
     measured: float
     predicted: float
     quadrature: float
     rounding: float
+    slope_rounding: float
 
     @property
     def allowed(self) -> float:
-        return self.quadrature + self.rounding
+        return self.quadrature + self.rounding + self.slope_rounding
 
     @property
     def disagrees(self) -> bool:
@@ -156,8 +158,8 @@ def judged(values: AlongLine, scatter: Scatter) -> LineResult:
         measured=float(f[-1] - f[0]),
         predicted=predicted,
         quadrature=abs(predicted - rougher),
-        # Besides the loss's rounding a gradient's own, in a few ops one after the other.
-        rounding=scatter.allowed(float(left @ left), floor) + 4 * values.slope_eps * scale,
+        rounding=scatter.allowed(float(left @ left), floor),
+        slope_rounding=4 * values.slope_eps * scale,  # in a few ops one after the other
     )
 
 
@@ -251,6 +253,8 @@ class _LineSearch:
         if not rest:
             return []
         left = _by_reach(replace(group, members=rest), values.reach)
+        if result.slope_rounding > max(result.rounding, result.quadrature) and len(rest) > 1:
+            return left.halves()  # the others' gradients round by more than its own changes the loss
         if result.quadrature > result.rounding:
             why = "the loss is too rough along lines of this parameter"
             return [left] if decided else self._shorter(left, found, why)

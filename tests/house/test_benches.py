@@ -18,6 +18,7 @@ SMALLEST = {
     "amp": '--only "unequal micro=32"',
     "answers": "write answers.json --parts search --data .",
     "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
+    "check_rates": "--seeds 7 --parts 1 --zoo --faults 1",
     "comm_truth": "mlp",
     "composer": "--seeds 4",
     "depth": '--only "2 layers"',
