@@ -244,16 +244,23 @@ def _decomposed(n: FxNode) -> GraphModule | None:
     (what is written would be lost)."""
     import torch
     from torch._decomp import get_decompositions
+    from torch._subclasses.functional_tensor import dispatch_functionalize
 
     if not isinstance(n.target, torch._ops.OpOverload):
         return None
     if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in n.all_input_nodes):
         return None
     table: Any = get_decompositions([n.target])
-    try:
-        inner = _traced(n, n.target, pre_dispatch=False, decomposition_table=table)
-    except (RuntimeError, NotImplementedError, TypeError):  # it has none that runs on shapes
-        return None
-    targets = [m.target for m in inner.graph.nodes]
-    written = any(getattr(getattr(t, "_schema", None), "is_mutable", False) for t in targets)
-    return None if written or n.target in targets else inner
+    ways: list[Any] = [n.target]
+    if n.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
+        ways.append(dispatch_functionalize(n.target))  # of those that write in place within
+    for how in ways:
+        try:
+            inner = _traced(n, how, pre_dispatch=False, decomposition_table=table)
+        except (RuntimeError, NotImplementedError, TypeError):  # it has none that runs on shapes
+            continue
+        targets = [m.target for m in inner.graph.nodes]
+        written = any(getattr(getattr(t, "_schema", None), "is_mutable", False) for t in targets)
+        if not written and n.target not in targets:
+            return inner
+    return None

@@ -37,6 +37,10 @@ _PACKED = (
     "how many sequences of a packed batch are left at a step depends on the data: pass the padded sequences themselves "
     "(batch_first=True), and leave what is behind their ends out of the loss (ignore_index, torch.where)"
 )
+_CTC = (
+    "ctc_loss makes a table whose size depends on the lengths of its targets, and cannot be exported: compute it "
+    "outside of the step, or write its recursion as a loop (scan) over a table of fixed size"
+)
 _MOST_BYTES = 1 << 30
 """Of a larger model no copy is run to find all places."""
 _MOST_PLACES = 8
@@ -55,6 +59,8 @@ def why(name: str, e: Exception, places: Sequence[str]) -> str:
     frames = list(traceback.extract_tb(e.__traceback__))
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
         told = _PACKED
+    if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
+        told = _CTC
     frames = [f for f in frames if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename and "/frontends/torch_" not in f.filename]
     where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -319,9 +319,7 @@ _SEQUENTIAL = {
 def _sequential(c: TorchCall) -> Sequence[Value]:
     x = c.x()
     if not x.shape or len(c.shape_out) != len(x.shape):
-        made = nests.opaque(
-            c.b, c.op, [c.tensor(x)], [s for s in c.outs if s], flops=20.0 * x.elements, differentiable=False
-        )
+        made = nests.opaque(c.b, c.op, [c.tensor(x)], [s for s in c.outs if s], flops=20.0 * x.elements)
         return [c.value(t) for t in made]
     axis = c.axis(c.arg("dim", -1), len(x.shape))
     made = nests.sequential(

@@ -271,3 +271,78 @@ def _polar(size: Tensor, angle: Tensor) -> Tensor:
     import torch
 
     return torch.complex(size * angle.cos(), size * angle.sin())
+
+
+# Distances, diagonals and functions that are others.
+
+
+@_always("_cdist_forward.default")
+def _cdist(x1: Tensor, x2: Tensor, p: float, compute_mode: int | None) -> Tensor:
+    import torch
+
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
+@_always("_pdist_forward.default")
+def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
+    import torch
+
+    i, j = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device).unbind(0)
+    return torch.linalg.vector_norm(x.index_select(0, i) - x.index_select(0, j), p, -1)
+
+
+@_always("diagonal.default")
+def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
+    """Each row's one element, by a mask: a sum may be split."""
+    import torch
+
+    x = x.movedim((dim1, dim2), (-2, -1))
+    rows, columns = (torch.arange(n, device=x.device) for n in x.shape[-2:])
+    there = columns[None, :] == rows[:, None] + offset
+    first = max(0, -offset)
+    many = max(0, min(x.shape[-2] - first, x.shape[-1] - max(0, offset)))
+    return torch.where(there, x, x.new_zeros(())).sum(-1).narrow(-1, first, many)
+
+
+@_always("hypot.default")
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
+    return (x * x + y * y).sqrt()
+
+
+@_always("copysign.Tensor")
+def _copysign(x: Tensor, y: Tensor) -> Tensor:
+    import torch
+
+    negative = (y < 0) | ((y == 0) & (y.reciprocal() < 0))
+    return torch.where(negative, -x.abs(), x.abs())
+
+
+@_always("angle.default")
+def _angle(x: Tensor) -> Tensor:
+    import math
+
+    import torch
+
+    if x.is_complex():
+        return torch.atan2(x.imag, x.real)
+    return torch.where(x < 0, x.detach() * 0 + math.pi, x.detach() * 0)
+
+
+@_always("bilinear.default")
+def _bilinear(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    import torch
+
+    made = torch.einsum("...i,oij,...j->...o", x1, weight, x2)
+    return made if bias is None else made + bias
+
+
+@WRITTEN.register("rrelu.default")
+def _rrelu(n: FxNode) -> Callable[..., Tree] | None:
+    """Without training it draws nothing."""
+    given = arguments(n.target, n.args, n.kwargs)
+    if given["training"]:
+        return None
+    from torch.nn.functional import leaky_relu
+
+    slope = (given["lower"] + given["upper"]) / 2
+    return lambda x, *rest, **named: leaky_relu(x, slope)

@@ -50,7 +50,9 @@ def agrees(module: Any, steps: int) -> None:
     problem = SplitProblem.of(traced.graph, RANKS, machine.load("h100x8"), "analytic", "adam")
     for strategy in STRATEGIES:
         plan = Case(traced=traced, problem=problem).plan(strategy)
-        assert plan is not None
+        if plan is None:  # no data parallelism without a batch
+            assert strategy == "data_parallel"
+            continue
         run = plan.torch
         assert run.program.ops and run.leaves  # worked out once, not once on each thread
 
