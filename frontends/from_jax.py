@@ -336,8 +336,7 @@ def shape_of(aval: Aval) -> tuple[Size, ...]:
 
 
 def dtype_of(aval: Aval) -> str:
-    text = str(aval.dtype)
-    return "key" if text.startswith("key<") else text
+    return "key" if (text := str(aval.dtype)).startswith("key<") else text
 
 
 @dataclass
@@ -372,8 +371,7 @@ class _JaxLowering:
         kinds = [*[self.b.parameter] * len(param_paths), *[self.b.input] * len(input_paths)]
         for var, leaf, path in zip(jaxpr.invars, kinds, (*param_paths, *input_paths), strict=True):
             self.env[var] = leaf(path, shape_of(var.aval), dtype_of(var.aval))
-        for var in jaxpr.constvars:
-            self.env[var] = self.b.constant(shape_of(var.aval), dtype_of(var.aval))
+        self.constants(jaxpr)
 
     def thread(self, jaxpr: Jaxpr, carried: Mapping[int, int], returned: Sequence[Tensor | None]) -> None:
         """The state that a call passes to the next. carried: argument -> result, both by position."""
@@ -420,7 +418,7 @@ class _JaxLowering:
                     f"no lowering for JAX primitive '{name}' at {self.b.source or 'an unknown line'}.\n"
                     f"Add one to frontends/jax_rules.py, or pass unknown='replicate' (the op is then not split)."
                 )
-            made = [self.env[v] for v in eqn.outvars]
+            made = (self.env[v] for v in eqn.outvars)
             self.results[Place(f"{prefix}{i}")] = tuple("" if t is None else t.name for t in made)
         self.b.saved = False
 
@@ -436,14 +434,12 @@ class _JaxLowering:
 
     def _primitive(self, eqn: Eqn) -> None:
         try:
-            made = RULES[eqn.primitive.name](self.b, eqn, [self.read(v) for v in eqn.invars])
+            self.write(eqn.outvars, RULES[eqn.primitive.name](self.b, eqn, [*map(self.read, eqn.invars)]))
         except UnknownOp:  # a kernel without a cost
             if self.unknown != "replicate":
                 raise
             self.b.remark_unknown(eqn.primitive.name)
             self.replicate(eqn, 0.0)
-        else:
-            self.write(eqn.outvars, made)
 
     def _call(self, eqn: Eqn, prefix: str) -> None:
         jaxpr, _ = inner_jaxpr(eqn)
@@ -473,8 +469,7 @@ class _JaxLowering:
             inner.env[var] = self.of(value)
 
     def _return(self, inner: _JaxLowering, names: Sequence[Var], outs: Sequence[Var]) -> None:
-        for name, out in zip(names, outs, strict=True):
-            self.env[out] = inner.of(name)
+        self.write(outs, [inner.of(name) for name in names])
 
     def alone(self, told: AtRunTime) -> _JaxLowering:
         """A lowering for a single body, to price it."""
