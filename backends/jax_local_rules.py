@@ -8,6 +8,7 @@ maxima over several devices, attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_equations import places_only
@@ -51,6 +52,13 @@ def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         if shape is not None and tuple(x.shape) != shape:
             raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
+
+
+def check_reads(op: LocalOp) -> None:
+    """Refuse an op that reads one tensor in two layouts: it would get one of them twice."""
+    for o, other in pairwise(sorted(op.operands, key=lambda o: o.tensor)):
+        if o.tensor == other.tensor and not o.constant and o.layout != other.layout:
+            raise NotLowered(f"it reads '{o.tensor}' twice, split in two ways")
 
 
 def check_sums(
