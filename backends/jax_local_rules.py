@@ -21,7 +21,7 @@ from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import source_line
-from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
+from pase.local.types import Extents, LocalOp, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
