@@ -77,7 +77,7 @@ def _bidirectional(p: Any, x: jax.Array) -> jax.Array:
 
 @_loop
 def _nested(p: Any, x: jax.Array) -> jax.Array:  # the turns are the inner loop's
-    def outer(c, x):
+    def outer(c: Any, x: Any) -> Any:
         c, ys = jax.lax.scan(lambda c, x: (h := _cell(p, c, x), h), c, x)
         return c, ys
 
@@ -86,7 +86,7 @@ def _nested(p: Any, x: jax.Array) -> jax.Array:  # the turns are the inner loop'
 
 @_loop
 def _nested_outside(p: Any, x: jax.Array) -> jax.Array:  # the turns are the outer loop's
-    def outer(c, x):
+    def outer(c: Any, x: Any) -> Any:
         c, ys = jax.lax.scan(lambda c, _: (h := _cell(p, c, x), h), c, None, length=3)
         return c, ys
 
@@ -106,7 +106,7 @@ def _loop_again(p: Any, x: jax.Array) -> jax.Array:
 
 @_loop
 def _chunks(p: Any, x: jax.Array) -> jax.Array:  # a loop over chunks whose body, a loop too, is run again
-    def chunk(c, x):
+    def chunk(c: Any, x: Any) -> Any:
         return jax.lax.scan(lambda c, x: (h := _cell(p, c, x), h), c, x)
 
     return jax.lax.scan(jax.checkpoint(chunk), _zero(), x.reshape(-1, 2, *x.shape[1:]))[1]
@@ -119,7 +119,7 @@ def _maps(p: Any, x: jax.Array) -> jax.Array:
 
 @_loop
 def _filled(p: Any, x: jax.Array) -> jax.Array:  # a carry that each turn writes a row of
-    def turn(i, c):
+    def turn(i: Any, c: Any) -> Any:
         h, out = c
         h = _cell(p, h, x[i])
         return h, out.at[i].set(h)
@@ -134,7 +134,7 @@ def _made_before(p: Any, x: jax.Array) -> jax.Array:
 
 @_loop
 def _branches(p: Any, x: jax.Array) -> jax.Array:
-    def body(c, x):
+    def body(c: Any, x: Any) -> Any:
         h = jax.lax.cond(x[0, 0] > 0, lambda c: _cell(p, c, x), lambda c: jnp.sin(c), c)
         return h, h
 
