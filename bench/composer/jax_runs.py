@@ -135,14 +135,14 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
     for i, (right, mine) in enumerate(zip(whole.losses, split.losses, strict=True)):
         found.append(Difference(what=f"loss {i}", off=abs(right - mine) / (max(abs(right), 1e-3) * bound)))
     after = [jax.tree.leaves(t.params) for t in (whole, split)]
-    rows = []
+    rows: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
     for (path, start), a, b in zip(before, *after, strict=True):
         if not isinstance(start, np.ndarray | jax.Array):
             continue
         wide = np.complex128 if np.iscomplexobj(start) else np.float64
-        values = [np.asarray(x).astype(wide) for x in (start, a, b)]
-        if values[0].size:
-            rows.append((jax.tree_util.keystr(path), *values))
+        first, whole_end, split_end = (np.asarray(x).astype(wide) for x in (start, a, b))
+        if first.size:
+            rows.append((jax.tree_util.keystr(path), first, whole_end, split_end))
     moved = max((float(np.abs(a - start).max()) for _, start, a, _ in rows), default=0.0)
     for name, start, a, b in rows:
         mine = float(np.abs(a - start).max())
