@@ -251,7 +251,7 @@ def _decomposed(n: FxNode) -> GraphModule | None:
     if not all(isinstance(m.meta.get("val"), torch.Tensor) for m in n.all_input_nodes):
         return None
     table: Any = get_decompositions([n.target])
-    ways: list[Any] = [n.target]
+    ways: list[Callable[..., object]] = [n.target]
     if n.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         ways.append(dispatch_functionalize(n.target))  # of those that write in place within
     for how in ways:

@@ -13,7 +13,7 @@ import numpy as np
 from pase.api import Plan
 
 if TYPE_CHECKING:
-    from bench.composer.jax_programs import JaxProgram
+    from bench.composer.jax_programs import ComposedProgram
     from pase.machine import Machine
 
 __all__ = ["MANNERS", "planned"]
@@ -68,7 +68,7 @@ def slow_machine() -> Machine:
     return scaled(machine.load("h100x8"), {"flops": 1e-6, "memory": 1e-5, "latency": 1e-2, "bandwidth": 0.1})
 
 
-def planned(program: JaxProgram, word: str) -> Plan | None:
+def planned(program: ComposedProgram, word: str) -> Plan | None:
     """The plan that a word names; None if the program has none of this kind. Raises PaseError."""
     kind, _, mesh = word.partition("@")
     if mesh:
@@ -83,7 +83,7 @@ def planned(program: JaxProgram, word: str) -> Plan | None:
     return _compiled(program, kind)
 
 
-def _method(program: JaxProgram, number: int) -> Plan | None:
+def _method(program: ComposedProgram, number: int) -> Plan | None:
     """The plan of one of the methods that apply; even small parameters are split."""
     from bench.cases.plans import case_of
     from pase.baselines import Baseline, baselines, masks
@@ -99,7 +99,7 @@ def _method(program: JaxProgram, number: int) -> Plan | None:
     return Plan.of(plan_of(p, b.strategy, b.mesh, "method", case.traced))
 
 
-def _compiled(program: JaxProgram, kind: str) -> Plan | None:
+def _compiled(program: ComposedProgram, kind: str) -> Plan | None:
     """As a user compiles it, on a machine on which it is worth splitting."""
     import pase
     from pase.errors import Infeasible, PaseError

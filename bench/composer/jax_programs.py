@@ -13,9 +13,9 @@ import numpy as np
 from bench.composer import blocks, loops, losses, values, weights  # noqa: F401 they register patterns
 from bench.composer.jax_manners import MANNERS
 from bench.composer.maker import LAYERS, LOSSES, Env, Maker, Pattern
-from bench.composer.spec import Part, Spec
+from bench.composer.spec import ProgramPart, Spec
 
-__all__ = ["JaxProgram", "draw", "program_of"]
+__all__ = ["ComposedProgram", "draw", "program_of"]
 
 SIZES = (
     (8, 4, 8),
@@ -31,7 +31,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class JaxProgram:
+class ComposedProgram:
     """loss(params, batch) -> a number, or (a number, metrics) if ``metrics``.
 
     patterns: names of what it is made of. epsilon: the machine epsilon of the narrowest type in it.
@@ -45,10 +45,10 @@ class JaxProgram:
     epsilon: float
 
 
-def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> Part:
+def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
     odds = np.array([p.odds for p in of.values()])
     name = str(rng.choice(list(of), p=odds / odds.sum()))
-    return Part(pattern=name, seed=int(rng.integers(1 << 16)), plain=bool(rng.random() < 0.2))
+    return ProgramPart(pattern=name, seed=int(rng.integers(1 << 16)), plain=bool(rng.random() < 0.2))
 
 
 def draw(seed: int) -> Spec:
@@ -69,7 +69,7 @@ def draw(seed: int) -> Spec:
     return Spec(shape=shape, parts=parts, loss=loss, manners=tuple(MANNERS[str(k)].drawn(rng) for k in kinds))
 
 
-def program_of(spec: Spec) -> JaxProgram:
+def program_of(spec: Spec) -> ComposedProgram:
     """The program of a spec, with its arrays. The same spec always gives the same program."""
     batch: dict[str, Any] = {"x": np.random.default_rng(7).normal(size=spec.shape)}
     shared: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def program_of(spec: Spec) -> JaxProgram:
         value = made[-1](params["loss"], x, env) + sum(env.terms)
         return (value, env.metrics) if metrics else value
 
-    return JaxProgram(
+    return ComposedProgram(
         loss=loss,
         params=params,
         batch=batch,

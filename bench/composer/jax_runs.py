@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from bench.composer.jax_manners import planned
-from bench.composer.jax_programs import JaxProgram, draw, program_of
+from bench.composer.jax_programs import ComposedProgram, draw, program_of
 from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
 from bench.composer.spec import Spec
 
@@ -38,13 +38,13 @@ class Trained:
 
 
 @dataclass(frozen=True, eq=False)
-class Trial:
+class ProgramTrial:
     """A program and its unsharded steps, which are run once for each optimizer."""
 
     spec: Spec
 
     @cached_property
-    def program(self) -> JaxProgram:
+    def program(self) -> ComposedProgram:
         return program_of(self.spec)
 
     @cached_property
@@ -127,7 +127,7 @@ class Trial:
         return None if split is None else differences(self.program, whole, split)
 
 
-def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Difference]:
+def differences(program: ComposedProgram, whole: Trained, split: Trained) -> list[Difference]:
     """What differs by more than rounding, by its name: a loss, a metric, a parameter."""
     bound = tolerance(program.epsilon)
     before = jax.tree_util.tree_leaves_with_path(program.params)
@@ -162,7 +162,7 @@ def differences(program: JaxProgram, whole: Trained, split: Trained) -> list[Dif
 
 def attempt(spec: Spec) -> dict[str, Any]:
     """The row of a program: what it is made of, and how each of its ways to be run ended."""
-    trial, began = Trial(spec), time.process_time()
+    trial, began = ProgramTrial(spec), time.process_time()
     row: dict[str, Any] = {"program": str(spec), "patterns": list(trial.program.patterns)}
     if trial.program.epsilon > 2.0**-52:
         row["epsilon"] = trial.program.epsilon

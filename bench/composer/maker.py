@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from bench.composer.spec import Part
+from bench.composer.spec import ProgramPart
+from pase.pytree import Tree
 
 __all__ = [
     "LAYERS",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-Tree = Any
+
 Apply = Callable[[Tree, Any, "Env"], Any]
 """f(the part's parameters, x [batch, sequence, width], env) -> x of the same shape; of a loss: -> a number."""
 Get = Callable[[Tree], Any]
@@ -57,7 +58,7 @@ class Maker:
     epsilon: the machine epsilon of the narrowest type in which the part computes.
     """
 
-    part: Part
+    part: ProgramPart
     name: str
     shape: tuple[int, int, int]
     batch: dict[str, Any]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = ["Part", "Spec", "parse"]
+__all__ = ["ProgramPart", "Spec", "parse"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ProgramPart:
     """A pattern and the seed of its choices. plain: its weights are parameters, not functions of parameters."""
 
     pattern: str
@@ -24,8 +24,8 @@ class Spec:
     """A program without its arrays. shape: batch, sequence, width. manners: the ways in which it is planned and run."""
 
     shape: tuple[int, int, int]
-    parts: tuple[Part, ...]
-    loss: Part
+    parts: tuple[ProgramPart, ...]
+    loss: ProgramPart
     manners: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -49,15 +49,15 @@ class Spec:
                 parts = (*self.parts[:i], replace(part, plain=True), *self.parts[i + 1 :])
                 found.append(replace(self, parts=parts))
         if self.loss.pattern != "mean_square":
-            found.append(replace(self, loss=Part(pattern="mean_square", seed=0, plain=True)))
+            found.append(replace(self, loss=ProgramPart(pattern="mean_square", seed=0, plain=True)))
         if not self.loss.plain:
             found.append(replace(self, loss=replace(self.loss, plain=True)))
         return found
 
 
-def _part(text: str) -> Part:
+def _part(text: str) -> ProgramPart:
     name, _, seed = text.removesuffix("!").rpartition(".")
-    return Part(pattern=name, seed=int(seed), plain=text.endswith("!"))
+    return ProgramPart(pattern=name, seed=int(seed), plain=text.endswith("!"))
 
 
 def parse(text: str) -> Spec:
