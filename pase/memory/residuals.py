@@ -49,16 +49,17 @@ _Which = Literal["value", "last", "own"]
 the framework's derivative makes."""
 
 
-def kept(graph: Graph, fuses_products: bool = False) -> dict[str, Kept]:
+def kept(graph: Graph, fuses_products: bool = False, loops_stack: bool = True) -> dict[str, Kept]:
     """tensor -> Kept, of all that backward needs. fuses_products: the compiler runs light ops inside of products, and
-    expensive functions again (``Machine.fuses_products``)."""
-    return _together(graph, fuses_products)
+    expensive functions again (``Machine.fuses_products``). loops_stack: False: a loop stands for layers that are
+    written out, so that fusions reach from forward into backward."""
+    return _together(graph, fuses_products, loops_stack)
 
 
 @once
-def _together(graph: Graph, fuses_products: bool) -> dict[str, Kept]:
+def _together(graph: Graph, fuses_products: bool, loops_stack: bool) -> dict[str, Kept]:
     found: dict[tuple[str, _Which], Kept] = {}
-    for k, which in _kept(graph, fuses_products):
+    for k, which in _kept(graph, fuses_products, loops_stack):
         before = found.get((k.tensor, which))
         if before is not None and which == "own":
             found[k.tensor, which] = replace(k, times=before.times + k.times)
@@ -94,7 +95,7 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
             yield from ((a.tensor, _Made(node=n, op=op, scope=scope)) for a in op.writes)
 
 
-def _kept(graph: Graph, fuses_products: bool) -> Iterator[tuple[Kept, _Which]]:
+def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
     """What each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker, turns, reached = dict(_makers(graph)), _turns(graph), _reached(graph)
@@ -113,7 +114,7 @@ def _kept(graph: Graph, fuses_products: bool) -> Iterator[tuple[Kept, _Which]]:
         for op in n.ops:
             if not op.backward and not any(a.tensor in reached for a in op.writes):
                 continue
-            stacked = _stacks(op)
+            stacked = loops_stack and _stacks(op)
             own = _own(graph, op) if stacked else 0
             for _ in range(own):
                 yield keep(op.writes[0].tensor, op, "own")
