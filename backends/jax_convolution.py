@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import PartitionSpec
 
-__all__ = ["of_plan"]
+__all__ = ["of_plan", "spec_of"]
 
 
 def of_plan(
@@ -62,7 +62,7 @@ def of_plan(
             parts *= sizes[axis]
         elif dims not in (batch, (None, None, None)):
             return None
-    specs = [_spec(digits, sizes) for digits in (x, w, out)]
+    specs = [spec_of(digits, sizes) for digits in (x, w, out)]
     if groups % parts or any(s is None for s in specs) or all(d is None for d in out):
         return None
     return _mapped(eqn, groups // parts, [s for s in specs if s is not None], mesh)
@@ -77,7 +77,7 @@ def _mapped(eqn: Eqn, groups: int, specs: Sequence[PartitionSpec], mesh: JaxMesh
     return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)
 
 
-def _spec(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
+def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
     from jax.sharding import PartitionSpec
 

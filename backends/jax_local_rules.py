@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_equations import places_only
+from pase.backends.jax_fourier import transformed
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
@@ -129,6 +130,11 @@ def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         x if r is None else part(x, r.shape, r.layout, call.mesh)
         for x, r in zip(made, call.results, strict=True)
     ]
+
+
+@LOCAL_RULES.register("fft")
+def _fft(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    return [transformed(call.eqn, ins[0])]
 
 
 @LOCAL_RULES.register("slice")

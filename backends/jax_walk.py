@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from pase.backends import jax_attention, jax_convolution
+from pase.backends import jax_attention, jax_convolution, jax_fourier
 from pase.backends.jax_equations import KEPT, boundary, noted, places_only
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
@@ -169,14 +169,14 @@ class JaxprWalk:
         env.update(zip(makes, made, strict=True))
 
     def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Array] | None:
-        """The plan's split of what XLA cannot split: an attention kernel or a grouped convolution.
+        """The plan's split of what XLA cannot split: an attention kernel, a grouped convolution or a Fourier transform.
 
         None if XLA splits the equation.
         """
         call, traced = call_of(eqn), self.plan.traced
         if call is None:
-            layouts = self.plan.accesses.get(at)
-            return jax_convolution.of_plan(eqn, traced.operands[at], traced.results[at], layouts, self.mesh)
+            split = traced.operands[at], traced.results[at], self.plan.accesses.get(at), self.mesh
+            return jax_convolution.of_plan(eqn, *split) or jax_fourier.of_plan(eqn, *split)
         return jax_attention.of_plan(
             call,
             traced.operands[at],
