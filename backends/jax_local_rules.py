@@ -8,7 +8,6 @@ maxima over several devices, attention.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_equations import places_only
@@ -22,7 +21,7 @@ from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import evaluate as plain
 from pase.frontends.jax_versions import source_line
-from pase.local.types import Extents, LocalOp, LocalOperand, LocalProgram, LocalResult
+from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
 
 if TYPE_CHECKING:
     from jax import Array
@@ -53,13 +52,6 @@ def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
         if shape is not None and tuple(x.shape) != shape:
             raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
-
-
-def check_reads(op: LocalOp) -> None:
-    """Refuse an op that reads one tensor in two layouts: it would get one of them twice."""
-    for o, other in pairwise(sorted(op.operands, key=lambda o: o.tensor)):
-        if o.tensor == other.tensor and not o.constant and o.layout != other.layout:
-            raise NotLowered(f"it reads '{o.tensor}' twice, split in two ways")
 
 
 def check_sums(

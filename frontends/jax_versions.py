@@ -412,8 +412,16 @@ def function_of(
 
 
 def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
-    """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr."""
-    args = {v: x for v, x in zip(eqn.invars, ins, strict=True) if not is_literal(v)}
+    """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr.
+
+    An equation may read one variable several times (``y.T @ y``), and each time another part of it: ``ins`` has a value
+    for each operand, so each operand becomes a variable of its own.
+    """
+    from jax.extend import core
+
+    reads: list[Any] = [v if is_literal(v) else core.Var(v.aval) for v in eqn.invars]
+    eqn = eqn.replace(invars=reads)
+    args = {v: x for v, x in zip(reads, ins, strict=True) if not is_literal(v)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
     outs = iter(called(_assembled((), list(args), kept, [eqn], info, ()))(*args.values()))
     return [None if is_dropped(v) else next(outs) for v in eqn.outvars]

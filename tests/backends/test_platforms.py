@@ -53,17 +53,3 @@ def test_code_of_each_platform_is_not_run_on_a_part():
     with pytest.raises(PaseError, match=r"'cond' at .*test_platforms.py:\d+.* code of its own .* is split"):
         off(for_each, "ours@8", "manual")
     assert off(for_each, "ours@8", "annotated") < 1e-12
-
-
-def test_one_tensor_that_is_read_in_two_layouts_is_refused():
-    """A Gram matrix whose two dims are split over two axes: its numbers were wrong by hand."""
-
-    def gram(p, x):
-        y = x @ p
-        return jnp.sum(jnp.sin(jnp.einsum("si,sj->ij", y, y)) ** 2)
-
-    for seed in range(1, 5):
-        try:
-            assert off(gram, f"random{seed}@2x4", "manual") < 1e-12
-        except PaseError as e:
-            assert "twice, split in two ways" in str(e)
