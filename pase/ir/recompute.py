@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from pase.ir.functions import DIV
 from pase.ir.places import Scope
 from pase.ir.types import Graph, Op, Tensor, is_floating
 
@@ -25,17 +24,15 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     if not op.differentiable:
         return ()
     data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
-    if op.kind in ("matmul", "conv") or op.function.needs == "factors":
-        return _factors(op, tensors)
     match op.function.needs:
         case "nothing":
             return ()
         case "operands":
             return data
+        case "factors":
+            return data if len(data) > 1 else ()
         case "choice":
             return tuple(t for t in data if not is_floating(tensors[t].dtype))
-        case "chosen":
-            return tuple(a.tensor for a in op.writes if not is_floating(tensors[a.tensor].dtype))
         case "result":
             return tuple(a.tensor for a in op.writes)
         case "both":
@@ -52,17 +49,6 @@ def linear(op: Op, constants: Collection[str] = ()) -> bool:
             return sum(a.tensor not in constants for a in op.reads) <= 1
         case _:
             return not op.differentiable
-
-
-def _factors(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The operands by which the gradient of another one is multiplied: those of which another one has a gradient. A
-    quotient's denominator divides both gradients."""
-    found = []
-    for i, a in enumerate(op.reads):
-        of = [b for j, b in enumerate(op.reads) if j != i or (op.function is DIV and i == 1)]
-        if tensors[a.tensor].role != "constant" and any(tensors[b.tensor].needs_grad for b in of):
-            found.append(a.tensor)
-    return tuple(found)
 
 
 def mark_recomputed(graph: Graph) -> Graph:

@@ -105,7 +105,7 @@ def course(
 
     tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end.
     """
-    when, wanted, turns = _moments(graph), kept(graph, True), turns_of(graph)
+    when, wanted, turns = _moments(graph), kept(graph), turns_of(graph)
     stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)

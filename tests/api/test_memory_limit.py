@@ -86,7 +86,7 @@ def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh)
 
 def test_tighter_limits_are_kept_and_cost_time():
     free = pase.compile("zoo:mlp", devices=4, mesh="2x2", baselines=False)
-    limit = free.memory.total * 0.985  # the least, with its buffers, is 0.98 of it
+    limit = free.memory.total * 0.97
     plan = pase.compile("zoo:mlp", devices=4, mesh="2x2", memory_limit=limit, baselines=False)
     assert plan.memory.total <= limit < free.memory.total
     assert plan.cost > free.cost
