@@ -113,7 +113,9 @@ def nnx_model() -> Case:
     graph, params, *others = nnx.split(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param, ...)
 
     def loss(p: Any, rest: Any, x: Any, y: Any) -> Any:
-        return optax.softmax_cross_entropy_with_integer_labels(nnx.merge(graph, p, rest)(x), y).mean()
+        model = nnx.merge(graph, p, rest)
+        value = optax.softmax_cross_entropy_with_integer_labels(model(x), y).mean()
+        return value, nnx.state(model, nnx.Not(nnx.Param))
 
     return loss, params, (*others, IMAGES, LABELS)
 
