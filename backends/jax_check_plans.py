@@ -17,6 +17,7 @@ from pase.files.quantities import bytes_text
 from pase.frontends.jax_leaves import arrays, combine, static, value_and_grad
 from pase.frontends.jax_types import Jaxpr
 from pase.frontends.jax_versions import jaxprs_inside
+from pase.frontends.registry import Traced
 from pase.ir import named, simplify
 from pase.machine import Mesh
 from pase.memory.account import memory
@@ -249,7 +250,7 @@ def unsharded(
     return _compared(steps, "the unsharded step", True, (loss, loss_too), on_one(mine), grads, grads_too)
 
 
-def unsharded_bytes(traced: TracedJax, accumulate: int) -> float:
+def unsharded_bytes(traced: Traced, accumulate: int) -> float:
     """What the unsharded step and the compared gradients take on one device, by the plan's own account."""
     graph = named(simplify(traced.graph))
     alone = memory(

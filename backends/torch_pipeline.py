@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pase.backends.torch_check_plans import Against, unsharded_copy
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_pipeline_run import PipelinedModule, PipelinedStep
 from pase.backends.torch_plan import TorchPlan, traced_by_torch
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from pase.backends.torch_check import Say
+    from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
 
 __all__ = ["TorchPipeline", "torch_pipeline"]
@@ -143,13 +146,28 @@ class TorchPipeline:
         *,
         device: torch.device | str | None = None,
         compile: bool | str = False,
+        check: bool = False,
         **settings: object,
     ) -> PipelinedStep:
         """step(*batch) -> loss, including the optimizer's update of this rank's parameters; see
         ``TorchPlan.train_step``."""
         parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
-        return PipelinedStep(parallel=parallel, optimizer=optimizer_class(trained, **settings))
+        return PipelinedStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
+
+    def check(
+        self,
+        module: Module,
+        *batch: Tree,
+        device: torch.device | str | None = None,
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """See ``TorchPlan.check``. There is no unsharded module to compare with."""
+        own = self.parallelize(unsharded_copy(module), device=device)
+        return own.check(*batch, against=against, seed=seed, most_lines=most_lines, progress=progress)
 
 
 def torch_pipeline(plan: PlanData) -> TorchPipeline:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from pase.backends.torch_check_plans import Against, check_stages
 from pase.backends.torch_compiled import added
 from pase.backends.torch_local import Body
 from pase.backends.torch_moves import moved
@@ -14,6 +15,7 @@ from pase.backends.torch_once import StepParameters
 from pase.backends.torch_plan import ParallelModule, agreed_seed
 from pase.backends.torch_stage_backward import entered_first
 from pase.backends.torch_stage_links import Letter, StageLinks
+from pase.backends.torch_step import checked
 from pase.backends.torch_storage import Storage, lifted_of, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
@@ -29,7 +31,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from pase.backends.torch_check import Say
     from pase.backends.torch_pipeline import TorchPipeline
+    from pase.plan.gradient_check import GradientCheck
 
 __all__ = ["PipelinedModule", "PipelinedStep"]
 
@@ -104,6 +108,17 @@ class PipelinedModule:
         for p in self.stages.values():
             p.steps += self.plan.pipeline.micro_batches
         return self.links.from_last(step.loss)
+
+    def check(
+        self,
+        *batch: Tree,
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """``ParallelModule.check``. There is no unsharded module to compare with."""
+        return check_stages(self, batch, against, seed, most_lines, progress)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``ParallelModule.clip_grad_norm_``, with the norm of all stages' gradients."""
@@ -254,6 +269,8 @@ class PipelinedStep:
 
     parallel: PipelinedModule
     optimizer: Optimizer
+    check: bool = False
+    result: GradientCheck | None = None
 
     @property
     def module(self) -> Module:
@@ -263,6 +280,8 @@ class PipelinedStep:
     def __call__(self, *batch: Tree) -> Tensor:
         """Make one update. Returns the loss before it, the same on every rank. batch: see
         ``TorchPipeline.parallelize``."""
+        if self.check and self.result is None:
+            self.result = checked(self.parallel, batch)
         self.optimizer.zero_grad()
         loss = self.parallel.backward(*batch)
         self.optimizer.step()

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.torch_buffers import StepBuffers
+from pase.backends.torch_check_plans import Against, check_parallel, unsharded_copy
 from pase.backends.torch_compiled import CompiledStep, added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
 from pase.backends.torch_moves import moved, part
 from pase.backends.torch_norm import clipped
+from pase.backends.torch_step import TorchStep
 from pase.backends.torch_storage import Storage, lifted_of, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
 
+    from pase.backends.torch_check import Say
+    from pase.plan.gradient_check import GradientCheck
     from pase.plan.types import PlanData
 
 __all__ = ["ParallelModule", "TorchPlan", "TorchStep", "agreed_seed", "torch_plan", "traced_by_torch"]
@@ -154,16 +158,34 @@ class TorchPlan:
         *,
         device: torch.device | str | None = None,
         compile: bool | str = False,
+        check: bool = False,
         **settings: object,
     ) -> TorchStep:
         """step(*batch) -> loss, including the optimizer's update.
 
         Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``. module,
-        device, compile: see ``parallelize``.
+        device, compile: see ``parallelize``. check: at the first call, first run ``check`` on its batch, and raise
+        PaseError if a gradient is off.
         """
         parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
-        return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings))
+        return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
+
+    def check(
+        self,
+        module: Module,
+        *batch: Tree,
+        device: torch.device | str | None = None,
+        compile: bool | str = False,
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """``ParallelModule.check`` of a copy of the module, which is not changed. Every rank must call it. device,
+        compile: see ``parallelize``."""
+        own = self.parallelize(unsharded_copy(module), device=device, compile=compile)
+        return own.check(*batch, against=against, seed=seed, most_lines=most_lines, progress=progress)
 
 
 @dataclass(kw_only=True)
@@ -244,6 +266,24 @@ class ParallelModule:
             loss.backward()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
+
+    def check(
+        self,
+        *batch: Tree,
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 200,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """Check that this step computes the gradient of the model's loss (``docs/check.md``). Every rank must call it.
+
+        Along lines of parameters, near the present ones, the loss must change by the integral of the gradient. Besides,
+        gradients are compared with those of the unsharded module on rank 0, if it has the memory (``against``). seed:
+        of the lines. most_lines: of eight steps each; parameters that are not reached are undecided. progress: called
+        with a line of text at each piece of work. Afterwards parameters, buffers, gradients and random state are as
+        before.
+        """
+        return check_parallel(self, batch, against, seed, most_lines, progress)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """``torch.nn.utils.clip_grad_norm_`` of all gradients. Every rank must call it."""
@@ -404,26 +444,6 @@ class ParallelModule:
                 array=x.to(self.device), tensor=r.tensor, shape=r.shape, layout=r.layout
             )
         return out
-
-
-@dataclass(kw_only=True)
-class TorchStep:
-    """A train step on this rank: step(*batch) -> loss."""
-
-    parallel: ParallelModule
-    optimizer: Optimizer
-
-    @property
-    def module(self) -> Module:
-        """The user's module, with DTensors as parameters."""
-        return self.parallel.module
-
-    def __call__(self, *batch: Tree) -> Tensor:
-        """Make one update. Returns the loss before it, the same on every rank. batch: see ``ParallelModule``."""
-        self.optimizer.zero_grad()
-        loss = self.parallel.backward(*batch)
-        self.optimizer.step()
-        return loss
 
 
 def agreed_seed(device: torch.device) -> int:

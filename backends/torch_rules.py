@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RANK_RULES", "SEED", "SEEDS_APART", "Laid", "RankCall", "evaluate", "seeded"]
+__all__ = ["RANK_RULES", "SEED", "SEEDS_APART", "Laid", "RankCall", "evaluate", "random_state", "seeded"]
 
 Laid = tuple[Extents, Layout]
 """A whole shape and its layout."""
@@ -403,6 +403,23 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
     with _DRAWING, torch.random.fork_rng(devices=devices), annotate({SEED: seed}):
         torch.manual_seed(seed % 2**63)
         yield
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """What gives PyTorch's generators, the CPU's and the device's, the state again that they have now."""
+    import torch
+
+    with _DRAWING:
+        cpu = torch.get_rng_state()
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        with _DRAWING:
+            torch.set_rng_state(cpu)
+            if own is not None:
+                torch.cuda.set_rng_state(own, device)
+
+    return put_back
 
 
 @RANK_RULES.register("native_dropout", "dropout")

@@ -104,6 +104,8 @@ class GradientCheck:
     remarks: tuple[str, ...]
     steps: int
     seconds: float
+    advice: str = "Another lowering may be right: check it with plan.jax.check(…, lowering='annotated')"
+    """What else to try if a gradient is off; may be empty."""
 
     @property
     def verdict(self) -> GradientVerdict:
@@ -159,15 +161,14 @@ class GradientCheck:
         if self.verdict == "off":
             raise PaseError(
                 f"this step does not compute the gradient of the model's loss:\n{self}\n"
-                "please report it with the plan (plan.save). Another lowering may be right: check it with "
-                "plan.jax.check(…, lowering='annotated')"
+                f"please report it with the plan (plan.save). {self.advice}".rstrip()
             )
         for remark in self.remarks:
             warnings.warn(f"check of the gradients: {remark}", stacklevel=3)
         if left := self.by("undecided"):
             warnings.warn(
                 f"the check of the gradients could not decide {len(left)} of {len(self.parameters)} parameters: "
-                f"{left[0].name}: {left[0].why}; print(plan.jax.check(params, *batch)) shows all",
+                f"{left[0].name}: {left[0].why}; print() of the check (step.result) shows all",
                 stacklevel=3,
             )
 
