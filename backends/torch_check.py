@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -68,7 +67,9 @@ def check_module(
     try:
         with torch.enable_grad():
             told("the step near the given parameters")
-            steps = TorchSteps(run=run, held=held, seed=seed, coarsest=coarsest(traced, _tf32(traced, run.device)))
+            steps = TorchSteps(
+                run=run, held=held, seed=seed, coarsest=coarsest(traced, _tf32(traced, run.device))
+            )
             notes = [] if steps.jittered else [_NOT_FINITE]
             told("another program to compare with")
             found = reference(steps)
@@ -118,7 +119,15 @@ class TorchSteps:
 
     def __init__(self, *, run: CheckedModule, held: HeldState, seed: int, coarsest: float) -> None:
         self.run, self.held, self.count, self._coarsest = run, held, 0, coarsest
+        self._mine = list(run.mine.values())
         self._given = [was for _, was in held.parameters]
+        # What is summed over ranks is made here: Python 3.11's cached_property has a lock that all threads share, and
+        # ranks may be threads.
+        sizes = {i: float(p.numel()) for i, p in run.mine.items()}
+        self._elements = np.maximum(self._maximum(sizes), 1)
+        self._given_squares = self._squares(self._given)
+        per_element = self._given_squares / self._elements
+        self._scales = np.where(per_element > 0, np.sqrt(per_element), _ALL_ZEROS)
         toward = self._random([_JITTER] * len(self._mine), self._given, seed + 7)
         self.start = [_moved(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
         self.loss, self.gradients = self.step(self.start)
@@ -126,6 +135,9 @@ class TorchSteps:
         if not self.jittered:
             self.start = self._given
             self.loss, self.gradients = self.step(self.start)
+        self.gradient_norms = np.sqrt(self._squares(self.gradients))
+        self.gradient_noise, noise = self._rounded()
+        self.copies = self._copies(noise)
 
     @property
     def names(self) -> Sequence[str]:
@@ -137,7 +149,9 @@ class TorchSteps:
         losses, slopes = [self.loss], [self._dots(self.gradients, toward)]
         for k in range(1, POINTS):
             share = k / (POINTS - 1)
-            loss, gradients = self.step([_moved(x, d, share) for x, d in zip(self.start, toward, strict=True)])
+            loss, gradients = self.step(
+                [_moved(x, d, share) for x, d in zip(self.start, toward, strict=True)]
+            )
             losses.append(loss)
             slopes.append(self._dots(gradients, toward))
         reach = self.gradient_norms * np.sqrt(self._squares(toward))
@@ -170,17 +184,7 @@ class TorchSteps:
             for p, x in zip(self._mine, parameters, strict=True):
                 local_of(p).copy_(x)
 
-    @cached_property
-    def gradient_norms(self) -> np.ndarray:
-        """At the first point, by parameter."""
-        return np.sqrt(self._squares(self.gradients))
-
-    @property
-    def gradient_noise(self) -> np.ndarray:
-        return self._rounded[0]
-
-    @cached_property
-    def copies(self) -> tuple[GradientDifference, ...]:
+    def _copies(self, noise: np.ndarray) -> tuple[GradientDifference, ...]:
         """How far the gradients of ranks that hold the same part of a parameter are apart."""
         import torch
 
@@ -190,15 +194,18 @@ class TorchSteps:
         apart = self._maximum(apart)
         largest = self._maximum({i: _largest(g) for i, g in zip(self.run.mine, self.gradients, strict=True)})
         eps = self._maximum({i: float(torch.finfo(p.dtype).eps) for i, p in self.run.mine.items()})
-        rows = zip(self.names, apart, largest, self._rounded[1], eps, strict=True)
+        rows = zip(self.names, apart, largest, noise, eps, strict=True)
         return tuple(
             GradientDifference(
-                name=name, difference=float(d), largest=float(r), noise=float(n), eps=max(float(e), self._coarsest)
+                name=name,
+                difference=float(d),
+                largest=float(r),
+                noise=float(n),
+                eps=max(float(e), self._coarsest),
             )
             for name, d, r, n, e in rows
         )
 
-    @cached_property
     def _rounded(self) -> tuple[np.ndarray, np.ndarray]:
         """How much the gradients change when every parameter moves by one unit in its last place: relative to their
         norms, and the largest element."""
@@ -206,14 +213,17 @@ class TorchSteps:
         _, other = self.step([_moved(x, d, 1.0) for x, d in zip(self.start, toward, strict=True)])
         apart = [wide(a) - wide(b) for a, b in zip(other, self.gradients, strict=True)]
         norms = self.gradient_norms
-        relative = np.divide(np.sqrt(self._squares(apart)), norms, out=np.full(len(norms), np.inf), where=norms > 0)
+        relative = np.divide(
+            np.sqrt(self._squares(apart)), norms, out=np.full(len(norms), np.inf), where=norms > 0
+        )
         return relative, self._maximum({i: _largest(x) for i, x in zip(self.run.mine, apart, strict=True)})
 
     def _random(self, sizes: Sequence[float], start: Sequence[Tensor], seed: int) -> list[Tensor]:
         """Directions in which each element moves by up to a part of itself."""
         every = zip(self.run.mine.items(), start, self._given, sizes, strict=True)
         return [
-            _randomly(x, was, size, float(self._scales[i]), (seed, i, *_shard(p))) for (i, p), x, was, size in every
+            _randomly(x, was, size, float(self._scales[i]), (seed, i, *_shard(p)))
+            for (i, p), x, was, size in every
         ]
 
     def _direction(self, line: Line) -> list[Tensor]:
@@ -227,25 +237,6 @@ class TorchSteps:
         factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
         of = [float(factors[i]) if i in moved else 0.0 for i in self.run.mine]
         return [_to_end(x, wide(g) * f) for x, g, f in zip(self.start, self.gradients, of, strict=True)]
-
-    @cached_property
-    def _scales(self) -> np.ndarray:
-        """How far zeros move, relative to the size of a line, by parameter."""
-        squares = self._given_squares / self._elements
-        return np.where(squares > 0, np.sqrt(squares), _ALL_ZEROS)
-
-    @cached_property
-    def _given_squares(self) -> np.ndarray:
-        return self._squares(self._given)
-
-    @cached_property
-    def _elements(self) -> np.ndarray:
-        """Of the whole parameters."""
-        return np.maximum(self._maximum({i: float(p.numel()) for i, p in self.run.mine.items()}), 1)
-
-    @cached_property
-    def _mine(self) -> list[Parameter]:
-        return list(self.run.mine.values())
 
     def _dots(self, gradients: Sequence[Tensor], toward: Sequence[Tensor]) -> np.ndarray:
         """Re Σ conj(g)·D: for a complex parameter, PyTorch's gradient is the direction of steepest ascent."""
@@ -263,7 +254,9 @@ class TorchSteps:
         """The largest on any rank, by parameter."""
         return self._over_ranks(of, "max", -math.inf)
 
-    def _over_ranks(self, of: Mapping[int, Tensor | float], how: Literal["sum", "max"], none: float) -> np.ndarray:
+    def _over_ranks(
+        self, of: Mapping[int, Tensor | float], how: Literal["sum", "max"], none: float
+    ) -> np.ndarray:
         import torch
         import torch.distributed as dist
 

@@ -60,9 +60,7 @@ def check_parallel(
     )
     reference = partial(_reference, p, run, against)
     devices = p.plan.mesh.devices
-    return check_module(
-        run, p.plan.traced, devices, p.compiler, reference, seed, most_lines, progress
-    )
+    return check_module(run, p.plan.traced, devices, p.compiler, reference, seed, most_lines, progress)
 
 
 def check_stages(
@@ -207,8 +205,8 @@ _Run = tuple[float, list["Tensor"]]
 def _unsharded(
     p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor]
 ) -> tuple[list[_Run] | None, Exception | None]:
-    """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, because the
-    other ranks wait to be told."""
+    """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, of which
+    the other ranks wait to be told."""
     try:
         alone = copy.deepcopy(p.module, dict(whole))
         return [_run(p, run, alone, rounded=k) for k in (False, True)], None

@@ -49,7 +49,7 @@ def local_of(x: Tensor) -> Tensor:
 
 @dataclass(kw_only=True)
 class HeldState:
-    """Parameters, gradients, buffers, the number of the step, and PyTorch's random state, as they are when it is made."""
+    """Parameters, gradients, buffers, the step's number, and PyTorch's random state, as they are when it is made."""
 
     run: CheckedModule
     parameters: list[tuple[Tensor, Tensor]] = field(init=False)

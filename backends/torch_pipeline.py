@@ -26,6 +26,7 @@ from pase.local.lower import between
 from pase.local.types import Layout, LocalMove, LocalResult
 from pase.pipeline.types import Schedule
 from pase.plan.pipeline import PipelinePlan
+from pase.pytree import Tree
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
