@@ -17,7 +17,9 @@ from pase.frontends.torch_types import FxNode
 __all__ = ["coarsest", "doubts", "random_ops"]
 
 _STOPPED = frozenset({"detach", "detach_"})
-_ROUNDED = frozenset({"floor", "ceil", "round", "trunc", "sign", "argmax", "argmin", "floor_divide", "fmod", "remainder"})
+_ROUNDED = frozenset(
+    {"floor", "ceil", "round", "trunc", "sign", "argmax", "argmin", "floor_divide", "fmod", "remainder"}
+)
 _CHOSEN_BY_ORDER = frozenset({"sort", "argsort", "topk"})
 _COMPARED = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
 _RUN_BY_CHOICE = frozenset({"cond", "while_loop"})

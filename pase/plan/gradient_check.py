@@ -50,7 +50,9 @@ class GradientDifference:
     @property
     def relative(self) -> float:
         """The difference, relative to the largest element."""
-        return self.difference / self.largest if self.largest else float("inf") * (self.difference > 0)
+        if not self.largest:
+            return float("inf") if self.difference else 0.0
+        return self.difference / self.largest
 
 
 @dataclass(frozen=True, kw_only=True)
