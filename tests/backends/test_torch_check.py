@@ -10,7 +10,7 @@ import pytest
 
 import pase
 from bench.cases.plans import Case
-from bench.cases.torch_ranks import on_ranks
+from bench.cases.torch_ranks import on_processes, on_ranks
 from pase import machine
 from pase.backends.torch_groups import AxisGroups
 from pase.compiler.problem import SplitProblem
@@ -83,7 +83,7 @@ def test_a_right_step_agrees_and_nothing_is_changed(given: Any, strategy: str) -
         step.backward(x)  # there are gradients
         before = state(step), {path: p.grad for path, p in step.module.named_parameters()}
         values = {path: g.to_local().clone() for path, g in before[1].items() if g is not None}
-        found = step.check(x, against="auto")
+        found = step.check(x, most_lines=6)
         torch.testing.assert_close(state(step), before[0], rtol=0, atol=0)
         for path, p in step.module.named_parameters():
             assert p.grad is before[1][path]
@@ -181,7 +181,8 @@ def test_what_is_sharded_already_is_refused(given: Any) -> None:
         on_ranks(RANKS, on_rank)
 
 
-def test_micro_batches_and_stages() -> None:
+def layered(devices: int, **settings: Any) -> tuple[Any, Any, Any]:
+    """Four layers, as a plan in two micro-batches: the plan, the module, the batch."""
     import torch
     from torch import nn
 
@@ -197,14 +198,30 @@ def test_micro_batches_and_stages() -> None:
 
     torch.manual_seed(0)
     module, x = Layers(), torch.randn(16, 8)
-    for settings in ({"pipeline": "none"}, {"pipeline": 2}):
-        plan = pase.compile(module, x, devices=RANKS, accumulate=2, memory_limit="none", **settings).torch
-        assert all(s.program.ops and s.leaves for s in getattr(plan, "splits", (plan,)))
-        if hasattr(plan, "splits"):
-            assert plan.stages and plan.schedule and plan.homes is not None and plan.borrowed is not None
-        found, *others = on_ranks(RANKS, lambda rank, plan=plan: plan.check(module, x))
-        assert found.verdict == "agrees" and found.devices == RANKS, str(found)
-        assert len(found.parameters) == 10 and all(o.parameters == found.parameters for o in others)
+    plan = pase.compile(module, x, devices=devices, accumulate=2, memory_limit="none", **settings)
+    return plan.torch, module, x
+
+
+def test_micro_batches() -> None:
+    plan, module, x = layered(RANKS, pipeline="none")
+    assert plan.program.ops and plan.leaves and plan.sums
+    found, *others = on_ranks(RANKS, lambda rank: plan.check(module, x))
+    assert found.verdict == "agrees" and found.devices == RANKS, str(found)
+    assert found.reference is not None and len(found.parameters) == 10
+    assert all(o.parameters == found.parameters for o in others)
+
+
+def in_stages(rank: int) -> tuple[str, str, int, tuple[str, ...]]:
+    plan, module, x = layered(2, pipeline=2)
+    found = plan.check(module, x)
+    return found.verdict, found.no_reference, found.devices, tuple(p.name for p in found.parameters)
+
+
+def test_stages() -> None:
+    """Lines alone decide: no rank has the whole module."""
+    one, two = on_processes(2, in_stages, "forkserver")
+    assert one == two and one[:3] == ("agrees", "the stages of a pipeline are on different ranks", 2)
+    assert len(one[3]) == 10 and "layers.3.weight" in one[3]
 
 
 def test_doubts_lie_between_a_parameter_and_the_loss(given: Any) -> None:
