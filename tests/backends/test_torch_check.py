@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ from bench.cases.plans import Case
 from bench.cases.torch_ranks import on_processes, on_ranks
 from pase import machine
 from pase.backends.torch_groups import AxisGroups
+from pase.backends.torch_plan import ParallelModule
 from pase.compiler.problem import SplitProblem
 from pase.errors import PaseError
 from pase.frontends import registry
@@ -149,7 +151,13 @@ def test_lines_alone_see_it_and_name_what_may_be_meant(given: Any) -> None:
     assert "a value without a gradient at" in wrong["enc.weight"], str(found)
 
 
-def test_a_checked_step_trains_or_names_what_is_off(given: Any) -> None:
+@pytest.fixture
+def few_lines() -> Iterator[None]:
+    with patch.dict(ParallelModule.check.__kwdefaults__, most_lines=4):
+        yield
+
+
+def test_a_checked_step_trains_or_names_what_is_off(given: Any, few_lines: None) -> None:
     import torch
 
     module, x, case = given
