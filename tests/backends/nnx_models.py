@@ -81,12 +81,11 @@ class Scanned(nnx.Module):
     """Layers stacked by nnx.vmap, run by nnx.scan."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        @nnx.split_rngs(splits=3)
         @nnx.vmap(in_axes=(0,), out_axes=0)
         def layers(rngs: nnx.Rngs) -> Layer:
             return Layer(rngs)
 
-        self.layers = layers(rngs)
+        self.layers = layers(rngs.fork(split=3))  # a fork keeps a stream for each layer, which the layers hold
         self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
