@@ -85,7 +85,9 @@ class Scanned(nnx.Module):
         def layers(rngs: nnx.Rngs) -> Layer:
             return Layer(rngs)
 
-        self.layers = layers(rngs.fork(split=3))  # a fork keeps a stream for each layer, which the layers hold
+        self.layers = layers(
+            rngs.fork(split=3)
+        )  # a fork keeps a stream for each layer, which the layers hold
         self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
 
     def __call__(self, x: Any) -> Any:
