@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-__all__ = ["Against", "Say", "TorchSteps", "check_module", "rounded_differently", "wide"]
+__all__ = ["Say", "TorchAgainst", "TorchSteps", "check_module", "rounded_differently", "wide"]
 
-Against = Literal["auto", "unsharded", "none"]
+TorchAgainst = Literal["auto", "unsharded", "none"]
 """What gradients are compared with, besides the slope of the loss: the unsharded module; nothing. auto: the unsharded
 module if rank 0 has the memory for it."""
 

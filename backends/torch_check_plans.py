@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_check_plans import unsharded_bytes
-from pase.backends.torch_check import Against, Say, TorchSteps, check_module, rounded_differently, wide
+from pase.backends.torch_check import Say, TorchAgainst, TorchSteps, check_module, rounded_differently, wide
 from pase.backends.torch_check_state import CheckedModule
 from pase.errors import PaseError
 from pase.files.quantities import bytes_text
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pase.backends.torch_pipeline_run import PipelinedModule
     from pase.backends.torch_plan import ParallelModule
 
-__all__ = ["Against", "check_parallel", "check_stages", "unsharded_copy"]
+__all__ = ["TorchAgainst", "check_parallel", "check_stages", "unsharded_copy"]
 
 
 def unsharded_copy(module: Module) -> Module:
@@ -43,7 +43,7 @@ def unsharded_copy(module: Module) -> Module:
 def check_parallel(
     p: ParallelModule,
     batch: tuple[Tree, ...],
-    against: Against,
+    against: TorchAgainst,
     seed: int,
     most_lines: int,
     progress: Say | None,
@@ -66,7 +66,7 @@ def check_parallel(
 def check_stages(
     p: PipelinedModule,
     batch: tuple[Tree, ...],
-    against: Against,
+    against: TorchAgainst,
     seed: int,
     most_lines: int,
     progress: Say | None,
@@ -91,7 +91,7 @@ def check_stages(
 
 
 def _reference(
-    p: ParallelModule, run: CheckedModule, against: Against, steps: TorchSteps
+    p: ParallelModule, run: CheckedModule, against: TorchAgainst, steps: TorchSteps
 ) -> GradientReference | str:
     """The gradients of the unsharded module at the lines' first point. Rank 0 computes them; every rank gets the
     result. A text says why there is none."""
@@ -198,13 +198,13 @@ def _whole_tensors(module: Module, *, keep: bool) -> dict[int, Tensor]:
     return out
 
 
-_Run = tuple[float, list["Tensor"]]
+_LossAndGradients = tuple[float, list["Tensor"]]
 """A loss, and the gradients of the trained parameters."""
 
 
 def _unsharded(
     p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor]
-) -> tuple[list[_Run] | None, Exception | None]:
+) -> tuple[list[_LossAndGradients] | None, Exception | None]:
     """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, of which
     the other ranks wait to be told."""
     try:
@@ -214,7 +214,7 @@ def _unsharded(
         return None, e
 
 
-def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool) -> _Run:
+def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool) -> _LossAndGradients:
     import torch
     from torch.utils._pytree import tree_map_only
 

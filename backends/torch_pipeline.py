@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.torch_check_plans import Against, unsharded_copy
+from pase.backends.torch_check_plans import TorchAgainst, unsharded_copy
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_pipeline_run import PipelinedModule, PipelinedStep
 from pase.backends.torch_plan import TorchPlan, traced_by_torch
@@ -161,7 +161,7 @@ class TorchPipeline:
         module: Module,
         *batch: Tree,
         device: torch.device | str | None = None,
-        against: Against = "auto",
+        against: TorchAgainst = "auto",
         seed: int = 0,
         most_lines: int = 200,
         progress: Say | None = None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.torch_check_plans import Against, check_stages
+from pase.backends.torch_check_plans import TorchAgainst, check_stages
 from pase.backends.torch_compiled import added
 from pase.backends.torch_local import Body
 from pase.backends.torch_moves import moved
@@ -112,7 +112,7 @@ class PipelinedModule:
     def check(
         self,
         *batch: Tree,
-        against: Against = "auto",
+        against: TorchAgainst = "auto",
         seed: int = 0,
         most_lines: int = 200,
         progress: Say | None = None,

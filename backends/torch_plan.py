@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.torch_buffers import StepBuffers
-from pase.backends.torch_check_plans import Against, check_parallel, unsharded_copy
+from pase.backends.torch_check_plans import TorchAgainst, check_parallel, unsharded_copy
 from pase.backends.torch_compiled import CompiledStep, added, compiled
 from pase.backends.torch_groups import AxisGroups, axis_groups
 from pase.backends.torch_local import Body, RankWalk
@@ -177,7 +177,7 @@ class TorchPlan:
         *batch: Tree,
         device: torch.device | str | None = None,
         compile: bool | str = False,
-        against: Against = "auto",
+        against: TorchAgainst = "auto",
         seed: int = 0,
         most_lines: int = 200,
         progress: Say | None = None,
@@ -270,7 +270,7 @@ class ParallelModule:
     def check(
         self,
         *batch: Tree,
-        against: Against = "auto",
+        against: TorchAgainst = "auto",
         seed: int = 0,
         most_lines: int = 200,
         progress: Say | None = None,

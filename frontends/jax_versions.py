@@ -419,8 +419,7 @@ def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
     """
     from jax.extend import core
 
-    variable: Any = core.Var
-    reads = [v if is_literal(v) else variable(v.aval) for v in eqn.invars]
+    reads = [v if is_literal(v) else core.Var(v.aval) for v in eqn.invars]  # type: ignore[arg-type]
     eqn = eqn.replace(invars=reads)
     args = {v: x for v, x in zip(reads, ins, strict=True) if not is_literal(v)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
