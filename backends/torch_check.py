@@ -191,10 +191,10 @@ class TorchSteps:
         apart = {}
         for (i, p), g in zip(self.run.mine.items(), self.gradients, strict=True):
             apart[i] = _largest(wide(g) - wide(_first_copy(p, g)))
-        apart = self._maximum(apart)
+        furthest = self._maximum(apart)
         largest = self._maximum({i: _largest(g) for i, g in zip(self.run.mine, self.gradients, strict=True)})
         eps = self._maximum({i: float(torch.finfo(p.dtype).eps) for i, p in self.run.mine.items()})
-        rows = zip(self.names, apart, largest, noise, eps, strict=True)
+        rows = zip(self.names, furthest, largest, noise, eps, strict=True)
         return tuple(
             GradientDifference(
                 name=name,

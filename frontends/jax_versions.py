@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 from pase.errors import PaseError, install_line
 from pase.frontends.jax_types import Aval, ClosedJaxpr, Eqn, Jaxpr, LiteralVar, Var
@@ -419,7 +419,8 @@ def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
     """
     from jax.extend import core
 
-    reads = [v if is_literal(v) else core.Var(v.aval) for v in eqn.invars]  # type: ignore[arg-type]
+    own = (v if is_literal(v) else core.Var(v.aval) for v in eqn.invars)  # type: ignore[arg-type]
+    reads = cast("list[Var]", list(own))
     eqn = eqn.replace(invars=reads)
     args = {v: x for v, x in zip(reads, ins, strict=True) if not is_literal(v)}
     kept = [v for v in eqn.outvars if not is_dropped(v)]
