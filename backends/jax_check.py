@@ -17,7 +17,7 @@ import numpy as np
 
 from pase.frontends.jax_doubts import doubts
 from pase.plan.gradient_check import GradientCheck, GradientReference
-from pase.plan.gradient_lines import POINTS, AlongLine, Line, parameter_checks
+from pase.plan.gradient_lines import ALL_ZEROS, JITTER, POINTS, AlongLine, Line, parameter_checks
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -27,13 +27,6 @@ if TYPE_CHECKING:
     from pase.frontends.from_jax import TracedJax
 
 __all__ = ["CheckedProgram", "JaxSteps", "check_of"]
-
-_JITTER = 2.0**-6
-"""The lines start this far (relative) from the given parameters: at zeros, such as of a head that is not trained yet,
-gradients vanish that later do not."""
-
-_ALL_ZEROS = 0.1
-"""The scale of a parameter that is all zeros, such as a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +159,7 @@ class JaxSteps:
         return float(loss), grads
 
     def _moved_randomly(self, seed: int) -> list[Array]:
-        toward = self._random("jitter", self._given, self._given, [_JITTER] * len(self._given), seed + 7)
+        toward = self._random("jitter", self._given, self._given, [JITTER] * len(self._given), seed + 7)
         return self._each(
             "moved", _moved, self._given, self._given, toward, [np.float32(1)] * len(self._given)
         )
@@ -199,7 +192,7 @@ class JaxSteps:
             return self._random("random", self.gradients, self.start, sizes, line.seed)
         given = self._summed(self._each("given", _square, None, self._given))
         own = np.sqrt(given)
-        own = np.where(own > 0, own, _ALL_ZEROS * np.sqrt(self._elements))
+        own = np.where(own > 0, own, ALL_ZEROS * np.sqrt(self._elements))
         norms = self.gradient_norms
         factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
         of = [np.float32(factors[i] if i in moved else 0.0) for i in self.program.owners]
@@ -209,7 +202,7 @@ class JaxSteps:
     def _scales(self) -> list[np.float32]:
         """How far zeros move, relative to the size of a line."""
         squares = self._summed(self._each("given", _square, None, self._given)) / self._elements
-        scales = np.where(squares > 0, np.sqrt(squares), _ALL_ZEROS)
+        scales = np.where(squares > 0, np.sqrt(squares), ALL_ZEROS)
         return [np.float32(scales[i]) for i in self.program.owners]
 
     @cached_property

@@ -21,7 +21,7 @@ from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_doubts import coarsest, doubts
 from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference, ParameterCheck
-from pase.plan.gradient_lines import POINTS, AlongLine, Line, parameter_checks
+from pase.plan.gradient_lines import ALL_ZEROS, JITTER, POINTS, AlongLine, Line, parameter_checks
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +35,6 @@ TorchAgainst = Literal["auto", "unsharded", "none"]
 module if rank 0 has the memory for it."""
 
 Say = Callable[[str], None]
-
-_JITTER = 2.0**-6
-"""As in ``jax_check``: the lines start this far (relative) from the given parameters."""
-
-_ALL_ZEROS = 0.1
-"""The scale of a parameter that is all zeros, such as a bias."""
 
 
 def check_module(
@@ -127,8 +121,8 @@ class TorchSteps:
         self._elements = np.maximum(self._maximum(sizes), 1)
         self._given_squares = self._squares(self._given)
         per_element = self._given_squares / self._elements
-        self._scales = np.where(per_element > 0, np.sqrt(per_element), _ALL_ZEROS)
-        toward = self._random([_JITTER] * len(self._mine), self._given, seed + 7)
+        self._scales = np.where(per_element > 0, np.sqrt(per_element), ALL_ZEROS)
+        toward = self._random([JITTER] * len(self._mine), self._given, seed + 7)
         self.start = [_moved(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
         self.loss, self.gradients = self.step(self.start)
         self.jittered = math.isfinite(self.loss)
@@ -232,7 +226,7 @@ class TorchSteps:
             sizes = [line.size if i in moved else 0.0 for i in self.run.mine]
             return self._random(sizes, self.start, line.seed)
         own = np.sqrt(self._given_squares)
-        own = np.where(own > 0, own, _ALL_ZEROS * np.sqrt(self._elements))
+        own = np.where(own > 0, own, ALL_ZEROS * np.sqrt(self._elements))
         norms = self.gradient_norms
         factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
         of = [float(factors[i]) if i in moved else 0.0 for i in self.run.mine]

@@ -21,6 +21,8 @@ from pase.files.progress import PieceOfWork
 from pase.plan.gradient_check import GradientDifference, GradientReference, GradientVerdict, ParameterCheck
 
 __all__ = [
+    "ALL_ZEROS",
+    "JITTER",
     "POINTS",
     "AlongLine",
     "GradientSteps",
@@ -33,6 +35,13 @@ __all__ = [
 
 POINTS = 9
 """Points of a line, its ends included."""
+
+JITTER = 2.0**-6
+"""The lines start this far (relative) from the given parameters: at zeros, such as of a head that is not trained yet,
+gradients vanish that later do not."""
+
+ALL_ZEROS = 0.1
+"""The scale of a parameter that is all zeros, such as a bias."""
 
 _RESOLUTION = 0.1
 """A line decides about a parameter if an error of this part of its gradient would show."""
