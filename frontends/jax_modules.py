@@ -158,7 +158,11 @@ class _ModuleGraph:
 
         state = jax.tree.unflatten(self.tree, values)
         numbers = jax.tree.unflatten(self.tree, range(len(self.leaves)))
-        pairs = (jax.tree_util.tree_flatten_with_path(x, is_leaf=_is_variable)[0] for x in (state, numbers))
+        # an array that is no Variable has None itself where it has no value, which jax.tree takes for no leaf
+        pairs = (
+            jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda x: _is_variable(x) or _is_none(x))[0]
+            for x in (state, numbers)
+        )
         for (path, variable), (_, at) in zip(*pairs, strict=True):
             mine = jax.tree.leaves(at)
             module, *inside = _keys(path)

@@ -27,7 +27,7 @@ class Mean(nnx.Variable):
 
 
 class Layer(nnx.Module):
-    """Batch statistics, two random streams, a counter and a moving mean."""
+    """Batch statistics, two random streams, a counter, a moving mean, and an array that is no Variable."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
         self.inner = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
@@ -36,10 +36,11 @@ class Layer(nnx.Module):
         self.rngs = rngs
         self.count = Count(jnp.int32(0))
         self.mean = Mean(jnp.zeros(WIDTH))
+        self.scales = nnx.data({("of", "h"): jnp.linspace(0.5, 1.5, WIDTH)})  # as nnx.WeightNorm keeps its own
 
     def __call__(self, x: Any) -> Any:
         x = x + 0.1 * jax.random.normal(self.rngs.noise(), x.shape)
-        h = jnp.tanh(self.norm(self.inner(x))) - self.mean[...]
+        h = self.scales["of", "h"] * jnp.tanh(self.norm(self.inner(x))) - self.mean[...]
         self.count[...] += 1
         self.mean[...] = 0.9 * self.mean[...] + 0.1 * jax.lax.stop_gradient(h.mean(0))
         return x + self.dropout(h) / self.count[...]
