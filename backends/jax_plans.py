@@ -5,6 +5,7 @@ from __future__ import annotations
 from pase.backends.local_schedule import ProgramSchedule
 from pase.backends.to_jax import JaxPlan
 from pase.frontends.from_jax import TracedJax
+from pase.frontends.jax_arguments import fixed_devices
 from pase.frontends.jax_modules import ModuleFunction
 from pase.plan.buckets import model_of
 from pase.plan.constraints import Constraints
@@ -47,6 +48,9 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         schedule=ProgramSchedule.of(plan),
         gathers_ahead=plan.beside is not None,
         model=model_of(plan),
+        devices=fixed_devices(plan.traced.shardings)
+        if "fixed" in plan.provenance and isinstance(plan.traced, TracedJax)
+        else None,
         logical_mesh=plan.mesh,
         constraints=Constraints(
             storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},

@@ -91,6 +91,8 @@ class JaxPlan:
     """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
     model: CostModel | None = None
     """Prices the forms of moves (``pase.local.forms``) in steps lowered by hand."""
+    devices: tuple[JaxDevice, ...] | None = None
+    """Those of the user's mesh, in its order, if the plan keeps arrays as they lie on it."""
 
     @cached_property
     def program(self) -> LocalProgram:
@@ -117,18 +119,18 @@ class JaxPlan:
         return kept_results(self.traced.graph, self.blocks)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
-        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
+        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: ``self.devices`` or all)."""
         import jax
         import numpy as np
 
-        m = self.logical_mesh
-        found = jax.devices() if devices is None else devices
+        m, own = self.logical_mesh, self.devices if devices is None else None
+        found = as_linked(devices or jax.devices()) if own is None else own
         if len(found) < m.devices:
             raise PaseError(
                 f"the plan is for {m.devices} devices, but JAX sees {len(found)}: on a CPU, set "
                 f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
             )
-        grid = np.array(as_linked(found)[: m.devices], dtype=object).reshape(m.sizes)
+        grid = np.array(found[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
 
     def sharding(self, placement: Placement, mesh: JaxMesh) -> NamedSharding:

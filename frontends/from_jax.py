@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
-from pase.frontends import jax_attention, jax_leaves, jax_versions, registry
+from pase.frontends import jax_attention, jax_versions, registry
+from pase.frontends.jax_arguments import arguments, fixed_layouts, shape_of, shardings
 from pase.frontends.jax_contexts import traced_in_context
 from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
@@ -26,14 +27,14 @@ from pase.frontends.jax_rules_outside import RULES
 from pase.frontends.jax_types import Aval, ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_unchanged import advancing
 from pase.frontends.registry import Chances, DimSizes, Unknown, UnknownOp, check_dims
-from pase.ir import Graph, Place, Size, Tensor, parse_size
-from pase.ir.sizes import bind_size, free_symbols
+from pase.ir import FixedLayout, Graph, Place, Tensor
 from pase.ops import GraphBuilder, nests
 from pase.ops.attention import attention
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from jax import Array, ShapeDtypeStruct
+    from jax import Array
+    from jax.sharding import Sharding
     from jax.tree_util import PyTreeDef
 
 __all__ = [
@@ -107,6 +108,15 @@ class TracedJax(registry.Traced):
     """Of a program with padded dims: the program as the user wrote it."""
     modules: ModuleFunction | None = field(default=None, repr=False, compare=False)
     """Of a function of Flax NNX modules: how its arguments become those of the program."""
+    shardings: tuple[Sharding | None, ...] = field(default=(), repr=False, compare=False)
+    """Of each input leaf, as the user has it; empty where the program was traced on shapes alone."""
+
+    @cached_property
+    def fixed(self) -> Mapping[str, FixedLayout]:
+        paths, ranks = (*self.param_paths, *self.input_paths), [a.ndim for a in self.jaxpr.in_avals]
+        names = [n.ops[0].writes[0].tensor for n in self.graph.nodes if n.kind in ("parameter", "input")]
+        found = fixed_layouts(paths, ranks, self.shardings) if any(self.shardings) else []
+        return {name: x for name, x in zip(names, found, strict=False) if x is not None}
 
     @cached_property
     def held(self) -> frozenset[int]:
@@ -185,7 +195,7 @@ def trace(
     jax_versions.check()
     called = name or name_of(fn)
     fn, args, mode, carry = _pure(fn, (params, *batch), mode, carry)
-    as_shapes, turns, symbols = _arguments(args, dims, called)
+    as_shapes, turns, symbols = arguments(args, dims, called)
     program = program_of(fn, args, as_shapes, mode, carry)
     if isinstance(fn, ModuleFunction):
         fn, program = advancing(fn, program, args, as_shapes, mode, carry, INLINED)
@@ -232,6 +242,7 @@ def trace(
         out_tree=program.out_tree,
         kept_out=program.kept_out,
         modules=fn if isinstance(fn, ModuleFunction) else None,
+        shardings=shardings(args),
     )
 
 
@@ -253,24 +264,6 @@ def _pure(
     return fn, args, mode, carry
 
 
-def _arguments(
-    args: tuple[Tree, ...], dims: DimSizes | None, called: str
-) -> tuple[Tree, dict[str, int], set[str]]:
-    """(the array arguments as shapes, the part of ``dims`` that is not among their sizes, those sizes)."""
-    import jax
-
-    given = jax_leaves.arrays(args)
-    _check_leaves(given[0], "params")
-    _check_leaves(given[1:], "batch")
-    as_shapes = jax.tree.map(_shape_struct, given)
-    symbols = set(free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t)))
-    turns = {k: v for k, v in (dims or {}).items() if k not in symbols}
-    if bound := {k: v for k, v in (dims or {}).items() if k in symbols}:
-        check_dims(bound, symbols, called)
-        as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
-    return as_shapes, turns, symbols
-
-
 def _no_gradient(called: str, loops: bool) -> str:
     return (
         f"{called}'s loss does not depend on any parameter: params come first, fn(params, *batch), and at least one "
@@ -288,51 +281,6 @@ def from_jax(
 ) -> Graph:
     """The raw graph of ``fn(params, *batch)``; see ``trace``."""
     return trace(fn, params, *batch, name=name, unknown=unknown).graph
-
-
-def _check_leaves(tree: Tree, what: str) -> None:
-    import jax
-    import numpy as np
-
-    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        where = f"{what}{jax.tree_util.keystr(keys)}"
-        if isinstance(leaf, (bool, int, float)):
-            continue
-        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        if shape is None or dtype is None:
-            raise PaseError(
-                f"{where} is {type(leaf).__name__}: give an array or jax.ShapeDtypeStruct(shape, dtype)"
-            )
-        for s in shape:
-            if isinstance(s, (float, np.floating)):
-                raise PaseError(f"{where} has shape {tuple(shape)}: {s} is not a whole number")
-            if isinstance(s, (int, np.integer)) and s < 1:
-                raise PaseError(
-                    f"{where} has shape {tuple(shape)}: a dim of {s} elements cannot be parallelized"
-                )
-
-
-def _shape_struct(leaf: Tree) -> ShapeDtypeStruct:
-    import jax
-    import numpy as np
-
-    if isinstance(leaf, (bool, int, float)):
-        leaf = np.asarray(leaf)
-        return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-    return jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
-
-
-def _bound(leaf: ShapeDtypeStruct, dims: DimSizes) -> ShapeDtypeStruct:
-    """The leaf with integers for the sizes that ``dims`` settles."""
-    import jax
-
-    sizes = [bind_size(s, dims) for s in shape_of(leaf)]
-    shape = tuple(s if isinstance(s, int) else was for s, was in zip(sizes, leaf.shape, strict=True))
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
-
-
-def shape_of(aval: Aval) -> tuple[Size, ...]:
-    return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in aval.shape)
 
 
 def dtype_of(aval: Aval) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,7 +17,7 @@ from pase.pytree import Tree
 from pase.registry import Registry
 
 if TYPE_CHECKING:
-    from pase.ir import Graph
+    from pase.ir import FixedLayout, Graph
 
 __all__ = [
     "FRONTENDS",
@@ -69,6 +70,11 @@ class Traced:
     @property
     def frontend(self) -> str:
         return self.graph.meta["frontend"]
+
+    @cached_property
+    def fixed(self) -> Mapping[str, FixedLayout]:
+        """Tensor -> the layout in which the user keeps it already. Raises PaseError if no plan could keep them all."""
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

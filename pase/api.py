@@ -194,6 +194,8 @@ def compile(
         callable ``loss_fn(params, *batch) -> scalar`` followed by its example arguments (shapes are enough), a
         torch.nn.Module followed by an example batch, "hf:CLASS?setting=…" for a model of transformers, or anything
         that another frontend reads: "model.onnx", an onnx.ModelProto, …
+    params, batch: JAX arrays and shapes that have a NamedSharding over several devices keep it: the search decides the
+        rest (docs/programs.md, "Arrays that lie on a mesh already").
     {options}
     progress: a function that is called with a line of text at each step of the compilation.
 

@@ -15,6 +15,7 @@ from pase.search import solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
 from pase.tables.build import Space, build, config_space
+from pase.tables.fixed import why_not
 
 __all__ = ["TablesOf", "baselines", "price", "settle", "settle_alone"]
 
@@ -50,7 +51,10 @@ def baselines(
             offered.add(made.name)
             if only and method not in only and made.name not in only:
                 continue
-            found = settle(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
+            if isinstance(made, Intent) and (why := why_not(graph, made.mesh)) is not None:
+                found: Baseline | Skipped = Skipped(name=made.name, reason=why)
+            else:
+                found = settle(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
             so_far = best.get(found.name)
             better = isinstance(found, Baseline) and not (
                 isinstance(so_far, Baseline) and so_far.cost <= found.cost

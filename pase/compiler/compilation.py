@@ -27,6 +27,7 @@ from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.garbage import seldom_collected
+from pase.ir.fixed import FREE_LAYOUTS
 from pase.ir.precision import FP8
 from pase.memory.live import is_trained
 from pase.pytree import Tree
@@ -130,8 +131,13 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
 
 def _problem(traced: Traced, o: CompileOptions) -> SplitProblem:
     """The problem of the model as written. Raises PaseError if the machine cannot do what the options ask for."""
+    if traced.fixed and o.uneven != "whole":
+        raise PaseError(
+            f"uneven='{o.uneven}' pads arguments, and {_fixed_text(traced)}: leave out uneven (--uneven), or "
+            f"{FREE_LAYOUTS}"
+        )
     problem = SplitProblem.of(
-        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target
+        traced.graph, o.devices, o.machine, o.cost_model, o.optimizer, o.overlap, o.target, traced.fixed
     )
     _check_machine(problem, o)
     return problem
@@ -166,6 +172,11 @@ def _compile_staged(
     say("tracing the model")
     start = time.perf_counter()
     traced, name = traced_model(model, params, batch, options)
+    if traced.fixed:
+        raise PaseError(
+            f"stages store arguments on groups of devices, and {_fixed_text(traced)}: leave out pipeline (--pipeline), "
+            f"or {FREE_LAYOUTS}"
+        )
     problem = SplitProblem.of(
         traced.graph,
         options.devices,
@@ -180,6 +191,11 @@ def _compile_staged(
     seconds |= found.seconds | {"total": time.perf_counter() - start}
     plan = plan_staged(problem, traced, name, found, seconds)
     return Compiled(plan=plan, problem=problem, traced=traced, given=())
+
+
+def _fixed_text(traced: Traced) -> str:
+    first = next(iter(traced.fixed.values()))
+    return f"'{first.path}' lies already, as {first}"
 
 
 def _check_machine(problem: SplitProblem, options: CompileOptions) -> None:
@@ -203,6 +219,10 @@ def _or_staged(
     below = (
         plan.cost if plan.misfit is None else math.inf
     )  # what does not fit is beaten by anything that does
+    if problem.graph.fixed:
+        return replace(
+            plan, skipped={**plan.skipped, "stages": f"{_fixed_text(traced)}, and stages would move it"}
+        )
     try:
         found = search_pipelines(problem, traced, options, say, below)
     except (

@@ -46,7 +46,7 @@ def needs_on_more(
     """(devices, least bytes) of the smallest variant on 2, 4, … 64 times the devices, until it fits."""
     p = problem.varied(traced, min(least, key=lambda n: n.nbytes).variant)
     for factor in (2, 4, 8, 16, 32, 64):
-        more = replace(p, devices=factor * p.devices)
+        more = replace(p, devices=factor * p.devices, graph=replace(p.graph, fixed={}))
         needs = min((least_memory(more, m) for m in more.meshes(None, 2)), default=float("inf"))
         yield more.devices, needs
         if needs <= limit:

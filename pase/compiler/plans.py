@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,4 +129,5 @@ def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]
         "search": method,
         "certificate": certificate,
         **({"target": "dtensor"} if graph.one_axis_a_dim else {}),
+        **({"fixed": json.dumps(sorted(graph.fixed))} if graph.fixed else {}),
     }

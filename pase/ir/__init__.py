@@ -1,5 +1,6 @@
 """The iteration-space IR."""
 
+from pase.ir.fixed import FixedLayout, FixedMesh
 from pase.ir.maps import AccessMap, Walk, Window
 from pase.ir.names import dim_classes, named
 from pase.ir.places import Place, PlacePart, Scope, ScopeKind, SourceLine
@@ -28,6 +29,8 @@ __all__ = [
     "Dim",
     "DimKind",
     "Edge",
+    "FixedLayout",
+    "FixedMesh",
     "Graph",
     "IterationSpace",
     "Node",

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from pase.errors import PaseError
+from pase.ir.fixed import FixedLayout
 from pase.ir.functions import Function
 from pase.ir.maps import AccessMap
 from pase.ir.places import NO_PLACE, NOWHERE, Place, Scope, SourceLine
@@ -344,6 +345,8 @@ class Graph:
     meta: Mapping[str, str] = field(default_factory=dict)
     one_axis_a_dim: bool = False
     """May each dim of a tensor be split along one mesh axis at most? Some targets cannot express more."""
+    fixed: Mapping[str, FixedLayout] = field(default_factory=dict)
+    """Parameter or input -> the layout in which the user keeps it. The search decides the others."""
     remarks: tuple[Remark, ...] = ()
     """What the frontend, and what was done to the graph since, say of its price."""
 

@@ -32,7 +32,7 @@ def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> 
 
     Axes that the user named (any name but our own single letters) keep their names.
     """
-    if any(len(name) > 1 for name in mesh.names):
+    if graph.fixed or any(len(name) > 1 for name in mesh.names):
         return mesh
     names: list[str] = []
     taken: Counter[str] = Counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from pase.compiler.options import PlanTarget
     from pase.compiler.problem import SplitProblem
     from pase.frontends.registry import Traced
+    from pase.ir import FixedLayout
     from pase.machine import Machine
     from pase.machine.types import Device
     from pase.questions.unfused import Unfused
@@ -306,7 +308,14 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
     overlap = "none" if plan.beside is None else "parameters"
     problem = SplitProblem.of(
-        traced.graph, plan.devices, machine, plan.cost_model, plan.optimizer, overlap, target
+        traced.graph,
+        plan.devices,
+        machine,
+        plan.cost_model,
+        plan.optimizer,
+        overlap,
+        target,
+        _fixed(plan, traced),
     )
     precision: ProductPrecision = "fp8" if plan.provenance.get("precision") == "fp8" else "model"
     decompose: Decompose = "products" if plan.provenance.get("decompose") == "products" else "none"
@@ -318,6 +327,17 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
         decompose=decompose,
     )
     return problem if variant == Variant() else problem.varied(traced, variant)
+
+
+def _fixed(plan: PlanData, traced: Traced) -> dict[str, FixedLayout]:
+    """The layouts that were fixed when the plan was made, on the plan's mesh."""
+    from pase.ir import FixedLayout, FixedMesh
+
+    names: list[str] = json.loads(plan.provenance.get("fixed", "[]"))
+    mesh, stored = plan.mesh, {**plan.inputs, **plan.parameters}
+    paths = {name: traced.graph.tensors[name].path for name in names}
+    own = FixedMesh(names=mesh.names, sizes=mesh.sizes)
+    return {n: FixedLayout(path=path, mesh=own, dims=stored[path].storage) for n, path in paths.items()}
 
 
 def _groups(plan: PlanData, problem: SplitProblem, v: int) -> dict[tuple[int, ...], list[int]]:

@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from pase.ir import Graph
+from pase.ir import FixedLayout, Graph
 from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
 from pase.tables.charges import Charge, Flow, node_charges
 from pase.tables.facts import EdgeFacts, Facts, facts
+from pase.tables.fixed import as_fixed, fixed_layout
 from pase.tables.layouts import LayoutRule, access_rules, configs
 from pase.tables.pieces import TAKEN_APART, in_pieces
 from pase.tables.reshard import Plans, compare
@@ -213,22 +214,27 @@ def phase_costs(
 
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
     """The configs of each node; equal nodes share an array. If the compiler reduces each reader's gradient, no gradient
-    may stay partial."""
+    may stay partial. Of what the user has fixed the layout, only the configs that have it; on a mesh that cannot hold
+    it there are none."""
     apart = not model.machine.sums_readers
-    memo: dict[tuple[int, tuple[LayoutRule, ...]], np.ndarray] = {}
+    memo: dict[tuple[int, tuple[LayoutRule, ...], FixedLayout | None], np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
     out = []
     for n, number in zip(graph.nodes, facts(graph).space, strict=True):
         rules = tuple(access_rules(n)) if graph.one_axis_a_dim else ()
-        if (number, rules) not in memo:
+        fixed = fixed_layout(graph, n)
+        key = (number, rules, None if fixed is None else replace(fixed, path=""))
+        if key not in memo:
             cfg = configs(n, mesh)
+            if fixed is not None:
+                cfg = cfg[as_fixed(n, cfg, mesh, fixed)]
             if apart:
                 waiting = [i for i, d in enumerate(n.space) if d.kind == "pending"]
                 cfg = cfg[~np.isin(cfg, waiting).any(axis=1)]
             for rule in rules:
                 cfg = cfg[rule.by_one_axis(cfg, mesh)]
-            memo[number, rules] = same.setdefault(cfg.tobytes(), cfg)
-        out.append(memo[number, rules])
+            memo[key] = same.setdefault(cfg.tobytes(), cfg)
+        out.append(memo[key])
     return tuple(out)
 
 

@@ -18,6 +18,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -61,6 +62,7 @@ _STATE = -8  # a state digit d is written _STATE - d
 
 _MAX_CONFIGS = 1 << 17
 _MAX_DIMS = 128  # a config is int8
+_OneOrMany = TypeVar("_OneOrMany", int, np.ndarray)
 
 
 def number(size: Size, what: str) -> int:
@@ -431,8 +433,8 @@ def gradient_states(written: np.ndarray) -> np.ndarray:
     return np.where(written <= _STATE, _STATE - written, out)
 
 
-def tensor_dim(state: int) -> int:
-    """The tensor dim of a digit."""
+def tensor_dim(state: _OneOrMany) -> _OneOrMany:
+    """The tensor dim of a digit, or of each digit of an array."""
     return state // _DIM
 
 

@@ -36,7 +36,9 @@ class Layer(nnx.Module):
         self.rngs = rngs
         self.count = Count(jnp.int32(0))
         self.mean = Mean(jnp.zeros(WIDTH))
-        self.scales = nnx.data({("of", "h"): jnp.linspace(0.5, 1.5, WIDTH)})  # as nnx.WeightNorm keeps its own
+        self.scales = nnx.data(
+            {("of", "h"): jnp.linspace(0.5, 1.5, WIDTH)}
+        )  # as nnx.WeightNorm keeps its own
 
     def __call__(self, x: Any) -> Any:
         x = x + 0.1 * jax.random.normal(self.rngs.noise(), x.shape)

@@ -1,0 +1,76 @@
+"""Layouts of arguments that the user has decided, over a mesh of the user's own."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+__all__ = ["FREE_LAYOUTS", "FixedLayout", "FixedMesh"]
+
+FREE_LAYOUTS = (
+    "let the search decide: pass jax.ShapeDtypeStruct(x.shape, x.dtype) in place of each such array x"
+)
+"""What to do about arrays that lie otherwise than a plan can keep them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedMesh:
+    """A user's mesh: its axes, outermost first. Axes of one device split nothing and are left out.
+
+    >>> mesh = FixedMesh(names=("data", "model"), sizes=(2, 4))
+    >>> str(mesh), mesh.devices
+    ('data=2, model=4', 8)
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={size}" for name, size in zip(self.names, self.sizes, strict=True))
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.sizes)
+
+    def parts(self, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
+        """Axis -> the axes of a finer mesh that together are this axis, by number. sizes: of the finer mesh's axes,
+        outermost first. None if they do not divide this mesh's axes.
+
+        >>> FixedMesh(names=("data", "model"), sizes=(2, 4)).parts((2, 2, 2))
+        {'data': (0,), 'model': (1, 2)}
+        >>> FixedMesh(names=("data", "model"), sizes=(2, 4)).parts((4, 2)) is None
+        True
+        """
+        out: dict[str, tuple[int, ...]] = {}
+        axis = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            first, ways = axis, 1
+            while ways < size and axis < len(sizes):
+                ways *= sizes[axis]
+                axis += 1
+            if ways != size:
+                return None
+            out[name] = tuple(range(first, axis))
+        return out if math.prod(sizes[axis:]) == 1 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedLayout:
+    """How an argument lies already. dims: for each tensor dim, the axes of the mesh that split it, major to minor;
+    None: the search decides.
+
+    path: the argument by the user's name.
+    """
+
+    path: str
+    mesh: FixedMesh
+    dims: tuple[tuple[str, ...] | None, ...]
+
+    def __str__(self) -> str:
+        return f"P({', '.join(map(_entry, self.dims))}) on the mesh {self.mesh}"
+
+
+def _entry(axes: tuple[str, ...] | None) -> str:
+    if axes is None:
+        return "UNCONSTRAINED"
+    return repr(axes[0]) if len(axes) == 1 else repr(axes or None)
