@@ -27,15 +27,15 @@ def of_plan(
     eqn: Eqn,
     reads: Sequence[str | None],
     makes: Sequence[str],
-    layouts: EquationLayouts | None,
+    layouts: EquationLayouts,
     mesh: JaxMesh,
 ) -> Callable[..., Array] | None:
     """The equation as a function of its operands, split as in the plan.
 
-    None if XLA is to split it: it is not such a convolution, or its windows, or channels within a group, are split.
-    reads, makes: names of its operands and results.
+    None if XLA is to split it: it has no groups of several channels, or its windows, or channels within a group, are
+    split. reads, makes: names of its operands and results.
     """
-    if eqn.primitive.name != "conv_general_dilated" or layouts is None or len(set(reads)) != 2:
+    if len(set(reads)) != 2:
         return None
     groups, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
     filters = numbers.rhs_spec

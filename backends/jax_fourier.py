@@ -35,15 +35,13 @@ def of_plan(
     eqn: Eqn,
     reads: Sequence[str | None],
     makes: Sequence[str],
-    layouts: EquationLayouts | None,
+    layouts: EquationLayouts,
     mesh: JaxMesh,
 ) -> Callable[..., Array] | None:
-    """The equation as a function of its operand, split as in the plan. None if XLA is to split it: it is no fft, or the
-    plan has no layout for it. reads, makes: names of its operand and result."""
+    """The equation as a function of its operand, split as in the plan. None if XLA is to split it: the plan has no
+    layout for it. reads, makes: names of its operand and result."""
     import jax
 
-    if eqn.primitive.name != "fft" or layouts is None:
-        return None
     read, made = layouts.reads.get(reads[0] or ""), layouts.writes.get(makes[0])
     if read is None or made is None:
         return None

@@ -33,6 +33,8 @@ __all__ = ["JaxprWalk"]
 
 Copies: TypeAlias = "dict[str, Array]"
 """Copy -> its value."""
+_SPLIT_BY_PLAN = {"conv_general_dilated": jax_convolution.of_plan, "fft": jax_fourier.of_plan}
+"""Primitive -> the function that splits it as in the plan, for primitives that XLA does not split well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +177,10 @@ class JaxprWalk:
         """
         call, traced = call_of(eqn), self.plan.traced
         if call is None:
-            split = traced.operands[at], traced.results[at], self.plan.accesses.get(at), self.mesh
-            return jax_convolution.of_plan(eqn, *split) or jax_fourier.of_plan(eqn, *split)
+            of_plan, layouts = _SPLIT_BY_PLAN.get(eqn.primitive.name), self.plan.accesses.get(at)
+            if of_plan is None or layouts is None:
+                return None
+            return of_plan(eqn, traced.operands[at], traced.results[at], layouts, self.mesh)
         return jax_attention.of_plan(
             call,
             traced.operands[at],

@@ -373,9 +373,16 @@ def _lp_norm(c: OnnxCall) -> Value:
 
 
 def opaque_per_batch(
-    c: OnnxCall, ins: Sequence[Value], outs: Sequence[tuple[Sequence[int], str]], rank: int, flops: float
+    c: OnnxCall,
+    ins: Sequence[Value],
+    outs: Sequence[tuple[Sequence[int], str]],
+    rank: int,
+    flops: float,
+    *,
+    whole: Sequence[Value] = (),
 ) -> list[Value]:
-    """One op whose first ``rank`` dims, where all operands have them alike, may be split; flops: of the whole."""
+    """One op whose first ``rank`` dims, where all operands have them alike, may be split; flops: of the whole. whole:
+    further operands, which have none of these dims."""
     shapes = [c.shape(s) for s, _ in outs]
     reads = [c.tensor(v) for v in ins if v.elements and not v.literal]
     if any(math.prod(s) == 0 for s in shapes):
@@ -390,6 +397,7 @@ def opaque_per_batch(
         [(s, d) for s, (_, d) in zip(shapes, outs, strict=True)],
         rank,
         flops=flops / math.prod(shapes[0][:rank]),
+        whole=[c.tensor(v) for v in whole if not v.literal],
     )
     return [c.value(t) for t in made]
 
@@ -448,9 +456,11 @@ def _det(c: OnnxCall) -> list[Value]:
 
 @lowers("DFT", "STFT")
 def _fourier(c: OnnxCall) -> list[Value]:
-    """5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
-    x = c.x()
+    """The dims before the transformed one may be split, the signals of STFT; 5 log2(n) FLOPs a point (Cooley and
+    Tukey's count)."""
+    x, lead, whole = c.x(), 1, []
     if c.op == "STFT":
+        whole = [c.x(2)] if c.opt(2) is not None else []  # the window
         step = c.ints_of(1, "frame_step")[0]
         n = c.x(2).shape[0] if c.opt(2) is not None else c.ints_of(3, "frame_length")[0]
         frames = (x.shape[1] - n) // max(step, 1) + 1
@@ -463,7 +473,7 @@ def _fourier(c: OnnxCall) -> list[Value]:
             if c.opt(2) is not None
             else -2
         )
-        axis = c.axis(axis, len(x.shape))
+        axis = lead = c.axis(axis, len(x.shape))
         n = c.ints_of(1, "length")[0] if c.opt(1) is not None else x.shape[axis]
         back = bool(c.integer("onesided") and c.integer("inverse"))  # from half a spectrum to real numbers
         shape = [*x.shape[:-1], 1 if back else 2]
@@ -471,4 +481,4 @@ def _fourier(c: OnnxCall) -> list[Value]:
         if back and c.opt(1) is None:
             shape[axis] = 2 * (x.shape[axis] - 1)
     work = 5.0 * math.log2(max(n, 2)) * math.prod(c.shape(shape))
-    return opaque_per_batch(c, [x], [(shape, x.dtype)], 1, work)
+    return opaque_per_batch(c, [x], [(shape, x.dtype)], lead, work, whole=whole)

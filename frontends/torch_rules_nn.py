@@ -65,7 +65,7 @@ def _fft(c: TorchCall) -> Value:
     """The dims before those that are transformed may be split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
     x, (shape, dtype) = c.x(), c.out()
     dims = c.dims("dim", len(x.shape))
-    lead = min(dims)
+    lead = min(dims, default=len(x.shape))
     flops = 5.0 * math.log2(math.prod(x.shape[d] for d in dims)) * math.prod(x.shape[lead:])
     return c.value(nests.batched(c.b, "fft", [c.tensor(x)], [(shape, dtype)], lead, flops=flops)[0])
 

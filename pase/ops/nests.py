@@ -418,11 +418,13 @@ def batched(
     rank: int,
     *,
     flops: float,
+    whole: Sequence[Tensor] = (),
 ) -> tuple[Tensor, ...]:
-    """The first ``rank`` dims, equal in all tensors, may be split; the rest may not. flops: per point of these dims."""
+    """The first ``rank`` dims, equal in all tensors, may be split; the rest may not. flops: per point of these dims.
+    whole: inputs that have none of these dims."""
     dims: Dims = {}
 
-    def walk(shape: Sequence[Size], prefix: str) -> AccessMap:
+    def walk(shape: Sequence[Size], prefix: str, rank: int = rank) -> AccessMap:
         out = []
         for i, s in enumerate(shape):
             if is_one(s):
@@ -434,6 +436,7 @@ def batched(
         return AccessMap(tuple(out))
 
     reads = [Read(t, walk(t.shape, f"r{k}")) for k, t in enumerate(inputs)]
+    reads += [Read(t, walk(t.shape, f"h{k}", 0)) for k, t in enumerate(whole)]
     writes = [Write(tuple(shape), dtype, walk(shape, f"w{k}")) for k, (shape, dtype) in enumerate(outs)]
     over = [d for d, (_, kind) in dims.items() if kind == "parallel"]
     return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over)
