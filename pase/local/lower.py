@@ -4,7 +4,7 @@ are the same ones that the tables price (``pase.tables``)."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from pase.local.types import (
     LocalTransfer,
     NodeCollective,
 )
-from pase.machine import Mesh
+from pase.machine import CollectiveKind, Mesh
 from pase.tables.charges import Charge, Flow, edge_flows, node_charges
 from pase.tables.itemize import config_of
 from pase.tables.layouts import (
@@ -123,7 +123,7 @@ class _Lower:
 
     def _moves(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalMove, ...]:
         (now,), (goal,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
-        return tuple(_path(now, goal, flow.nbytes, self.mesh))
+        return tuple(_path(now, goal, flow.bytes_of, self.mesh))
 
     def node(self, node: Node, edges: Mapping[object, int]) -> Iterable[LocalOp]:
         """The node's ops, each with the collectives inside it."""
@@ -215,18 +215,23 @@ def states_of(layout: Layout) -> tuple[int, ...]:
 
 def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalMove, ...]:
     """The moves from one layout to another. nbytes: of the whole tensor; 0: the moves have none."""
-    return tuple(_path(states_of(have), states_of(want), nbytes, mesh))
+    return tuple(_path(states_of(have), states_of(want), lambda _: nbytes, mesh))
 
 
-def _path(have: tuple[int, ...], want: tuple[int, ...], nbytes: int, mesh: Mesh) -> Iterator[LocalMove]:
-    """The moves between two rows of states, for a tensor of this many bytes. Axes that become partial come last."""
+def _path(
+    have: tuple[int, ...], want: tuple[int, ...], bytes_of: Callable[[CollectiveKind], int], mesh: Mesh
+) -> Iterator[LocalMove]:
+    """The moves between two rows of states. bytes_of: the tensor's bytes in a collective of a kind.
+
+    Axes that become partial come last.
+    """
     for m in moves(have, want, mesh.sizes):
         yield LocalMove(
             kind=m.kind,
             axes=tuple(name for i, name in enumerate(mesh.names) if m.axes >> i & 1),
             before=layout_of(have),
             after=layout_of(m.after),
-            nbytes=0 if m.kind == "slice" else round(nbytes / mesh.ways(m.split)),
+            nbytes=0 if m.kind == "slice" else round(bytes_of(m.kind) / mesh.ways(m.split)),
         )
         have = m.after
     if keep := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:

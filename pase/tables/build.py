@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 
 from pase.ir import FixedLayout, Graph
 from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
-from pase.tables.charges import Charge, Flow, node_charges
+from pase.tables.charges import SUMS, Charge, Flow, node_charges
 from pase.tables.facts import EdgeFacts, Facts, facts
 from pase.tables.fixed import as_fixed, fixed_layout
 from pase.tables.layouts import LayoutRule, access_rules, configs
@@ -384,7 +384,7 @@ class _Prices:
         self.mesh, self.model, self.used = mesh, model, used
         self.kind, self.axes, self.fraction = kind, axes, fraction
         for bucketed in (False, True):
-            sizes = sorted({f.nbytes for f in flows if f.bucketed == bucketed})
+            sizes = sorted({n for f in flows if f.bucketed == bucketed for n in (f.nbytes, f.sum_nbytes)})
             table = np.zeros((len(sizes), 1 + len(COLLECTIVES) << 2 * n))
             for k, name in enumerate(COLLECTIVES):
                 on = kind == k
@@ -403,7 +403,12 @@ class _Prices:
 
     def of(self, flow: Flow) -> np.ndarray:
         """Cost of every code for this flow, for all its times in a step; 0 for code 0."""
-        return flow.times * self.rows[flow.nbytes, flow.bucketed]
+        row = self.rows[flow.nbytes, flow.bucketed]
+        if flow.sum_nbytes != flow.nbytes:
+            on = self.used[np.isin(self.kind, [COLLECTIVES.index(kind) for kind in SUMS])]
+            row = row.copy()
+            row[on] = self.rows[flow.sum_nbytes, flow.bucketed][on]
+        return flow.times * row
 
     def saved(self, flow: Flow, taken_apart: CollectiveKind) -> np.ndarray:
         """By how much every code of a kind costs less if it runs beside the flow's products; 0 of other kinds."""
@@ -413,12 +418,12 @@ class _Prices:
             c = Charge(
                 kind=taken_apart,
                 axes=self.axes[on],
-                nbytes=flow.nbytes * self.fraction[on],
+                nbytes=flow.bytes_of(taken_apart) * self.fraction[on],
                 tensor="",
                 phase=flow.phase,
                 times=flow.times,
                 during=products,
-                whole=float(flow.nbytes),
+                whole=float(flow.bytes_of(taken_apart)),
                 back=flow.back,
             )
             alone = charge_price(replace(c, during=()), self.model, self.mesh)

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pase.ir import Access, Edge, Graph, Node
+from pase.ir import Access, Edge, Graph, Node, Op, Tensor
 from pase.ir.blocks import once_of, turns_of
 from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
+from pase.ir.types import is_floating
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import (
     PARTIAL,
@@ -41,7 +42,10 @@ from pase.tables.pieces import TAKEN_APART, Products, made_by, read_by, sums_apa
 from pase.tables.reshard import reshard
 from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, runs_of
 
-__all__ = ["Charge", "Flow", "OwnAccess", "edge_charges", "edge_flows", "node_charges"]
+__all__ = ["SUMS", "Charge", "Flow", "OwnAccess", "edge_charges", "edge_flows", "node_charges"]
+
+SUMS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
+"""The collectives that add."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +142,9 @@ def _op_charges(
         other = [d for d in op.dims if d not in set(a.map.dims)]
         back = has_gradient(graph, op, a.tensor)
         if a.tensor in node.internal and other and back:
-            yield charge("all_reduce", i, a, other, gradient)
+            tensor = graph.tensors[a.tensor]
+            wider = _summed_itemsize(graph, op, tensor) / tensor.itemsize
+            yield charge("all_reduce", i, a, other, gradient, wider)
         grown = np.ones(
             len(cfg)
         )  # rows of a later dim are longer by those of the earlier ones: corners come along
@@ -195,6 +201,7 @@ class Flow:
     """A tensor, or its gradient, that is sent along an edge: bytes of the whole tensor, and how often in a step,
     including recomputation.
 
+    sum_nbytes: the bytes where it is a sum that devices add up, of a gradient in another dtype than the tensor's.
     back: it is the gradient, which comes from the reader. again: 2 if recomputation needs it once more. read, made: the
     products that read the tensor, and that make it, where their pieces may run beside its gather or its scatter.
     """
@@ -202,11 +209,16 @@ class Flow:
     phase: Phase
     back: bool
     nbytes: int
+    sum_nbytes: int
     times: float
     bucketed: bool
     again: int = 1
     read: Products = ()
     made: Products = ()
+
+    def bytes_of(self, kind: CollectiveKind) -> int:
+        """Bytes of the whole tensor in a collective of this kind."""
+        return self.sum_nbytes if kind in SUMS else self.nbytes
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The layouts before and after. src: from write_states. dst: from read_states."""
@@ -253,6 +265,7 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
         phase=phase,
         back=False,
         nbytes=nbytes,
+        sum_nbytes=nbytes,
         times=times * again / (1 if once == "none" else turns),
         bucketed=bucketed,
         again=again,
@@ -263,9 +276,32 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
         return (there,)
     summed = times / (turns if once == "all" else 1)
     back = Flow(
-        phase="backward", back=True, nbytes=nbytes, times=summed, bucketed=bucketed, read=read, made=made
+        phase="backward",
+        back=True,
+        nbytes=nbytes,
+        sum_nbytes=nbytes // tensor.itemsize * _summed_itemsize(graph, edge.op, tensor),
+        times=summed,
+        bucketed=bucketed,
+        read=read,
+        made=made,
     )
     return (back,) if edge.access.gradient else (there, back)
+
+
+def _summed_itemsize(graph: Graph, op: Op, tensor: Tensor) -> int:
+    """Bytes of an element of the tensor's gradient while devices add their parts of it, if this op reads the tensor.
+
+    A product makes the gradient of an operand in the dtype of its result. XLA rounds it to the operand's dtype only
+    after the sum. Steps that are lowered by hand round before it, except in eight bits, where products are left to XLA
+    (``backends/jax_local_rules.check_sums``).
+    """
+    if tensor.itemsize > 1 or not is_floating(tensor.dtype):
+        return tensor.itemsize
+    made = [graph.tensors[a.tensor] for a in op.writes]
+    if op.kind == "copy":
+        readers = (o for n in graph.nodes for o, a in n.reads if a.tensor == made[0].name)
+        return max((_summed_itemsize(graph, o, made[0]) for o in readers), default=tensor.itemsize)
+    return max(t.itemsize for t in made) if op.kind in ("matmul", "conv") else tensor.itemsize
 
 
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
@@ -278,12 +314,12 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
             yield Charge(
                 kind=step.kind,
                 axes=axes,
-                nbytes=fraction * flow.nbytes,
+                nbytes=fraction * flow.bytes_of(step.kind),
                 tensor=edge.tensor,
                 phase=flow.phase,
                 times=flow.times,
                 bucketed=flow.bucketed,
                 during=flow.beside(step.kind) if single and flow.during(step.kind, src, mesh)[0] else (),
-                whole=float(flow.nbytes),
+                whole=float(flow.bytes_of(step.kind)),
                 back=flow.back,
             )
