@@ -7,7 +7,6 @@ whole on a device or on the host, except in the unsharded step that is the refer
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.errors import PaseError
 from pase.frontends.jax_doubts import doubts
-from pase.plan.gradient_check import GradientCheck, GradientReference
-from pase.plan.gradient_lines import ALL_ZEROS, JITTER, POINTS, AlongLine, Line, parameter_checks
+from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
+from pase.plan.gradient_lines import gradient_check
+from pase.plan.gradient_steps import JITTER, POINTS, AlongLine, Line, uphill_factors, zero_scales
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -33,13 +34,14 @@ __all__ = ["CheckedProgram", "JaxSteps", "check_of"]
 class CheckedProgram:
     """A plan's program as the check runs it.
 
-    run: (params, *batch) -> (loss, gradients of the trained leaves), on trees of arrays as placed. params, batch: these
-    trees. owners: for each array among the trained leaves (a leaf may be cut into several), the parameter's number in
-    ``names``. own_shapes: for each of them, its shape without the plan's padding. one: whether all arrays are on one
-    mesh, so that one program computes on all of them. lowering: in words.
+    run: (params, *batch) -> (what the user's function returns, the loss first; gradients of the trained leaves), on
+    trees of arrays as placed. params, batch: these trees. owners: for each array among the trained leaves (a leaf may
+    be cut into several), the parameter's number in ``names``. own_shapes: for each of them, its shape without the
+    plan's padding. one: whether all arrays are on one mesh, so that one program computes on all of them. lowering: in
+    words.
     """
 
-    run: Callable[..., tuple[Array, Tree]]
+    run: Callable[..., tuple[Tree, Tree]]
     params: Tree
     batch: tuple[Tree, ...]
     names: tuple[str, ...]
@@ -56,34 +58,29 @@ def check_of(
     traced: TracedJax,
     devices: int,
     reference: Callable[[JaxSteps], GradientReference | str],
-    remarks: Sequence[str],
+    remarks: list[str],
     seed: int,
     most_lines: int,
     say: Callable[[str], None] | None,
 ) -> GradientCheck:
-    """Run the check. reference: from the steps at their first point; a text says why there is none."""
-    began = time.perf_counter()
+    """Run the check. reference: from the steps at their first point; a text says why there is none. It may add to the
+    remarks."""
     told = say if say is not None else (lambda text: None)
     told("the step near the given parameters")
     steps = JaxSteps(program=program, seed=seed)
-    notes = list(remarks)
-    if not steps.jittered:
-        notes.append("near these parameters the loss is not finite: the lines start at them exactly")
     told("another program to compare with")
     found = reference(steps)
-    beside = None if isinstance(found, str) else found
-    checks = parameter_checks(steps, beside, doubts(traced), seed, most_lines, told)
-    return GradientCheck(
+    return gradient_check(
+        steps,
+        found,
+        doubts(traced),
         model=traced.graph.name,
         devices=devices,
         lowering=program.lowering,
-        loss=steps.loss,
-        parameters=checks,
-        reference=beside,
-        no_reference=found if isinstance(found, str) else "",
-        remarks=tuple(notes),
-        steps=steps.count,
-        seconds=time.perf_counter() - began,
+        remarks=remarks,
+        seed=seed,
+        most_lines=most_lines,
+        say=told,
     )
 
 
@@ -99,24 +96,66 @@ class JaxSteps:
         self._all = flat
         self._given = given = [flat[k] for k in self._trained]
         self.start = self._moved_randomly(seed)
-        self.loss, self.gradient_tree = self._step(self.start)
-        self.jittered = math.isfinite(self.loss)
+        self.results, self.gradient_tree = self._step(self.start)
+        self.jittered = math.isfinite(float(self.results[0]))
         if not self.jittered:
             self.start = given
-            self.loss, self.gradient_tree = self._step(self.start)
+            self.results, self.gradient_tree = self._step(self.start)
         self.gradients = _leaves(self.gradient_tree)
 
     @property
     def names(self) -> Sequence[str]:
         return self.program.names
 
+    @property
+    def coarsest(self) -> float:
+        return self.program.coarsest
+
+    @cached_property
+    def loss(self) -> float:
+        """PaseError if it is not the same on every device."""
+        low, high = _extremes(self.results[0])
+        found = float(self.results[0])
+        if high - low > 32 * self._loss_eps * abs(found):
+            raise PaseError(
+                f"the loss of this step differs from device to device, from {low:.8g} to {high:.8g}: please report it "
+                f"with the plan (plan.save)"
+            )
+        return found
+
+    @cached_property
+    def copies(self) -> tuple[GradientDifference, ...]:
+        import jax
+
+        shardings = [x.sharding for x in self.gradients]
+
+        def of(some: Sequence[int]) -> list[tuple[Array, Array]]:
+            check = jax.jit(
+                lambda xs: [_copies_apart(x, shardings[k]) for k, x in zip(some, xs, strict=True)]
+            )
+            return check([self.gradients[k] for k in some])  # type: ignore[no-any-return]
+
+        every = range(len(shardings))
+        found = of(every) if self.program.one else [pair for k in every for pair in of([k])]
+        apart, largest = np.zeros(len(self.names)), np.zeros(len(self.names))
+        for i, (d, size) in zip(self.program.owners, found, strict=True):
+            apart[i], largest[i] = np.maximum(apart[i], float(d)), np.maximum(largest[i], float(size))
+        norms = self.gradient_norms
+        noise = np.where(norms > 0, self.gradient_noise, 0.0) * norms
+        return tuple(
+            GradientDifference(
+                name=name, difference=float(d), largest=float(r), noise=float(n), eps=self.coarsest
+            )
+            for name, d, r, n in zip(self.names, apart, largest, noise, strict=True)
+        )
+
     def along(self, line: Line) -> AlongLine:
         """The step at nine points."""
         toward = self._direction(line)
         losses, slopes = [self.loss], [self._summed(self._dots(self.gradients, toward))]
         for k in range(1, POINTS):
-            loss, grads = self._step(self.at(toward, k / (POINTS - 1)))
-            losses.append(loss)
+            results, grads = self._step(self.at(toward, k / (POINTS - 1)))
+            losses.append(float(results[0]))
             slopes.append(self._summed(self._dots(_leaves(grads), toward)))
         moved = np.sqrt(self._summed(self._squares(toward)))
         reach = self.gradient_norms * moved
@@ -150,13 +189,17 @@ class JaxSteps:
             flat[k] = x
         return jax.tree.unflatten(self._tree, flat)
 
-    def _step(self, mine: Sequence[Array]) -> tuple[float, Tree]:
+    def _step(self, mine: Sequence[Array]) -> tuple[list[Array], Tree]:
+        """(What the function returns, leaf by leaf; gradients)."""
+        self.count += 1
+        results, grads = self.program.run(self.whole(mine), *self.program.batch)
+        return _leaves(results), grads
+
+    @cached_property
+    def _loss_eps(self) -> float:
         import jax
 
-        self.count += 1
-        loss, grads = self.program.run(self.whole(mine), *self.program.batch)
-        self._loss_eps = float(jax.numpy.finfo(loss.dtype).eps)
-        return float(loss), grads
+        return float(jax.numpy.finfo(self.results[0].dtype).eps)
 
     def _moved_randomly(self, seed: int) -> list[Array]:
         toward = self._random("jitter", self._given, self._given, [JITTER] * len(self._given), seed + 7)
@@ -190,20 +233,19 @@ class JaxSteps:
         if line.direction == "random":
             sizes = [line.size if i in moved else 0.0 for i in self.program.owners]
             return self._random("random", self.gradients, self.start, sizes, line.seed)
-        given = self._summed(self._each("given", _square, None, self._given))
-        own = np.sqrt(given)
-        own = np.where(own > 0, own, ALL_ZEROS * np.sqrt(self._elements))
-        norms = self.gradient_norms
-        factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
+        factors = uphill_factors(line.size, self._given_squares, self._elements, self.gradient_norms)
         of = [np.float32(factors[i] if i in moved else 0.0) for i in self.program.owners]
         return self._each("uphill", _uphill, self.gradients, self.start, self.gradients, of, self._own)
 
     @cached_property
     def _scales(self) -> list[np.float32]:
         """How far zeros move, relative to the size of a line."""
-        squares = self._summed(self._each("given", _square, None, self._given)) / self._elements
-        scales = np.where(squares > 0, np.sqrt(squares), ALL_ZEROS)
+        scales = zero_scales(self._given_squares, self._elements)
         return [np.float32(scales[i]) for i in self.program.owners]
+
+    @cached_property
+    def _given_squares(self) -> np.ndarray:
+        return self._summed(self._each("given", _square, None, self._given))
 
     @cached_property
     def _own(self) -> list[tuple[int, ...]]:
@@ -264,6 +306,37 @@ def _apart(
         mine = fn if o is None else (lambda *xs, o=o: fn(*xs, o))
         each.append(jax.jit(mine) if shardings is None else jax.jit(mine, out_shardings=shardings[k]))
     return lambda *columns: [f(*xs) for f, *xs in zip(each, *columns, strict=True)]
+
+
+def _copies_apart(x: Array, sharding: Sharding) -> tuple[Array, Array]:
+    """(How far the copies of an array's parts on different devices are apart; its largest element), both in absolute
+    value. XLA takes copies to be equal, so that only a program that each device runs by itself can tell."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    largest = jnp.max(jnp.abs(x), initial=0)
+    if not isinstance(sharding, NamedSharding):
+        return jnp.zeros_like(largest), largest
+    mesh, spec = sharding.mesh, sharding.spec
+    split = set(jax.tree.leaves(tuple(spec)))
+    free = tuple(a for a in mesh.axis_names if a not in split and mesh.shape[a] > 1)
+    if not free:
+        return jnp.zeros_like(largest), largest
+
+    def apart(mine: Array) -> Array:
+        parts = [mine.real, mine.imag] if jnp.iscomplexobj(mine) else [mine]
+        furthest = [jnp.max(jax.lax.pmax(p, free) - jax.lax.pmin(p, free), initial=0) for p in parts]
+        return jax.lax.pmax(jnp.max(jnp.stack(furthest)), tuple(mesh.axis_names))
+
+    check = jax.shard_map(apart, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
+    return check(x), largest
+
+
+def _extremes(x: Array) -> tuple[float, float]:
+    """Of the copies of a number on this process's devices."""
+    found = [float(shard.data) for shard in x.addressable_shards]
+    return min(found), max(found)
 
 
 def _wide(x: Array) -> Array:

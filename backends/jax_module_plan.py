@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_check_plans import Against
+from pase.backends.jax_check_plans import Against, CheckedStep
 from pase.backends.jax_manual import Lowering
 from pase.backends.jax_step import global_array
 from pase.backends.to_jax import JaxPlan
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from optax import GradientTransformation
 
-    from pase.backends.jax_checked_step import CheckedStep
     from pase.backends.jax_delayed import DelayedStepper
     from pase.backends.jax_step import Stepper
     from pase.local.types import LocalProgram

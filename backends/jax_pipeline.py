@@ -12,9 +12,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Never
 
-from pase.backends.jax_check_plans import Against
-from pase.backends.jax_check_stages import check_stages
-from pase.backends.jax_checked_step import CheckedStep
+from pase.backends.jax_check_plans import Against, CheckedStep, check_stages
 from pase.backends.jax_circular import JaxCircular, circular_of
 from pase.backends.jax_pipeline_run import RunningStages
 from pase.backends.jax_stage_arrays import is_cut, merged, registered

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_check_plans import Against
-from pase.backends.jax_check_stages import check_stages
-from pase.backends.jax_checked_step import CheckedStep
+from pase.backends.jax_check_plans import Against, CheckedStep, check_stages
 from pase.backends.jax_circular import JaxCircular
 from pase.backends.jax_pipeline import JaxPipeline, StagedStep, one_program_of, pipeline_of
 from pase.backends.jax_pipeline_run import RunningStages

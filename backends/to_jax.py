@@ -12,8 +12,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_accumulate import summed, writes_parameters
-from pase.backends.jax_check_plans import Against, check_plan
-from pase.backends.jax_checked_step import CheckedStep
+from pase.backends.jax_check_plans import Against, CheckedStep, check_plan
 from pase.backends.jax_checkpoints import restored
 from pase.backends.jax_delayed import DelayedStepper, delayed_step
 from pase.backends.jax_manual import Lowering, Manual, by_hand_or_not, lowered, lowerings

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from pase.backends.jax_checked_step import CheckedStep
+from pase.backends.jax_check_plans import CheckedStep
 from pase.backends.jax_delayed import DelayedState, DelayedStepper
 from pase.backends.jax_messages import Sending
 from pase.backends.jax_moves import moved

@@ -9,9 +9,7 @@ All ranks take the same decisions: every number that one is taken by is the same
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -20,8 +18,9 @@ from pase.backends.torch_check_state import CheckedModule, HeldState, gradient_o
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
 from pase.frontends.torch_doubts import coarsest, doubts
-from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference, ParameterCheck
-from pase.plan.gradient_lines import ALL_ZEROS, JITTER, POINTS, AlongLine, Line, parameter_checks
+from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
+from pase.plan.gradient_lines import gradient_check
+from pase.plan.gradient_steps import JITTER, POINTS, AlongLine, Line, uphill_factors, zero_scales
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +50,6 @@ def check_module(
     there is none. compiler: of ``torch.compile``; None: ops run one by one."""
     import torch
 
-    began = time.perf_counter()
     told = say if say is not None else (lambda text: None)
     if run.device.type == "meta":
         raise PaseError(
@@ -64,30 +62,23 @@ def check_module(
             steps = TorchSteps(
                 run=run, held=held, seed=seed, coarsest=coarsest(traced, _tf32(traced, run.device))
             )
-            notes = [] if steps.jittered else [_NOT_FINITE]
             told("another program to compare with")
             found = reference(steps)
-            beside = None if isinstance(found, str) else found
-            checks = parameter_checks(steps, beside, doubts(traced), seed, most_lines, told)
-            checks = tuple(map(_with_copies, checks, steps.copies))
+            return gradient_check(
+                steps,
+                found,
+                doubts(traced),
+                model=traced.graph.name,
+                devices=devices,
+                lowering="run by PyTorch" if compiler is None else f"compiled by PyTorch ({compiler})",
+                remarks=(),
+                seed=seed,
+                most_lines=most_lines,
+                say=told,
+                advice="",
+            )
     finally:
         held.put_back()
-    return GradientCheck(
-        model=traced.graph.name,
-        devices=devices,
-        lowering="run by PyTorch" if compiler is None else f"compiled by PyTorch ({compiler})",
-        loss=steps.loss,
-        parameters=checks,
-        reference=beside,
-        no_reference=found if isinstance(found, str) else "",
-        remarks=tuple(notes),
-        steps=steps.count,
-        seconds=time.perf_counter() - began,
-        advice="",
-    )
-
-
-_NOT_FINITE = "near these parameters the loss is not finite: the lines start at them exactly"
 
 
 def _tf32(traced: TracedTorch, device: torch.device) -> bool:
@@ -100,19 +91,11 @@ def _tf32(traced: TracedTorch, device: torch.device) -> bool:
     return torch.backends.cuda.matmul.allow_tf32 or (torch.backends.cudnn.allow_tf32 and convolutions)
 
 
-def _with_copies(p: ParameterCheck, copies: GradientDifference) -> ParameterCheck:
-    """Off as well if ranks that hold the same part of a parameter have different gradients of it."""
-    if copies.verdict != "off":
-        return p
-    differ = f"ranks that hold the same part have different gradients, by {copies.relative:.2g} of the largest element"
-    return replace(p, verdict="off", why=f"{differ}; {p.why}" if p.verdict == "off" else differ)
-
-
 class TorchSteps:
     """The steps of one parallel module along lines (``GradientSteps``). Every rank calls it alike."""
 
     def __init__(self, *, run: CheckedModule, held: HeldState, seed: int, coarsest: float) -> None:
-        self.run, self.held, self.count, self._coarsest = run, held, 0, coarsest
+        self.run, self.held, self.count, self.coarsest = run, held, 0, coarsest
         self._mine = list(run.mine.values())
         self._given = [was for _, was in held.parameters]
         # What is summed over ranks is made here: Python 3.11's cached_property has a lock that all threads share, and
@@ -120,8 +103,7 @@ class TorchSteps:
         sizes = {i: float(p.numel()) for i, p in run.mine.items()}
         self._elements = np.maximum(self._maximum(sizes), 1)
         self._given_squares = self._squares(self._given)
-        per_element = self._given_squares / self._elements
-        self._scales = np.where(per_element > 0, np.sqrt(per_element), ALL_ZEROS)
+        self._scales = zero_scales(self._given_squares, self._elements)
         toward = self._random([JITTER] * len(self._mine), self._given, seed + 7)
         self.start = [_moved(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
         self.loss, self.gradients = self.step(self.start)
@@ -156,7 +138,7 @@ class TorchSteps:
             slopes=np.array(slopes),
             reach=reach,
             loss_eps=self.loss_eps,
-            slope_eps=self._coarsest,
+            slope_eps=self.coarsest,
         )
 
     def step(self, parameters: Sequence[Tensor]) -> tuple[float, list[Tensor]]:
@@ -195,7 +177,7 @@ class TorchSteps:
                 difference=float(d),
                 largest=float(r),
                 noise=float(n),
-                eps=max(float(e), self._coarsest),
+                eps=max(float(e), self.coarsest),
             )
             for name, d, r, n, e in rows
         )
@@ -225,10 +207,7 @@ class TorchSteps:
         if line.direction == "random":
             sizes = [line.size if i in moved else 0.0 for i in self.run.mine]
             return self._random(sizes, self.start, line.seed)
-        own = np.sqrt(self._given_squares)
-        own = np.where(own > 0, own, ALL_ZEROS * np.sqrt(self._elements))
-        norms = self.gradient_norms
-        factors = np.divide(line.size * own, norms, out=np.zeros_like(norms), where=norms > 0)
+        factors = uphill_factors(line.size, self._given_squares, self._elements, self.gradient_norms)
         of = [float(factors[i]) if i in moved else 0.0 for i in self.run.mine]
         return [_to_end(x, wide(g) * f) for x, g, f in zip(self.start, self.gradients, of, strict=True)]
 

@@ -7,7 +7,7 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_check_plans import unsharded_bytes
+from pase.backends.jax_check_reference import unsharded_bytes
 from pase.backends.torch_check import Say, TorchAgainst, TorchSteps, check_module, rounded_differently, wide
 from pase.backends.torch_check_state import CheckedModule
 from pase.errors import PaseError
@@ -159,7 +159,7 @@ def _too_large(p: ParallelModule) -> str | None:
     """Why the unsharded module does not fit on this rank's device; None if it does."""
     import torch
 
-    needed = unsharded_bytes(p.plan.traced, p.plan.accumulate)
+    needed = unsharded_bytes(p.plan.whole or p.plan.traced)
     if p.device.type == "cuda":
         free = float(torch.cuda.mem_get_info(p.device)[0])
     else:

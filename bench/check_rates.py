@@ -1,12 +1,12 @@
 """How often ``plan.jax.check`` raises a false alarm, and which planted faults it misses.
 
-Programs of the composer (float64) and models of the zoo in their reduced sizes (float32), under plans that move data,
-lowered by hand. Each is checked as it is, and with one of its moves wrong: a sum that is dropped, or a mean, or counted
-too often; a device's part that is missing; parts at the wrong devices. Whether a planted fault does any harm is asked
-of the unsharded step: gradients off by more than 1e-3 of their largest element, or another
-loss. Lines alone ("none") can find those with the right loss; of a wrong loss the gradient may be right.
+Programs of the composer (float64), in the ways in which they are planned and run, and models of the zoo in their
+reduced sizes (float32). Each is checked as it is, and with faults (``bench/check_faults.py``). Whether a fault does any
+harm is asked of the unsharded step: the loss, a state or a gradient is off by more than 1e-3 of its largest element, or
+devices have different copies. Each row also has the verdict of lines alone, as of a model that fits on no device. Lines
+can find faults with the right loss; of a wrong loss the gradient may be right.
 
-    python -m bench.check_rates --seeds 20 --zoo mlp gpt2
+    python -m bench.check_rates --seeds 0-20 --zoo mlp gpt2
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -29,157 +31,203 @@ from bench.provenance import RESULTS, save
 
 OUT = RESULTS / "check_rates.json"
 HARM = 1e-3
-FAULTS = ("dropped", "mean", "counted too often", "a part is missing", "at the wrong device")
 
 
-def _wrong(fault: str, move: Any, x: Any, right: Callable[[Any], Any]) -> Any:
-    """A move with a fault in it."""
-    import jax
+@dataclass(kw_only=True)
+class Checker:
+    """Checks of one plan. What does not depend on a fault is computed once."""
 
-    axis, ways = move.axes[0], jax.lax.axis_size(tuple(move.axes))
-    me = jax.lax.axis_index(axis)
-    if fault == "dropped" and move.kind == "all_reduce":
-        return x
-    if fault == "mean":
-        return right(x) / ways if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact) else right(x)
-    if fault == "counted too often":
-        return right(x) * ways
-    if fault == "at the wrong device":
-        n = jax.lax.axis_size(axis)
-        return jax.lax.ppermute(right(x), axis, [(i, (i + 1) % n) for i in range(n)])
-    return right(jax.numpy.where(me == 0, jax.numpy.zeros((), x.dtype), x))
+    plan: Any
+    arguments: tuple[Any, ...]
+    lowering: str
+    made: dict[str, Any] = field(default_factory=dict)
 
+    @contextmanager
+    def watching(self, *, lowered_again: bool) -> Iterator[None]:
+        """The program, and the verdict of lines alone, are noted; the reference is run once."""
+        from pase.backends import jax_check_plans
+        from pase.backends.jax_check import JaxSteps
+        from pase.backends.jax_check_reference import Unsharded
+        from pase.plan import gradient_lines
 
-@contextmanager
-def planted(fault: str, number: int) -> Iterator[list[str]]:
-    """The move of this number that a lowering makes is wrong. Yields the moves made, filled in as they are."""
-    from pase.backends import jax_moves
+        def once(name: str, owner: Any, attribute: str) -> Any:
+            right = getattr(owner, attribute)
 
-    right, made = jax_moves._step, []
+            def kept(*args: Any) -> Any:
+                if name not in self.made:
+                    self.made[name] = right(*args)
+                return self.made[name]
 
-    def step(x: Any, move: Any, *rest: Any) -> Any:
-        made.append(f"{move.kind} over {'·'.join(move.axes)}")
-        if len(made) - 1 != number or not move.axes:
-            return right(x, move, *rest)
-        return _wrong(fault, move, x, lambda v: right(v, move, *rest))
+            return patch.object(owner, attribute, kept)
 
-    with patch.object(jax_moves, "_step", step):
-        yield made
+        right_check, right_verdicts = jax_check_plans.check_of, gradient_lines.verdicts
 
+        def check_of(program: Any, traced: Any, *rest: Any) -> Any:
+            self.made["program"] = program, traced
+            return right_check(program, traced, *rest)
 
-def checks(
-    name: str, plan: Any, arguments: tuple[Any, ...], faults: int, rng: Any
-) -> Iterator[dict[str, Any]]:
-    """Rows of one program: as it is, and with planted faults."""
-    with planted("", -1) as made:
-        yield {"program": name} | row(plan, arguments, "none")
-    yield {"program": name} | row(plan, arguments, "auto")
-    if not made:
-        return
-    for _ in range(faults):
-        fault, number = str(rng.choice(FAULTS)), int(rng.integers(len(made)))
-        with planted(fault, number) as again:
-            known = row(plan, arguments, "unsharded")
-        harm = known.get("harm", False)
-        with planted(fault, number):
-            alone = row(plan, arguments, "none") if harm else {}
-        yield {
-            "program": name,
-            "fault": fault,
-            "move": again[number] if number < len(again) else "",
-            "harm": harm,
-            "loss_harm": known.get("loss_harm", False),
-            "unsharded": known["verdict"],
-            "lines": alone.get("verdict"),
-            "off": known.get("off"),
+        def verdicts(names: Any, found: Any, reference: Any, doubts: Any) -> Any:
+            alone = right_verdicts(names, found, None, doubts)
+            self.made["alone"] = {p.name: p.verdict for p in alone}
+            raw = right_verdicts(names, found, None, {})
+            self.made["slopes"] = [p.name for p in raw if p.verdict == "off"]
+            return right_verdicts(names, found, reference, doubts)
+
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(jax_check_plans, "check_of", check_of))
+            patches.enter_context(patch.object(gradient_lines, "verdicts", verdicts))
+            patches.enter_context(once("both", Unsharded, "_both"))
+            patches.enter_context(patch.object(JaxSteps, "_compiled", self.made.setdefault("compiled", {})))
+            if not lowered_again:
+                patches.enter_context(once("lowered", jax_check_plans, "_lowered"))
+            yield
+
+    def row(self, *, lowered_again: bool = False) -> dict[str, Any]:
+        """A check as a row."""
+        from pase.errors import PaseError
+
+        began = time.process_time()
+        self.made.pop("alone", None)
+        how: dict[str, Any] = {} if self.plan.pipeline is not None else {"lowering": self.lowering}
+        try:
+            with self.watching(lowered_again=lowered_again):
+                found = self.plan.jax.check(*self.arguments, **how)
+        except PaseError as e:
+            return {"verdict": "refused", "message": str(e).splitlines()[0][:300]}
+        alone = self.made["alone"]
+        out: dict[str, Any] = {
+            "verdict": found.verdict,
+            "lines": next(v for v in ("off", "undecided", "agrees") if v in (*alone.values(), "agrees")),
+            "not_slopes": self.made["slopes"],
+            "parameters": dict(Counter(p.verdict for p in found.parameters)),
+            "off": [f"{p.name}: {p.why}"[:160] for p in found.by("off")],
+            "undecided": [f"{p.name}: {p.why}"[:160] for p in found.by("undecided")],
+            "lines_undecided": sum(v == "undecided" for v in alone.values()),
+            "steps": found.steps,
+            "cpu_s": round(time.process_time() - began, 1),
         }
+        if (r := found.reference) is not None:
+            out["reference"] = r.kind
+            out["loss_harm"] = not r.loss_agrees
+            known = [d for d in (*r.differences, *r.state) if d.noise <= 0.1 * d.largest]
+            out["gradient_harm"] = any(not d.difference <= HARM * d.largest for d in known)
+        return out
 
 
-def row(plan: Any, arguments: tuple[Any, ...], against: str) -> dict[str, Any]:
-    """A check as a row."""
-    from pase.errors import PaseError
+def checks(name: str, checker: Checker, faults: int, moves: int, rng: Any) -> Iterator[dict[str, Any]]:
+    """Rows of one program: as it is, and with planted faults."""
+    from bench.check_faults import MOVES, moved_wrongly, step_faults
 
-    began = time.process_time()
-    try:
-        found = plan.jax.check(*arguments, against=against, lowering="manual")
-    except PaseError as e:
-        return {"against": against, "verdict": "refused", "message": str(e).splitlines()[0][:200]}
-    out: dict[str, Any] = {
-        "against": against,
-        "verdict": found.verdict,
-        "parameters": dict(Counter(p.verdict for p in found.parameters)),
-        "off": [f"{p.name}: {p.why}"[:160] for p in found.by("off")],
-        "undecided": [f"{p.name}: {p.why}"[:160] for p in found.by("undecided")],
-        "steps": found.steps,
-        "cpu_s": round(time.process_time() - began, 1),
+    with moved_wrongly("", -1) as made:
+        right = checker.row()
+    yield {"program": name} | right
+    if right["verdict"] == "refused" or "reference" not in right:
+        return
+    source = step_faults(*checker.made["program"], rng)
+    for fault in (next(source) for _ in range(faults)):
+        with fault.planted():
+            row = checker.row()
+        yield {"program": name, "fault": fault.kind, "where": fault.where} | _harm(row, right, fault.kind)
+    if moves and made:
+        kind, number = str(rng.choice(MOVES)), int(rng.integers(len(made)))
+        with moved_wrongly(kind, number) as again:
+            row = checker.row(lowered_again=True)
+        where = again[number] if number < len(again) else ""
+        yield {"program": name, "fault": f"a move: {kind}", "where": where} | _harm(row, right, kind)
+
+
+def _harm(row: dict[str, Any], right: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The row, and whether its fault does any harm. A step that is refused tells so by itself."""
+    copies = kind == "one device's copy" and "have gradients that differ" in "".join(row.get("off", ()))
+    refused = row["verdict"] == "refused"
+    shown = set(row.get("not_slopes", ())) - set(right["not_slopes"])
+    return row | {
+        "lines_show": bool(shown),
+        "harm": refused or copies or row["loss_harm"] or row["gradient_harm"],
     }
-    if (r := found.reference) is not None:
-        worst = max(r.differences, key=lambda d: d.difference, default=None)
-        largest = max((d.largest for d in r.differences), default=0.0)
-        out["loss_harm"] = not r.loss_agrees
-        out["harm"] = out["loss_harm"] or bool(worst is not None and worst.difference > HARM * largest)
-    return out
 
 
-def programs(seeds: int, parts: int, zoo: list[str], rng: Any) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-    """(name, plan, arguments) of each program."""
-    from bench.cases.plans import case_of, reduced
+def programs(seeds: list[int], parts: int, zoo: list[str]) -> Iterator[tuple[str, Checker]]:
+    """Each program in each of its ways to be run."""
+    from bench.cases.plans import reduced
+    from bench.composer.jax_manners import planned
     from bench.composer.jax_programs import draw, program_of
     from pase.errors import PaseError
 
     for name in zoo:
         case = reduced(name)
-        plan = case.plan("ours@2x4")
-        if plan is not None:
-            yield f"zoo:{name}", plan, case.model.init(0)
-    for seed in range(seeds):
+        for strategy in ("ours@2x4", "fsdp"):
+            if (plan := case.plan(strategy)) is not None:
+                arguments = case.model.init(0)
+                yield f"zoo:{name} {strategy}", Checker(plan=plan, arguments=arguments, lowering="manual")
+    for seed in seeds:
         spec = draw(seed)
         if len(spec.parts) > parts:
             continue
         program = program_of(spec)
-        try:
-            case = case_of(program.loss, program.params, program.batch, devices=4)
-            plan = case.plan(f"random{int(rng.integers(100))}@2x2")
-        except PaseError:
-            continue
-        if plan is not None:
-            yield f"composer:{seed}", plan, (program.params, program.batch)
+        for manner in spec.manners:
+            word, lowering, _ = manner.split("/")
+            try:
+                plan = planned(program, word)
+            except PaseError:
+                continue
+            if plan is not None:
+                arguments = (program.params, program.batch)
+                yield f"{seed} {manner}", Checker(plan=plan, arguments=arguments, lowering=lowering)
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Counts: false alarms of right steps, and planted faults that do harm and are not found."""
-    clean = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
-    harmful = [r for r in rows if r.get("harm")]
-    backward = [r for r in harmful if not r["loss_harm"]]
+    right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
+    planted = [r for r in rows if "fault" in r]
+    harmful = [r for r in planted if r["harm"]]
+    backward = [r for r in harmful if not r.get("loss_harm") and r["verdict"] != "refused"]
+    kinds: dict[str, Counter[str]] = {}
+    for r in harmful:
+        kinds.setdefault(r["fault"], Counter())[r["verdict"]] += 1
     return {
-        "right steps": {
-            a: dict(Counter(r["verdict"] for r in clean if r["against"] == a)) for a in ("none", "auto")
-        },
-        "planted faults that do harm": len(harmful),
-        "found against the unsharded step": sum(r["unsharded"] == "off" for r in harmful),
-        "with the right loss": len(backward),
-        "by lines alone, with the right loss": dict(Counter(str(r["lines"]) for r in backward)),
-        "by lines alone, with a wrong loss": dict(
-            Counter(str(r["lines"]) for r in harmful if r["loss_harm"])
-        ),
+        "programs": len({r["program"] for r in right}),
+        "right steps": dict(Counter(r["verdict"] for r in right)),
+        "right steps, by lines alone": dict(Counter(r["lines"] for r in right)),
+        "false alarms of lines alone": sum(r["lines"] == "off" for r in right),
+        "planted faults": len(planted),
+        "that do harm": len(harmful),
+        "found": sum(r["verdict"] in ("off", "refused") for r in harmful),
+        "by kind": {k: dict(v) for k, v in sorted(kinds.items())},
+        "by lines alone, with the right loss": dict(Counter(r["lines"] for r in backward)),
+        "not the slope, with the right loss": sum(r["lines_show"] for r in backward),
+        "by lines alone, with a wrong loss": dict(Counter(r["lines"] for r in harmful if r.get("loss_harm"))),
     }
 
 
+def numbers(text: str) -> list[int]:
+    """
+    >>> numbers("3,7-9")
+    [3, 7, 8, 9]
+    """
+    parts = [part.partition("-") for part in text.split(",")]
+    return [n for first, _, last in parts for n in range(int(first), int(last or first) + 1)]
+
+
 def main() -> None:
-    """Writes bench/results/check_rates.json after each program."""
+    """Writes bench/results/check_rates.json after each program; programs that it has are not run again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=40)
+    parser.add_argument("--seeds", type=numbers, default=list(range(40)))
     parser.add_argument("--parts", type=int, default=4, help="programs of at most so many layers")
     parser.add_argument("--zoo", nargs="*", default=["mlp", "gpt2"])
-    parser.add_argument("--faults", type=int, default=3)
-    parser.add_argument("--out", default=str(OUT))
+    parser.add_argument("--faults", type=int, default=5, help="in what the step computes, of each program")
+    parser.add_argument("--moves", type=int, default=1, help="whether a move is made wrong, too")
+    parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
     os.environ |= ENVIRONMENT
     warnings.simplefilter("ignore")
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, Any]] = []
-    for name, plan, arguments in programs(given.seeds, given.parts, given.zoo, rng):
-        for found in checks(name, plan, arguments, given.faults, rng):
+    rows: list[dict[str, Any]] = json.loads(given.out.read_text())["rows"] if given.out.exists() else []
+    known = {r["program"] for r in rows}
+    for name, checker in programs(given.seeds, given.parts, given.zoo):
+        if name in known:
+            continue
+        rng = np.random.default_rng([*name.encode()])
+        for found in checks(name, checker, given.faults, given.moves, rng):
             rows.append(found)
             print(json.dumps(found), flush=True)
         save({"summary": summary(rows), "rows": rows}, given.out)

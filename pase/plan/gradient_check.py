@@ -25,8 +25,11 @@ _SHOWN = 12
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDifference:
-    """One parameter's gradient in two programs. largest: of the reference's elements, in absolute value; noise: how far
-    the reference's own gradient moves when all of its inputs are rounded differently."""
+    """One parameter's gradient in two programs, or an array of the state that a step leaves.
+
+    largest: of the reference's elements, in absolute value; noise: how far the reference's own result moves when all of
+    its inputs are rounded differently.
+    """
 
     name: str
     difference: float
@@ -66,10 +69,17 @@ class GradientReference:
     loss_reference: float
     loss_allowed: float
     differences: tuple[GradientDifference, ...]
+    state: tuple[GradientDifference, ...] = ()
+    """What the step hands to the next one besides parameters: batch statistics, random streams, caches."""
 
     @property
     def loss_agrees(self) -> bool:
         return abs(self.loss - self.loss_reference) <= self.loss_allowed
+
+    @property
+    def state_off(self) -> tuple[GradientDifference, ...]:
+        """The state that the step leaves otherwise than the reference does."""
+        return tuple(d for d in self.state if d.verdict == "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +122,8 @@ class GradientCheck:
     @property
     def verdict(self) -> GradientVerdict:
         found = {p.verdict for p in self.parameters}
-        if "off" in found or (self.reference is not None and not self.reference.loss_agrees):
+        r = self.reference
+        if "off" in found or (r is not None and (not r.loss_agrees or r.state_off)):
             return "off"
         return "undecided" if "undecided" in found or not found else "agrees"
 
@@ -139,6 +150,7 @@ class GradientCheck:
                 "loss": _number(self.reference.loss_reference),
                 "loss_allowed": _number(self.reference.loss_allowed),
                 "loss_agrees": self.reference.loss_agrees,
+                "state_off": [d.name for d in self.reference.state_off],
             },
             "no_reference": self.no_reference,
             "parameters": [
@@ -161,8 +173,11 @@ class GradientCheck:
     def raise_if_off(self) -> None:
         """Raise PaseError that names the parameters whose gradient is off. Warns if some could not be decided."""
         if self.verdict == "off":
+            what = "the gradient of the model's loss"
+            if not self.by("off") and self.reference is not None and self.reference.loss_agrees:
+                what = "the model's next state"
             raise PaseError(
-                f"this step does not compute the gradient of the model's loss:\n{self}\n"
+                f"this step does not compute {what}:\n{self}\n"
                 f"please report it with the plan (plan.save). {self.advice}".rstrip()
             )
         for remark in self.remarks:
@@ -199,6 +214,11 @@ def _lines(c: GradientCheck) -> Iterator[str]:
             f"against {ref.kind}: loss {ref.loss_reference:.6g} {'agrees' if ref.loss_agrees else 'IS ANOTHER'}, "
             f"gradients differ by at most {largest:.1e} of the largest"
         )
+        for d in ref.state_off[:_SHOWN]:
+            yield from _wrapped(
+                f"OFF state {d.name}: after the step it differs from that of {ref.kind} by {d.difference:.2g} "
+                f"(its largest element is {d.largest:.2g})"
+            )
     else:
         yield from _wrapped(f"no other program to compare with: {c.no_reference}")
     resolved = [p for p in c.parameters if p.resolution is not None]

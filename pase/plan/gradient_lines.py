@@ -11,37 +11,23 @@ scatter of the loss around a smooth curve (Student's t), and the spacing of the 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
 
 import numpy as np
 
 from pase.files.progress import PieceOfWork
-from pase.plan.gradient_check import GradientDifference, GradientReference, GradientVerdict, ParameterCheck
+from pase.plan.gradient_check import (
+    GradientCheck,
+    GradientDifference,
+    GradientReference,
+    GradientVerdict,
+    ParameterCheck,
+)
+from pase.plan.gradient_steps import POINTS, AlongLine, Direction, GradientSteps, Line
 
-__all__ = [
-    "ALL_ZEROS",
-    "JITTER",
-    "POINTS",
-    "AlongLine",
-    "GradientSteps",
-    "Line",
-    "LineResult",
-    "Scatter",
-    "judged",
-    "parameter_checks",
-]
-
-POINTS = 9
-"""Points of a line, its ends included."""
-
-JITTER = 2.0**-6
-"""The lines start this far (relative) from the given parameters: at zeros, such as of a head that is not trained yet,
-gradients vanish that later do not."""
-
-ALL_ZEROS = 0.1
-"""The scale of a parameter that is all zeros, such as a bias."""
+__all__ = ["LineResult", "OnLines", "Scatter", "gradient_check", "judged", "parameter_checks", "verdicts"]
 
 _RESOLUTION = 0.1
 """A line decides about a parameter if an error of this part of its gradient would show."""
@@ -58,58 +44,6 @@ _FIRST_SIZE: Mapping[str, float] = {"random": 2.0**-4, "gradient": 2.0**-6}
 _LARGEST_SIZE = 0.5
 _TRIES = 4
 """How often a line is made shorter or longer."""
-
-Direction = Literal["random", "gradient"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """A line of parameters, from the point at which all lines start.
-
-    random: each element moves by up to ``size`` times itself (zeros: times the parameter's root mean square, or 0.02 if
-    it is all zeros). gradient: the parameter moves along its gradient, by ``size`` times its own norm. moved: which
-    parameters; the others stay.
-    """
-
-    direction: Direction
-    moved: tuple[int, ...]
-    size: float
-    seed: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlongLine:
-    """What the steps at the points of a line returned.
-
-    losses: float64 [points]. slopes: float64 [points, parameters], Re Σ g·D over the whole parameter; 0 where nothing
-    moves. reach: float64 [parameters], the typical |slope| of a gradient's error as large as the gradient itself:
-    |g|·|D|/√elements for a random direction, |g|·|D| along the gradient. loss_eps, slope_eps: the spacing of numbers
-    above 1 in the loss's dtype, and in the coarsest dtype that the program computes in.
-    """
-
-    losses: np.ndarray
-    slopes: np.ndarray
-    reach: np.ndarray
-    loss_eps: float
-    slope_eps: float
-
-
-class GradientSteps(Protocol):
-    """A framework's steps of a plan."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """The trained parameters."""
-        ...
-
-    @property
-    def gradient_noise(self) -> np.ndarray:
-        """[parameters]: how much of the gradient changes when parameters are rounded differently, relative to it."""
-        ...
-
-    def along(self, line: Line) -> AlongLine:
-        """Run the step at each point of a line. With several processes, each gets the same numbers."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +106,52 @@ def judged(values: AlongLine, scatter: Scatter) -> LineResult:
     )
 
 
+def gradient_check(
+    steps: GradientSteps,
+    reference: GradientReference | str,
+    doubts: Mapping[str, str],
+    *,
+    model: str,
+    devices: int,
+    lowering: str,
+    remarks: Sequence[str],
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None],
+    advice: str | None = None,
+) -> GradientCheck:
+    """The check of a plan's steps. reference: a text says why there is none. The other arguments: see
+    ``parameter_checks`` and ``GradientCheck``."""
+    began = time.perf_counter()
+    found = None if isinstance(reference, str) else reference
+    checks = parameter_checks(steps, found, doubts, seed, most_lines, say)
+    notes = [*remarks, *([] if steps.jittered else [_NOT_FINITE])]
+    made = GradientCheck(
+        model=model,
+        devices=devices,
+        lowering=lowering,
+        loss=steps.loss,
+        parameters=tuple(map(_with_copies, checks, steps.copies)),
+        reference=found,
+        no_reference=reference if isinstance(reference, str) else "",
+        remarks=tuple(notes),
+        steps=steps.count,
+        seconds=time.perf_counter() - began,
+    )
+    return made if advice is None else replace(made, advice=advice)
+
+
+_NOT_FINITE = "near these parameters the loss is not finite: the lines start at them exactly"
+
+
+def _with_copies(p: ParameterCheck, copies: GradientDifference) -> ParameterCheck:
+    """Off as well if devices that hold the same part of a parameter have different gradients of it."""
+    if copies.verdict != "off":
+        return p
+    differ = f"devices that hold the same part of it have gradients that differ by {copies.relative:.2g} of the largest"
+    return replace(p, verdict="off", why=f"{differ}; {p.why}" if p.verdict == "off" else differ)
+
+
 def _simpson(d: np.ndarray, h: float) -> float:
     return float(h / 3 * (d[0] + d[-1] + 4 * d[1:-1:2].sum() + 2 * d[2:-1:2].sum()))
 
@@ -186,7 +166,7 @@ def _cumulated(d: np.ndarray, h: float) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OnLines:
+class OnLines:
     """What lines of one direction say about a parameter."""
 
     verdict: GradientVerdict
@@ -224,19 +204,19 @@ class _LineSearch:
     say: Callable[[str], None]
     lines: int = 0
 
-    def run(self, groups: Sequence[_Together]) -> dict[int, _OnLines]:
-        found: dict[int, _OnLines] = {}
+    def run(self, groups: Sequence[_Together]) -> dict[int, OnLines]:
+        found: dict[int, OnLines] = {}
         waiting = list(groups)
         while waiting:
             group = waiting.pop()
             if self.lines >= self.most:
                 why = "the lines allowed for the check were used up"
-                found |= dict.fromkeys(group.members, _OnLines(verdict="undecided", why=why, size=group.size))
+                found |= dict.fromkeys(group.members, OnLines(verdict="undecided", why=why, size=group.size))
                 continue
             waiting += self._settled(group, found)
         return found
 
-    def _settled(self, group: _Together, found: dict[int, _OnLines]) -> list[_Together]:
+    def _settled(self, group: _Together, found: dict[int, OnLines]) -> list[_Together]:
         """Fills in what a line with these parameters decides; returns the groups that are left."""
         values = self._along(group.members, group.size, self.seed)
         if not np.isfinite(values.losses).all() or not np.isfinite(values.slopes).all():
@@ -252,12 +232,12 @@ class _LineSearch:
             return []
         if group.still:
             why = "neither does the loss change along its lines, nor is its gradient more than rounding"
-            found |= dict.fromkeys(group.members, _OnLines(verdict="agrees", why=why, size=group.size))
+            found |= dict.fromkeys(group.members, OnLines(verdict="agrees", why=why, size=group.size))
             return []
         resolution = {i: result.allowed / max(float(values.reach[i]), 1e-300) for i in group.members}
         decided = [i for i in group.members if resolution[i] <= _RESOLUTION]
         for i in decided:
-            found[i] = _OnLines(verdict="agrees", resolution=resolution[i], result=result, size=group.size)
+            found[i] = OnLines(verdict="agrees", resolution=resolution[i], result=result, size=group.size)
         rest = tuple(i for i in group.members if i not in found)
         if not rest:
             return []
@@ -270,7 +250,7 @@ class _LineSearch:
         return self._longer(left, resolution, found)
 
     def _longer(
-        self, group: _Together, resolution: Mapping[int, float], found: dict[int, _OnLines]
+        self, group: _Together, resolution: Mapping[int, float], found: dict[int, OnLines]
     ) -> list[_Together]:
         """The group on lines along which its slope is above the rounding of the loss."""
         wanted = {i: 1.25 * group.size * resolution[i] / _RESOLUTION for i in group.members}
@@ -286,25 +266,25 @@ class _LineSearch:
             again.append(replace(group, members=far, size=_LARGEST_SIZE, tries=_TRIES))
         elif far:
             why = "it changes the loss by less than rounding does"
-            found |= dict.fromkeys(far, _OnLines(verdict="undecided", why=why, size=group.size))
+            found |= dict.fromkeys(far, OnLines(verdict="undecided", why=why, size=group.size))
         return again
 
-    def _shorter(self, group: _Together, found: dict[int, _OnLines], why: str) -> list[_Together]:
+    def _shorter(self, group: _Together, found: dict[int, OnLines], why: str) -> list[_Together]:
         if group.tries < _TRIES:
             return [replace(group, size=group.size / 4, tries=group.tries + 1)]
         if len(group.members) > 1:
             return [replace(g, tries=_TRIES // 2) for g in group.halves()]
-        found |= dict.fromkeys(group.members, _OnLines(verdict="undecided", why=why, size=group.size))
+        found |= dict.fromkeys(group.members, OnLines(verdict="undecided", why=why, size=group.size))
         return []
 
-    def _confirmed(self, i: int, size: float, first: LineResult, values: AlongLine) -> _OnLines:
+    def _confirmed(self, i: int, size: float, first: LineResult, values: AlongLine) -> OnLines:
         """A parameter by itself that disagreed: off if it does on a shorter line, too."""
         again = judged(self._along((i,), size / 2, self.seed + 1), self.scatter)
         if not again.disagrees:
             why = "one of two lines disagrees: the loss may jump near these parameters"
-            return _OnLines(verdict="undecided", why=why, size=size)
+            return OnLines(verdict="undecided", why=why, size=size)
         reach = float(values.reach[i])
-        return _OnLines(
+        return OnLines(
             verdict="off",
             why=f"along its {self.direction} line the loss changes by {first.measured:.4g}, its gradient says "
             f"{first.predicted:.4g} (rounding explains {first.allowed:.1g})",
@@ -337,7 +317,7 @@ def parameter_checks(
     doubts: parameter -> what of the program, between it and the loss, may have a gradient that is not the slope: a
     stopped gradient, a derivative rule of the user's, a choice. It decides only if there is no reference.
     """
-    found: list[dict[int, _OnLines]] = []
+    found: list[dict[int, OnLines]] = []
     # Two random directions: one alone misses an error of the size of its resolution by chance.
     passes: tuple[tuple[Direction, int], ...] = (
         ("random", seed),
@@ -348,8 +328,11 @@ def parameter_checks(
     still = tuple(i for i in range(len(noise)) if not noise[i] <= _NOISE_ALONE)
     known = [i for i in range(len(noise)) if i not in still]
     scatter, used = Scatter(), 0
+    if known and most_lines:
+        say(PieceOfWork("how far rounding scatters the loss", 0, 1 + len(passes)))
+        used += _measure_scatter(steps, known, seed, scatter)
     for k, (direction, s) in enumerate(passes):
-        say(PieceOfWork("the loss along lines of parameters", k, len(passes)))
+        say(PieceOfWork("the loss along lines of parameters", 1 + k, 1 + len(passes)))
         search = _LineSearch(
             steps=steps, direction=direction, seed=s, scatter=scatter, most=most_lines - used, say=say
         )
@@ -363,16 +346,38 @@ def parameter_checks(
         found.append(search.run(groups))
         used += search.lines
         known = [i for i in known if found[-1][i].verdict != "off"]
+    by_parameter = [[f[i] for f in found if i in f] for i in range(len(noise))]
+    return verdicts(steps.names, by_parameter, reference, doubts)
+
+
+def verdicts(
+    names: Sequence[str],
+    found: Sequence[Sequence[OnLines]],
+    reference: GradientReference | None,
+    doubts: Mapping[str, str],
+) -> tuple[ParameterCheck, ...]:
+    """Each parameter's verdict from what lines say (``found``, by parameter) and from the reference."""
     beside = {} if reference is None else {d.name: d for d in reference.differences}
     return tuple(
-        _combined(name, [f[i] for f in found if i in f], reference, beside.get(name), doubts.get(name))
-        for i, name in enumerate(steps.names)
+        _combined(name, lines, reference, beside.get(name), doubts.get(name))
+        for name, lines in zip(names, found, strict=True)
     )
+
+
+def _measure_scatter(steps: GradientSteps, moved: Sequence[int], seed: int, scatter: Scatter) -> int:
+    """A first line, so short that the loss is a parabola along it, whatever is wrong with gradients: what is left is
+    rounding. Later lines are measured by it, so that one wrong gradient, or one that is meant not to be the slope, does
+    not pass for rounding. Returns how many lines were run."""
+    size = min(steps.coarsest ** (1 / 3) / 2, _FIRST_SIZE["random"])  # x³ is below rounding
+    values = steps.along(Line(direction="random", moved=tuple(moved), size=size, seed=seed + 2000))
+    if np.isfinite(values.losses).all() and np.isfinite(values.slopes).all():
+        judged(values, scatter)
+    return 1
 
 
 def _combined(
     name: str,
-    found: Sequence[_OnLines],
+    found: Sequence[OnLines],
     reference: GradientReference | None,
     beside: GradientDifference | None,
     doubt: str | None,

@@ -108,7 +108,7 @@ def test_a_custom_rule_is_no_false_alarm():
 
 
 def test_the_unsharded_step_is_run_where_it_fits(plan):
-    with patch("pase.backends.jax_check_plans._free_bytes", lambda device: 100.0):
+    with patch("pase.backends.jax_check_reference._free_bytes", lambda device: 100.0):
         found = plan.check(PARAMS, BATCH, against="unsharded", most_lines=0)
     assert found.reference is None and "one device has 100 B free" in found.no_reference
 

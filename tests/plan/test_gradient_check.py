@@ -11,7 +11,8 @@ import pytest
 
 from pase.errors import PaseError
 from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
-from pase.plan.gradient_lines import POINTS, AlongLine, Line, Scatter, judged, parameter_checks
+from pase.plan.gradient_lines import Scatter, judged, parameter_checks
+from pase.plan.gradient_steps import POINTS, AlongLine, Line
 
 Arrays = list[np.ndarray]
 NAMES = ("w", "b", "scale", "v")
@@ -59,6 +60,10 @@ class NumpySteps:
         return float(np.float32(loss)) if self.rounded else loss, self.wrong([g.copy() for g in grads])
 
     @property
+    def coarsest(self) -> float:
+        return 2.0**-23 if self.rounded else 2.0**-52
+
+    @property
     def gradient_noise(self) -> np.ndarray:
         first = self.run(self.point)[1]
         other = self.run([x * (1 + 1e-7) for x in self.point])[1]
@@ -84,9 +89,12 @@ class NumpySteps:
         reach = np.array([np.linalg.norm(g) * np.linalg.norm(d) for g, d in zip(grads, toward, strict=True)])
         if line.direction == "random":
             reach /= np.sqrt([x.size for x in self.point])
-        eps = 2.0**-23 if self.rounded else 2.0**-52
         return AlongLine(
-            losses=np.array(losses), slopes=np.array(slopes), reach=reach, loss_eps=eps, slope_eps=eps
+            losses=np.array(losses),
+            slopes=np.array(slopes),
+            reach=reach,
+            loss_eps=self.coarsest,
+            slope_eps=self.coarsest,
         )
 
 

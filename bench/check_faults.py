@@ -1,0 +1,339 @@
+"""Faults that are planted in a step, to see whether ``plan.jax.check`` finds them.
+
+Three places: a move between devices goes wrong while a program is lowered by hand; the derivative of one equation is
+wrong; what the step returns is wrong. The last two work whatever the plan, and need no new compilation of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pase.backends import jax_check_plans, jax_moves
+from pase.backends.jax_check import CheckedProgram
+from pase.frontends.from_jax import TracedJax
+from pase.frontends.jax_blocks import split_inputs
+from pase.frontends.jax_versions import evaluate, is_literal, value_of, without_dead_code
+
+__all__ = ["MOVES", "moved_wrongly", "step_faults"]
+
+Run = Callable[..., tuple[Any, Any]]
+
+MOVES = ("dropped", "mean", "counted too often", "a part is missing", "at the wrong device")
+"""Faults of a move between devices."""
+
+
+def _wrong(fault: str, move: Any, x: Any, right: Callable[[Any], Any]) -> Any:
+    """A move with a fault in it."""
+    axis, ways = move.axes[0], jax.lax.axis_size(tuple(move.axes))
+    me = jax.lax.axis_index(axis)
+    if fault == "dropped" and move.kind == "all_reduce":
+        return x
+    if fault == "mean":
+        return right(x) / ways if jnp.issubdtype(x.dtype, jnp.inexact) else right(x)
+    if fault == "counted too often":
+        return right(x) * ways
+    if fault == "at the wrong device":
+        n = jax.lax.axis_size(axis)
+        return jax.lax.ppermute(right(x), axis, [(i, (i + 1) % n) for i in range(n)])
+    return right(jnp.where(me == 0, jnp.zeros((), x.dtype), x))
+
+
+@contextmanager
+def moved_wrongly(fault: str, number: int) -> Iterator[list[str]]:
+    """The move of this number that a lowering makes is wrong. Yields the moves made, filled in as they are."""
+    right, made = jax_moves._step, []
+
+    def step(x: Any, move: Any, *rest: Any) -> Any:
+        made.append(f"{move.kind} over {'·'.join(move.axes)}")
+        if len(made) - 1 != number or not move.axes:
+            return right(x, move, *rest)
+        return _wrong(fault, move, x, lambda v: right(v, move, *rest))
+
+    with patch.object(jax_moves, "_step", step):
+        yield made
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFault:
+    """A fault in what a step computes or returns. kind: which; where: of which parameter or equation."""
+
+    kind: str
+    where: str
+    run: Run
+
+    @contextmanager
+    def planted(self) -> Iterator[None]:
+        """Every check made within it runs the wrong step."""
+        right = jax_check_plans.check_of
+
+        def wrong(program: CheckedProgram, *rest: Any) -> Any:
+            return right(replace(program, run=self.run), *rest)
+
+        with patch.object(jax_check_plans, "check_of", wrong):
+            yield
+
+
+def step_faults(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> Iterator[StepFault]:
+    """Faults without end, of kinds in turn, those that this program can have."""
+    kinds = (_of_gradients, _of_equations, _of_equations, _of_batch, _of_state, _of_equations)
+    while True:
+        for kind in kinds:
+            found = kind(program, traced, rng)
+            if found is not None:
+                yield found
+
+
+# ---- what the step returns
+
+
+def _rolled(x: Any) -> Any:
+    dims = [d for d, n in enumerate(x.shape) if n > 1]
+    return jnp.roll(x, x.shape[dims[0]] // 2, dims[0]) if dims else -x
+
+
+def _one_part(x: Any, to: Callable[[Any], Any]) -> Any:
+    """With one device's part changed."""
+    index = x.sharding.addressable_devices_indices_map(x.shape)
+    mine = sorted({str(i): i for i in index.values()}.values(), key=str)[-1]
+    made = np.array(x)
+    made[mine] = to(made[mine])
+    return made
+
+
+def _one_copy(x: Any) -> Any:
+    """One device's copy is half of what it should be, and the others are right."""
+    parts = [s.data for s in x.addressable_shards]
+    parts[-1] = parts[-1] / 2
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, parts)
+
+
+GRADIENTS: Mapping[str, Callable[[Any], Any]] = {
+    "summed twice": lambda g: 2 * g,
+    "a mean instead of a sum": lambda g: g / 2,
+    "no gradient": lambda g: 0 * g,
+    "permuted": _rolled,
+    "a part is not summed": lambda g: _one_part(g, lambda v: v / 2),
+    "a part is missing": lambda g: _one_part(g, lambda v: 0 * v),
+    "a part of another device": lambda g: _one_part(g, lambda v: v[::-1] if v.ndim else -v),
+    "one device's copy": _one_copy,
+}
+
+
+def _of_gradients(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault:
+    kind = str(rng.choice(list(GRADIENTS)))
+    k = int(rng.integers(len(program.owners)))
+
+    def run(*args: Any) -> Any:
+        value, grads = program.run(*args)
+        leaves, tree = jax.tree.flatten(grads)
+        made = GRADIENTS[kind](leaves[k])
+        leaves[k] = made if kind == "one device's copy" else jax.device_put(made, leaves[k].sharding)
+        return value, jax.tree.unflatten(tree, leaves)
+
+    return StepFault(kind=kind, where=program.names[program.owners[k]], run=run)
+
+
+def _of_batch(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
+    """The gradients are those of a batch half of which counts twice, and the other half not at all."""
+    split = split_inputs(traced)
+
+    def twice(x: Any, on: bool) -> Any:
+        if not on or x.shape[0] % 2:
+            return x
+        return jax.device_put(jnp.repeat(x[::2], 2, axis=0), x.sharding)
+
+    def run(params: Any, *batch: Any) -> Any:
+        leaves, tree = jax.tree.flatten(batch)
+        wrong = jax.tree.unflatten(tree, [twice(x, on) for x, on in zip(leaves, split, strict=True)])
+        return program.run(params, *batch)[0], program.run(params, *wrong)[1]
+
+    return StepFault(kind="a micro-batch counts twice, another not", where="batch", run=run)
+
+
+def _of_state(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
+    if not traced.carried:
+        return None
+
+    def run(*args: Any) -> Any:
+        value, grads = program.run(*args)
+        given = jax.tree.leaves(args)
+        leaves, tree = jax.tree.flatten(value)
+        for i, j in traced.carried.items():
+            leaves[j] = given[i]
+        return jax.tree.unflatten(tree, leaves), grads
+
+    return StepFault(kind="state not advanced", where="state", run=run)
+
+
+# ---- the derivative of one equation
+
+SMOOTH_AT_ZERO = frozenset(
+    {"exp", "tanh", "logistic", "sin", "cos", "erf", "integer_pow", "square", "mul", "expm1", "dot_general"}
+)
+NONLINEAR = SMOOTH_AT_ZERO | {"log", "rsqrt", "sqrt", "div", "pow", "log1p", "abs", "max"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Site:
+    """An operand of an equation. again: whether its value has other readers, too."""
+
+    number: int
+    operand: int
+    name: str
+    again: bool
+
+
+def _of_equations(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
+    if not program.one or traced.jaxpr.in_avals[-1].shape != jax.tree.leaves(program.batch)[-1].shape:
+        return None  # on several meshes; or the traced program is that of a micro-batch
+    kind = str(rng.choice(list(EQUATIONS)))
+    fits, how = EQUATIONS[kind]
+    sites = [s for s in _sites(traced) if fits(s)]
+    if not sites:
+        return None
+    site = sites[int(rng.integers(len(sites)))]
+    keep = len(traced.param_paths)
+
+    def loss(mine: Sequence[Any], rest: Sequence[Any], where: Sequence[bool]) -> Any:
+        sources = {True: iter(mine), False: iter(rest)}
+        given = [next(sources[on]) for on in where]
+        return _evaluated(_needed(traced), given, site, how)[0]
+
+    graded = jax.jit(jax.grad(loss), static_argnums=2)
+
+    def run(*args: Any) -> Any:
+        value, grads = program.run(*args)
+        leaves = [jax.device_put(x, jax.devices()[0]) for x in jax.tree.leaves(args)]
+        on = tuple(k < keep and jnp.issubdtype(x.dtype, jnp.inexact) for k, x in enumerate(leaves))
+        wrong = graded(
+            *([x for x, o in zip(leaves, on, strict=True) if o == want] for want in (True, False)), on
+        )
+        right, tree = jax.tree.flatten(grads)
+        placed = [jax.device_put(w, g.sharding) for w, g in zip(wrong, right, strict=True)]
+        return value, jax.tree.unflatten(tree, placed)
+
+    return StepFault(kind=kind, where=f"{site.name} {site.number}", run=run)
+
+
+def _needed(traced: TracedJax) -> Any:
+    """The program of the loss alone."""
+    return without_dead_code(traced.jaxpr, [k == 0 for k in range(len(traced.jaxpr.jaxpr.outvars))])
+
+
+def _sites(traced: TracedJax) -> list[_Site]:
+    """Operands through which a gradient reaches a parameter."""
+    out: list[_Site] = []
+    count = [0]
+
+    def walk(jaxpr: Any, depends: dict[Any, bool]) -> None:
+        readers: dict[Any, int] = {}
+        for eqn in jaxpr.eqns:
+            for v in eqn.invars:
+                if not is_literal(v):
+                    readers[v] = readers.get(v, 0) + 1
+        for eqn in jaxpr.eqns:
+            number, count[0] = count[0], count[0] + 1
+            on = [not is_literal(v) and depends.get(v, False) for v in eqn.invars]
+            for v in eqn.outvars:
+                depends[v] = any(on) and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            if eqn.primitive.name in ("pjit", "jit"):
+                inner = eqn.params["jaxpr"].jaxpr
+                walk(inner, dict(zip(inner.invars, on, strict=True)))
+                continue
+            if not any(depends[v] for v in eqn.outvars):
+                continue
+            out.extend(
+                _Site(number=number, operand=j, name=eqn.primitive.name, again=readers[v] > 1)
+                for j, v in enumerate(eqn.invars)
+                if on[j]
+            )
+
+    inner = _needed(traced).jaxpr
+    params = {v: jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in inner.invars[: len(traced.param_paths)]}
+    walk(inner, params)
+    return out
+
+
+def _evaluated(closed: Any, args: Sequence[Any], site: _Site, how: Callable[..., Any]) -> list[Any]:
+    """The program's results; the derivative of one equation is wrong."""
+    count = [0]
+
+    def run(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *given), strict=True))
+
+        def of(v: Any) -> Any:
+            return value_of(v, env)
+
+        for eqn in jaxpr.eqns:
+            number, count[0] = count[0], count[0] + 1
+            ins = [of(v) for v in eqn.invars]
+            if eqn.primitive.name in ("pjit", "jit"):
+                inner = eqn.params["jaxpr"]
+                outs = run(inner.jaxpr, inner.consts, ins)
+            elif number == site.number:
+                outs = how(partial(evaluate, eqn, info=jaxpr.debug_info), ins, site.operand)
+            else:
+                outs = evaluate(eqn, ins, jaxpr.debug_info)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [of(v) for v in jaxpr.outvars]
+
+    return run(closed.jaxpr, closed.consts, args)
+
+
+def _gradient_as(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """The gradient to the operand is changed."""
+
+    def how(apply: Callable[..., list[Any]], ins: list[Any], operand: int) -> list[Any]:
+        same = jax.custom_vjp(lambda x: x)
+        same.defvjp(lambda x: (x, None), lambda _, g: (change(g),))
+        return apply([same(x) if j == operand else x for j, x in enumerate(ins)])
+
+    return how
+
+
+def _linearised_at(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
+    """The derivative is taken where the operand has another value."""
+
+    def how(apply: Callable[..., list[Any]], ins: list[Any], operand: int) -> list[Any]:
+        smooth = [j for j, x in enumerate(ins) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+
+        def of(xs: Sequence[Any]) -> list[Any]:
+            every = list(ins)
+            for j, x in zip(smooth, xs, strict=True):
+                every[j] = x
+            return apply(every)
+
+        wrong = jax.custom_vjp(lambda *xs: of(xs))
+
+        def forward(*xs: Any) -> Any:
+            at = [change(x) if j == operand else x for j, x in zip(smooth, xs, strict=True)]
+            return of(xs), at
+
+        wrong.defvjp(forward, lambda at, g: jax.vjp(lambda *xs: of(xs), *at)[1](g))
+        return list(wrong(*(jnp.asarray(ins[j]) for j in smooth)))
+
+    return how
+
+
+EQUATIONS: Mapping[str, tuple[Callable[[_Site], bool], Callable[..., list[Any]]]] = {
+    "a carrier of zeros before a nonlinear op": (
+        lambda s: s.name in SMOOTH_AT_ZERO,
+        _linearised_at(jnp.zeros_like),
+    ),
+    "another's kept value": (lambda s: s.name in NONLINEAR, _linearised_at(_rolled)),
+    "a stopped gradient": (lambda s: True, _gradient_as(jnp.zeros_like)),
+    "a term of several is dropped": (lambda s: s.again, _gradient_as(jnp.zeros_like)),
+    "a term of several counts twice": (lambda s: s.again, _gradient_as(lambda g: 2 * g)),
+    "a missing scale": (lambda s: True, _gradient_as(lambda g: g / 2)),
+    "a permuted cotangent": (lambda s: True, _gradient_as(_rolled)),
+}
+"""Kind -> (where it can be, how the equation is run)."""
