@@ -23,7 +23,7 @@ from pase.frontends.from_jax import TracedJax
 from pase.frontends.jax_blocks import split_inputs
 from pase.frontends.jax_versions import evaluate, is_literal, value_of, without_dead_code
 
-__all__ = ["MOVES", "moved_wrongly", "step_faults"]
+__all__ = ["MOVES", "gradient_fault", "moved_wrongly", "planted", "state_fault", "step_faults"]
 
 Run = Callable[..., tuple[Any, Any]]
 
@@ -70,16 +70,17 @@ class StepFault:
     where: str
     run: Run
 
-    @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Every check made within it runs the wrong step."""
-        right = jax_check_plans.check_of
 
-        def wrong(program: CheckedProgram, *rest: Any) -> Any:
-            return right(replace(program, run=self.run), *rest)
+@contextmanager
+def planted(fault: Callable[[CheckedProgram, TracedJax], StepFault]) -> Iterator[None]:
+    """Every check made within it runs the wrong step."""
+    right = jax_check_plans.check_of
 
-        with patch.object(jax_check_plans, "check_of", wrong):
-            yield
+    def wrong(program: CheckedProgram, traced: TracedJax, *rest: Any) -> Any:
+        return right(replace(program, run=fault(program, traced).run), traced, *rest)
+
+    with patch.object(jax_check_plans, "check_of", wrong):
+        yield
 
 
 def step_faults(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> Iterator[StepFault]:
@@ -129,8 +130,11 @@ GRADIENTS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def _of_gradients(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault:
-    kind = str(rng.choice(list(GRADIENTS)))
-    k = int(rng.integers(len(program.owners)))
+    return gradient_fault(program, str(rng.choice(list(GRADIENTS))), int(rng.integers(len(program.owners))))
+
+
+def gradient_fault(program: CheckedProgram, kind: str, k: int) -> StepFault:
+    """The gradient of the trained array of this number is wrong."""
 
     def run(*args: Any) -> Any:
         value, grads = program.run(*args)
@@ -160,8 +164,11 @@ def _of_batch(program: CheckedProgram, traced: TracedJax, rng: np.random.Generat
 
 
 def _of_state(program: CheckedProgram, traced: TracedJax, rng: np.random.Generator) -> StepFault | None:
-    if not traced.carried:
-        return None
+    return state_fault(program, traced) if traced.carried else None
+
+
+def state_fault(program: CheckedProgram, traced: TracedJax) -> StepFault:
+    """The state that the step hands on is the one that it was given."""
 
     def run(*args: Any) -> Any:
         value, grads = program.run(*args)

@@ -116,7 +116,7 @@ class Checker:
 
 def checks(name: str, checker: Checker, faults: int, moves: int, rng: Any) -> Iterator[dict[str, Any]]:
     """Rows of one program: as it is, and with planted faults."""
-    from bench.check_faults import MOVES, moved_wrongly, step_faults
+    from bench.check_faults import MOVES, moved_wrongly, planted, step_faults
 
     with moved_wrongly("", -1) as made:
         right = checker.row()
@@ -125,7 +125,7 @@ def checks(name: str, checker: Checker, faults: int, moves: int, rng: Any) -> It
         return
     source = step_faults(*checker.made["program"], rng)
     for fault in (next(source) for _ in range(faults)):
-        with fault.planted():
+        with planted(lambda *_, made=fault: made):
             row = checker.row()
         yield {"program": name, "fault": fault.kind, "where": fault.where} | _harm(row, right, fault.kind)
     if moves and made:

@@ -56,6 +56,10 @@ class LineResult:
     quadrature: float
     rounding: float
     slope_rounding: float
+    rough: bool
+    """Whether the loss is less smooth along it than rounding explains."""
+    squares: float
+    """Of what is left of the losses, less the integral, beside a parabola."""
 
     @property
     def allowed(self) -> float:
@@ -71,6 +75,15 @@ class Scatter:
     """How far losses scatter around a smooth curve, learned from line to line: sums of squares, one for each line."""
 
     squares: list[float] = field(default_factory=list)
+
+    def rough(self, mine: float, floor: float) -> bool:
+        """Whether a line scatters by so much more than those before that it is the loss that is not smooth along it, or
+        more curved than nine points follow."""
+        if not self.squares:
+            return False
+        dof = POINTS - 3
+        pooled = math.sqrt(math.fsum(self.squares) / (dof * len(self.squares)))
+        return math.sqrt(mine / dof) > 10 * max(pooled, floor)
 
     def allowed(self, mine: float, floor: float) -> float:
         """What rounding explains of the difference of two losses of a line. mine: this line's sum of squares. floor:
@@ -97,11 +110,14 @@ def judged(values: AlongLine, scatter: Scatter) -> LineResult:
     left = apart - np.polynomial.Polynomial.fit(s, apart, 2)(s)
     floor = values.loss_eps * float(np.abs(f).max()) / 4
     scale = max(abs(predicted), math.sqrt(float(values.reach @ values.reach)))
+    squares = float(left @ left)
     return LineResult(
+        rough=scatter.rough(squares, floor),
+        squares=squares,
         measured=float(f[-1] - f[0]),
         predicted=predicted,
         quadrature=abs(predicted - rougher),
-        rounding=scatter.allowed(float(left @ left), floor),
+        rounding=scatter.allowed(squares, floor),
         slope_rounding=4 * values.slope_eps * scale,  # in a few ops one after the other
     )
 
@@ -185,6 +201,8 @@ class _Together:
     tries: int = 0
     still: bool = False
     """Parameters without gradients other than rounding: the loss should not change."""
+    squares: float | None = None
+    """Of a line that was too rough."""
 
     def halves(self) -> list[_Together]:
         half = len(self.members) // 2
@@ -244,8 +262,14 @@ class _LineSearch:
         left = _by_reach(replace(group, members=rest), values.reach)
         if result.slope_rounding > max(result.rounding, result.quadrature) and len(rest) > 1:
             return left.halves()  # the others' gradients round by more than its own changes the loss
-        if result.quadrature > result.rounding:
+        if result.rough and group.squares is not None and result.squares > group.squares / 4:
+            self.scatter.squares.append(
+                result.squares
+            )  # a line of a quarter of the length: it is rounding after all
+            return self._longer(left, resolution, found)
+        if result.rough or result.quadrature > result.rounding:
             why = "the loss is too rough along lines of this parameter"
+            left = replace(left, squares=result.squares)
             return [left] if decided else self._shorter(left, found, why)
         return self._longer(left, resolution, found)
 

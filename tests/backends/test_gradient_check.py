@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import pase
 from bench.cases.plans import case_of
+from bench.check_faults import gradient_fault, planted, state_fault
 from pase.backends.jax_manual import Manual
 from pase.errors import PaseError
 from pase.frontends.from_jax import trace
@@ -111,6 +113,50 @@ def test_the_unsharded_step_is_run_where_it_fits(plan):
     with patch("pase.backends.jax_check_reference._free_bytes", lambda device: 100.0):
         found = plan.check(PARAMS, BATCH, against="unsharded", most_lines=0)
     assert found.reference is None and "one device has 100 B free" in found.no_reference
+
+
+def test_devices_whose_copies_differ(plan):
+    """Only one device has a wrong gradient of it, and not the first: numbers that JAX reads of it are right."""
+    with planted(lambda program, _: gradient_fault(program, "one device's copy", program.names.index("w2"))):
+        found = plan.check(PARAMS, BATCH, against="none", most_lines=0)
+    assert [p.name for p in found.by("off")] == ["w2"] and "devices that hold the same part" in found.by(
+        "off"
+    )[0].why
+
+
+class Drops(nnx.Module):
+    """Its loss draws random numbers, and counts its calls."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.w1, self.w2 = nnx.Linear(D, F, rngs=rngs), nnx.Linear(F, D, rngs=rngs)
+        self.dropout, self.calls = nnx.Dropout(0.5, rngs=rngs), nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return self.w2(self.dropout(jnp.tanh(self.w1(x))))
+
+
+def test_state_and_random_numbers_in_micro_batches():
+    """The reference runs micro-batches, too: the whole batch would draw other numbers and count one call."""
+    plan = pase.compile(
+        lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
+        Drops(),
+        BATCH,
+        devices=4,
+        accumulate=2,
+        memory_limit="none",
+        baselines=False,
+    )
+    found = plan.jax.check(Drops(), BATCH, most_lines=2)
+    assert found.reference.kind == "the unsharded step in 2 micro-batches" and found.reference.loss_agrees
+    assert found.verdict == "agrees" and len(found.reference.state) >= 2, str(found)
+    assert "the mean over 2 micro-batches" in found.remarks[0]
+    with planted(state_fault):
+        off = plan.jax.check(Drops(), BATCH, most_lines=0)
+    assert off.verdict == "off" and not off.by("off") and "OFF state" in str(off)
+    with pytest.raises(PaseError, match="does not compute the model's next state"):
+        off.raise_if_off()
 
 
 def test_micro_batches_and_stages():

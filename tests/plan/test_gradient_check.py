@@ -179,6 +179,20 @@ def test_what_rounding_hides_is_undecided():
         found.raise_if_off()
 
 
+def test_a_much_curved_loss_is_decided_along_shorter_lines():
+    """Its curvature does not pass for rounding, and lines do not become longer because of it."""
+
+    def waves(x: Arrays) -> tuple[float, Arrays]:
+        loss, grads = network(x)
+        bent = 0.02 * np.sin(400 * x[3]) + 0.02 * np.abs(np.sin(170 * x[3]))
+        slope = 8 * np.cos(400 * x[3]) + 3.4 * np.cos(170 * x[3]) * np.sign(np.sin(170 * x[3]))
+        return loss + float(bent.sum()), [*grads[:3], grads[3] + slope]
+
+    steps = NumpySteps(fn=waves, rounded=False)
+    found = checked(steps)
+    assert found.verdict == "agrees" and steps.steps < 200, str(found)
+
+
 def test_a_loss_that_jumps_is_no_false_alarm():
     def rounded_off(x: Arrays) -> tuple[float, Arrays]:
         loss, grads = network(x)
