@@ -131,8 +131,10 @@ class Unsharded:
         import jax
         import jax.numpy as jnp
 
-        k, losses, sums, state = self.micro_batches, [], None, {}
+        k, sums = self.micro_batches, None
+        losses: list[Array] = []
         results: list[Array] = []
+        state: dict[int, Array] = {}
         for given in self._micro_batches(args):
             leaves, tree = jax.tree.flatten(given)
             for i, x in state.items():
@@ -142,7 +144,9 @@ class Unsharded:
             losses.append(results[0])
             sums = gradients if sums is None else list(map(jnp.add, sums, gradients))
         assert sums is not None
-        return StepNumbers(results=[sum(losses) / k, *results[1:]], gradients=[g / k for g in sums])
+        return StepNumbers(
+            results=[sum(losses[1:], losses[0]) / k, *results[1:]], gradients=[g / k for g in sums]
+        )
 
     def _remark(self, args: Tree, made: GradientReference, remarks: list[str]) -> None:
         """Whether the whole batch has another loss."""
@@ -210,6 +214,10 @@ def compared(
     """Gradients parameter by parameter, and the state that the step leaves. theirs, rounded: the reference's, also with
     inputs rounded differently."""
     paths = (*traced.param_paths, *traced.input_paths)
+
+    def state(of: StepNumbers) -> list[Array]:
+        return [of.results[j] for j in traced.carried.values()]
+
     there, too = (float(n.results[0]) for n in (theirs, rounded))
     eps = float(np.finfo(theirs.results[0].dtype).eps)
     return GradientReference(
@@ -218,23 +226,13 @@ def compared(
         loss=steps.loss,
         loss_reference=there,
         loss_allowed=16 * abs(too - there) + 32 * eps * abs(there),
-        differences=_differences(
-            steps.names, mine.gradients, theirs.gradients, rounded.gradients, steps.coarsest
-        ),
-        state=_differences(
-            [paths[i] for i in traced.carried],
-            *([n.results[j] for j in traced.carried.values()] for n in (mine, theirs, rounded)),
-            steps.coarsest,
-        ),
+        differences=_differences(steps.names, mine.gradients, theirs.gradients, rounded.gradients),
+        state=_differences([paths[i] for i in traced.carried], *map(state, (mine, theirs, rounded))),
     )
 
 
 def _differences(
-    names: Sequence[str],
-    mine: Sequence[Array],
-    theirs: Sequence[Array],
-    rounded: Sequence[Array],
-    coarsest: float,
+    names: Sequence[str], mine: Sequence[Array], theirs: Sequence[Array], rounded: Sequence[Array]
 ) -> tuple[GradientDifference, ...]:
     import jax
     import jax.numpy as jnp

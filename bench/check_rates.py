@@ -12,6 +12,7 @@ can find faults with the right loss; of a wrong loss the gradient may be right.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -82,13 +83,15 @@ class Checker:
                 patches.enter_context(once("lowered", jax_check_plans, "_lowered"))
             yield
 
-    def row(self, *, lowered_again: bool = False) -> dict[str, Any]:
-        """A check as a row."""
+    def row(self, *, lowered_again: bool = False, lines: bool = True) -> dict[str, Any]:
+        """A check as a row. lines: whether lines are run, too."""
         from pase.errors import PaseError
 
         began = time.process_time()
         self.made.pop("alone", None)
-        how: dict[str, Any] = {} if self.plan.pipeline is not None else {"lowering": self.lowering}
+        how: dict[str, Any] = {"most_lines": 200 if lines else 0}
+        if self.plan.pipeline is None:
+            how["lowering"] = self.lowering
         try:
             with self.watching(lowered_again=lowered_again):
                 found = self.plan.jax.check(*self.arguments, **how)
@@ -97,6 +100,7 @@ class Checker:
         alone = self.made["alone"]
         out: dict[str, Any] = {
             "verdict": found.verdict,
+            "with_lines": lines,
             "lines": next(v for v in ("off", "undecided", "agrees") if v in (*alone.values(), "agrees")),
             "not_slopes": self.made["slopes"],
             "parameters": dict(Counter(p.verdict for p in found.parameters)),
@@ -114,7 +118,9 @@ class Checker:
         return out
 
 
-def checks(name: str, checker: Checker, faults: int, moves: int, rng: Any) -> Iterator[dict[str, Any]]:
+def checks(
+    name: str, checker: Checker, faults: int, lines: int, moves: int, rng: Any
+) -> Iterator[dict[str, Any]]:
     """Rows of one program: as it is, and with planted faults."""
     from bench.check_faults import MOVES, moved_wrongly, planted, step_faults
 
@@ -123,15 +129,14 @@ def checks(name: str, checker: Checker, faults: int, moves: int, rng: Any) -> It
     yield {"program": name} | right
     if right["verdict"] == "refused" or "reference" not in right:
         return
-    source = step_faults(*checker.made["program"], rng)
-    for fault in (next(source) for _ in range(faults)):
+    for k, fault in enumerate(itertools.islice(step_faults(*checker.made["program"], rng), faults)):
         with planted(lambda *_, made=fault: made):
-            row = checker.row()
+            row = checker.row(lines=k < lines)
         yield {"program": name, "fault": fault.kind, "where": fault.where} | _harm(row, right, fault.kind)
     if moves and made:
         kind, number = str(rng.choice(MOVES)), int(rng.integers(len(made)))
         with moved_wrongly(kind, number) as again:
-            row = checker.row(lowered_again=True)
+            row = checker.row(lowered_again=True, lines=lines > 0)
         where = again[number] if number < len(again) else ""
         yield {"program": name, "fault": f"a move: {kind}", "where": where} | _harm(row, right, kind)
 
@@ -181,7 +186,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
     planted = [r for r in rows if "fault" in r]
     harmful = [r for r in planted if r["harm"]]
-    backward = [r for r in harmful if not r.get("loss_harm") and r["verdict"] != "refused"]
+    seen = [r for r in harmful if r.get("with_lines")]
+    backward = [r for r in seen if not r["loss_harm"]]
     kinds: dict[str, Counter[str]] = {}
     for r in harmful:
         kinds.setdefault(r["fault"], Counter())[r["verdict"]] += 1
@@ -194,9 +200,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "that do harm": len(harmful),
         "found": sum(r["verdict"] in ("off", "refused") for r in harmful),
         "by kind": {k: dict(v) for k, v in sorted(kinds.items())},
+        "with lines, and the right loss": len(backward),
         "by lines alone, with the right loss": dict(Counter(r["lines"] for r in backward)),
         "not the slope, with the right loss": sum(r["lines_show"] for r in backward),
-        "by lines alone, with a wrong loss": dict(Counter(r["lines"] for r in harmful if r.get("loss_harm"))),
+        "by lines alone, with a wrong loss": dict(Counter(r["lines"] for r in seen if r["loss_harm"])),
     }
 
 
@@ -216,6 +223,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=4, help="programs of at most so many layers")
     parser.add_argument("--zoo", nargs="*", default=["mlp", "gpt2"])
     parser.add_argument("--faults", type=int, default=5, help="in what the step computes, of each program")
+    parser.add_argument("--lines", type=int, default=2, help="of so many of them lines are run, too")
     parser.add_argument("--moves", type=int, default=1, help="whether a move is made wrong, too")
     parser.add_argument("--out", type=Path, default=OUT)
     given = parser.parse_args()
@@ -227,7 +235,7 @@ def main() -> None:
         if name in known:
             continue
         rng = np.random.default_rng([*name.encode()])
-        for found in checks(name, checker, given.faults, given.moves, rng):
+        for found in checks(name, checker, given.faults, given.lines, given.moves, rng):
             rows.append(found)
             print(json.dumps(found), flush=True)
         save({"summary": summary(rows), "rows": rows}, given.out)

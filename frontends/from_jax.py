@@ -19,6 +19,7 @@ from pase.frontends.jax_arguments import arguments, fixed_layouts, shape_of, sha
 from pase.frontends.jax_contexts import traced_in_context
 from pase.frontends.jax_control import CONTROL, AtRunTime, by_body
 from pase.frontends.jax_derivatives import has_own_rule, lower_with_rule
+from pase.frontends.jax_dropped import say_dropped
 from pase.frontends.jax_generation import Generation, programs_of
 from pase.frontends.jax_modules import ModuleFunction, has_modules, opened
 from pase.frontends.jax_program import Carry, Mode, check_order, name_of, program_of
@@ -214,14 +215,14 @@ def trace(
     lower.eqns(closed.jaxpr.eqns, "")
     check_dims(turns, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
+    say_dropped(b, program.dropped)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
     outs = [t for t in (returned[:1] if mode == "train" else returned) if t is not None]
     if mode == "train" and not (outs and b.tensors[outs[0].name].needs_grad):
         raise PaseError(_no_gradient(called, bool(lower.told.loops)))
     lower.thread(closed.jaxpr, program.carried, returned)
-    for t in dict.fromkeys(outs):
-        if t.role == "activation":
-            b.output(t)
+    for t in dict.fromkeys(t for t in outs if t.role == "activation"):
+        b.output(t)
     return TracedJax(
         graph=b.finish(outs, frontend="jax"),
         jaxpr=closed,
@@ -265,14 +266,10 @@ def _pure(
 
 
 def _no_gradient(called: str, loops: bool) -> str:
+    loop = "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
     return (
         f"{called}'s loss does not depend on any parameter: params come first, fn(params, *batch), and at least one "
-        f"must be floating-point and reach the loss"
-        + (
-            "; JAX cannot differentiate a while loop in reverse: use lax.scan, or fori_loop with numbers for bounds"
-            if loops
-            else ""
-        )
+        f"must be floating-point and reach the loss{loop if loops else ''}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pase.errors import PaseError
 from pase.frontends import jax_attention, jax_leaves
+from pase.frontends.jax_dropped import state_writes
 from pase.frontends.jax_modules import ModuleFunction
 from pase.frontends.jax_state import written_state
 from pase.frontends.jax_types import ClosedJaxpr
@@ -95,6 +96,8 @@ class JaxProgram:
     """The static leaves of what it returns."""
     carried: dict[int, int]
     """Input leaf -> the output leaf that is its next value."""
+    dropped: tuple[str, ...] = ()
+    """State whose next value the function computes and does not return, in words."""
 
 
 def program_of(
@@ -122,9 +125,19 @@ def program_of(
         static_out.append(jax_leaves.static(out))
         return jax_leaves.arrays(out)
 
+    returned: list[Tree] = []
+
+    def again(*arrays: Tree) -> Tree:
+        returned.append(run(*arrays))
+        return returned[-1]
+
     try:
-        with jax_attention.named():
+        with jax_attention.named(), state_writes(naming=False) as writes:
             closed, shapes = jax.make_jaxpr(run, return_shape=True)(*as_shapes)
+        dropped: tuple[str, ...] = ()
+        if writes.found and not isinstance(fn, ModuleFunction):  # whose Variables all go in and out
+            with jax_attention.named(), state_writes(naming=True) as writes:
+                dropped = writes.dropped(jax.make_jaxpr(again)(*as_shapes), jax.tree.leaves(returned))
     except (TypeError, ValueError, NotImplementedError) as e:
         if isinstance(e, PaseError):
             raise
@@ -140,7 +153,12 @@ def program_of(
     if mode == "train":
         _check_loss(called, closed.out_avals, as_shapes, shapes, carry)
     return JaxProgram(
-        jaxpr=closed, kept=kept, out_tree=jax.tree.structure(shapes), kept_out=static_out[-1], carried=threads
+        jaxpr=closed,
+        kept=kept,
+        out_tree=jax.tree.structure(shapes),
+        kept_out=static_out[-1],
+        carried=threads,
+        dropped=dropped,
     )
 
 

@@ -21,7 +21,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax.tree_util import PyTreeDef
 
-__all__ = ["WrittenState", "written_state"]
+__all__ = ["WrittenState", "watched", "written_state"]
 
 
 @dataclass(kw_only=True)
@@ -101,21 +101,35 @@ def written_state(called: str) -> Iterator[WrittenState]:
 
     with ExitStack() as patches:
         if (equinox := sys.modules.get("equinox")) is not None:
-            patches.enter_context(_watched(equinox.nn.State, "set", note))
+            patches.enter_context(watched(equinox.nn.State, "set", before=note))
         if (keras := sys.modules.get("keras")) is not None and keras.backend.backend() == "jax":
-            patches.enter_context(_watched(keras.Variable, "_direct_assign", partial(_refuse_keras, called)))
+            patches.enter_context(
+                watched(keras.Variable, "_direct_assign", before=partial(_refuse_keras, called))
+            )
         yield found
 
 
-def _watched(cls: type, name: str, seen: Callable[..., None]) -> AbstractContextManager[object]:
-    """Within it, this thread's calls of a method call ``seen`` with its arguments first."""
+def watched(
+    cls: type,
+    name: str,
+    *,
+    before: Callable[..., None] | None = None,
+    after: Callable[..., Tree] | None = None,
+) -> AbstractContextManager[object]:
+    """Within it, this thread's calls of a method call ``before`` with its arguments first, and return what ``after``
+    makes of the result and the arguments; of None, the result."""
     theirs, thread = getattr(cls, name), threading.get_ident()
 
     @wraps(theirs)
     def method(*args: Tree, **kwargs: Tree) -> Tree:
-        if threading.get_ident() == thread:
-            seen(*args)
-        return theirs(*args, **kwargs)
+        if threading.get_ident() != thread:
+            return theirs(*args, **kwargs)
+        if before is not None:
+            before(*args)
+        out = theirs(*args, **kwargs)
+        if after is None or (made := after(out, *args, **kwargs)) is None:
+            return out
+        return made
 
     return patch.object(cls, name, method)
 

@@ -7,13 +7,16 @@ from typing import Literal, get_args
 
 __all__ = ["Remark", "RemarkKind"]
 
-RemarkKind = Literal["assumed", "turns", "opaque", "unknown", "empty", "activations", "step", "communication"]
+RemarkKind = Literal[
+    "assumed", "turns", "opaque", "unknown", "empty", "activations", "step", "communication", "state"
+]
 """What a remark is about.
 
 assumed: how the program runs, as a user may state it (which branch is taken) or an executor does it. The others are
 doubts: turns: how often a loop turns is not known. opaque: an op that is not split. unknown: work that is not priced.
 empty: no parameters, no gradients or no FLOPs. activations: more than the program writes. step: shorter than the
-machine allows. communication: sums over devices that nothing sends.
+machine allows. communication: sums over devices that nothing sends. state: a next value that the program computes and
+drops.
 """
 
 
