@@ -25,7 +25,7 @@ from pase.frontends.jax_versions import evaluate, is_literal, value_of, without_
 
 __all__ = ["MOVES", "gradient_fault", "moved_wrongly", "planted", "state_fault", "step_faults"]
 
-Run = Callable[..., tuple[Any, Any]]
+StepRun = Callable[..., tuple[Any, Any]]
 
 MOVES = ("dropped", "mean", "counted too often", "a part is missing", "at the wrong device")
 """Faults of a move between devices."""
@@ -68,7 +68,7 @@ class StepFault:
 
     kind: str
     where: str
-    run: Run
+    run: StepRun
 
 
 @contextmanager
@@ -190,7 +190,7 @@ NONLINEAR = SMOOTH_AT_ZERO | {"log", "rsqrt", "sqrt", "div", "pow", "log1p", "ab
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Site:
+class FaultSite:
     """An operand of an equation. again: whether its value has other readers, too."""
 
     number: int
@@ -236,9 +236,9 @@ def _needed(traced: TracedJax) -> Any:
     return without_dead_code(traced.jaxpr, [k == 0 for k in range(len(traced.jaxpr.jaxpr.outvars))])
 
 
-def _sites(traced: TracedJax) -> list[_Site]:
+def _sites(traced: TracedJax) -> list[FaultSite]:
     """Operands through which a gradient reaches a parameter."""
-    out: list[_Site] = []
+    out: list[FaultSite] = []
     count = [0]
 
     def walk(jaxpr: Any, depends: dict[Any, bool]) -> None:
@@ -259,7 +259,7 @@ def _sites(traced: TracedJax) -> list[_Site]:
             if not any(depends[v] for v in eqn.outvars):
                 continue
             out.extend(
-                _Site(number=number, operand=j, name=eqn.primitive.name, again=readers[v] > 1)
+                FaultSite(number=number, operand=j, name=eqn.primitive.name, again=readers[v] > 1)
                 for j, v in enumerate(eqn.invars)
                 if on[j]
             )
@@ -270,7 +270,7 @@ def _sites(traced: TracedJax) -> list[_Site]:
     return out
 
 
-def _evaluated(closed: Any, args: Sequence[Any], site: _Site, how: Callable[..., Any]) -> list[Any]:
+def _evaluated(closed: Any, args: Sequence[Any], site: FaultSite, how: Callable[..., Any]) -> list[Any]:
     """The program's results; the derivative of one equation is wrong."""
     count = [0]
 
@@ -331,7 +331,7 @@ def _linearised_at(change: Callable[[Any], Any]) -> Callable[..., list[Any]]:
     return how
 
 
-EQUATIONS: Mapping[str, tuple[Callable[[_Site], bool], Callable[..., list[Any]]]] = {
+EQUATIONS: Mapping[str, tuple[Callable[[FaultSite], bool], Callable[..., list[Any]]]] = {
     "a carrier of zeros before a nonlinear op": (
         lambda s: s.name in SMOOTH_AT_ZERO,
         _linearised_at(jnp.zeros_like),

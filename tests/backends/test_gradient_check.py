@@ -148,7 +148,7 @@ def test_state_and_random_numbers_in_micro_batches():
         memory_limit="none",
         baselines=False,
     )
-    found = plan.jax.check(Drops(), BATCH, most_lines=2)
+    found = plan.jax.check(Drops(), BATCH, most_lines=0)
     assert found.reference.kind == "the unsharded step in 2 micro-batches" and found.reference.loss_agrees
     assert found.verdict == "agrees" and len(found.reference.state) >= 2, str(found)
     assert "the mean over 2 micro-batches" in found.remarks[0]
