@@ -129,7 +129,8 @@ def checks(
     yield {"program": name} | right
     if right["verdict"] == "refused" or "reference" not in right:
         return
-    for k, fault in enumerate(itertools.islice(step_faults(*checker.made["program"], rng), faults)):
+    program, traced = checker.made["program"]
+    for k, fault in enumerate(itertools.islice(step_faults(program, traced, rng), faults)):
         with planted(lambda *_, made=fault: made):
             row = checker.row(lines=k < lines)
         yield {"program": name, "fault": fault.kind, "where": fault.where} | _harm(row, right, fault.kind)
