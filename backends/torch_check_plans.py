@@ -219,7 +219,8 @@ def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool
     from torch.utils._pytree import tree_map_only
 
     batch = tree_map_only(torch.Tensor, lambda x: x.detach().to(p.device), run.batch)
-    buffers = [(x, x.clone()) for x in module.buffers()]
+    written = [*module.buffers(), *(x for x in module.parameters() if not x.requires_grad)]
+    state = [(x, x.clone()) for x in written]
     trained = dict(module.named_parameters())
     if rounded:
         with torch.no_grad():
@@ -229,7 +230,7 @@ def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool
     loss = step_of(module, (p.plan.whole or p.plan.traced).loss)(*batch)
     gradients = torch.autograd.grad(loss, [trained[path] for path in run.names], materialize_grads=True)
     with torch.no_grad():
-        for x, was in buffers:
+        for x, was in state:
             x.copy_(was)
     return float(loss.detach()), list(gradients)
 

@@ -51,6 +51,12 @@ class NodeIndex:
         return {k: v for scope in self.scope.scopes() for k, v in scope.leaves.items()}
 
     @cached_property
+    def inside(self) -> dict[FxNode, TorchScope]:
+        """Node -> what it was decomposed into."""
+        at = {place: n for n, place in self.paths.items()}
+        return {at[place]: scope for place, scope in self.scope.placed() if scope.leaves and place in at}
+
+    @cached_property
     def modules(self) -> dict[FxGraph, GraphModule]:
         """Graph -> its module, which holds its constants."""
         scopes = (s for s in self.scope.scopes() if s.module is not None)
@@ -104,7 +110,9 @@ class Constants:
         if n.op == "get_attr":
             return getattr(self.index.modules[n.graph], n.target).to(self.device)
         if n.target is operator.getitem:
-            return self.of(n.args[0])[n.args[1]]
+            source, which = n.args
+            inner = self.index.inside.get(source)  # of several results, others may depend on data
+            return self.of(source)[which] if inner is None else self.of(inner.results[which])
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: self._operand(m, n))
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self.device}

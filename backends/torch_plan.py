@@ -378,10 +378,13 @@ class ParallelModule:
         return found
 
     def buffer(self, path: str) -> Any:
-        """A buffer of the module, or a tensor that the model has in addition to them, which the export lifted out."""
+        """A buffer of the module, a parameter that counts as one, or a tensor that the model has in addition to them,
+        which the export lifted out."""
         owner, _, name = path.rpartition(".")
-        held = self.module.get_submodule(owner)._buffers
-        return held[name] if name in held else self.lifted[path]
+        m = self.module.get_submodule(owner)
+        return next(
+            (held[name] for held in (m._buffers, m._parameters) if name in held), self.lifted.get(path)
+        )
 
     def local(self) -> dict[str, Tensor]:
         """This rank's part of each parameter, as it is stored."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.backends.torch_moves import part
 from pase.errors import PaseError
@@ -115,10 +115,13 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
     p = first.parallel
     program, leaves, module = p.plan.traced.program, p.plan.leaves, p.module
     tensor = {path: leaves[n] for n, path in program.parameters.items() if n in leaves}
+    state = _written_parameters(first)
     made: dict[int, Parameter | None] = {}
     trained, seen = set(), set()
     old: Tensor
     for path, old in list(module.named_parameters(remove_duplicate=False)):
+        if id(old) in state:
+            continue
         if id(old) not in made:
             t = tensor.get(path)
             _check(first, path, old, t)
@@ -140,13 +143,25 @@ def shared_out(first: Storage, holder: Callable[[str | None], Storage | None]) -
     return frozenset(trained)
 
 
+def _written_parameters(storage: Storage) -> set[int]:
+    """The ids of parameters that are not trained, and that the step writes."""
+    program = storage.parallel.plan.traced.program
+    written = {*program.mutated.values(), *program.counters.values()}
+    every = storage.parallel.module.named_parameters(remove_duplicate=False)
+    return {id(x) for path, x in every if path in written}
+
+
 def _share_buffers(storage: Storage) -> None:
     """The buffers that the step writes become DTensors, all others have rank 0's values; ties stay ties."""
+    from torch import nn
+
     p = storage.parallel
     program, leaves = p.plan.traced.program, p.plan.leaves
     written = set(program.mutated.values())
     tensor = {path: leaves[n] for n, path in program.buffers.items() if path in written}
-    every = list(p.module.named_buffers(remove_duplicate=False))
+    state = _written_parameters(storage)
+    parameters = [x for x in p.module.named_parameters(remove_duplicate=False) if id(x[1]) in state]
+    every = [*p.module.named_buffers(remove_duplicate=False), *parameters]
     first: dict[int, str] = {}
     for path, old in every:
         first.setdefault(id(old), path)
@@ -158,8 +173,11 @@ def _share_buffers(storage: Storage) -> None:
             )
         if id(old) not in made:
             x, t = _of_first_rank(old, p.device), tensor.get(first[id(old)])
-            made[id(old)] = x if t is None else storage.distributed(x, t, gradient=False)
-        _owner(p.module, path)._buffers[path.rpartition(".")[2]] = made[id(old)]
+            x = x if t is None else storage.distributed(x, t, gradient=False)
+            made[id(old)] = nn.Parameter(x, requires_grad=False) if id(old) in state else x
+        owner, name = _owner(p.module, path), path.rpartition(".")[2]
+        held: dict[str, Any] = owner._parameters if id(old) in state else owner._buffers
+        held[name] = made[id(old)]
 
 
 def lifted_of(program: TorchProgram, device: torch.device) -> dict[str, Tensor]:

@@ -5,23 +5,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
 from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import folding
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.export import ExportedProgram
     from torch.fx import Graph as FxGraph
     from torch.nn import Module
 
-__all__ = ["assigned_buffers", "data_written", "left_behind", "refuse_state"]
+__all__ = ["assignments_in_place", "data_written", "left_behind", "refuse_state"]
 
 
 @contextlib.contextmanager
-def assigned_buffers(module: Module) -> Iterator[None]:
-    """Around a call of the module: a buffer that is assigned (``self.code = new``) is written in place instead.
+def assignments_in_place(module: Module) -> Iterator[None]:
+    """Around a call of the module: a buffer or parameter that is assigned (``self.code = new``, ``p.data = new``) is
+    written in place instead.
 
     An exported graph shows what is written in place, and says nothing of an assignment. PaseError where the new value
     cannot take the place of the old one.
@@ -29,28 +31,55 @@ def assigned_buffers(module: Module) -> Iterator[None]:
     import torch
 
     held = [
-        (m, f"{at}.{name}".lstrip("."), name, old)
+        (tensors, f"{at}.{name}".lstrip("."), name, old)
         for at, m in module.named_modules()
-        for name, old in m._buffers.items()
+        for tensors in (m._buffers, m._parameters)
+        for name, old in tensors.items()
     ]
-    yield
-    for m, path, name, old in held:
-        new = m._buffers.get(name)
-        if new is old:
-            continue
-        if old is None or new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
+    paths = {id(old): path for _, path, _, old in held if old is not None}
+    data: Any = torch.Tensor.data
+
+    def written(old: Tensor, new: Tensor | None, path: str) -> None:
+        if new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise PaseError(
-                f"{type(module).__name__}: the step replaces the buffer '{path}', {_kind(old)}, by {_kind(new)}; "
-                f"what a step hands to the next keeps its shape and dtype: register the buffer with those"
-            )
-        if sum(other is old for *_, other in held) > 1:
-            raise PaseError(
-                f"{type(module).__name__}: the step assigns a new tensor to the buffer '{path}', which other paths "
-                f"hold too and which they would keep: write it in place ({name}.copy_(…))"
+                f"{type(module).__name__}: the step replaces '{path}', {_kind(old)}, by {_kind(new)}; what a step "
+                f"hands to the next keeps its shape and dtype: give it those from the beginning"
             )
         with torch.no_grad():
             old.copy_(new)
-        m._buffers[name] = old
+
+    def set_data(self: Tensor, new: Tensor) -> None:
+        if id(self) in paths:
+            written(self, new, paths[id(self)])
+        elif self.grad_fn is not None:
+            raise PaseError(
+                f"{type(module).__name__}: .data of a tensor that is differentiated is assigned, which PyTorch's "
+                f"export does not record: write x = x + (new - x).detach()"
+            )
+        else:
+            data.__set__(self, new)
+
+    torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment, attr-defined]
+    try:
+        yield
+    finally:
+        torch.Tensor.data = data  # type: ignore[method-assign]
+    for tensors, path, name, old in held:
+        new = tensors.get(name)
+        if new is old:
+            continue
+        if old is None:
+            raise PaseError(
+                f"{type(module).__name__}: the step replaces '{path}', which is None, by {_kind(new)}: give it a value "
+                f"of this shape from the beginning"
+            )
+        if sum(other is old for *_, other in held) > 1:
+            raise PaseError(
+                f"{type(module).__name__}: the step assigns a new tensor to '{path}', which other paths hold too and "
+                f"which they would keep: write it in place ({name}.copy_(…))"
+            )
+        written(old, new, path)
+        tensors[name] = old  # type: ignore[assignment]
 
 
 def _kind(x: object) -> str:

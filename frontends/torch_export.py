@@ -7,7 +7,6 @@ gradient costs follows from the graph.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,12 +14,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pase.errors import PaseError
-from pase.frontends.torch_buffers import assigned_buffers, data_written, left_behind, refuse_state
-from pase.frontends.torch_derivatives import derivatives_traced, refuse_module_hooks
+from pase.frontends.torch_buffers import assignments_in_place, data_written, left_behind, refuse_state
+from pase.frontends.torch_derivatives import refuse_module_hooks
 from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import inline_regions, is_functional, refuse_autocast, unwatch
 from pase.frontends.torch_reasons import real_places, why
+from pase.frontends.torch_traceable import AGAIN, traceable
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_unfolded import unfolded
 from pase.ir.blocks import Block
@@ -34,10 +34,8 @@ if TYPE_CHECKING:
     from torch.fx import GraphModule
     from torch.nn import Module
 
-__all__ = ["AGAIN", "STEP_FILE", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
+__all__ = ["STEP_FILE", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
 
-AGAIN = "pase_again"
-"""Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
 STEP_FILE = __file__
 """In which the step is defined that calls the user's module: no line of the user's."""
 _INSIDE = "module."
@@ -48,7 +46,8 @@ _INSIDE = "module."
 class TorchProgram:
     """An exported step. graph: functional, of ATen ops; its placeholders are the leaves.
 
-    parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order.
+    parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order. A
+    parameter that needs no gradient and is written by the step counts as a buffer.
     frozen: paths of parameters that need no gradient.
     mutated: node's name -> path of the buffer whose next value it is, and depends on data.
     counters: node's name -> path of the buffer whose next value it is, and depends on no data.
@@ -169,7 +168,7 @@ def _traced(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with _marked(module), warnings.catch_warnings():
+        with traceable(module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
             exported = torch.export.export(step_of(module, loss, at_end), args, strict=False)
             if is_functional(exported.graph_module, reads):
@@ -246,7 +245,7 @@ def step_of(
             self.train(module.training)
 
         def forward(self, *batch: Tree) -> Tensor:
-            with assigned_buffers(self.module):
+            with assignments_in_place(self.module):
                 made = self.loss(*batch)
             at_end()
             return made
@@ -300,99 +299,6 @@ def _scalar(out: Tree, what: str) -> Tensor:
         f"{what} returns {got}: pase needs a scalar loss. Give one with pase.compile(module, batch, loss=lambda "
         f"module, batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
     )
-
-
-@contextlib.contextmanager
-def _marked(module: Module) -> Iterator[None]:
-    """The ways to write a step that the exported graph would not show are made such as it does: regions without a
-    gradient, and calls of ``torch.utils.checkpoint``, whose nodes are marked."""
-    import torch.fx.traceback as traceback
-
-    with contextlib.ExitStack() as stack:
-        for change in (
-            traceback.preserve_node_meta(),
-            _checkpoints_marked(module),
-            _flex_traced(),
-            _inference_traced(),
-            derivatives_traced(),
-        ):
-            stack.enter_context(change)
-        yield
-
-
-@contextlib.contextmanager
-def _inference_traced() -> Iterator[None]:
-    """``torch.inference_mode`` and ``tensor.data`` leave no trace in an exported graph; switching gradients off and
-    ``detach``, which they do too, leave one."""
-    import torch
-
-    mode = torch.inference_mode
-    data = torch.Tensor.data
-    enter, leave = mode.__enter__, mode.__exit__
-
-    def entered(self: Any) -> None:
-        self._pase_before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(not self.mode)
-
-    def left(self: Any, *error: object) -> None:
-        torch._C._set_grad_enabled(self._pase_before)
-
-    def of_data(self: Tensor) -> Tensor:
-        return self.detach()
-
-    mode.__enter__, mode.__exit__ = entered, left  # type: ignore[method-assign, assignment]
-    torch.Tensor.data = property(of_data, data.__set__)  # type: ignore[assignment, attr-defined]
-    try:
-        yield
-    finally:
-        del torch.Tensor.data  # it is its parent's again
-        mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
-
-
-_CHECKPOINT_OPTIONS = frozenset(
-    {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
-)
-
-
-@contextlib.contextmanager
-def _checkpoints_marked(module: Module) -> Iterator[None]:
-    """``torch.utils.checkpoint`` runs its function plainly, under a mark; transformers holds the function under a name
-    of its own in each layer."""
-    import torch.fx.traceback as traceback
-    import torch.utils.checkpoint
-
-    calls = itertools.count(1)
-
-    def plainly(function: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
-        own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
-        with traceback.annotate({AGAIN: next(calls)}):
-            return function(*args, **own)
-
-    name = "_gradient_checkpointing_func"
-    holders = [(m.__dict__, name, m.__dict__[name]) for m in module.modules() if name in m.__dict__]
-    usual = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = plainly
-    for held, key, _ in holders:
-        held[key] = plainly
-    try:
-        yield
-    finally:
-        torch.utils.checkpoint.checkpoint = usual
-        for held, key, before in holders:
-            held[key] = before
-
-
-@contextlib.contextmanager
-def _flex_traced() -> Iterator[None]:
-    """PyTorch refuses to run flex_attention's backward on a CPU, where the fake tensors are: here none runs."""
-    from torch.nn.attention import flex_attention as flex
-
-    usual = flex._validate_device
-    flex._validate_device = lambda query, key, value: None
-    try:
-        yield
-    finally:
-        flex._validate_device = usual
 
 
 def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
@@ -455,16 +361,20 @@ def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]])
     written: dict[str, str] = {}
     losses: list[str] = []
     for spec in exported.graph_signature.output_specs:
-        if spec.kind is OutputKind.PARAMETER_MUTATION:
-            raise PaseError(
-                f"the step writes the parameter '{(spec.target or '').removeprefix(_INSIDE)}' in place, which would be "
-                f"lost: write it behind the optimizer's update, outside of forward"
-            )
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            path = spec.target.removeprefix(_INSIDE)
-            written[spec.arg.name] = first.get(path, (path, False))[0]
+        if spec.kind in (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION):
+            path = (spec.target or "").removeprefix(_INSIDE)
+            path, trained = first.get(path, (path, False))
+            if trained:
+                raise PaseError(
+                    f"the step writes the parameter '{path}', which it trains: write it behind the optimizer's update, "
+                    f"outside of forward"
+                )
+            written[spec.arg.name] = path
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
+    state = {name: path for name, path in parameters.items() if path in set(written.values())}
+    parameters = {name: path for name, path in parameters.items() if name not in state}
+    buffers |= state  # what is written and not trained, such as the weights of a momentum encoder
     of_data = data_written(exported.graph, written, buffers, (*parameters, *inputs))
     read = set(parameters.values())
     return TorchProgram(

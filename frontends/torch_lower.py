@@ -207,6 +207,7 @@ class TorchLowering:
             leaves=dict(zip(leaves, n.all_input_nodes, strict=True)),
             inner=low.inner,
             module=inner,
+            results=results,
         )
         low.nodes(nodes, f"{path}.")
         made = [None if r is None else low.env[r] for r in results]

@@ -173,7 +173,7 @@ class TorchScope:
     nodes: a node's place is the place of what is around them, if any, then its index here. values: node -> what it was
     lowered to. leaves: for a decomposed op or a branch, placeholder -> the outer node that it represents. inner: place
     of an op -> its decomposition, or its body; for branches, the place of the op and the branch's number. module: holds
-    the constants. names, results: of a body, its placeholders and what it returns.
+    the constants. names: of a body, its placeholders. results: what a body or a decomposition returns.
     """
 
     nodes: Sequence[FxNode]
@@ -194,5 +194,10 @@ class TorchScope:
     def scopes(self) -> Iterator[TorchScope]:
         """This one, and all inside of it."""
         yield self
-        for inner in self.inner.values():
-            yield from inner.scopes()
+        yield from (inner for _, inner in self.placed())
+
+    def placed(self) -> Iterator[tuple[str, TorchScope]]:
+        """All inside of it, each with the place of its op."""
+        for path, inner in self.inner.items():
+            yield path, inner
+            yield from inner.placed()

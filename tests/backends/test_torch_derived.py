@@ -21,6 +21,12 @@ def formulas() -> dict[str, Any]:
 
     linalg = torch.linalg
 
+    def mixture(m: Any, x: Any) -> Any:
+        """Its scale is a number, broadcast beside locations that depend on data."""
+        D = torch.distributions
+        parts = D.Independent(D.Normal(m.w.view(16, 4, 4), 1.5), 1)
+        return -D.MixtureSameFamily(D.Categorical(logits=x[:, :4]), parts).log_prob(x[:, 4:8]).mean()
+
     def positive(m: Any) -> Any:
         return m.w @ m.w.T + 16 * torch.eye(16, dtype=m.w.dtype)
 
@@ -40,13 +46,17 @@ def formulas() -> dict[str, Any]:
         "cholesky": lambda m, x: linalg.cholesky(positive(m)).sum() / 9,
         "solve": lambda m, x: linalg.solve(positive(m), x).square().mean(),
         "slogdet": lambda m, x: linalg.slogdet(positive(m))[1] / 9,
+        "mixture": mixture,
+        "mesh grid": lambda m, x: torch.mul(
+            *torch.meshgrid(m.w[0] + x[0], torch.arange(4.0).double(), indexing="ij")
+        ).mean(),
         "of a batch": lambda m, x: linalg.inv(positive(m) + x[:4, None, :1].square()).square().mean(),
     }
 
 
 KINDS = (
     *("GRUCell", "LSTMCell", "RNNCell", "cdist", "pdist", "cosine", "ranking", "diagonal", "median"),
-    *("svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch"),
+    *("svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch", "mixture", "mesh grid"),
 )
 
 

@@ -145,7 +145,8 @@ BUFFERS: tuple[str, ...] = (
         "codebook",
         "queue",
     ),
-    *("in place", "shared", "booleans", "saved for backward"),
+    *("in place", "shared", "booleans", "saved for backward", "data of a buffer"),
+    *("momentum by data", "momentum in place", "momentum assigned", "a frozen layer decays"),
 )
 
 
@@ -165,6 +166,8 @@ def buffers(kind: str) -> Any:
             self.register_buffer("count", torch.ones(12))
             self.register_buffer("flags", torch.zeros(8, dtype=torch.bool))
             self.register_buffer("nothing", None)
+            self.slow = nn.Linear(16, 8)  # a momentum encoder: its weights follow those of the other
+            self.slow.requires_grad_(False)
             if kind == "shared":
                 self.sub = nn.Module()
                 self.sub.register_buffer("again", self.code)
@@ -172,6 +175,7 @@ def buffers(kind: str) -> Any:
         def forward(self, x: Any) -> Any:
             z = self.enc(x)
             found = written(self, z, z.detach(), kind)
+            found = follows(self, x, z, kind) if found is None else found
             return (z**2).mean() + (0.0 if found is None else found)
 
     return Buffers()
@@ -225,9 +229,36 @@ def written(self: Any, z: Any, d: Any, kind: str) -> Any:
         case "booleans":
             self.flags.copy_(d.mean(0) > 0)
             return (z * self.flags).mean()
+        case "data of a buffer":
+            self.code.data = 0.9 * self.code.data + 0.1 * z.data.mean(0)
+            return (z * self.code).mean()
         case "saved for backward":
             ema(self.code, self.code * d.mean(0))
             return (z * self.code).mean()
+
+
+def follows(self: Any, x: Any, z: Any, kind: str) -> Any:
+    """Write parameters that are not trained. x: the batch. z: activations. Returns a part of the loss."""
+    import torch
+    from torch import nn
+
+    pairs = list(zip(self.slow.parameters(), self.enc.parameters(), strict=True))
+    match kind:
+        case "momentum by data":
+            for slow, fast in pairs:
+                slow.data = slow.data * 0.9 + fast.data * 0.1
+        case "momentum in place":
+            with torch.no_grad():
+                for slow, fast in pairs:
+                    slow.mul_(0.9).add_(fast, alpha=0.1)
+        case "momentum assigned":
+            self.slow.weight = nn.Parameter(torch.lerp(*(p.detach() for p in pairs[0]), 0.1), False)
+        case "a frozen layer decays":
+            for slow, _ in pairs:
+                slow.data.mul_(0.9)
+        case _:
+            return None
+    return (z - self.slow(x)).abs().mean()
 
 
 def clipped() -> Any:
@@ -246,6 +277,31 @@ def clipped() -> Any:
     return Clipped
 
 
+def rewritten() -> tuple[Any, ...]:
+    """Linear layers that write their weight, in place and by assignment, and what they make."""
+    import torch
+    from torch import nn
+
+    class Clamps(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    class Normalizes(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            self.weight.data = nn.functional.normalize(self.weight.data, dim=1)
+            return super().forward(x)
+
+    class Rounds(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            y = super().forward(x)
+            y.data = y.data.round()
+            return y
+
+    return Clamps(16, 8), Normalizes(16, 8), Rounds(16, 8)
+
+
 def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
     import torch
@@ -257,12 +313,6 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
         def forward(self, x: Any) -> Any:
             self.steps = self.steps + 1
             return super().forward(x) * self.steps
-
-    class Clamps(nn.Linear):
-        def forward(self, x: Any) -> Any:
-            with torch.no_grad():
-                self.weight.clamp_(-0.1, 0.1)
-            return super().forward(x)
 
     class Resizes(nn.Linear):
         def __init__(self, *sizes: int) -> None:
@@ -286,14 +336,17 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
             super().__init__(*sizes)
             self.register_full_backward_hook(lambda m, gi, go: None)
 
+    clamps, normalizes, rounds = rewritten()
     return {
         r"the backward of torch.autograd.Function 'Clipped' at .*torch_unwatched_models.py:\d+ is not linear": (
             nn.Linear(16, 8),
             lambda m, x: clipped().apply(m(x)).square().mean(),
         ),
         r"leaves Python state behind \('steps'\) that the next one reads": (Counts(16, 8), squared),
-        r"writes the parameter 'weight' in place": (Clamps(16, 8), squared),
-        r"replaces the buffer 'held', torch.float32 \[8\], by torch.float32 \[16\]": (
+        r"writes the parameter 'weight', which it trains": (clamps, squared),
+        r"the parameter 'weight', which it trains: write": (normalizes, squared),
+        r".data of a tensor that is differentiated is assigned": (rounds, squared),
+        r"replaces 'held', torch.float32 \[8\], by torch.float32 \[16\]": (
             Resizes(16, 8),
             squared,
         ),
