@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.backends.torch_moves import part
 from pase.errors import PaseError
@@ -176,8 +176,7 @@ def _share_buffers(storage: Storage) -> None:
             x = x if t is None else storage.distributed(x, t, gradient=False)
             made[id(old)] = nn.Parameter(x, requires_grad=False) if id(old) in state else x
         owner, name = _owner(p.module, path), path.rpartition(".")[2]
-        held: dict[str, Any] = owner._parameters if id(old) in state else owner._buffers
-        held[name] = made[id(old)]
+        (owner._parameters if id(old) in state else owner._buffers)[name] = made[id(old)]  # type: ignore[assignment]
 
 
 def lifted_of(program: TorchProgram, device: torch.device) -> dict[str, Tensor]:

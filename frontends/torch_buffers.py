@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
 from pase.frontends.torch_equal import PythonState
@@ -37,7 +37,7 @@ def assignments_in_place(module: Module) -> Iterator[None]:
         for name, old in tensors.items()
     ]
     paths = {id(old): path for _, path, _, old in held if old is not None}
-    data: Any = torch.Tensor.data
+    data = torch.Tensor.data
 
     def written(old: Tensor, new: Tensor | None, path: str) -> None:
         if new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
@@ -57,7 +57,7 @@ def assignments_in_place(module: Module) -> Iterator[None]:
                 f"export does not record: write x = x + (new - x).detach()"
             )
         else:
-            data.__set__(self, new)
+            data.__set__(self, new)  # type: ignore[attr-defined]
 
     torch.Tensor.data = property(data.__get__, set_data)  # type: ignore[assignment, attr-defined]
     try:
