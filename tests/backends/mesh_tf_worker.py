@@ -76,7 +76,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
     return tuple(tuple(g) for g in groups)
 
 
-def moves(count: int = 60) -> list[dict[str, Any]]:
+def moves(count: int = 20) -> list[dict[str, Any]]:
     """Tensors from one layout to another as the program would move them: the values, and a gradient's way back."""
     from pase.backends.mtf_moves import moves as steps
     from pase.backends.mtf_names import flat
@@ -336,7 +336,8 @@ def scans() -> list[dict[str, Any]]:
             return (h @ params["out"]).mean() + (g**2).mean() + (ys * weights).mean() + (seen**2).mean()
 
         shapes = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in sizes.items()}
-        plan = case_of(loss, shapes, jax.ShapeDtypeStruct(x.shape, "float32")).plan("random1@2x2x2")
+        case = case_of(loss, shapes, jax.ShapeDtypeStruct(x.shape, "float32"), devices=4)
+        plan = case.plan("random1@2x2")
         assert plan is not None
         text, layout = to_mesh_tf.program(plan)
         module: Any = types.ModuleType("scan_mtf")

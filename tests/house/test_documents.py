@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,14 +27,19 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
 PATH = re.compile(r"`([\w.\-]+(?:/[\w.\-*<>]+)+/?)`")
 
 
-def blocks(kind: str) -> list[tuple[str, str, str]]:
-    """(document, note, body) of the fenced blocks of a kind in all documents."""
+@cache
+def _every_block() -> list[tuple[str, str, str, str]]:
+    """(kind, document, note, body) of the fenced blocks of all documents."""
     return [
-        (d.name, m["note"] or "", m["body"])
+        (m["kind"], d.name, m["note"] or "", m["body"])
         for d in PRESENT
         for m in BLOCK.finditer(d.read_text())
-        if m["kind"] == kind
     ]
+
+
+def blocks(kind: str) -> list[tuple[str, str, str]]:
+    """(document, note, body) of the fenced blocks of a kind in all documents."""
+    return [(name, note, body) for of, name, note, body in _every_block() if of == kind]
 
 
 def test_there_are_documents_to_look_at():

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Container
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -267,19 +268,23 @@ def imports(
             for whole, line in ((f"{base}.{a.name}", node.lineno) for a in node.names):
                 # "from pase import search" imports pase.search.
                 found.append((whole if base == "pase" or whole in known else base, top, line))
-        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            visit(child, inner)
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):  # an expression imports nothing
+                visit(child, inner)
 
     visit(tree, True)
     return found
 
 
-NAMES = {name for name, _ in modules()}
-ALL = [
-    (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__", NAMES))
-    for name, file in modules()
-]
+@cache
+def read() -> list[tuple[str, Path, list[tuple[str, bool, int]]]]:
+    """(name, file, imports) of each module. Files are read when the first test asks."""
+    names = {name for name, _ in modules()}
+    return [
+        (name, file, imports(ast.parse(file.read_text()), name, file.stem == "__init__", names))
+        for name, file in modules()
+    ]
 
 
 def test_the_reader_of_imports_sees_them():
@@ -297,13 +302,13 @@ def test_the_reader_of_imports_sees_them():
         ("pase.search", True, 5),
         ("h", False, 9),
     ]
-    assert len(ALL) > 30
+    assert len(read()) > 30
 
 
 @pytest.mark.parametrize("upper", sorted(MAY_IMPORT))
 def test_layers_import_downwards_only(upper):
     wrong = []
-    for name, file, found in ALL:
+    for name, file, found in read():
         if layer(name) != upper:
             continue
         for target, _, line in found:
@@ -317,7 +322,7 @@ def test_layers_import_downwards_only(upper):
 
 
 def test_every_module_has_a_row():
-    assert {layer(name) for name, _, _ in ALL} == set(MAY_IMPORT)
+    assert {layer(name) for name, _, _ in read()} == set(MAY_IMPORT)
 
 
 def test_the_rows_lead_downwards():
@@ -329,11 +334,12 @@ def test_the_rows_lead_downwards():
 
 def test_no_circle_of_files():
     """Imports inside of functions included; \"from pase.search import solve\" imports the module, where it is one."""
+    names = {name for name, _, _ in read()}
     graph = nx.DiGraph(
         (name, target)
-        for name, _, found in ALL
+        for name, _, found in read()
         for target, _, _ in found
-        if target in NAMES and target not in (name, "pase")
+        if target in names and target not in (name, "pase")
     )
     circles = [" -> ".join(c) for c in nx.simple_cycles(graph)]
     assert not circles, "\n".join(circles)
@@ -343,7 +349,7 @@ def test_no_circle_of_files():
 def test_heavy_packages_are_imported_where_they_are_needed(upper):
     """At the top of a file: what the layer's row names. In functions: frameworks, in the layers for them."""
     wrong = []
-    for name, file, found in ALL:
+    for name, file, found in read():
         if (layer(name) if layer(name) in OUTSIDE else "pase") != upper:
             continue
         for target, top, line in found:
