@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from numba.core.types import Type
 
 __all__ = ["is_compiled", "jit"]
 
@@ -22,11 +25,30 @@ def jit(*signature: str) -> Callable[[NumbaLoop], NumbaLoop]:
 
     def compiled(kernel: NumbaLoop) -> NumbaLoop:
         try:
-            return numba.njit(*signature, cache=True, nogil=True)(kernel)  # type: ignore
+            made: NumbaLoop = numba.njit(*signature, cache=True, nogil=True)(kernel)  # type: ignore
         except RuntimeError:  # "cannot cache function": a read-only install without a home
-            return numba.njit(*signature, nogil=True)(kernel)  # type: ignore
+            made = numba.njit(*signature, nogil=True)(kernel)  # type: ignore
+        return _for_any_number(made)
 
     return compiled
+
+
+def _for_any_number(made: NumbaLoop) -> NumbaLoop:
+    """``made``, compiled once for all numbers that other kernels pass to it. By default numba compiles a function again
+    for each number that is written at a call (``clear(w, 4)``, ``clear(w, 5)``): twice as many functions."""
+    from numba import types
+
+    typed = getattr(made, "get_call_template", None)
+    if typed is None:  # NUMBA_DISABLE_JIT
+        return made
+
+    def get_call_template(args: Sequence[Type], named: Mapping[str, Type]) -> tuple[object, ...]:
+        general = {name: types.unliteral(t) for name, t in named.items()}
+        found: tuple[object, ...] = typed(tuple(map(types.unliteral, args)), general)
+        return found
+
+    made.get_call_template = get_call_template  # type: ignore[attr-defined]
+    return made
 
 
 def is_compiled(kernel: Callable[..., object]) -> bool:

@@ -270,7 +270,8 @@ def imports(
                 found.append((whole if base == "pase" or whole in known else base, top, line))
         inner = top and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):  # an expression imports nothing
+            # An expression imports nothing.
+            if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
                 visit(child, inner)
 
     visit(tree, True)

@@ -32,7 +32,9 @@ def test_no_module_needs_what_the_default_extras_lack():
     for folder in ("tests", "bench"):  # of pase, tests/house/test_layering.py
         for f in sorted((ROOT / folder).rglob("*.py")):
             name = ".".join(f.relative_to(ROOT).with_suffix("").parts)
-            loaded = {m.partition(".")[0] for m, top, _ in imports(ast.parse(f.read_text()), name, False) if top}
+            loaded = {
+                m.partition(".")[0] for m, top, _ in imports(ast.parse(f.read_text()), name, False) if top
+            }
             assert not loaded & beyond, f
 
 

@@ -36,6 +36,17 @@ def test_compiled_and_interpreted_come_to_the_same_bits() -> None:
     assert json.loads(run.stdout) == results()
 
 
+def test_a_kernel_is_compiled_once_for_all_numbers() -> None:
+    """And not once for each number that a caller writes out."""
+    import numba
+
+    from pase.compiled import jit
+
+    added = jit()(lambda x, n: x + n)
+    caller = numba.njit(lambda x: added(x, 1) + added(x, n=2))
+    assert caller(1) == 5 and len(added.signatures) == 1
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 2), st.integers(2, 12))
 def test_moves_keep_a_plan_sound_and_its_cost_is_the_evaluators(seed: int, links: int, n: int) -> None:
