@@ -29,7 +29,8 @@ ENVIRONMENT = {
     # Eight devices that wait for each other on two busy cores are not stuck. LLVM's optimizer, a third of the time,
     # changes neither numbers nor buffers.
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_cpu_collective_call_terminate_timeout_seconds=600 "
-    "--xla_cpu_collective_timeout_seconds=600 --xla_backend_optimization_level=0",
+    "--xla_cpu_collective_timeout_seconds=600 --xla_backend_optimization_level=0 "
+    "--xla_cpu_parallel_codegen_split_count=1",
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
     "TF_CPP_MIN_LOG_LEVEL": "3",
