@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.search.check import cost_of
 from pase.tables.build import build, charge_cost, config_space, phase_costs, work_cost
-from pase.tables.charges import Charge, edge_charges, node_charges
+from pase.tables.charges import Charge, edge_charges, edge_flows, node_charges
 from pase.tables.itemize import collectives, local_work, node_costs
 from pase.tables.layouts import configs, read_states, write_states
 from pase.tables.work import node_work
@@ -92,6 +94,35 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
     tables, space = build(unrolled, mesh, MODEL)
     total = sum(c.total for c in node_costs(local_work(unrolled, mesh, strategy, MODEL), moved).values())
     assert total == pytest.approx(cost_of(tables, space.index(strategy)), rel=1e-12)
+
+
+def test_sums_of_gradients_in_eight_bits_are_those_of_the_product() -> None:
+    """XLA adds the gradient of an fp8 operand in the dtype of the product's result, through copies of it, too."""
+    low = jnp.float8_e4m3fn
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        a, w = x.astype(low), params["v"].astype(low)
+        y = jnp.dot(a, params["u"].astype(low), preferred_element_type=jnp.float32)
+        z = jnp.dot(a, w, preferred_element_type=jnp.bfloat16)
+        return jnp.mean((y + z + jnp.dot(a, w, preferred_element_type=jnp.float32)) ** 2)
+
+    params = {k: jax.ShapeDtypeStruct((64, 64), "float32") for k in "uv"}
+    eight = named(simplify(trace(loss, params, jax.ShapeDtypeStruct((32, 64), "float32")).graph))
+    mesh, rng = Mesh(names=("a", "b"), sizes=(2, 2)), np.random.default_rng(0)
+    tables, space = build(eight, mesh, MODEL)
+    for _ in range(40):
+        choice = np.array([rng.integers(len(cfg)) for cfg in space.configs])
+        nodes = zip(eight.nodes, space.configs, choice, strict=True)
+        strategy = {n.name: cfg[i] for n, cfg, i in nodes}
+        work = local_work(eight, mesh, strategy, MODEL, "adam")
+        listed = node_costs(work, collectives(eight, mesh, strategy, MODEL))
+        np.testing.assert_allclose(cost_of(tables, choice), sum(c.total for c in listed.values()), rtol=1e-12)
+    factors = {"copy": set(), "matmul": set()}
+    for e in eight.edges:
+        for f in edge_flows(eight, e):
+            if eight.tensors[e.tensor].itemsize == 1 and f.back:
+                factors[e.op.kind].add(f.sum_nbytes // f.nbytes)
+    assert factors == {"copy": {4}, "matmul": {2, 4}}
 
 
 def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
