@@ -207,7 +207,7 @@ def _by_other_lowering(
         run = _compiled(replace(plan, once="none", schedule=None), mesh, other, args)
     except NotByHand:
         return "this program cannot be lowered by hand"
-    both = [run(*args), run(*rounded_differently(args, 0))]
+    both = [run(*args), run(*rounded_differently(args, program.coarsest))]
     (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
     mine = StepNumbers(results=steps.results, gradients=steps.gradients)
     return compared(steps, plan.traced, f"the plan {_WORDS[other]}", False, mine, theirs, too)

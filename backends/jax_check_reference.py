@@ -70,7 +70,7 @@ class Unsharded:
         if self._fn is None:
             return "the plan has the model's trace, not its function"
         args = (self._here(self.whole(steps.whole(steps.start))), *self._here(self.batch))
-        both = self._both(args)
+        both = self._both(args, steps.coarsest)
         if isinstance(both, str):
             return both
         mine = StepNumbers(
@@ -81,7 +81,7 @@ class Unsharded:
             self._remark(args, made, remarks)
         return made
 
-    def _both(self, args: Tree) -> tuple[StepNumbers, StepNumbers] | str:
+    def _both(self, args: Tree, coarsest: float) -> tuple[StepNumbers, StepNumbers] | str:
         """A step's numbers, and those with all inputs rounded differently; a text if XLA needs too much memory."""
         import jax
 
@@ -90,7 +90,7 @@ class Unsharded:
         if stats is not None and stats.temp_size_in_bytes > free:
             needs = bytes_text(stats.temp_size_in_bytes)
             return f"XLA takes {needs} for the unsharded step, more than one device has free"
-        return self._numbers(run, args), self._numbers(run, rounded_differently(args, 0))
+        return self._numbers(run, args), self._numbers(run, rounded_differently(args, coarsest))
 
     @cached_property
     def _fn(self) -> Callable[..., Tree] | None:
@@ -183,17 +183,21 @@ def _free_bytes(device: object) -> float:
     return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
-def rounded_differently(args: tuple[Tree, ...], seed: int) -> tuple[Tree, ...]:
-    """The arguments with every floating-point number moved by one unit in its last place, up or down at random."""
+def rounded_differently(args: tuple[Tree, ...], coarsest: float) -> tuple[Tree, ...]:
+    """The arguments with every floating-point number moved by one unit in its last place, up or down at random.
+
+    coarsest: the spacing of the coarsest dtype that the program computes in. A number of a finer dtype moves by a unit
+    of it: what the program rounds to eight bits, it rounds differently only then.
+    """
     import jax
     import jax.numpy as jnp
 
     def moved(x: Array, k: int) -> Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        key = jax.random.fold_in(jax.random.key(seed), k)
+        key = jax.random.fold_in(jax.random.key(0), k)
         up = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1, -1)
-        return (x * (1 + up * jnp.finfo(x.dtype).eps).astype(x.dtype)).astype(x.dtype)
+        return (x * (1 + up * max(float(jnp.finfo(x.dtype).eps), coarsest)).astype(x.dtype)).astype(x.dtype)
 
     leaves, tree = jax.tree.flatten(args)
     jitted = jax.jit(moved, static_argnums=1)

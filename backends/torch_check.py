@@ -335,8 +335,9 @@ def _randomly(x: Tensor, given: Tensor, size: float, scale: float, seed: tuple[i
     return _to_end(x, torch.where(uniform() < 0.5, far, -far))
 
 
-def rounded_differently(x: Tensor, seed: int) -> Tensor:
-    """Each floating-point number moved by one unit in its last place, up or down at random."""
+def rounded_differently(x: Tensor, seed: int, coarsest: float) -> Tensor:
+    """Each floating-point number moved by one unit in its last place, or in that of the coarsest dtype that the program
+    computes in, up or down at random."""
     import torch
 
     if not (x.is_floating_point() or x.is_complex()):
@@ -344,7 +345,7 @@ def rounded_differently(x: Tensor, seed: int) -> Tensor:
     source = torch.Generator(device=x.device)
     source.manual_seed(seed)
     up = torch.rand(x.shape, generator=source, device=x.device) < 0.5
-    return x * (1 + torch.where(up, 1, -1).to(x.real.dtype) * _eps(x))
+    return x * (1 + torch.where(up, 1, -1).to(x.real.dtype) * max(_eps(x), coarsest))
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

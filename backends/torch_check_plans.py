@@ -114,7 +114,7 @@ def _reference(
     steps.place(steps.start)
     steps.held.before_step()
     whole = _whole_tensors(p.module, keep=first)
-    runs, error = _unsharded(p, run, whole) if first else (None, None)
+    runs, error = _unsharded(p, run, whole, steps.coarsest) if first else (None, None)
     if said := _sent_by_first(None if error is None else f"{type(error).__name__}: {error}", p.device):
         raise PaseError(f"the unsharded module could not be run on rank 0: {said}") from error
     differences = []
@@ -203,18 +203,19 @@ _LossAndGradients = tuple[float, list["Tensor"]]
 
 
 def _unsharded(
-    p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor]
+    p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor], coarsest: float
 ) -> tuple[list[_LossAndGradients] | None, Exception | None]:
     """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, of which
     the other ranks wait to be told."""
     try:
         alone = copy.deepcopy(p.module, dict(whole))
-        return [_run(p, run, alone, rounded=k) for k in (False, True)], None
+        return [_run(p, run, alone, k) for k in (None, coarsest)], None
     except Exception as e:
         return None, e
 
 
-def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool) -> _LossAndGradients:
+def _run(p: ParallelModule, run: CheckedModule, module: Module, coarsest: float | None) -> _LossAndGradients:
+    """coarsest: all numbers are rounded differently, by a unit of this spacing at least; None: they are as given."""
     import torch
     from torch.utils._pytree import tree_map_only
 
@@ -222,11 +223,11 @@ def _run(p: ParallelModule, run: CheckedModule, module: Module, *, rounded: bool
     written = [*module.buffers(), *(x for x in module.parameters() if not x.requires_grad)]
     state = [(x, x.clone()) for x in written]
     trained = dict(module.named_parameters())
-    if rounded:
+    if coarsest is not None:
         with torch.no_grad():
             for k, path in enumerate(run.names):
-                trained[path].copy_(rounded_differently(trained[path], k))
-        batch = tree_map_only(torch.Tensor, lambda x: rounded_differently(x, len(trained)), batch)
+                trained[path].copy_(rounded_differently(trained[path], k, coarsest))
+        batch = tree_map_only(torch.Tensor, lambda x: rounded_differently(x, len(trained), coarsest), batch)
     loss = step_of(module, (p.plan.whole or p.plan.traced).loss)(*batch)
     gradients = torch.autograd.grad(loss, [trained[path] for path in run.names], materialize_grads=True)
     with torch.no_grad():

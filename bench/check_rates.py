@@ -28,7 +28,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.composer.runner import ENVIRONMENT
-from bench.provenance import RESULTS, save
+from bench.provenance import BEGAN, RESULTS, save
 
 OUT = RESULTS / "check_rates.json"
 HARM = 1e-3
@@ -237,7 +237,7 @@ def main() -> None:
             continue
         rng = np.random.default_rng([*name.encode()])
         for found in checks(name, checker, given.faults, given.lines, given.moves, rng):
-            rows.append(found)
+            rows.append(found | {"commit": BEGAN["commit"]})
             print(json.dumps(found), flush=True)
         save({"summary": summary(rows), "rows": rows}, given.out)
     print(json.dumps(summary(rows), indent=1))

@@ -115,6 +115,18 @@ def test_the_unsharded_step_is_run_where_it_fits(plan):
     assert found.reference is None and "one device has 100 B free" in found.no_reference
 
 
+def test_products_of_bfloat16_round_by_more_than_their_parameters_do():
+    """The reference's own rounding is that of the dtype in which the program computes."""
+
+    def narrow(p, batch):
+        h = jnp.tanh(batch["x"].astype(jnp.bfloat16) @ p["w1"].astype(jnp.bfloat16))
+        return jnp.mean((h @ p["w2"].astype(jnp.bfloat16) - batch["y"]) ** 2)
+
+    params = {k: PARAMS[k] for k in ("w1", "w2")}
+    found = case_of(narrow, params, BATCH).plan("random1@2x4").jax.check(params, BATCH, most_lines=0)
+    assert not found.by("off") and max(p.difference for p in found.parameters) > 1e-4, str(found)
+
+
 def test_devices_whose_copies_differ(plan):
     """Only one device has a wrong gradient of it, and not the first: numbers that JAX reads of it are right."""
     with planted(lambda program, _: gradient_fault(program, "one device's copy", program.names.index("w2"))):
