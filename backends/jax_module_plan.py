@@ -147,7 +147,7 @@ class JaxModulePlan:
         lowering: Lowering = "auto",
         against: Against = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step computes the gradient of the loss, as ``check`` of a function of arrays. Every step of the

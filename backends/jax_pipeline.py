@@ -184,7 +184,7 @@ class JaxPipeline:
         lowering: str = "auto",
         against: Against = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step in stages computes the gradient of the model's loss, as ``check`` of a plan without."""

@@ -147,7 +147,7 @@ class JaxReplicas:
         lowering: str = "auto",
         against: Against = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that the step of all replicas computes the gradient of the model's loss, as ``check`` of a plan in

@@ -464,7 +464,7 @@ class JaxPlan:
         lowering: Lowering = "auto",
         against: Against = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
         """Check that a step under this plan computes the gradient of the model's loss (``docs/check.md``).

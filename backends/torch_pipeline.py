@@ -163,7 +163,7 @@ class TorchPipeline:
         device: torch.device | str | None = None,
         against: TorchAgainst = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
         """See ``TorchPlan.check``. There is no unsharded module to compare with."""

@@ -114,7 +114,7 @@ class PipelinedModule:
         *batch: Tree,
         against: TorchAgainst = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
         """``ParallelModule.check``. There is no unsharded module to compare with."""

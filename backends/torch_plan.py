@@ -179,7 +179,7 @@ class TorchPlan:
         compile: bool | str = False,
         against: TorchAgainst = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
         """``ParallelModule.check`` of a copy of the module, which is not changed. Every rank must call it. device,
@@ -272,7 +272,7 @@ class ParallelModule:
         *batch: Tree,
         against: TorchAgainst = "auto",
         seed: int = 0,
-        most_lines: int = 200,
+        most_lines: int = 50,
         progress: Say | None = None,
     ) -> GradientCheck:
         """Check that this step computes the gradient of the model's loss (``docs/check.md``). Every rank must call it.

@@ -45,7 +45,7 @@ class Checker:
 
     @contextmanager
     def watching(self, *, lowered_again: bool) -> Iterator[None]:
-        """The program, and the verdict of lines alone, are noted; the reference is run once."""
+        """The program, and which gradients are not slopes, are noted; the reference is run once."""
         from pase.backends import jax_check_plans
         from pase.backends.jax_check import JaxSteps
         from pase.backends.jax_check_reference import Unsharded
@@ -68,10 +68,9 @@ class Checker:
             return right_check(program, traced, *rest)
 
         def verdicts(names: Any, found: Any, reference: Any, doubts: Any) -> Any:
-            alone = right_verdicts(names, found, None, doubts)
-            self.made["alone"] = {p.name: p.verdict for p in alone}
-            raw = right_verdicts(names, found, None, {})
-            self.made["slopes"] = [p.name for p in raw if p.verdict == "off"]
+            self.made["slopes"] = [
+                p.name for p in right_verdicts(names, found, None, {}) if p.verdict == "off"
+            ]
             return right_verdicts(names, found, reference, doubts)
 
         with ExitStack() as patches:
@@ -83,39 +82,45 @@ class Checker:
                 patches.enter_context(once("lowered", jax_check_plans, "_lowered"))
             yield
 
+    def check(self, against: str, lowered_again: bool) -> Any:
+        """A check as a user runs it."""
+        how: dict[str, Any] = {"against": against}
+        if self.plan.pipeline is None:
+            how["lowering"] = self.lowering
+        with self.watching(lowered_again=lowered_again):
+            return self.plan.jax.check(*self.arguments, **how)
+
     def row(self, *, lowered_again: bool = False, lines: bool = True) -> dict[str, Any]:
-        """A check as a row. lines: whether lines are run, too."""
+        """A check as a row. lines: whether there is one by lines alone, too."""
         from pase.errors import PaseError
 
         began = time.process_time()
-        self.made.pop("alone", None)
-        how: dict[str, Any] = {"most_lines": 200 if lines else 0}
-        if self.plan.pipeline is None:
-            how["lowering"] = self.lowering
         try:
-            with self.watching(lowered_again=lowered_again):
-                found = self.plan.jax.check(*self.arguments, **how)
+            found = self.check("auto", lowered_again)
+            alone = self.check("none", lowered_again) if lines else None
         except PaseError as e:
             return {"verdict": "refused", "message": str(e).splitlines()[0][:300]}
-        alone = self.made["alone"]
         out: dict[str, Any] = {
             "verdict": found.verdict,
-            "with_lines": lines,
-            "lines": next(v for v in ("off", "undecided", "agrees") if v in (*alone.values(), "agrees")),
-            "not_slopes": self.made["slopes"],
-            "parameters": dict(Counter(p.verdict for p in found.parameters)),
+            "parameters": len(found.parameters),
             "off": [f"{p.name}: {p.why}"[:160] for p in found.by("off")],
             "undecided": [f"{p.name}: {p.why}"[:160] for p in found.by("undecided")],
-            "lines_undecided": sum(v == "undecided" for v in alone.values()),
             "steps": found.steps,
-            "cpu_s": round(time.process_time() - began, 1),
         }
+        if alone is not None:
+            out |= {
+                "lines": alone.verdict,
+                "lines_off": [p.name for p in alone.by("off")],
+                "lines_undecided": [f"{p.name}: {p.why}"[:160] for p in alone.by("undecided")],
+                "not_slopes": self.made["slopes"],
+                "lines_steps": alone.steps,
+            }
         if (r := found.reference) is not None:
             out["reference"] = r.kind
             out["loss_harm"] = not r.loss_agrees
             known = [d for d in (*r.differences, *r.state) if d.noise <= 0.1 * d.largest]
             out["gradient_harm"] = any(not d.difference <= HARM * d.largest for d in known)
-        return out
+        return out | {"cpu_s": round(time.process_time() - began, 1)}
 
 
 def checks(
@@ -187,7 +192,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     right = [r for r in rows if "fault" not in r and r["verdict"] != "refused"]
     planted = [r for r in rows if "fault" in r]
     harmful = [r for r in planted if r["harm"]]
-    seen = [r for r in harmful if r.get("with_lines")]
+    seen = [r for r in harmful if "lines" in r]
     backward = [r for r in seen if not r["loss_harm"]]
     kinds: dict[str, Counter[str]] = {}
     for r in harmful:

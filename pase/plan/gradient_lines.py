@@ -336,7 +336,7 @@ def parameter_checks(
     most_lines: int,
     say: Callable[[str], None],
 ) -> tuple[ParameterCheck, ...]:
-    """Each parameter's verdict.
+    """Each parameter's verdict. No lines are run for a parameter about which an exact reference decides.
 
     doubts: parameter -> what of the program, between it and the loss, may have a gradient that is not the slope: a
     stopped gradient, a derivative rule of the user's, a choice. It decides only if there is no reference.
@@ -348,14 +348,14 @@ def parameter_checks(
         ("gradient", seed),
         ("random", seed + 1000),
     )
-    noise = steps.gradient_noise
-    still = tuple(i for i in range(len(noise)) if not noise[i] <= _NOISE_ALONE)
-    known = [i for i in range(len(noise)) if i not in still]
+    noise, open_ = steps.gradient_noise, _undecided_by(reference, steps.names)
+    still = tuple(i for i in open_ if not noise[i] <= _NOISE_ALONE)
+    known = [i for i in open_ if i not in still]
     scatter, used = Scatter(), 0
     if known and most_lines:
         say(PieceOfWork("how far rounding scatters the loss", 0, 1 + len(passes)))
         used += _measure_scatter(steps, known, seed, scatter)
-    for k, (direction, s) in enumerate(passes):
+    for k, (direction, s) in enumerate(passes if open_ else ()):
         say(PieceOfWork("the loss along lines of parameters", 1 + k, 1 + len(passes)))
         search = _LineSearch(
             steps=steps, direction=direction, seed=s, scatter=scatter, most=most_lines - used, say=say
@@ -372,6 +372,14 @@ def parameter_checks(
         known = [i for i in known if found[-1][i].verdict != "off"]
     by_parameter = [[f[i] for f in found if i in f] for i in range(len(noise))]
     return verdicts(steps.names, by_parameter, reference, doubts)
+
+
+def _undecided_by(reference: GradientReference | None, names: Sequence[str]) -> list[int]:
+    """The parameters about which only lines can say anything."""
+    if reference is None or not reference.exact:
+        return list(range(len(names)))
+    decided = {d.name for d in reference.differences if d.verdict != "undecided"}
+    return [i for i, name in enumerate(names) if name not in decided]
 
 
 def verdicts(
@@ -406,14 +414,20 @@ def _combined(
     beside: GradientDifference | None,
     doubt: str | None,
 ) -> ParameterCheck:
-    """The verdict from the lines and from the reference. found: not empty."""
-    lines = next(f for v in ("off", "undecided", "agrees") for f in found if f.verdict == v)
+    """The verdict from the lines and from the reference. found: empty if the reference decides."""
+    lines = next(
+        (f for v in ("off", "undecided", "agrees") for f in found if f.verdict == v),
+        OnLines(verdict="undecided", size=0.0),
+    )
     kind = "" if reference is None else reference.kind
     verdict, why = lines.verdict, lines.why
     if beside is not None and reference is not None:
         differs = f"its gradient differs from that of {kind} by {beside.relative:.2g} of the largest element"
         if beside.verdict == "agrees" and lines.verdict != "agrees":
-            verdict, why = "agrees", f"its gradient is that of {kind}; {lines.why}"
+            verdict, why = (
+                "agrees",
+                f"its gradient is that of {kind}" + (f"; {lines.why}" if lines.why else ""),
+            )
         elif beside.verdict == "off" and (reference.exact or lines.verdict == "off"):
             verdict, why = "off", f"{differs}; {lines.why}" if lines.verdict == "off" else differs
         elif beside.verdict == "off":

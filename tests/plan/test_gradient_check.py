@@ -248,7 +248,9 @@ def test_a_gradient_that_is_meant_not_to_be_the_slope():
     assert [p.name for p in alone.by("off")] == ["v"]
     doubted = checked(NumpySteps(fn=straight_through), doubts={"v": "a stopped gradient at model.py:3"})
     assert [p.name for p in doubted.by("undecided")] == ["v"] and "model.py:3" in doubted.parameters[3].why
-    known = checked(NumpySteps(fn=straight_through), reference_of(straight_through))
+    steps = NumpySteps(fn=straight_through)
+    known = checked(steps, reference_of(straight_through))
+    assert steps.steps == 2, "no lines are needed"
     assert known.verdict == "agrees" and "is that of the unsharded step" in known.parameters[3].why
 
 
