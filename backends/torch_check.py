@@ -106,6 +106,7 @@ class TorchSteps:
         self._scales = zero_scales(self._given_squares, self._elements)
         toward = self._random([JITTER] * len(self._mine), self._given, seed + 7)
         self.start = [_moved(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
+        self.step(self._given)  # what a step keeps from an earlier one, and must not, is of other parameters
         self.loss, self.gradients = self.step(self.start)
         self.jittered = math.isfinite(self.loss)
         if not self.jittered:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -111,7 +113,8 @@ def _reference(
     first = dist.get_rank() == 0
     if why := _sent_by_first(_too_large(p) if first else None, p.device):
         return str(why)
-    steps.place(steps.start)
+    steps.step(steps.start)
+    state = [_whole_of(p.buffer(path)) for path in p.buffers.written]
     steps.held.before_step()
     whole = _whole_tensors(p.module, keep=first)
     runs, error = _unsharded(p, run, whole, steps.coarsest) if first else (None, None)
@@ -121,11 +124,11 @@ def _reference(
     for k, (path, x, mine) in enumerate(zip(run.names, run.mine.values(), steps.gradients, strict=True)):
         whole_gradient = _whole(mine, x)  # every rank sends its part
         if runs is not None:
-            right, rounded = (gradients[k] for _, gradients in runs)
+            right, rounded = (r.gradients[k] for r in runs)
             differences.append(_difference(path, whole_gradient, right, rounded))
     if runs is None:
         return _sent_by_first(None, p.device)  # type: ignore[return-value]
-    there, too = (loss for loss, _ in runs)
+    there, too = (r.loss for r in runs)
     made = GradientReference(
         kind="the unsharded module",
         exact=True,
@@ -133,6 +136,10 @@ def _reference(
         loss_reference=there,
         loss_allowed=16 * abs(too - there) + 32 * steps.loss_eps * abs(there),
         differences=tuple(differences),
+        state=tuple(
+            _difference(path, mine, *(r.state[path] for r in runs))
+            for path, mine in zip(p.buffers.written, state, strict=True)
+        ),
     )
     return _sent_by_first(made, p.device)  # type: ignore[return-value]
 
@@ -192,19 +199,29 @@ def _whole_tensors(module: Module, *, keep: bool) -> dict[int, Tensor]:
     for x in (*module.parameters(), *module.buffers()):
         if not hasattr(x, "placements"):
             continue
-        whole = x.full_tensor().detach().clone()
+        whole = _whole_of(x)
         if keep:
             out[id(x)] = nn.Parameter(whole, x.requires_grad) if isinstance(x, nn.Parameter) else whole
     return out
 
 
-_LossAndGradients = tuple[float, list["Tensor"]]
-"""A loss, and the gradients of the trained parameters."""
+def _whole_of(x: Tensor) -> Tensor:
+    """A copy of a tensor, whole. Every rank must call it."""
+    return (x.full_tensor() if hasattr(x, "full_tensor") else x).detach().clone()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UnshardedStep:
+    """A loss, the gradients of the trained parameters, and the buffers as the step leaves them."""
+
+    loss: float
+    gradients: Sequence[Tensor]
+    state: Mapping[str, Tensor]
 
 
 def _unsharded(
     p: ParallelModule, run: CheckedModule, whole: dict[int, Tensor], coarsest: float
-) -> tuple[list[_LossAndGradients] | None, Exception | None]:
+) -> tuple[list[_UnshardedStep] | None, Exception | None]:
     """Two runs of the unsharded module, the second with all numbers rounded differently; or what went wrong, of which
     the other ranks wait to be told."""
     try:
@@ -214,31 +231,47 @@ def _unsharded(
         return None, e
 
 
-def _run(p: ParallelModule, run: CheckedModule, module: Module, coarsest: float | None) -> _LossAndGradients:
+def _run(p: ParallelModule, run: CheckedModule, module: Module, coarsest: float | None) -> _UnshardedStep:
     """coarsest: all numbers are rounded differently, by a unit of this spacing at least; None: they are as given."""
     import torch
     from torch.utils._pytree import tree_map_only
 
     batch = tree_map_only(torch.Tensor, lambda x: x.detach().to(p.device), run.batch)
     written = [*module.buffers(), *(x for x in module.parameters() if not x.requires_grad)]
-    state = [(x, x.clone()) for x in written]
+    before = [(x, x.clone()) for x in written]
     trained = dict(module.named_parameters())
     if coarsest is not None:
         with torch.no_grad():
             for k, path in enumerate(run.names):
                 trained[path].copy_(rounded_differently(trained[path], k, coarsest))
         batch = tree_map_only(torch.Tensor, lambda x: rounded_differently(x, len(trained), coarsest), batch)
-    loss = step_of(module, (p.plan.whole or p.plan.traced).loss)(*batch)
+    traced, k = p.plan.whole or p.plan.traced, p.plan.accumulate
+    loss = step_of(module, traced.loss)(*batch)
     gradients = torch.autograd.grad(loss, [trained[path] for path in run.names], materialize_grads=True)
+    if k > 1:  # a step's micro-batches write them one after the other
+        _put_back(before)
+        with torch.no_grad():
+            for i in range(k):
+                step_of(module, traced.loss)(*p.plan.micro_batch(batch, i))
+    held = {**trained, **dict(module.named_buffers())}
+    state = {path: held[path].detach().clone() for path in p.buffers.written}
+    _put_back(before)
+    return _UnshardedStep(loss=float(loss.detach()), gradients=gradients, state=state)
+
+
+def _put_back(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    import torch
+
     with torch.no_grad():
-        for x, was in state:
+        for x, was in pairs:
             x.copy_(was)
-    return float(loss.detach()), list(gradients)
 
 
 def _difference(name: str, mine: Tensor, right: Tensor, rounded: Tensor) -> GradientDifference:
     import torch
 
+    if not (right.is_floating_point() or right.is_complex()):
+        mine, right, rounded = (x.double() for x in (mine, right, rounded))
     off, largest, noise = (
         float(wide(x).abs().max()) if x.numel() else 0.0 for x in (mine - right, right, rounded - right)
     )

@@ -117,6 +117,17 @@ class TorchPlan:
             name for name, a, b in sizes if getattr(a, "shape", None) != getattr(b, "shape", None)
         )
 
+    def micro_batch(self, batch: Sequence[Tree], turn: int) -> Tree:
+        """A micro-batch of a whole batch: every k-th example."""
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        leaves, form = tree_flatten(tuple(batch))
+        names = self.traced.program.inputs
+        mine = [
+            x[turn :: self.accumulate] if n in self.cut else x for n, x in zip(names, leaves, strict=True)
+        ]
+        return tree_unflatten(mine, form)
+
     def groups(self, device: str) -> AxisGroups:
         """Process groups over all axes that something is sent along, over all ranks of ``torch.distributed``."""
         return axis_groups(self.mesh, self.sent_along, device)

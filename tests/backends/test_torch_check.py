@@ -13,6 +13,7 @@ import pase
 from bench.cases.plans import Case
 from bench.cases.torch_ranks import on_processes, on_ranks
 from pase import machine
+from pase.backends.torch_buffers import StepBuffers
 from pase.backends.torch_groups import AxisGroups
 from pase.backends.torch_plan import ParallelModule
 from pase.compiler.problem import SplitProblem
@@ -139,6 +140,37 @@ def test_a_planted_fault_is_named(given: Any, strategy: str, fault: str) -> None
     with planted(strategy, fault):
         found, *_ = on_ranks(RANKS, lambda rank: run.check(module, x, most_lines=0))
     assert [p.name for p in found.by("off")] == ["enc.weight"], str(found)
+
+
+def test_statistics_that_are_not_written_are_off(given: Any) -> None:
+    module, x, case = given
+    run = run_of(case, "data_parallel")
+    right = StepBuffers.write_back
+
+    def wrong(self: Any, new: Any) -> None:
+        right(self, {path: x for path, x in new.items() if path != "norm.running_var"})
+
+    with patch.object(StepBuffers, "write_back", wrong):
+        found, *_ = on_ranks(RANKS, lambda rank: run.check(module, x, most_lines=0))
+    assert found.verdict == "off" and not found.by("off"), str(found)
+    assert [d.name for d in found.reference.state_off] == ["norm.running_var"]
+
+
+def test_gradients_of_an_earlier_call_are_off(given: Any) -> None:
+    """The step runs at other parameters before it runs at those that are compared."""
+    module, x, case = given
+    run = run_of(case, "data_parallel")
+    right, kept = ParallelModule.backward, {}
+
+    def stale(self: Any, *batch: Any) -> Any:
+        loss = right(self, *batch)
+        p = dict(self.module.named_parameters())["head.weight"]
+        p.grad = kept.setdefault(id(self), p.grad)
+        return loss
+
+    with patch.object(ParallelModule, "backward", stale):
+        found, *_ = on_ranks(RANKS, lambda rank: run.check(module, x, most_lines=0))
+    assert [p.name for p in found.by("off")] == ["head.weight"], str(found)
 
 
 def test_lines_alone_see_it_and_name_what_may_be_meant(given: Any) -> None:
