@@ -18,11 +18,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bench.provenance import RESULTS, ROOT, save
+
+if TYPE_CHECKING:
+    from pase.backends.to_jax import Lowering
 
 OUT = RESULTS / "xla_ops.json"
 MESHES = ("2x2", "4")
@@ -138,12 +141,13 @@ def operations() -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def ended(op: str, strategy: str, lowering: str) -> dict[str, Any]:
+def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
     """How a step with one op under one strategy ends."""
     import jax
     import jax.numpy as jnp
 
     from bench.cases.plans import case_of
+    from pase.backends.to_jax import JaxPlan
     from pase.errors import PaseError
 
     apply = operations()[op]
@@ -157,7 +161,7 @@ def ended(op: str, strategy: str, lowering: str) -> dict[str, Any]:
 
     try:
         plan = case_of(loss, params, batch, devices=4).plan(strategy)
-        assert plan is not None
+        assert plan is not None and isinstance(plan.jax, JaxPlan)
         value, grads = plan.jax.value_and_grad(lowering=lowering)(params, batch)
     except PaseError as e:
         return {"end": "refused", "message": str(e)[:300]}
@@ -171,7 +175,7 @@ def ended(op: str, strategy: str, lowering: str) -> dict[str, Any]:
     return {"end": "agrees"}
 
 
-def child(cases: list[list[str]]) -> None:
+def child(cases: Any) -> None:
     """Case by case; on standard output a line before each and one behind it."""
     import warnings
 
