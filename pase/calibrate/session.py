@@ -28,7 +28,7 @@ _LOOKS, _GROWTH, _MOST_TURNS = 3, 100.0, 1 << 20
 class Settings:
     """How long and how carefully.
 
-    budget_s: what all tasks may take together; tasks of rank 0 are measured even beyond it.
+    budget_s: what all tasks may take together; tasks of rank 0 are measured even beyond it, but in one try.
     program_s: an op is repeated inside one program until that takes so long: dispatch is then no part of it.
     repeats: (fewest, most) timed programs. steady: a spread above this asks for more repeats.
     max_spread: a sample that is wider is measured again in a resumed session, and refused by the fit.
@@ -63,13 +63,13 @@ def spread(times: Iterable[float]) -> float:
     return float((high - low) / middle)
 
 
-def measure(task: Task, bench: Bench, settings: Settings) -> Sample:
+def measure(task: Task, bench: Bench, settings: Settings, tries: int = _TRIES) -> Sample:
     """One task, compiled and warm. Where other programs took some of the host's cores meanwhile it is measured again,
-    a few times; the sample that had most of them to itself counts."""
+    up to so many tries; the sample that had most of them to itself counts."""
     run = bench.prepare(task)
     run(1)
     found: list[Sample] = []
-    while not found or (found[-1].others > _DISTURBED and len(found) < _TRIES):
+    while not found or (found[-1].others > _DISTURBED and len(found) < tries):
         began, others = bench.now(), bench.others_s()
         sample = _sampled(task, run, bench, settings)
         took = max(bench.now() - began, 1e-9)
@@ -163,7 +163,8 @@ def session(
             slow.append(task.key)
         else:
             say(task.key, number, len(tasks))
-            sample = measure(task, bench, settings)
+            # Beyond the budget, which what must be measured may exceed, no sample waits for a quiet moment.
+            sample = measure(task, bench, settings, _TRIES if spent <= settings.budget_s else 1)
             journal.add(sample)
             forecast.saw(task, sample.seconds)
             measured += 1

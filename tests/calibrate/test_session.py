@@ -103,6 +103,19 @@ def test_what_other_programs_disturbed_is_measured_again():
     assert measure(task, busy, Settings()).others == pytest.approx(0.7)
 
 
+def test_beyond_the_budget_no_sample_waits_for_a_quiet_moment():
+    """Of three tasks that must be measured, the first begins within the budget: it has five tries, the others one."""
+
+    def seconds(budget_s):
+        bench = Fake(levels=ONE)
+        bench.others_s = lambda: 0.7 * bench.clock
+        tasks = [Task(op="elementwise", nbytes=4096 << i) for i in range(3)]
+        session(tasks, bench, Journal(None, {}), Settings(budget_s=budget_s, repeats=(5, 5)))
+        return bench.clock
+
+    assert seconds(1e-9) == pytest.approx(7 / 15 * seconds(1e9), rel=0.1)
+
+
 def test_a_stop_loses_nothing_and_the_rest_is_measured_once(tmp_path):
     path, tasks = tmp_path / "m.journal", [t for t in suite(target(ONE)) if t.rank == 0]
     settings = Settings(budget_s=1e9)

@@ -41,7 +41,7 @@ SMALLEST = {
     "replay_profile": "--processes 1 --rounds 1",
     "replay_speed": "--megabytes 1",
     "replay_whatif": '--only "one of 2 ranks 5 ms late"',
-    "replay_xla": '--budget 1 --only "gpt2 16"',
+    "replay_xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2 16'",
     "schedule_policies": '--quick --only "random 6 0"',
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
@@ -60,7 +60,7 @@ RECORDED = {
     "published_ours": "--only ttn001 --minutes 1 -o published_ours.json",
     "published_steps": "--only ttn001 -o published_steps.json",
     "replay_traces": "--only DLRM",
-    "search_iopddl": "--only A --solvers pase --runs 0 --rounds 9",
+    "search_iopddl": "--only B --solvers pase --runs 0 --rounds 1",
     "search_pase": "--only alexnet --solvers pase --repeats 1",
     "vtrain": '--only "1024 wide, 1 tensor, 1 micro"',
 }

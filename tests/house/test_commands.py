@@ -1,7 +1,8 @@
 """Every command line of the README and of the pages beside it that need no files of the reader's own, in order.
 
 They run as they stand in one folder per document, so that a line may read what an earlier one wrote. The comment
-``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written;
+``<!-- run with: COMMAND OPTIONS; … -->`` before a block adds options here, where a command takes minutes as written
+(behind ``--``: to the program that the command starts);
 ``<!-- not run: why -->`` leaves a block out; ``<!-- saved as: NAME -->`` before Python makes it a file there.
 """
 
@@ -35,8 +36,13 @@ def lines(document: str) -> list[str]:
             words = shlex.split(line, comments=True)
             if words and words[0] in SHELL:
                 command, separator, rest = shlex.join(words).partition(" -- ")
-                added = more.pop(words[1], "") if words[0] == "pase" else ""
-                out.append(" ".join(filter(None, (command, added))) + separator + rest)
+                note_says = more.pop(words[1], "") if words[0] == "pase" else ""
+                added, _, behind = note_says.partition("-- ")
+                out.append(
+                    " ".join(filter(None, (command, added.strip())))
+                    + separator
+                    + " ".join(filter(None, (rest, behind)))
+                )
             else:
                 assert not words or words[0] in LEFT_OUT, f"{document}: say 'not run: why' before {line}"
         assert not more, f"{document}: its note names {sorted(more)}, which the block does not run"
@@ -46,6 +52,7 @@ def lines(document: str) -> list[str]:
 def test_notes_add_options_to_the_commands_they_name():
     found = lines("README.md")
     assert sum("--budget" in line for line in found) == 1
+    assert "pase profile -o traces -- python examples/train.py --steps 8" in found
     assert sum(line.startswith("pase ") for line in found) >= 15
 
 
