@@ -3,7 +3,7 @@
 Programs of the composer (float64), in the ways in which they are planned and run, and models of the zoo in their
 reduced sizes (float32). Each is checked as it is, and with faults (``bench/check_faults.py``). A fault does harm if, on
 any device, the loss, the next state or a gradient is another than without it, by more than 1e-3 of its largest element:
-the check itself is not asked. Some rows have the verdict of lines alone, too, as of a model that fits on no device. Lines
+the check itself is not asked. Some rows have the verdict of lines alone, too, as of a model that no device holds. Lines
 can find faults with the right loss; of a wrong loss the gradient may be right.
 
     python -m bench.check_rates --seeds 0-20 --zoo mlp gpt2

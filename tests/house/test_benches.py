@@ -18,7 +18,7 @@ SMALLEST = {
     "amp": '--only "unequal micro=32"',
     "answers": "write answers.json --parts search --data .",
     "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
-    "check_rates": "--seeds 7 --parts 1 --zoo --faults 1",
+    "check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
     "comm_truth": "mlp",
     "composer": "--seeds 4",
     "depth": '--only "2 layers"',
@@ -52,6 +52,7 @@ SMALLEST = {
     "tables": '--repeats 1 --only "gpt2 32"',
     "tf_applications": "MobileNet",
     "xla_fuzz": "--cases 0",
+    "xla_ops": "--ops sort --seeds 1",
     "zero3_pipeline": "--out zero3_pipeline.json",
     "zoo_compile": "mlp --devices 8",
 }
