@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax_equations import places_only
 from pase.backends.jax_fourier import transformed
+from pase.backends.jax_generated import random_part
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
 from pase.backends.jax_local_windows import WINDOWED
 from pase.backends.jax_moves import first, part, places_of, summed, there_and_back
@@ -116,7 +117,9 @@ def _alike(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
 
 
 def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
-    """Arrays made by position: the whole is made, and this device takes its part."""
+    """Arrays made by position: only this device's part is made, or the whole is made, and it takes its part."""
+    if call.eqn.primitive.name == "random_bits" and (bits := random_part(call, ins)) is not None:
+        return [bits]
     made = plain(call.eqn, ins, call.info)
     return [
         x if r is None else part(x, r.shape, r.layout, call.mesh)

@@ -31,8 +31,8 @@ REASONS: Mapping[Figure, Mapping[str, str]] = {
             ("*gru", "*lstm", "*lstm_unrolled", "*stacked_cells", "plain.switch_in_scan"), _STACKS
         ),
         "science.diffrax_adaptive": _STACKS,
-        "linen.dropout_mlp": "each device makes the random bits of a dropout whole and takes its part: four arrays of "
-        "u32[32,64], where pase counts the part",
+        "linen.dropout_mlp": "the key is a constant of the program, so that each device makes the random bits of a "
+        "dropout whole and takes its part: four arrays of u32[32,64], where pase counts the part",
         "learning.soft_sort": "a solver of lineax, one op that is not split: pase counts its 36 operands as "
         "held at once and whole; XLA inlines it, and most are parts on each device",
         **dict.fromkeys(
