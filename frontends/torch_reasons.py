@@ -56,7 +56,7 @@ def of_pytorch(file: str) -> bool:
 def why(name: str, e: Exception, places: Sequence[str]) -> str:
     """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    frames = list(traceback.extract_tb(e.__traceback__))
+    frames = [f for x in _chain(e) for f in traceback.extract_tb(x.__traceback__)]
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
         told = _PACKED
     if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
@@ -71,6 +71,13 @@ def why(name: str, e: Exception, places: Sequence[str]) -> str:
         listed = f"There are {len(places)} such places:\n{shown}\n"
     reason = f"{told}. " if told else ""
     return f"PyTorch cannot export {name}{where}: {reason}{listed}It says: {type(e).__name__}: {said}"
+
+
+def _chain(e: BaseException | None) -> Iterator[BaseException]:
+    """What an exception came from, the first one first: PyTorch's tracer raises another one without a traceback."""
+    if e is not None:
+        yield from _chain(e.__cause__ or e.__context__)
+        yield e
 
 
 def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module], Module]) -> list[str]:

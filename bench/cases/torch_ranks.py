@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import tempfile
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 
 def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
@@ -49,6 +52,26 @@ def on_ranks(count: int, run: Callable[[int], Any]) -> list[Any]:
     if errors:
         raise errors[0]
     return results
+
+
+@contextmanager
+def by_threads() -> Iterator[None]:
+    """``isend`` and ``recv`` between ranks that are threads, whose process group has none. As a library with a buffer
+    does, a message waits until it is asked for."""
+    import torch.distributed as dist
+
+    boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+
+    def isend(x: Any, to: int, group: Any) -> None:
+        boxes[group.group_name, dist.get_rank(), to].put(x.clone())
+
+    def recv(x: Any, source: int, group: Any) -> None:
+        came = boxes[group.group_name, source, dist.get_rank()].get(timeout=60)
+        assert (came.shape, came.dtype) == (x.shape, x.dtype)
+        x.copy_(came)
+
+    with patch.object(dist, "isend", isend), patch.object(dist, "recv", recv):
+        yield
 
 
 def on_processes(

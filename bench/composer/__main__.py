@@ -1,6 +1,7 @@
 """Programs as people write them: composed from patterns, planned, run, compared with the step that is not sharded.
 
 python -m bench.composer                              # 5,000 programs in JAX; those in the result file are kept
+python -m bench.composer --framework torch            # 2,000 in PyTorch
 python -m bench.composer --seeds 0-199 --again        # these again
 python -m bench.composer --faults                     # those again that are in the result file with a fault
 python -m bench.composer --show 17                    # one program: its trace, its row
@@ -8,8 +9,8 @@ python -m bench.composer --shrink 17                  # the smallest program fou
 python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/sgd" --show 0
 
 A seed draws one to four layers, transforms of their weights, a loss, and one or two ways to plan, lower and run the
-step. It is compared with the unsharded step in float64 over three steps: each loss and each parameter. Each program
-runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json: how many ended how,
+step. It is compared with the unsharded step in float64 over three steps: each loss, parameter and buffer. Each program
+runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json or composer_torch.json: how many ended how,
 by pattern and by way of running, and each program that did not agree. A row's program is a line that --program takes.
 """
 
@@ -87,7 +88,7 @@ def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> 
         if failing(row):
             for manner, end in row["ends"].items():
                 print(seed, manner, end["end"], end.get("message", "")[:200].replace("\n", " | "), flush=True)
-        if done % 100 == 0 or done == len(programs):
+        if done % 25 == 0 or done == len(programs):
             write(found, file)
             print(f"{done} of {len(programs)}: {counted(found)['ends']}", flush=True)
 

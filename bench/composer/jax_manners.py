@@ -29,11 +29,12 @@ class Manner:
     odds: float
     plans: tuple[str, ...]
     lowerings: tuple[str, ...] = ("auto", "auto", "manual", "annotated")
+    optimizers: tuple[str, ...] = ("sgd", "adam")
     micro_batches: bool = False
     layers: bool = False
 
     def drawn(self, rng: np.random.Generator) -> str:
-        words = str(rng.choice(self.plans)), str(rng.choice(self.lowerings)), str(rng.choice(["sgd", "adam"]))
+        words = str(rng.choice(self.plans)), str(rng.choice(self.lowerings)), str(rng.choice(self.optimizers))
         return "/".join([words[0].replace("#", str(rng.integers(1000))), *words[1:]])
 
 

@@ -23,7 +23,16 @@ MODULES: dict[Framework, str] = {"jax": "bench.composer.jax_runs", "torch": "ben
 """Each has draw(seed) -> Spec, attempt(Spec) -> a row, and written(Spec) -> text."""
 PRELOADED: dict[Framework, tuple[str, ...]] = {
     "jax": ("optax", "equinox", "flax.linen", "flax.nnx"),
-    "torch": ("torch",),
+    "torch": (
+        "torch.export",
+        "torch._export",
+        "torch._dynamo",
+        "torch._functorch.aot_autograd",
+        "torch.distributed.tensor",
+        "torch.testing._internal.distributed.multi_threaded_pg",
+        "pase.compiler.compilation",
+        "pase.frontends.from_torch",
+    ),
 }
 ENVIRONMENT = {
     "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
@@ -36,6 +45,8 @@ ENVIRONMENT = {
 }
 CHILD = 25
 """Programs of one child, which takes about a second to start and keeps what it compiled."""
+ALONE = re.compile(r"/(aot_eager|graph|inductor)/")
+"""Programs with a child of their own: torch.compile needs processes as ranks, which are forked before any backward."""
 CPU_S = 150
 """CPU seconds after which a program is ended."""
 QUIET_S = 900
@@ -89,18 +100,22 @@ def _heard(child: Any, pipe: Any) -> Any:
     return pipe.recv()
 
 
+def _turn(left: Sequence[str]) -> list[str]:
+    """The programs of the next child."""
+    alone = [i for i, text in enumerate(left[:CHILD]) if ALONE.search(text)]
+    return list(left[: max(alone[0], 1)] if alone else left[:CHILD])
+
+
 def rows(server: Server, programs: Iterable[Spec]) -> Iterator[dict[str, Any]]:
     """The row of each program, in order."""
     left = list(map(str, programs))
     while left:
         with tempfile.NamedTemporaryFile() as said:
             ours, theirs = server.processes.Pipe(duplex=False)
-            child = server.processes.Process(
-                target=_child, args=(server.framework, left[:CHILD], theirs, said.name)
-            )
+            turn, begun = _turn(left), ""
+            child = server.processes.Process(target=_child, args=(server.framework, turn, theirs, said.name))
             child.start()
             theirs.close()
-            turn, begun = left[:CHILD], ""
             try:
                 for text in turn:
                     begun = _heard(child, ours)

@@ -4,19 +4,14 @@ that are threads."""
 from __future__ import annotations
 
 import copy
-import queue
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 
 import pase
-from bench.cases.torch_ranks import on_ranks
+from bench.cases.torch_ranks import by_threads, on_ranks
 from pase.ir import named, simplify
 from pase.ir.blocks import rematerialised
 from pase.pipeline.registry import schedule
@@ -157,26 +152,6 @@ def staged(plan: Any, name: str, chunks: int, cuts: tuple[int, ...], seed: int) 
         p, schedule=name, chunks=chunks, cuts=cuts, stages=stages, strategies=strategies, again=again
     )
     return replace(plan, pipeline=made)
-
-
-@contextmanager
-def by_threads() -> Iterator[None]:
-    """``isend`` and ``recv`` between ranks that are threads, whose process group has none. As a library with a buffer
-    does, a message waits until it is asked for."""
-    import torch.distributed as dist
-
-    boxes: dict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
-
-    def isend(x: Any, to: int, group: Any) -> None:
-        boxes[group.group_name, dist.get_rank(), to].put(x.clone())
-
-    def recv(x: Any, source: int, group: Any) -> None:
-        came = boxes[group.group_name, source, dist.get_rank()].get(timeout=60)
-        assert (came.shape, came.dtype) == (x.shape, x.dtype)
-        x.copy_(came)
-
-    with patch.object(dist, "isend", isend), patch.object(dist, "recv", recv):
-        yield
 
 
 def optimizer(parameters: Any) -> Any:

@@ -1,0 +1,200 @@
+"""One PyTorch program, planned and run in one way, beside its unsharded step in float64 over three steps.
+
+Ranks are threads of one process, whose process group is PyTorch's own; messages between stages go by queues. Ranks of a
+compiled step are processes, over Gloo.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.cases.torch_ranks import by_threads, on_processes, on_ranks
+from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
+from bench.composer.spec import Spec
+from bench.composer.torch_manners import planned
+from bench.composer.torch_programs import TorchProgramMade, draw, program_of
+
+__all__ = ["attempt", "draw", "written"]
+
+STEPS = 3
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": partial(torch.optim.Adam, lr=1e-2, eps=1e-3),
+    "adamw": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3),
+}
+
+
+COMPILERS = {"graph": "eager", "aot_eager": "aot_eager", "inductor": "inductor"}
+"""How a step is run, if not op by op -> a backend of torch.compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchTrained:
+    """The numbers of a few steps. losses: one for each step. state: parameters and buffers by their paths, whole."""
+
+    losses: list[float]
+    state: dict[str, np.ndarray]
+
+
+def state_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Parameters and buffers under all of their paths, gathered from all ranks."""
+    both = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    found = {}
+    for path, t in both:
+        whole = t.full_tensor() if hasattr(t, "full_tensor") else t
+        found[path] = whole.detach().resolve_conj().numpy().copy()
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class TorchTrial:
+    """A program and its unsharded steps, which are run once for each optimizer."""
+
+    spec: Spec
+
+    @cached_property
+    def program(self) -> TorchProgramMade:
+        return program_of(self.spec)
+
+    @cached_property
+    def before(self) -> dict[str, np.ndarray]:
+        return state_of(self.program.module())
+
+    @cached_property
+    def _unsharded(self) -> dict[str, TorchTrained]:
+        return {}
+
+    def unsharded(self, optimizer: str) -> TorchTrained:
+        """By PyTorch alone, in one process; of a program with random numbers, by pase on one device."""
+        if optimizer not in self._unsharded:
+            if self.program.drops:
+                found = self.sharded("alone", "eager", optimizer)
+                assert found is not None
+                (self._unsharded[optimizer],) = found
+                return self._unsharded[optimizer]
+            module, losses = self.program.module(), []
+            by = OPTIMIZERS[optimizer]([p for p in module.parameters() if p.requires_grad])
+            for _ in range(STEPS):
+                by.zero_grad()
+                loss = module(**self.program.batch)
+                loss.backward()
+                by.step()
+                losses.append(float(loss))
+            self._unsharded[optimizer] = TorchTrained(losses=losses, state=state_of(module))
+        return self._unsharded[optimizer]
+
+    def sharded(self, word: str, runs: str, optimizer: str) -> list[TorchTrained] | None:
+        """The plan's steps on each rank; None if the program has no such plan."""
+        program, plan = self.program, planned(self.program, word)
+        if plan is None:
+            return None
+        run, staged = plan.torch, plan.pipeline is not None
+        count = plan.mesh.devices * (len(set(s.rank for s in plan.pipeline.stages)) if staged else 1)
+        if staged:
+            assert run.stages and run.homes and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+        else:
+            assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
+        # Made one after the other: they draw from the one random state of the process.
+        modules = [program.module() for _ in range(count)]
+        torch.manual_seed(11)
+        how: dict[str, Any] = {} if runs == "eager" else {"compile": COMPILERS[runs]}
+
+        def on_rank(rank: int) -> TorchTrained:
+            step = run.train_step(modules[rank], OPTIMIZERS[optimizer], **how)
+            losses = [float(step(program.batch)) for _ in range(STEPS)]
+            return TorchTrained(losses=losses, state=state_of(modules[rank]))
+
+        if how:
+            return on_processes(count, on_rank)
+        with by_threads() if staged else nullcontext():
+            return on_ranks(count, on_rank)
+
+    def outcome(self, manner: str) -> Outcome:
+        word, runs, optimizer = manner.split("/")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return outcome_of(lambda: self._differences(word, runs, optimizer))
+
+    def _differences(self, word: str, runs: str, optimizer: str) -> list[Difference] | None:
+        ranks = self.sharded(word, runs, optimizer) if runs in COMPILERS else None  # before any backward
+        whole = self.unsharded(optimizer)
+        if not np.max(np.abs(whole.losses)) < 1e3 * (1 + abs(whole.losses[0])):
+            return None  # it diverges: rounding grows as fast as the loss
+        ranks = ranks or self.sharded(word, runs, optimizer)
+        if ranks is None:
+            return None
+        bound, epsilon = tolerance(self.program.epsilon), self.program.epsilon
+        found = [d for r in ranks for d in differences(self.before, whole, r, bound, epsilon)]
+        missing = set(whole.state) - {k for r in ranks for k in r.state}
+        found += [Difference(what=f"no {k}", off=np.inf) for k in sorted(missing)]
+        worst: dict[str, Difference] = {}
+        for d in found:
+            if d.what not in worst or not d.off <= worst[d.what].off:
+                worst[d.what] = d
+        return list(worst.values())
+
+
+def differences(
+    before: Mapping[str, np.ndarray], whole: TorchTrained, rank: TorchTrained, bound: float, epsilon: float
+) -> list[Difference]:
+    """What differs on a rank by more than rounding, by its name: a loss, a parameter, a buffer."""
+    found = []
+    for i, (right, mine) in enumerate(zip(whole.losses, rank.losses, strict=True)):
+        found.append(Difference(what=f"loss {i}", off=abs(right - mine) / (max(abs(right), 1e-3) * bound)))
+
+    def wide(x: np.ndarray) -> np.ndarray:
+        return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+    change = {k: apart(wide(a), wide(before[k])) for k, a in whole.state.items() if a.size}
+    moved = max(change.values(), default=0.0)
+    for path, mine in rank.state.items():
+        right = whole.state.get(path)
+        if right is None or right.shape != mine.shape:
+            found.append(Difference(what=f"another {path}", off=np.inf))
+        elif right.size:
+            size = float(np.abs(wide(right)[np.isfinite(right)]).max(initial=0.0))
+            allowed = bound * (change[path] + 1e-3 * moved) + 32 * epsilon * size
+            off = apart(wide(right), wide(mine))
+            found.append(Difference(what=path, off=off / allowed if allowed else float(off > 0) * np.inf))
+    return [d for d in found if not d.off <= 1]
+
+
+def apart(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference, where infinities may be equal."""
+    return float(np.where(a == b, 0.0, np.abs(a - b)).max())
+
+
+def attempt(spec: Spec) -> dict[str, Any]:
+    """The row of a program: what it is made of, and how each of its ways to be run ended."""
+    torch.set_num_threads(1)
+    trial, began = TorchTrial(spec), time.process_time()
+    row: dict[str, Any] = {"program": str(spec), "patterns": list(trial.program.patterns)}
+    if trial.program.epsilon > 2.0**-52:
+        row["epsilon"] = trial.program.epsilon
+    ends = {m: trial.outcome(m).row() for m in sorted(spec.manners, key=lambda m: "/eager/" in m)}
+    row["ends"] = {m: ends[m] for m in spec.manners}
+    return row | {"cpu_s": round(time.process_time() - began, 2)}
+
+
+def written(spec: Spec) -> str:
+    """The program as PyTorch exports it."""
+    from pase.errors import PaseError
+
+    program = program_of(spec)
+    try:
+        code = program.traced.program.graph.code
+    except PaseError as e:
+        code = str(e)
+    return f"{spec}\n{program.module()}\n{code}"
