@@ -15,7 +15,7 @@ from pase.backends import torch_flex, torch_windows  # noqa: F401, rules of ops
 from pase.backends.torch_moves import part, summed
 from pase.backends.torch_nests import run_nest
 from pase.backends.torch_pairs import Anchor, OpPair, made_by, partitioned, passed_over
-from pase.backends.torch_rules import Laid, RankCall, evaluate
+from pase.backends.torch_rules import JOINING, Laid, RankCall, evaluate
 from pase.backends.torch_values import (
     NotOnParts,
     RankValue,
@@ -173,7 +173,7 @@ class NodeOps:
         for pair in work:
             for r in pair.local.results:
                 if r.tensor in arrays:
-                    x = self._settled(pair.local, r, arrays[r.tensor])
+                    x = self._settled(pair.local, r, arrays[r.tensor], self._name in JOINING)
                     self._keep(r, x, shadows.get(r.tensor))
 
     def _computed(
@@ -228,13 +228,14 @@ class NodeOps:
             raise NotOnParts(f"on parts it makes {list(x.shape)}, but the plan has {list(want)}")
         return x
 
-    def _settled(self, local: LocalOp, r: LocalResult, x: Tensor) -> Tensor:
-        """Sum immediately, if the node that makes it also reads it."""
+    def _settled(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
+        """Sum immediately, if the node that makes it also reads it. joined: whether parts of another kind than a sum
+        were joined when it was made."""
         partial = r.summed or "partial" in r.layout
-        if partial and local.combine != "sum" and local.op.function.name not in ("reduce_max", "reduce_min"):
-            raise NotOnParts("no collective combines its partial results")
+        if partial and local.combine != "sum" and not joined:
+            raise NotOnParts("no rule joins its partial results")
         if not r.summed or local.combine != "sum":
-            return x  # the edge sums it; a maximum's own rule has joined it
+            return x  # else the edge sums it
         return summed(x, r.summed, self.walk.groups)
 
     def _keep(self, r: LocalResult, x: Tensor, shadow: Tensor | None) -> None:
@@ -323,9 +324,12 @@ class NodeOps:
         if known is not None:
             shadow = computed([v.array if v.shadow is None else v.shadow for v in ins], r.gradient)
         if local.combine != "sum" and (r.summed or "partial" in r.layout):
-            x = x.detach()  # only ops that pass no gradient run this way: a softmax's maximum
+            readers = [o for o in self.walk.ops[self.path] if any(a.tensor == r.tensor for a in o.reads)]
+            if x.requires_grad and not all(o.name == "stop_gradient" for o in readers):
+                raise NotOnParts(f"'{op.name}' in it, which has a gradient, is joined over several ranks")
+            x = x.detach()  # a softmax's maximum
             x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
-        self._keep(r, self._settled(local, r, x), shadow)
+        self._keep(r, self._settled(local, r, x, True), shadow)
 
     def _constant(self, o: LocalOperand) -> RankValue:
         """An operand that does not depend on data: worked out here, or found by the name of one of the node's operands,

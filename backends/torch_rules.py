@@ -159,20 +159,43 @@ def _last(x: Tensor, laid: Laid, groups: AxisGroups) -> Tensor:
 # Maxima over several ranks.
 
 
-@RANK_RULES.register("amax", "amin")
-def _extreme(call: RankCall) -> Tensor:
+JOINING = frozenset({"amax", "amin", "max", "min", "any", "all"})
+"""Ops whose rule joins the parts of several ranks, which are no sums."""
+
+
+@RANK_RULES.register("any", "all")
+def _any(call: RankCall) -> Tensor:
+    import torch
+
+    here, (result,) = call.run(), call.ops[-1].results
+    over = result.summed
+    if not over:
+        return here
+    return call.groups.all_reduce(here.to(torch.uint8), over, call.ops[-1].combine).bool()
+
+
+@RANK_RULES.register("amax", "amin", "max", "min")
+def _extreme(call: RankCall) -> Tree:
     """All elements that attain the extreme share its gradient, as on one rank."""
     import torch
 
-    x = call.given["self"]
-    axes = {d % x.dim() for d in call.given.get("dim") or range(x.dim())} if x.dim() else set()
+    x, dim = call.given["self"], call.given.get("dim")
+    if "other" in call.given:
+        return call.run()
+    if isinstance(dim, int):  # the extreme and its index
+        if dim % max(x.dim(), 1) in call.split():
+            raise NotOnParts("it looks for the index of an extreme along a split dim")
+        return call.run()
+    axes = {d % x.dim() for d in dim or range(x.dim())} if x.dim() else set()
     if not call.split() & axes:
         return call.run()
     (result,) = call.ops[-1].results
     over, combine, groups = result.summed, call.ops[-1].combine, call.groups
     here = call.run()
-    if not over:  # the edge joins the parts; which elements attain it is unknown
-        return here.detach()
+    if not over:  # the edge joins the parts
+        if x.requires_grad:
+            raise NotOnParts("its parts are joined by its reader, and which elements attain it is unknown")
+        return here
     top = groups.all_reduce(here.detach(), over, combine)
     if not x.requires_grad:
         return top

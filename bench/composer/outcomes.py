@@ -11,10 +11,18 @@ from typing import Any, Literal
 __all__ = ["FAULTS", "Difference", "End", "Outcome", "outcome_of", "tolerance"]
 
 End = Literal[
-    "agrees", "wrong", "refused", "refused without a line", "exception", "aborted", "too long", "no plan"
+    "agrees",
+    "wrong",
+    "refused",
+    "refused without a line",
+    "exception",
+    "aborted",
+    "too long",
+    "unstable",
+    "no plan",
 ]
 FAULTS: tuple[End, ...] = ("wrong", "refused without a line", "exception", "aborted", "too long")
-"""Ends that must not be. A refusal that names op and line is honest; where it is of a common pattern, it is a gap."""
+"""Ends that must not be. "unstable": rounding alone moves the unsharded step as far. A refusal that names op and line is honest; where it is of a common pattern, it is a gap."""
 
 
 def tolerance(epsilon: float) -> float:
@@ -55,8 +63,11 @@ class Outcome:
         return row
 
 
-def outcome_of(run: Callable[[], list[Difference] | None]) -> Outcome:
-    """run: returns what differs, or None if there is nothing to compare."""
+def outcome_of(
+    run: Callable[[], list[Difference] | None], unstable: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """run: returns what differs, or None if there is nothing to compare. unstable: whether the unsharded step differs as
+    much from itself if its operands are rounded otherwise; asked where something differs."""
     from pase.errors import PaseError
 
     try:
@@ -73,5 +84,5 @@ def outcome_of(run: Callable[[], list[Difference] | None]) -> Outcome:
         return Outcome(end="no plan")
     if off:
         worst = ", ".join(f"{d.what} {d.off:.2g}" for d in sorted(off, key=lambda d: -d.off)[:6])
-        return Outcome(end="wrong", message=f"times what is allowed: {worst}")
+        return Outcome(end="unstable" if unstable() else "wrong", message=f"times what is allowed: {worst}")
     return Outcome(end="agrees")

@@ -150,7 +150,7 @@ def _lost(text: str, end: str, child: Any, words: str) -> dict[str, Any]:
 def ended(row: Mapping[str, Any]) -> str:
     """How a program ended: the worst of its ways."""
     ends = [e["end"] for e in row["ends"].values()]
-    return min(ends, key=lambda e: (*FAULTS, "refused", "agrees", "no plan").index(e))
+    return min(ends, key=lambda e: (*FAULTS, "refused", "agrees", "unstable", "no plan").index(e))
 
 
 def failing(row: Mapping[str, Any]) -> bool:
@@ -200,7 +200,9 @@ def counted(found: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "ways": {k: dict(v.most_common()) for k, v in sorted(ways.items())},
         "patterns": {k: dict(v.most_common()) for k, v in sorted(patterns.items())},
         "refusals": dict(refusals.most_common(40)),
-        "not agreeing": {k: row for k, row in found.items() if ended(row) not in ("agrees", "no plan")},
+        "not agreeing": {
+            k: row for k, row in found.items() if ended(row) not in ("agrees", "unstable", "no plan")
+        },
     }
 
 
