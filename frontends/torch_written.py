@@ -346,3 +346,37 @@ def _rrelu(n: FxNode) -> Callable[..., Tree] | None:
 
     slope = (given["lower"] + given["upper"]) / 2
     return lambda x, *rest, **named: leaky_relu(x, slope)
+
+
+def _places_of(x: FxNode, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
+    """The numbers [size] of the elements of x, flattened, that a view with these strides has. None if x does not have
+    them in the order in which it is stored."""
+    import torch
+
+    held = x.meta["val"]
+    if not held.is_contiguous() or held.storage_offset():
+        return None
+    at = torch.tensor(offset or 0)
+    for n, step in zip(size, stride, strict=True):
+        at = at[..., None] + torch.arange(n) * step
+    return at
+
+
+@WRITTEN.register("as_strided.default")
+def _as_strided(n: FxNode) -> Callable[..., Tree] | None:
+    given = arguments(n.target, n.args, n.kwargs)
+    at = _places_of(given["self"], given["size"], given["stride"], given.get("storage_offset"))
+    if at is None:
+        return None
+    return lambda x, *_, **__: x.reshape(-1).index_select(0, at.reshape(-1)).reshape(at.shape)
+
+
+@WRITTEN.register("as_strided_scatter.default")
+def _as_strided_scatter(n: FxNode) -> Callable[..., Tree] | None:
+    given = arguments(n.target, n.args, n.kwargs)
+    at = _places_of(given["self"], given["size"], given["stride"], given.get("storage_offset"))
+    if at is None:
+        return None
+    return lambda x, new, *_, **__: (
+        x.reshape(-1).index_copy(0, at.reshape(-1), new.reshape(-1)).reshape(x.shape)
+    )
