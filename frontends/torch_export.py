@@ -168,7 +168,7 @@ def _traced(
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
-        with traceable(module), warnings.catch_warnings():
+        with traceable(STEP_FILE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
             exported = torch.export.export(step_of(module, loss, at_end), args, strict=False)
             if is_functional(exported.graph_module, reads):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.export._draft_export import FailureReport
     from torch.nn import Module
 
-__all__ = ["of_pytorch", "real_places", "why"]
+__all__ = ["lines_kept", "of_pytorch", "real_places", "why"]
 
 _ASKS = (
     "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over one), which does not exist "
@@ -51,6 +51,30 @@ def of_pytorch(file: str) -> bool:
     import torch
 
     return file.startswith((str(Path(torch.__file__).parent), "<"))
+
+
+@contextlib.contextmanager
+def lines_kept(step_file: str) -> Iterator[None]:
+    """While a step is traced, its nodes have the lines of all functions that it calls; PyTorch keeps those of methods
+    named forward. step_file: where the step is defined that calls the user's module."""
+    import torch.fx.proxy
+
+    tracer = torch.fx.proxy.TracerBase
+    usual = tracer._filter_traceback_frames
+    here = str(Path(__file__).parent)
+
+    def of_the_step(self: object, frames: traceback.StackSummary) -> traceback.StackSummary:
+        steps = [i for i, f in enumerate(frames) if f.filename == step_file and f.name in ("forward", "loss")]
+        own = [f for f in frames[steps[-1] + 1 :] if not f.filename.startswith(here)] if steps else []
+        return traceback.StackSummary.from_list(
+            f for f in own if f.name == "forward" or not of_pytorch(f.filename)
+        )
+
+    tracer._filter_traceback_frames = of_the_step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        tracer._filter_traceback_frames = usual  # type: ignore[method-assign]
 
 
 def why(name: str, e: Exception, places: Sequence[str]) -> str:

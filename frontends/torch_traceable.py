@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from pase.frontends.torch_derivatives import derivatives_traced
+from pase.frontends.torch_reasons import lines_kept
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
 
 __all__ = ["AGAIN", "traceable"]
 
@@ -21,15 +21,16 @@ AGAIN = "pase_again"
 
 
 @contextlib.contextmanager
-def traceable(module: Module) -> Iterator[None]:
+def traceable(step_file: str) -> Iterator[None]:
     """The ways to write a step that the exported graph would not show are made such as it does: regions without a
-    gradient, and calls of ``torch.utils.checkpoint``, whose nodes are marked."""
+    gradient, and calls of ``torch.utils.checkpoint``, whose nodes are marked. step_file: see ``lines_kept``."""
     import torch.fx.traceback as traceback
 
     with contextlib.ExitStack() as stack:
         for change in (
             traceback.preserve_node_meta(),
-            _checkpoints_marked(module),
+            lines_kept(step_file),
+            _checkpoints_marked(),
             _flex_traced(),
             _inference_traced(),
             _distributions_unchecked(),
@@ -82,37 +83,38 @@ def _distributions_unchecked() -> Iterator[None]:
         Distribution.set_default_validate_args(usual)
 
 
-_CHECKPOINT_OPTIONS = frozenset(
-    {"use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state"}
-)
-
-
 @contextlib.contextmanager
-def _checkpoints_marked(module: Module) -> Iterator[None]:
-    """``torch.utils.checkpoint`` runs its function plainly, under a mark; transformers holds the function under a name
-    of its own in each layer."""
+def _checkpoints_marked() -> Iterator[None]:
+    """``torch.utils.checkpoint`` runs its function plainly, under a mark. What it calls is replaced: programs hold the
+    function itself under names of their own."""
+    import torch
     import torch.fx.traceback as traceback
-    import torch.utils.checkpoint
+    import torch.utils.checkpoint as checkpoint
 
     calls = itertools.count(1)
 
-    def plainly(function: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
-        own = {k: v for k, v in kwargs.items() if k not in _CHECKPOINT_OPTIONS}
+    def around(function: Callable[..., Tree], *_: object, **__: object) -> Iterator[None]:
         with traceback.annotate({AGAIN: next(calls)}):
-            return function(*args, **own)
+            yield
 
-    name = "_gradient_checkpointing_func"
-    holders = [(m.__dict__, name, m.__dict__[name]) for m in module.modules() if name in m.__dict__]
-    usual = torch.utils.checkpoint.checkpoint
-    torch.utils.checkpoint.checkpoint = plainly
-    for held, key, _ in holders:
-        held[key] = plainly
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Tree], preserve: bool, *args: Tree) -> Tree:
+            # Its backward starts at its operands: if none has a gradient, its result has none.
+            watched = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
+            with (
+                traceback.annotate({AGAIN: next(calls)}),
+                contextlib.nullcontext() if watched else torch.no_grad(),
+            ):
+                return function(*args)
+
+    held = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+    checkpoint._checkpoint_without_reentrant_generator = around
+    checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
     try:
         yield
     finally:
-        torch.utils.checkpoint.checkpoint = usual
-        for held, key, before in holders:
-            held[key] = before
+        checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction = held  # type: ignore[misc]
 
 
 @contextlib.contextmanager

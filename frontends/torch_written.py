@@ -210,12 +210,13 @@ def _bag_of(ids: Tensor, offsets: Tensor) -> Tensor:
 
 
 @WRITTEN.register("index.Tensor", "_unsafe_index.Tensor")
-def _selected(n: FxNode) -> None:
+def _selected(n: FxNode) -> Callable[..., Tree] | None:
     if any(map(_is_mask, n.args[1])):
         raise PaseError(
             "how many elements a mask as an index picks depends on the data: keep all of them, and let the mask weigh "
             "them (torch.where; in a loss, labels of ignore_index), or pick a fixed number (topk of the mask)"
         )
+    return None if (at := _own_rows(n)) is None else partial(_own_rows_picked, at)
 
 
 @WRITTEN.register("index_put.default")
@@ -224,7 +225,7 @@ def _put(n: FxNode) -> Callable[..., Tree] | None:
     x, indices, new, *_ = n.args
     at = next((i for i, m in enumerate(indices) if _is_mask(m)), None)
     if at is None:
-        return None
+        return None if (last := _own_rows(n)) is None else partial(_own_rows_put, last)
     behind = x.meta["val"].shape[at + indices[at].meta["val"].dim() :]
     shape = new.meta["val"].shape
     if any(m is not None for i, m in enumerate(indices) if i != at) or len(shape) > len(behind):
@@ -233,6 +234,69 @@ def _put(n: FxNode) -> Callable[..., Tree] | None:
             "element, by torch.where or masked_scatter"
         )
     return partial(_where, len(behind))
+
+
+# Indices of which all but the last count the rows: ``x[torch.arange(len(x)), ids]``.
+
+
+def _own_rows(n: FxNode) -> int | None:
+    """The last indexed dim, if each row of the dims before it is indexed by its own ids, which gather does; else None.
+    Then the dims before it may be split without a message."""
+    import torch
+
+    x, indices = n.args[0].meta["val"], n.args[1]
+    last = len(indices) - 1
+    if last < 1 or any(m is None for m in indices):
+        return None
+    shape = torch.broadcast_shapes(*(m.meta["val"].shape for m in indices))
+    if len(shape) < last or tuple(shape[:last]) != tuple(x.shape[:last]):
+        return None
+    for d, m in enumerate(indices[:last]):
+        rows = _numbers(m)
+        counted = torch.arange(x.shape[d]).view(-1, *[1] * (len(shape) - 1 - d))
+        if rows is None or not torch.equal(rows.expand(shape), counted.expand(shape)):
+            return None
+    return last
+
+
+def _numbers(n: FxNode) -> Tensor | None:
+    """The value of a tensor that is made of numbers alone; None if it is not."""
+    import torch
+
+    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+        return None
+    if torch.Tag.nondeterministic_seeded in n.target.tags:
+        return None
+    made = {m: _numbers(m) for m in n.all_input_nodes}
+    if any(x is None for x in made.values()):
+        return None
+    args, kwargs = torch.fx.map_arg((n.args, n.kwargs), lambda m: made[m])
+    return n.target(*args, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})  # type: ignore[no-any-return]
+
+
+def _own_ids(x: Tensor, indices: Sequence[Tensor], last: int) -> tuple[Tensor, tuple[int, ...]]:
+    """The last dim's ids [rows…, n, 1…] for gather and scatter, and the shape of all indices."""
+    import torch
+
+    shape = torch.broadcast_shapes(*(i.shape for i in indices))
+    ids = indices[last].expand(shape).reshape(*shape[:last], -1)
+    ids = torch.where(ids < 0, ids + x.shape[last], ids)
+    behind = x.shape[last + 1 :]
+    ids = ids.reshape(*ids.shape, *[1] * len(behind)).expand(*ids.shape, *behind)
+    return ids, tuple(shape)
+
+
+def _own_rows_picked(last: int, x: Tensor, indices: Sequence[Tensor]) -> Tensor:
+    ids, shape = _own_ids(x, indices, last)
+    return x.gather(last, ids).reshape(*shape, *x.shape[last + 1 :])
+
+
+def _own_rows_put(
+    last: int, x: Tensor, indices: Sequence[Tensor], new: Tensor, accumulate: bool = False
+) -> Tensor:
+    ids, shape = _own_ids(x, indices, last)
+    new = new.expand(*shape, *x.shape[last + 1 :]).reshape(ids.shape)
+    return x.scatter_add(last, ids, new) if accumulate else x.scatter(last, ids, new)
 
 
 def _is_mask(m: FxNode | None) -> bool:

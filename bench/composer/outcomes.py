@@ -22,7 +22,8 @@ End = Literal[
     "no plan",
 ]
 FAULTS: tuple[End, ...] = ("wrong", "refused without a line", "exception", "aborted", "too long")
-"""Ends that must not be. "unstable": rounding alone moves the unsharded step as far. A refusal that names op and line is honest; where it is of a common pattern, it is a gap."""
+"""Ends that must not be. A refusal that names op and line is honest; where it is of a common pattern, it is a gap.
+"unstable": rounding alone moves the unsharded step as far."""
 
 
 def tolerance(epsilon: float) -> float:
@@ -66,8 +67,8 @@ class Outcome:
 def outcome_of(
     run: Callable[[], list[Difference] | None], unstable: Callable[[], bool] = lambda: False
 ) -> Outcome:
-    """run: returns what differs, or None if there is nothing to compare. unstable: whether the unsharded step differs as
-    much from itself if its operands are rounded otherwise; asked where something differs."""
+    """run: returns what differs, or None if there is nothing to compare. unstable: whether the unsharded step differs
+    as much from itself if its operands are rounded otherwise; asked where something differs."""
     from pase.errors import PaseError
 
     try:

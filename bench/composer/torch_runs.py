@@ -137,8 +137,8 @@ class TorchTrial:
             )
 
     def _unstable(self, optimizer: str) -> bool:
-        """Whether steps from parameters that are moved by a few roundings differ from the unsharded ones by ten thousand
-        times what is allowed: what is wrong by rounding alone cannot be told from what is wrong."""
+        """Whether steps from parameters that are moved by a few roundings differ from the unsharded ones by ten
+        thousand times what is allowed: what is off by rounding alone cannot be told from what is wrong."""
         if self.program.drops:
             return False
         whole, again = self.unsharded(optimizer), self._alone(optimizer, moved=64 * self.program.epsilon)
