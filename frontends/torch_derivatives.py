@@ -35,10 +35,20 @@ def derivatives_traced() -> Iterator[None]:
     import torch
 
     usual, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    inner, under_vmap = (
+        torch.autograd.function._SingleLevelFunction,
+        torch.autograd.function.custom_function_call,
+    )
 
     def apply(cls: TorchOperand, *args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
         if cls.__module__.partition(".")[0] == "torch":
             return usual.__func__(cls, *args, **kwargs)
+        return _Call(of=cls, place=_users_line(), args=args).traced()
+
+    def apply_held(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
+        """What the usual ``apply`` calls: programs hold it under names of their own (``rounded = Rounded.apply``)."""
+        if cls.__module__.partition(".")[0] == "torch":
+            return super(inner, cls).apply(*args)
         return _Call(of=cls, place=_users_line(), args=args).traced()
 
     def register_hook(self: Tensor, hook: object) -> object:
@@ -48,11 +58,15 @@ def derivatives_traced() -> Iterator[None]:
         )
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    inner.apply = classmethod(apply_held)  # type: ignore[assignment, method-assign]
+    torch.autograd.function.custom_function_call = apply
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+        del inner.apply  # it is its parent's again
+        torch.autograd.function.custom_function_call = under_vmap
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
 

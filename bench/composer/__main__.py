@@ -10,9 +10,9 @@ python -m bench.composer --program "8,4,8 glu.3! | mean_square.1 @ default/auto/
 
 A seed draws one to four layers, transforms of their weights, a loss, and one or two ways to plan, lower and run the
 step. It is compared with the unsharded step in float64 over three steps: each loss, parameter and buffer. Each program
-runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json, or
-composer_torch.json: how many ended how, by pattern and by way of running, and each program that did not agree. A row's program is a line
-that --program takes.
+runs in a child process, so that one that aborts is a row. Writes bench/results/composer_jax.json, or with --framework
+torch composer_torch.json: how many ended how, by pattern and by way of running, and each program that did not agree. A
+row's program is a line that --program takes.
 """
 
 from __future__ import annotations
