@@ -144,7 +144,7 @@ class TorchMaker:
             self.shared[name] = nn.Parameter(torch.tensor(made))
         return self.shared[name]
 
-    def _transform(self, shape: Sequence[int], scale: float, word: str) -> TransformedWeight:
+    def transformed(self, shape: Sequence[int], scale: float, word: str) -> TransformedWeight:
         self.words.append(f"weight:{word}")
         made = TransformedWeight(lambda own: own.w, scale)
         made.get = TORCH_TRANSFORMS[word].make(self, made, shape)
@@ -159,7 +159,7 @@ class TorchMaker:
             made.w = self.param(*shape, scale=scale)
             return made
         fitting = [n for n, t in TORCH_TRANSFORMS.items() if t.fits(shape)]
-        return self._transform(shape, scale, str(self.transforms.choice(fitting)))
+        return self.transformed(shape, scale, str(self.transforms.choice(fitting)))
 
     def vector(self, n: int, shift: float = 0.0) -> nn.Module:
         """forward() -> a bias or a gain."""

@@ -14,6 +14,7 @@ from bench.composer import (  # noqa: F401 they register patterns
     torch_blocks,
     torch_losses,
     torch_state,
+    torch_structures,
     torch_values,
     torch_weights,
 )

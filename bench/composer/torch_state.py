@@ -61,6 +61,31 @@ def without_gradient(m: TorchMaker) -> TorchApply:
     def decorated(own: Any, x: Tensor) -> Tensor:
         return own.a(x).softmax(-1)
 
+    def regions(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
+        match how:
+            case "view":
+                v = own.a(x).transpose(1, 2)
+                with torch.no_grad():
+                    t = v.sin()
+                return x + (v * t).transpose(1, 2)
+            case "inside":
+                with torch.no_grad():
+                    t = own.a(x).softmax(-1)
+                    with torch.enable_grad():
+                        y = own.b(x)
+                return x + t * y
+            case "inference":
+                with torch.inference_mode():
+                    t = own.a(x)
+                return x + own.a(x) * t.clone()
+            case "twice":
+                with torch.set_grad_enabled(False):
+                    size = own.a(x).norm(dim=-1, keepdim=True)
+                env.terms.append(0.1 * (own.a(x) / (1 + size)).square().mean())
+                return x + own.b(x) / (1 + size)
+        y = own.a(x)
+        return x + 0.5 * y + 0.5 * y.square().detach()
+
     def run(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
         match how:
             case "before":
@@ -85,28 +110,7 @@ def without_gradient(m: TorchMaker) -> TorchApply:
                 return x + own.a(x) * t
             case "decorated":
                 return x + own.b(x) * decorated(own, x)
-            case "view":
-                v = own.a(x).transpose(1, 2)
-                with torch.no_grad():
-                    t = v.sin()
-                return x + (v * t).transpose(1, 2)
-            case "inside":
-                with torch.no_grad():
-                    t = own.a(x).softmax(-1)
-                    with torch.enable_grad():
-                        y = own.b(x)
-                return x + t * y
-            case "inference":
-                with torch.inference_mode():
-                    t = own.a(x)
-                return x + own.a(x) * t.clone()
-            case "twice":
-                with torch.set_grad_enabled(False):
-                    size = own.a(x).norm(dim=-1, keepdim=True)
-                env.terms.append(0.1 * (own.a(x) / (1 + size)).square().mean())
-                return x + own.b(x) / (1 + size)
-        y = own.a(x)
-        return x + 0.5 * y + 0.5 * y.square().detach()
+        return regions(own, x, env)
 
     return run
 
