@@ -58,14 +58,14 @@ def derivatives_traced() -> Iterator[None]:
         )
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
-    inner.apply = classmethod(apply_held)  # type: ignore[assignment, method-assign]
-    torch.autograd.function.custom_function_call = apply
+    inner.apply = classmethod(apply_held)  # type: ignore[attr-defined]
+    torch.autograd.function.custom_function_call = apply  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
         torch.autograd.Function.apply = usual  # type: ignore[method-assign]
-        del inner.apply  # it is its parent's again
+        del inner.apply  # type: ignore[attr-defined]  # it is its parent's again
         torch.autograd.function.custom_function_call = under_vmap
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 

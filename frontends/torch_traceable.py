@@ -109,7 +109,7 @@ def _checkpoints_marked() -> Iterator[None]:
                 return function(*args)
 
     held = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
-    checkpoint._checkpoint_without_reentrant_generator = around
+    checkpoint._checkpoint_without_reentrant_generator = around  # type: ignore[assignment]
     checkpoint.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
     try:
         yield

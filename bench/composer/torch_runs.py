@@ -177,14 +177,14 @@ def differences(
 
     change = {k: apart(wide(a), wide(before[k])) for k, a in whole.state.items() if a.size}
     moved = max(change.values(), default=0.0)
-    for path, mine in rank.state.items():
-        right = whole.state.get(path)
-        if right is None or right.shape != mine.shape:
+    for path, got in rank.state.items():
+        want = whole.state.get(path)
+        if want is None or want.shape != got.shape:
             found.append(Difference(what=f"another {path}", off=np.inf))
-        elif right.size:
-            size = float(np.abs(wide(right)[np.isfinite(right)]).max(initial=0.0))
+        elif want.size:
+            size = float(np.abs(wide(want)[np.isfinite(want)]).max(initial=0.0))
             allowed = bound * (change[path] + 1e-3 * moved) + 32 * epsilon * size
-            off = apart(wide(right), wide(mine))
+            off = apart(wide(want), wide(got))
             found.append(Difference(what=path, off=off / allowed if allowed else float(off > 0) * np.inf))
     return [d for d in found if not d.off <= 1]
 
