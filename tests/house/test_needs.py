@@ -24,18 +24,28 @@ def packages(extra: set[str]) -> set[str]:
     return {re.match(r"[\w-]+", line)[0] for e in extra for line in asked[e]}
 
 
-def test_no_module_needs_what_the_default_extras_lack():
-    """What the other extras bring is imported inside of functions. ``make test`` in a clean clone has none of it, and
-    shows by collecting every test that all modules import without it; this says so where PyTorch is installed too."""
+def test_no_test_needs_what_the_default_extras_lack_to_be_collected():
+    """What the other extras bring is imported inside of functions, by tests and by what of bench they load; of pase,
+    tests/house/test_layering.py says so. ``make test`` in a clean clone shows it by collecting every test without these
+    packages; this says it where PyTorch is installed too."""
     beyond = packages(extras("BESIDES")) - packages(extras("EXTRAS"))
     assert beyond >= {"torch", "onnxscript", "transformers"}
-    for folder in ("tests", "bench"):  # of pase, tests/house/test_layering.py
-        for f in sorted((ROOT / folder).rglob("*.py")):
-            name = ".".join(f.relative_to(ROOT).with_suffix("").parts)
-            loaded = {
-                m.partition(".")[0] for m, top, _ in imports(ast.parse(f.read_text()), name, False) if top
-            }
-            assert not loaded & beyond, f
+    files = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f
+        for folder in ("tests", "bench")
+        for f in sorted((ROOT / folder).rglob("*.py"))
+    }
+    left = [name for name in files if name.startswith("tests.")]
+    seen = set(left)
+    while left:
+        name = left.pop()
+        tree, package = ast.parse(files[name].read_text()), files[name].stem == "__init__"
+        loaded = {m for m, top, _ in imports(tree, name, package, files) if top}
+        assert not beyond & {m.partition(".")[0] for m in loaded}, name
+        more = loaded & files.keys() - seen
+        seen |= more
+        left += more
+    assert "bench.cases.plans" in seen
 
 
 def test_what_not_every_machine_has_is_asked_for_by_a_mark():
