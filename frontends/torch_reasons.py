@@ -7,7 +7,6 @@ import copy
 import logging
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from torch.export._draft_export import FailureReport
     from torch.nn import Module
 
-__all__ = ["frames_noted", "lines_kept", "of_pytorch", "real_places", "why"]
+__all__ = ["lines_kept", "of_pytorch", "real_places", "why"]
 
 _ASKS = (
     "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over one), which does not exist "
@@ -81,8 +80,7 @@ def lines_kept(step_file: str) -> Iterator[None]:
 def why(name: str, e: Exception, places: Sequence[str]) -> str:
     """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
-    noted = [_FRAMES[x] for x in _chain(e) if x in _FRAMES]
-    frames = noted[0] if noted else list(traceback.extract_tb(e.__traceback__))
+    frames = list(traceback.extract_tb(e.__traceback__))
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):
         told = _PACKED
     if any(f.name == "ctc_loss" and of_pytorch(f.filename) for f in frames):
@@ -97,27 +95,6 @@ def why(name: str, e: Exception, places: Sequence[str]) -> str:
         listed = f"There are {len(places)} such places:\n{shown}\n"
     reason = f"{told}. " if told else ""
     return f"PyTorch cannot export {name}{where}: {reason}{listed}It says: {type(e).__name__}: {said}"
-
-
-_FRAMES: weakref.WeakKeyDictionary[BaseException, list[traceback.FrameSummary]] = weakref.WeakKeyDictionary()
-"""An exception of a step -> where it was raised."""
-
-
-@contextlib.contextmanager
-def frames_noted() -> Iterator[None]:
-    """Around the user's code: where an exception is raised in it. PyTorch's export drops that for some."""
-    try:
-        yield
-    except Exception as e:
-        _FRAMES[e] = list(traceback.extract_tb(e.__traceback__))
-        raise
-
-
-def _chain(e: BaseException | None) -> Iterator[BaseException]:
-    """What an exception came from, the first one first."""
-    if e is not None:
-        yield from _chain(e.__cause__ or e.__context__)
-        yield e
 
 
 def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module], Module]) -> list[str]:

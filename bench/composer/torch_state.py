@@ -38,6 +38,32 @@ class LinearOwnBackward(torch.autograd.Function):
         return g @ w.T, x.flatten(0, -2).T @ g.flatten(0, -2)
 
 
+def _in_regions(how: str, own: Any, x: Tensor, env: TorchEnv) -> Tensor:
+    match how:
+        case "view":
+            v = own.a(x).transpose(1, 2)
+            with torch.no_grad():
+                t = v.sin()
+            return x + (v * t).transpose(1, 2)
+        case "inside":
+            with torch.no_grad():
+                t = own.a(x).softmax(-1)
+                with torch.enable_grad():
+                    y = own.b(x)
+            return x + t * y
+        case "inference":
+            with torch.inference_mode():
+                t = own.a(x)
+            return x + own.a(x) * t.clone()
+        case "twice":
+            with torch.set_grad_enabled(False):
+                size = own.a(x).norm(dim=-1, keepdim=True)
+            env.terms.append(0.1 * (own.a(x) / (1 + size)).square().mean())
+            return x + own.b(x) / (1 + size)
+    y = own.a(x)
+    return x + 0.5 * y + 0.5 * y.square().detach()
+
+
 @torch_layer(2)
 def without_gradient(m: TorchMaker) -> TorchApply:
     """Values under no_grad and the like, which other readers have with a gradient, before or after."""
@@ -60,31 +86,6 @@ def without_gradient(m: TorchMaker) -> TorchApply:
     @torch.no_grad()
     def decorated(own: Any, x: Tensor) -> Tensor:
         return own.a(x).softmax(-1)
-
-    def regions(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
-        match how:
-            case "view":
-                v = own.a(x).transpose(1, 2)
-                with torch.no_grad():
-                    t = v.sin()
-                return x + (v * t).transpose(1, 2)
-            case "inside":
-                with torch.no_grad():
-                    t = own.a(x).softmax(-1)
-                    with torch.enable_grad():
-                        y = own.b(x)
-                return x + t * y
-            case "inference":
-                with torch.inference_mode():
-                    t = own.a(x)
-                return x + own.a(x) * t.clone()
-            case "twice":
-                with torch.set_grad_enabled(False):
-                    size = own.a(x).norm(dim=-1, keepdim=True)
-                env.terms.append(0.1 * (own.a(x) / (1 + size)).square().mean())
-                return x + own.b(x) / (1 + size)
-        y = own.a(x)
-        return x + 0.5 * y + 0.5 * y.square().detach()
 
     def run(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
         match how:
@@ -110,7 +111,7 @@ def without_gradient(m: TorchMaker) -> TorchApply:
                 return x + own.a(x) * t
             case "decorated":
                 return x + own.b(x) * decorated(own, x)
-        return regions(own, x, env)
+        return _in_regions(how, own, x, env)
 
     return run
 
