@@ -64,6 +64,10 @@ def operations() -> dict[str, Callable[[Any], Any]]:
 
     order = jnp.array([3, 1, 0, 2, 5, 4, 7, 6])
     eigenvalues = linalg.eigvalsh
+
+    def norm(x: Any) -> Any:
+        return linalg.norm(x, axis=(1, 2), keepdims=True)
+
     return {
         "sort": lambda x: lax.sort(x, dimension=1),
         "sort several": several,
@@ -84,7 +88,9 @@ def operations() -> dict[str, Callable[[Any], Any]]:
         "inv": lambda x: linalg.inv(spd(x)),
         "det": lambda x: linalg.slogdet(spd(x))[1],
         "expm": lambda x: jax.vmap(jax.scipy.linalg.expm)(x / 8),
-        "schur": lambda x: jnp.abs(jax.vmap(lambda a: lax.linalg.schur(lax.stop_gradient(a))[0])(x)) + x,
+        "schur": lambda x: (
+            x * norm(jax.vmap(lambda a: lax.linalg.schur(lax.stop_gradient(a))[0])(x))
+        ),  # not unique
         "hessenberg": lambda x: lax.linalg.hessenberg(lax.stop_gradient(x))[0] + x,
         "tridiagonal": lambda x: lax.linalg.tridiagonal_solve(
             x[..., 0] * 0.1, x[..., 1] * 0 + 4, x[..., 2] * 0.1, x
@@ -96,8 +102,17 @@ def operations() -> dict[str, Callable[[Any], Any]]:
         "conv widened": lambda x: conv(x, lhs_dilation=(2,)),
         "reduce_window": lambda x: lax.reduce_window(x, 0.0, lax.add, **window),
         "max pooling": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, **window),
-        "window dilated": lambda x: lax.reduce_window(
-            lax.stop_gradient(x), -jnp.inf, lax.max, (1, 2, 2), (1, 1, 1), "SAME", window_dilation=(1, 2, 2)
+        "window dilated": lambda x: (
+            x
+            + lax.reduce_window(
+                lax.stop_gradient(x),
+                -jnp.inf,
+                lax.max,
+                (1, 2, 2),
+                (1, 1, 1),
+                "SAME",
+                window_dilation=(1, 2, 2),
+            )
         ),
         "reduce_precision": lambda x: lax.reduce_precision(x, 5, 10),
         "gather": lambda x: x[:, order],
