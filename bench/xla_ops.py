@@ -40,33 +40,15 @@ def _positive(x: Any) -> Any:
 
 def operations() -> dict[str, Callable[[Any], Any]]:
     """Ops of which XLA has code of its own, custom calls or sharding rules, on [batch, n, n]."""
-    import jax
+    return _sorts() | _linear_algebra() | _windows() | _indexed() | _others()
+
+
+def _sorts() -> dict[str, Callable[[Any], Any]]:
     import jax.numpy as jnp
     from jax import lax
 
-    linalg, spd = jnp.linalg, _positive
-    window = {"window_dimensions": (1, 2, 2), "window_strides": (1, 2, 2), "padding": "SAME"}
-
-    def conv(x: Any, **how: Any) -> Any:
-        kernel = jnp.ones((3, 8 // how.get("feature_group_count", 1), 8))
-        if "batch_group_count" in how:
-            kernel = jnp.ones((3, 8, 8))
-        return lax.conv_general_dilated(
-            x, kernel, (1,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"), **how
-        )
-
-    def random_bits(x: Any) -> Any:
-        _, bits = lax.rng_bit_generator(jnp.arange(4, dtype=jnp.uint32), x.shape, jnp.uint32)
-        return x * (bits % 7)
-
     def several(x: Any) -> Any:
         return lax.sort((x, x * 2, jnp.sin(x)), dimension=1, num_keys=2)[2]
-
-    order = jnp.array([3, 1, 0, 2, 5, 4, 7, 6])
-    eigenvalues = linalg.eigvalsh
-
-    def norm(x: Any) -> Any:
-        return linalg.norm(x, axis=(1, 2), keepdims=True)
 
     return {
         "sort": lambda x: lax.sort(x, dimension=1),
@@ -76,6 +58,21 @@ def operations() -> dict[str, Callable[[Any], Any]]:
         "approx_top_k": lambda x: lax.approx_max_k(x, 3)[0],
         "approx_top_k rows": lambda x: lax.approx_max_k(x, 3, reduction_dimension=1)[0],
         "argmax": lambda x: x * jnp.argmax(x, 1, keepdims=True),
+    }
+
+
+def _linear_algebra() -> dict[str, Callable[[Any], Any]]:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    linalg, spd = jnp.linalg, _positive
+    eigenvalues = linalg.eigvalsh
+
+    def norm(x: Any) -> Any:
+        return linalg.norm(x, axis=(1, 2), keepdims=True)
+
+    return {
         "cholesky": lambda x: linalg.cholesky(spd(x)),
         "qr": lambda x: linalg.qr(x + 3 * jnp.eye(8))[1],
         "svd": lambda x: linalg.svd(x, compute_uv=False),
@@ -95,6 +92,22 @@ def operations() -> dict[str, Callable[[Any], Any]]:
         "tridiagonal": lambda x: lax.linalg.tridiagonal_solve(
             x[..., 0] * 0.1, x[..., 1] * 0 + 4, x[..., 2] * 0.1, x
         ),
+    }
+
+
+def _windows() -> dict[str, Callable[[Any], Any]]:
+    import jax.numpy as jnp
+    from jax import lax
+
+    window = {"window_dimensions": (1, 2, 2), "window_strides": (1, 2, 2), "padding": "SAME"}
+
+    def conv(x: Any, **how: Any) -> Any:
+        kernel = jnp.ones((3, 8 // how.get("feature_group_count", 1), 8))
+        return lax.conv_general_dilated(
+            x, kernel, (1,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"), **how
+        )
+
+    return {
         "conv": conv,
         "conv groups": lambda x: conv(x, feature_group_count=4),
         "conv batch groups": lambda x: conv(x, batch_group_count=4),
@@ -114,6 +127,16 @@ def operations() -> dict[str, Callable[[Any], Any]]:
                 window_dilation=(1, 2, 2),
             )
         ),
+    }
+
+
+def _indexed() -> dict[str, Callable[[Any], Any]]:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    order = jnp.array([3, 1, 0, 2, 5, 4, 7, 6])
+    return {
         "reduce_precision": lambda x: lax.reduce_precision(x, 5, 10),
         "gather": lambda x: x[:, order],
         "gather windows": lambda x: jax.vmap(lambda i: lax.dynamic_slice_in_dim(x, i, 3, 1))(order[:4]),
@@ -122,6 +145,19 @@ def operations() -> dict[str, Callable[[Any], Any]]:
         "scatter add": lambda x: jnp.zeros((8, 4, 8)).at[:, order % 4].add(x),
         "scatter max": lambda x: jnp.zeros((8, 4, 8)).at[:, order % 4].max(x),
         "scatter windows": lambda x: jnp.zeros((8, 12, 8)).at[:, 2:10].multiply(x + 1),
+    }
+
+
+def _others() -> dict[str, Callable[[Any], Any]]:
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    def random_bits(x: Any) -> Any:
+        _, bits = lax.rng_bit_generator(jnp.arange(4, dtype=jnp.uint32), x.shape, jnp.uint32)
+        return x * (bits % 7)
+
+    return {
         "cumsum": lambda x: lax.cumsum(x, 1),
         "cumprod": lambda x: lax.cumprod(x, 2, reverse=True),
         "cummax": lambda x: lax.cummax(x, 1),
