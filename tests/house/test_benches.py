@@ -67,6 +67,7 @@ RECORDED = {
 }
 """The same, of benches on recorded data."""
 WITH_TORCH = {
+    "check_rates_torch": "--seeds 4 --faults 1",
     "torch_coverage": "--only GPT2LM",
     "torch_speed": '--only "one mesh"',
     "torch_truth": "--only ConvNeXt",
