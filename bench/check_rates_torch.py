@@ -26,10 +26,42 @@ from bench.provenance import BEGAN, RESULTS, save
 OUT = RESULTS / "check_rates_torch.json"
 
 
+def _rolled(g: Any) -> Any:
+    return g.flatten().roll(max(g.numel() // 2, 1)).reshape(g.shape) if g.numel() > 1 else -g
+
+
+def _twice(right: Any, run: Any, *batch: Any) -> Any:
+    """The loss is right; the gradients are those of a batch half of which counts twice."""
+    import torch
+    from torch.utils._pytree import tree_map_only
+
+    loss = right(*batch)
+    for p in run.module.parameters():
+        p.grad = None
+    right(
+        *tree_map_only(
+            torch.Tensor,
+            lambda x: x[::2].repeat_interleave(2, 0) if x.ndim and not x.shape[0] % 2 else x,
+            batch,
+        )
+    )
+    return loss
+
+
+def _unwritten(right: Any, run: Any, *batch: Any) -> Any:
+    import torch
+
+    held = [(b, b.clone()) for b in run.module.buffers()]
+    loss = right(*batch)
+    with torch.no_grad():
+        for b, was in held:
+            b.copy_(was)
+    return loss
+
+
 def faults(names: tuple[str, ...], written: bool, rng: np.random.Generator) -> Iterator[tuple[str, str, Any]]:
     """(kind, where, backward(right, run, *batch) -> the loss) without end."""
     import torch
-    from torch.utils._pytree import tree_map_only
 
     def changed(change: Callable[[Any], Any], rank: int | None) -> Callable[..., Any]:
         name = str(rng.choice(names))
@@ -47,23 +79,6 @@ def faults(names: tuple[str, ...], written: bool, rng: np.random.Generator) -> I
         backward.__name__ = name
         return backward
 
-    def rolled(g: Any) -> Any:
-        return g.flatten().roll(max(g.numel() // 2, 1)).reshape(g.shape) if g.numel() > 1 else -g
-
-    def twice(right: Any, run: Any, *batch: Any) -> Any:
-        """The loss is right; the gradients are those of a batch half of which counts twice."""
-        loss = right(*batch)
-        for p in run.module.parameters():
-            p.grad = None
-        right(
-            *tree_map_only(
-                torch.Tensor,
-                lambda x: x[::2].repeat_interleave(2, 0) if x.ndim and not x.shape[0] % 2 else x,
-                batch,
-            )
-        )
-        return loss
-
     def stale() -> Callable[..., Any]:
         kept: dict[Any, Any] = {}
 
@@ -75,27 +90,19 @@ def faults(names: tuple[str, ...], written: bool, rng: np.random.Generator) -> I
 
         return backward
 
-    def unwritten(right: Any, run: Any, *batch: Any) -> Any:
-        held = [(b, b.clone()) for b in run.module.buffers()]
-        loss = right(*batch)
-        with torch.no_grad():
-            for b, was in held:
-                b.copy_(was)
-        return loss
-
     kinds: list[tuple[str, Callable[[], Callable[..., Any]]]] = [
         ("summed twice", lambda: changed(lambda g: 2 * g, None)),
         ("a mean instead of a sum", lambda: changed(lambda g: g / 2, None)),
         ("no gradient", lambda: changed(lambda g: 0 * g, None)),
-        ("permuted", lambda: changed(rolled, None)),
+        ("permuted", lambda: changed(_rolled, None)),
         ("one rank's part or copy is not summed", lambda: changed(lambda g: g / 2, 2)),
         ("one rank's part or copy is missing", lambda: changed(lambda g: 0 * g, 3)),
-        ("one rank has another's part", lambda: changed(rolled, 1)),
-        ("a micro-batch counts twice, another not", lambda: twice),
+        ("one rank has another's part", lambda: changed(_rolled, 1)),
+        ("a micro-batch counts twice, another not", lambda: _twice),
         ("gradients of an earlier step", stale),
     ]
     if written:
-        kinds.append(("state not advanced", lambda: unwritten))
+        kinds.append(("state not advanced", lambda: _unwritten))
     while True:
         for k in rng.permutation(len(kinds)):
             kind, make = kinds[k]
