@@ -25,6 +25,7 @@ from pase.backends.mtf_rules import check_layout, check_tensor
 from pase.errors import PaseError
 from pase.ir import from_text
 from pase.machine import Mesh
+from tests.command import reported
 
 ROOT = Path(__file__).parents[2]
 HAVE = all(importlib.util.find_spec(m) for m in ("tensorflow", "mesh_tensorflow"))
@@ -284,16 +285,12 @@ def test_a_written_program_runs(tmp_path):
     with pytest.raises(PaseError, match="give the model that the plan for 'zoo:mlp"):
         registry.emit(pase.load(layout), "mesh-tf", program)
 
-    def run(*command):
-        done = subprocess.run(
-            [sys.executable, *command], env=ENV, cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        return done
-
-    said = run("-m", "pase.cli", "emit", str(layout), "--to", "mesh-tf", "-o", str(program), "--json").stdout
-    assert "mesh_shape" in json.loads(said)["written"] and 'MESH_SHAPE = "' in program.read_text()
-    done = run(str(program))
+    said = reported("emit", layout, "--to", "mesh-tf", "-o", program)
+    assert "mesh_shape" in said["written"] and 'MESH_SHAPE = "' in program.read_text()
+    done = subprocess.run(
+        [sys.executable, str(program)], env=ENV, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
     assert re.findall(r"step (\d): loss \d", done.stdout) == ["1", "2", "3"]
 
 

@@ -202,7 +202,7 @@ def test_subgraphs_are_bounded() -> None:
 
     nodes = from_onnx.trace(model(3)).graph.nodes
     assert max(len(op.scope) for n in nodes for op in n.ops) == 4
-    refuses(model(14), "expand to far more nodes than the file has|nested more than")
+    refuses(model(12), "expand to far more nodes than the file has|nested more than")
 
 
 def test_weights_are_not_read(tmp_path: Path) -> None:
