@@ -18,6 +18,10 @@ _STACKS = (
     "JAX saves for backward what products read, gathered, and XLA keeps that whole for all turns, where pase counts "
     "the parts (seen in equinox.gru: f32[12,16,32] beside f32[12,2,32])"
 )
+_CONSTANT_KEY = (
+    "the key is a constant of the program, so that each device makes the random bits of a dropout whole and takes its "
+    "part: in linen.dropout_mlp four arrays of u32[32,64], where pase counts the part"
+)
 _AGAIN = "functions of a point in a row: XLA computes them again in backward, where pase counts them as kept"
 REASONS: Mapping[Figure, Mapping[str, str]] = {
     "flops": dict.fromkeys(
@@ -31,8 +35,15 @@ REASONS: Mapping[Figure, Mapping[str, str]] = {
             ("*gru", "*lstm", "*lstm_unrolled", "*stacked_cells", "plain.switch_in_scan"), _STACKS
         ),
         "science.diffrax_adaptive": _STACKS,
-        "linen.dropout_mlp": "the key is a constant of the program, so that each device makes the random bits of a "
-        "dropout whole and takes its part: four arrays of u32[32,64], where pase counts the part",
+        **dict.fromkeys(
+            (
+                "linen.dropout_mlp",
+                "keras_layers.alpha_dropout",
+                "keras_layers.dropout",
+                "keras_layers.gaussian_noise",
+            ),
+            _CONSTANT_KEY,
+        ),
         "learning.soft_sort": "a solver of lineax, one op that is not split: pase counts its 36 operands as "
         "held at once and whole; XLA inlines it, and most are parts on each device",
         **dict.fromkeys(
