@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from pase.frontends.jax_rules import _count, _dtype, _opaque, _operand, _shape, _size, lowers
 from pase.frontends.jax_types import Eqn
-from pase.ir import Tensor
+from pase.ir import Tensor, functions
 from pase.ir.sizes import product
 from pase.ops import GraphBuilder, nests
 
@@ -41,9 +41,8 @@ def _fft(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Te
     flops = 5.0 * math.log2(points) if isinstance(points, int) else 50.0
     x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
     rank = len(x.shape) - len(lengths)
-    return nests.batched(
-        b, "fft", [x], [(shape, _dtype(eqn.outvars[0]))], rank, flops=flops * _count(shape[rank:])
-    )
+    out = [(shape, _dtype(eqn.outvars[0]))]
+    return nests.batched(b, "fft", [x], out, rank, flops=flops * _count(shape[rank:]), function=functions.FFT)
 
 
 # FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).

@@ -353,7 +353,8 @@ def _fft(c: TfCall) -> Sequence[TfValue]:
     points = elements(tail)
     dtype = c.type("Treal") if op.startswith("IRFFT") else c.type("Tcomplex")
     flops = 5.0 * math.log2(max(points, 2)) * points
-    return nests.batched(c.b, op, [x], [(c.make([*lead, *tail]), dtype)], len(lead), flops=flops)
+    made = [(c.make([*lead, *tail]), dtype)]
+    return nests.batched(c.b, op, [x], made, len(lead), flops=flops, function=functions.FFT)
 
 
 @lowers("InTopKV2", "InTopK")

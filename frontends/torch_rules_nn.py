@@ -67,7 +67,10 @@ def _fft(c: TorchCall) -> Value:
     dims = c.dims("dim", len(x.shape))
     lead = min(dims, default=len(x.shape))
     flops = 5.0 * math.log2(math.prod(x.shape[d] for d in dims)) * math.prod(x.shape[lead:])
-    return c.value(nests.batched(c.b, "fft", [c.tensor(x)], [(shape, dtype)], lead, flops=flops)[0])
+    made = nests.batched(
+        c.b, "fft", [c.tensor(x)], [(shape, dtype)], lead, flops=flops, function=functions.FFT
+    )
+    return c.value(made[0])
 
 
 @lowers("_grouped_mm", "transformers::grouped_mm_fallback")

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pase.registry import Registry
 
-__all__ = ["BY_KIND", "FUNCTIONS", "Function", "Needs"]
+__all__ = ["BY_KIND", "FUNCTIONS", "Function", "Listed", "Needs"]
 
-Needs = Literal["nothing", "operands", "factors", "choice", "result", "both"]
+Needs = Literal["nothing", "operands", "factors", "choice", "chosen", "result", "both"]
 """What the derivative of a function reads of what forward made:
 
 nothing: it is linear, so the gradient is the result's, moved, summed, cast or times a number;
@@ -21,8 +21,11 @@ operands: all of them;
 factors: each operand's gradient is the result's times the others: a single one is multiplied by a number, and none is
     needed;
 choice: the operands that are no floating-point numbers, which say where the gradient goes: a condition, an index;
+chosen: the results that are no floating-point numbers: the places that it found;
 result: the result itself;
 both: operands and result."""
+
+Listed = Literal["own", "needs", "both"]
 
 _REPEATED_BELOW = 4.0
 """FLOPs a point from which a compiler keeps a value rather than compute it a second time: division, roots and
@@ -41,6 +44,9 @@ class Function:
     hands_on: each operand's gradient is the result's as it is, or its negative, so that an eager framework launches
         nothing for it.
     boolean: the result is true or false.
+    listed: what JAX lists as the residuals of an op that is elementwise and not linear; only inside of a loop does a
+        compiler keep just that: "own", an array of the result's size for each operand that has a gradient, by which
+        backward multiplies; "needs", what ``needs`` says; "both".
     """
 
     name: str
@@ -50,6 +56,7 @@ class Function:
     expensive: bool = False
     hands_on: bool = False
     boolean: bool = False
+    listed: Listed = "own"
 
     @property
     def linear(self) -> bool:
@@ -69,6 +76,7 @@ def _add(
     expensive: bool | None = None,
     hands_on: bool = False,
     boolean: bool = False,
+    listed: Listed = "own",
 ) -> Function:
     """Register functions that are alike, one for each word; the last one is returned."""
     if expensive is None:
@@ -82,6 +90,7 @@ def _add(
             expensive=expensive,
             hands_on=hands_on,
             boolean=boolean,
+            listed=listed,
         )
         FUNCTIONS.add(name, f)
     return f
@@ -122,15 +131,16 @@ RSQRT = _add("rsqrt", 4.0, "result")
 SQRT = _add("sqrt", 4.0, "result")
 _add("cbrt", 4.0, "result")
 # Transcendental functions.
-EXP = _add("exp", 10.0, "result")
-LOG = _add("log", 10.0)
+EXP = _add("exp", 10.0, "result", listed="needs")
+LOG = _add("log", 10.0, listed="needs")
 SIGMOID = _add("sigmoid", 10.0, "result")
-TANH = _add("tanh", 10.0, "result")
+TANH = _add("tanh", 10.0, "result", listed="both")
 ERF = _add("erf", 10.0)
 POW = _add("pow", 10.0)
 LOG1P = _add("log1p", 10.0)
 _add("log2", 10.0)
-_add("exp2 expm1 erf_inv", 10.0, "result")
+_add("exp2", 10.0, "result", listed="needs")
+_add("expm1 erf_inv", 10.0, "result")
 _add("sin cos tan sinh cosh asin acos atan asinh acosh atanh erfc atan2", 10.0)
 # Special functions, as series.
 _add("lgamma digamma polygamma zeta igamma igammac igamma_grad random_gamma_grad incomplete_beta", 40.0)
@@ -152,7 +162,7 @@ CUMSUM = _add("cumsum", needs="nothing")
 _add("cumprod cummax cummin cumlogsumexp")
 SORT = _add("sort", 20.0)
 ARGSORT = _add("argsort", 20.0, needs="nothing", differentiable=False)
-TOP_K = _add("top_k", 10.0)
+TOP_K = _add("top_k", 10.0, needs="chosen")
 # Made on the spot.
 IOTA = _add("iota", needs="nothing", differentiable=False)
 RANDOM = _add("random", needs="nothing", differentiable=False, expensive=True)
@@ -172,6 +182,7 @@ CAUSAL_ATTENTION = _add("causal_attention", 2.0, "both")
 MOVE = _add("move", 0.0, "nothing")
 UNSTACK = _add("unstack", 0.0, "nothing")
 OPAQUE = _add("opaque", 0.0)
+FFT = _add("fft", 0.0, "nothing")
 CARRY = _add("carry", 0.0, "nothing")
 _WHOLE = ("parameter", "input", "constant", "cotangent", "gradient", "output")
 _LEAF = {name: _add(name, 0.0, "nothing") for name in _WHOLE}

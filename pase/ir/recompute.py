@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from pase.ir.functions import DIV
 from pase.ir.places import Scope
 from pase.ir.types import Graph, Op, Tensor, is_floating
 
@@ -24,15 +25,17 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     if not op.differentiable:
         return ()
     data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
+    if op.kind in ("matmul", "conv") or op.function.needs == "factors":
+        return _factors(op, tensors)
     match op.function.needs:
         case "nothing":
             return ()
         case "operands":
             return data
-        case "factors":
-            return data if len(data) > 1 else ()
         case "choice":
             return tuple(t for t in data if not is_floating(tensors[t].dtype))
+        case "chosen":
+            return tuple(a.tensor for a in op.writes if not is_floating(tensors[a.tensor].dtype))
         case "result":
             return tuple(a.tensor for a in op.writes)
         case "both":
@@ -51,6 +54,25 @@ def linear(op: Op, constants: Collection[str] = ()) -> bool:
             return not op.differentiable
 
 
+def _factors(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The operands by which the gradient of another one is multiplied: those of which another one has a gradient. A
+    quotient's denominator divides both gradients."""
+    found = []
+    for i, a in enumerate(op.reads):
+        of = [b for j, b in enumerate(op.reads) if j != i or (op.function is DIV and i == 1)]
+        if tensors[a.tensor].role != "constant" and any(tensors[b.tensor].needs_grad for b in of):
+            found.append(a.tensor)
+    return tuple(found)
+
+
+def _read_again(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """``needs``, in a region that runs again: there a product reads all of its operands, also those whose other factor
+    has no gradient. PyTorch runs a region's ops again whole, and brings them."""
+    data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
+    product = op.kind in ("matmul", "conv") or (op.function.needs == "factors" and len(data) > 1)
+    return data if product and op.differentiable else needs(op, tensors)
+
+
 def mark_recomputed(graph: Graph) -> Graph:
     """The same graph, with ``Op.remat`` only on ops that backward runs again, and ``Access.again`` on their reads and
     on the reads of derivatives of the region's other ops."""
@@ -64,7 +86,7 @@ def mark_recomputed(graph: Graph) -> Graph:
     for op in ops:
         here = op.region
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
-            needed[here].update(needs(op, graph.tensors))
+            needed[here].update(_read_again(op, graph.tensors))
     again: set[int] = set()
     for op in reversed(ops):
         here = op.region
@@ -76,7 +98,7 @@ def mark_recomputed(graph: Graph) -> Graph:
         if op.region not in regions or op.backward:
             return op
         own = (
-            {*needs(op, graph.tensors)}
+            {*_read_again(op, graph.tensors)}
             if any(graph.tensors[a.tensor].needs_grad for a in op.writes)
             else set()
         )

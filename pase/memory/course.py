@@ -99,13 +99,14 @@ def _moments(graph: Graph) -> _Moments:
 
 
 def course(
-    graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] = ()
+    graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] | None = None
 ) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[HeldBytes]]:
     """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
-    tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end.
+    tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end;
+    None: not known, so what is held either way.
     """
-    when, wanted, turns = _moments(graph), kept(graph), turns_of(graph)
+    when, wanted, turns = _moments(graph), kept(graph, True), turns_of(graph)
     stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)
@@ -136,7 +137,7 @@ def course(
                     if _made_again(graph, op, wanted, made):
                         continue
                     k = wanted[a.tensor]
-                    at = when.always if n.name in late else when.until(n.name)
+                    at = when.always if n.name in (late or ()) else when.until(n.name)
                     at = at if k.region is None else when.only(k.region)
                     yield HeldBytes(kind="activations", nbytes=local(a) * k.times, at=at)
         if stays:
@@ -151,10 +152,10 @@ def course(
             own = t.needs_grad and op.differentiable
             gradient = own * local(a) / t.itemsize * _ACCUMULATED
             if heavy:
-                flying = (not stays) * local(a) + (n.name not in late) * gradient
+                flying = (not stays) * local(a) + (n.name not in (late or ())) * gradient
                 yield HeldBytes(kind=None, nbytes=flying, at=when.only(op.region))
             if source.name in tied and own and not unsummed:
-                at = when.back if heavy and n.name not in late else when.end
+                at = when.back if heavy and late is not None and n.name not in late else when.end
                 yield HeldBytes(kind="gradients", nbytes=gradient, at=at)
 
     return parts
@@ -283,26 +284,33 @@ def profile(
     optimizer: str = "adam",
     tile: tuple[int, ...] = (),
 ) -> MemoryProfile:
-    """A lower bound on the same account, as a limit for the search. For each node it counts what the node holds during
-    the whole span of moments at which it holds something. What is in flight is left out. configs: per node its int8
+    """The same account as a limit for the search, but for what is in flight and what waits for the end: a lower bound.
+    A node has an interval for each span of moments during which it holds something. configs: per node its int8
     [K, axes]."""
     from pase.search import MemoryProfile
 
     parts = course(graph, tile)
-    nbytes, start, stop = [], [], []
-    for n, cfg in zip(graph.nodes, configs, strict=True):
-        held = [p for p in parts(n, cfg, mesh, optimizer) if p.kind is not None]
-        total = sum((p.at[:, None] * p.nbytes for p in held), np.zeros((1, len(cfg))))  # [moments, K]
-        live = np.flatnonzero(total.any(axis=1))
-        first, last = (int(live[0]), int(live[-1]) + 1) if len(live) else (0, 0)
-        nbytes.append(total[first:last].min(axis=0) if len(live) else np.zeros(len(cfg)))
-        start.append(first)
-        stop.append(last)
+    nbytes, start, stop, node = [], [], [], []
+    for v, (n, cfg) in enumerate(zip(graph.nodes, configs, strict=True)):
+        spans: dict[tuple[int, int], np.ndarray] = {}
+        for p in parts(n, cfg, mesh, optimizer):
+            live = np.flatnonzero(p.at)
+            if p.kind is None or not len(live):
+                continue
+            span = (int(live[0]), int(live[-1]) + 1)
+            assert p.at[slice(*span)].all()  # what a node holds it holds without a break
+            spans[span] = spans.get(span, np.zeros(len(cfg))) + p.nbytes
+        for (first, last), held in (spans or {(0, 0): np.zeros(len(cfg))}).items():
+            nbytes.append(held)
+            start.append(first)
+            stop.append(last)
+            node.append(v)
     return MemoryProfile(
         bytes=tuple(nbytes),
         start=np.array(start, np.int64),
         stop=np.array(stop, np.int64),
         limit_bytes=limit_bytes,
+        node=np.array(node, np.int64),
     )
 
 

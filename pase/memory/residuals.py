@@ -4,23 +4,30 @@ The derivative of an op needs operands of products and of non-linear functions, 
 A compiler does not keep a value that it can make again within the reader's own fusion: cheap elementwise ops, casts
 and views of one large operand are followed back to that operand, and that is kept. Sums of two activations are
 kept as they are. A derivative rule that the user wrote needs what its backward reads of forward, as it is.
+
+No fusion reaches from a loop's forward into its backward, nor through a branch: what their bodies keep is stacked, as
+the framework's derivative lists it (``Function.listed``), unless the body is rematerialised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from pase.ir import Graph, Node, Op, Scope
 from pase.ir.blocks import turns_of
-from pase.ir.functions import UNSTACK
+from pase.ir.functions import RANDOM, UNSTACK
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size, product
 from pase.ir.types import LEAF
 from pase.once import once
 from pase.tables.layouts import number
 
-__all__ = ["Kept", "kept", "residual_bytes", "written_bytes"]
+__all__ = ["Kept", "kept", "kept_bytes", "residual_bytes", "written_bytes"]
+
+
+_HEAVY = ("matmul", "conv", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +44,32 @@ class Kept:
     times: int
 
 
+_Which = Literal["value", "last", "own"]
+"""A tensor's value, or that of each turn; the value that a carry has after its loop; an array of the tensor's size that
+the framework's derivative makes."""
+
+
+def kept(graph: Graph, fuses_products: bool = False, loops_stack: bool = True) -> dict[str, Kept]:
+    """tensor -> Kept, of all that backward needs. fuses_products: the compiler runs light ops inside of products, and
+    expensive functions again (``Machine.fuses_products``). loops_stack: False: a loop stands for layers that are
+    written out, so that fusions reach from forward into backward."""
+    return _together(graph, fuses_products, loops_stack)
+
+
 @once
-def kept(graph: Graph) -> dict[str, Kept]:
-    """tensor -> Kept, of all that backward needs."""
-    found: dict[str, Kept] = {}
-    for k in _kept(graph):
-        before = found.get(k.tensor)
-        if before is None or _lasting(k) > _lasting(before):
-            found[k.tensor] = k
-    return found
+def _together(graph: Graph, fuses_products: bool, loops_stack: bool) -> dict[str, Kept]:
+    found: dict[tuple[str, _Which], Kept] = {}
+    for k, which in _kept(graph, fuses_products, loops_stack):
+        before = found.get((k.tensor, which))
+        if before is not None and which == "own":
+            found[k.tensor, which] = replace(k, times=before.times + k.times)
+        elif before is None or _lasting(k) > _lasting(before):
+            found[k.tensor, which] = k
+    together: dict[str, Kept] = {}
+    for k in sorted(found.values(), key=_lasting, reverse=True):
+        first = together.setdefault(k.tensor, replace(k, times=0))
+        together[k.tensor] = replace(first, times=first.times + k.times)
+    return together
 
 
 def _lasting(k: Kept) -> tuple[bool, int, int]:
@@ -71,35 +95,104 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
             yield from ((a.tensor, _Made(node=n, op=op, scope=scope)) for a in op.writes)
 
 
-def _kept(graph: Graph) -> Iterator[Kept]:
+def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
+    """What each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, turns = dict(_makers(graph)), _turns(graph)
+    maker, turns, reached = dict(_makers(graph)), _turns(graph), _reached(graph)
+    varies = _varies(graph, maker, constant)
 
-    def keep(t: str, reader: Op) -> Kept:
+    def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
         made = maker[t]
         shared = _shared(made.scope, reader.scope)
         # What leaves the region that makes it is kept from forward on, as is a result that a policy keeps.
         region = _region(shared) if made.op.remat else None
-        outside = turns[_loops(region or ())]
-        return Kept(tensor=t, region=region, times=turns[_loops(shared)] // outside)
+        loops, times = _loops(shared), 1
+        for i in range(len(_loops(region or ())), len(loops)):
+            if loops[: i + 1] in varies[t]:
+                times *= turns[loops[: i + 1]] // turns[loops[:i]]
+        if made.op.kind == "carry" and shared != made.scope:
+            which = "last"
+        return Kept(tensor=t, region=region, times=times), which
 
     for n in graph.nodes:
         for op in n.ops:
-            if not op.backward and not any(graph.tensors[a.tensor].needs_grad for a in op.writes):
+            if not op.backward and not any(a.tensor in reached for a in op.writes):
                 continue
-            for t in needs(op, graph.tensors):
-                root = _root(graph, n, op, t, maker, constant)
-                if root is not None:
+            stacked = loops_stack and _stacks(op)
+            own = _own(graph, op) if stacked else 0
+            for _ in range(own):
+                yield keep(op.writes[0].tensor, op, "own")
+            for t in () if own and op.function.listed == "own" else needs(op, graph.tensors):
+                if not stacked:
+                    roots = _roots(graph, n, op, t, maker, constant, fuses_products)
+                    yield from (keep(root, op) for root in roots)
+                    continue
+                root = _moved(t, maker)
+                stored = root in constant or root not in maker
+                if not stored and maker[root].node.kind not in ("parameter", "constant"):
                     yield keep(root, op)
-    for n in graph.nodes:  # the regions' inputs: what is made again starts from them
-        for op, a in n.reads:
-            if op.region is None or a.gradient:
-                continue
-            root = _moved(a.tensor, maker)
-            if root not in maker or maker[root].node.kind in ("parameter", "constant"):
-                continue
-            if maker[root].scope[: len(op.region)] != op.region:
-                yield keep(root, op)
+    for n in graph.nodes:  # what is made again starts from the regions' inputs, and from what a policy keeps
+        for op in n.ops:
+            for a in op.reads if op.region is not None else ():
+                root = _moved(a.tensor, maker)
+                if a.gradient or root not in maker or maker[root].node.kind in ("parameter", "constant"):
+                    continue
+                inside = maker[root].scope[: len(op.region or ())] == op.region
+                if not inside or (op.remat and not maker[root].op.remat and not maker[root].op.backward):
+                    yield keep(root, op)
+
+
+def _stacks(op: Op) -> bool:
+    """Does the op run in a loop or a branch whose residuals are stacked as they are listed? Not in a rematerialised
+    region inside of it, nor in a derivative rule of the user's."""
+    return not op.backward and bool(op.scope) and op.scope[-1].kind in ("loop", "branch")
+
+
+def _own(graph: Graph, op: Op) -> int:
+    """How many arrays of its result's size an op's derivative makes in forward, as JAX has it. Other frameworks may
+    keep fewer in a loop; a model counts the same from whichever it comes."""
+    nonlinear = op.kind == "elementwise" and op.differentiable and op.function.needs in ("operands", "result")
+    if not nonlinear or op.function.listed == "needs":
+        return 0
+    return sum(graph.tensors[a.tensor].needs_grad for a in op.reads)
+
+
+def _reached(graph: Graph) -> frozenset[str]:
+    """Tensors whose gradients are computed: they depend on a parameter, and what is returned depends on them through
+    ops that have a derivative."""
+    found = {t for t in graph.outputs if graph.tensors[t].needs_grad}
+    ops = [op for n in reversed(graph.nodes) for op in reversed(n.ops)]
+    carried = {a.tensor: n for n in graph.nodes if n.kind == "carry" for a in n.ops[0].writes}
+    before = -1
+    while before < len(found):  # again for what loops hand to their next turn
+        before = len(found)
+        for op in ops:
+            ends = op.kind in ("output", "gradient") or op.backward
+            if ends or (op.differentiable and any(a.tensor in found for a in op.writes)):
+                found |= {a.tensor for a in op.reads if graph.tensors[a.tensor].needs_grad}
+        for t, n in carried.items():
+            if t in found:
+                found |= {a.tensor for op in n.ops for a in op.reads if graph.tensors[a.tensor].needs_grad}
+    return frozenset(found)
+
+
+def _varies(
+    graph: Graph, maker: Mapping[str, _Made], constant: frozenset[str]
+) -> Mapping[str, frozenset[tuple[Scope, ...]]]:
+    """Tensor -> the loops, each with those around it, whose turns give it other values. What a body makes of values
+    from outside of its loop alone (a weight's norm) is the same at each turn: derivatives keep one of it."""
+    found: dict[str, frozenset[tuple[Scope, ...]]] = {}
+    for t in (a.tensor for n in graph.nodes for op in n.ops for a in op.writes):
+        made, loops = maker[t], _loops(maker[t].scope)
+        around = frozenset(loops[: i + 1] for i in range(len(loops)))
+        op = made.op
+        sliced = op.kind == "carry" or op.function in (UNSTACK, RANDOM)
+        # Of constants it is not known whether they count turns, and of what is made later, what it is made of.
+        if sliced or any(a.tensor in constant or a.tensor not in found for a in op.reads):
+            found[t] = around
+        else:
+            found[t] = frozenset().union(*(found[a.tensor] for a in op.reads)) & around
+    return found
 
 
 def _loops(scope: tuple[Scope, ...]) -> tuple[Scope, ...]:
@@ -139,43 +232,54 @@ def _moved(t: str, maker: Mapping[str, _Made]) -> str:
     return t
 
 
-def _root(
-    graph: Graph, reader: Node, by: Op, t: str, maker: Mapping[str, _Made], constant: frozenset[str]
-) -> str | None:
-    """The tensor that is kept for ``t``: what it is cheaply made of in the reader's node, on the same side of a
-    rematerialised region's border. by: the op that needs t. None: nothing is."""
+def _roots(
+    graph: Graph,
+    reader: Node,
+    by: Op,
+    t: str,
+    maker: Mapping[str, _Made],
+    constant: frozenset[str],
+    fuses_products: bool,
+) -> frozenset[str]:
+    """The tensors that are kept for ``t``: what it is cheaply made of in the reader's node, on the same side of a
+    rematerialised region's border. by: the op that needs t."""
     least = t
     while True:
         t = _moved(t, maker)
         if t not in maker or t in constant:
-            return None
+            return frozenset()
         n, op = maker[t].node, maker[t].op
         if op.kind == "cotangent" and graph.tensors[t].needs_grad:
             t = op.reads[0].tensor
             continue
         if op.backward or op.kind == "cotangent":  # made in backward itself
-            return None
+            return frozenset()
         if n.kind in ("parameter", "constant"):
-            return None
+            return frozenset()
         near = n is reader and op.region == by.region  # what enters a region, or leaves it, is kept as it is
-        if not near or op.kind not in ("elementwise", "view", "generate") or op.function.expensive:
-            return t
+        if not near or op.kind not in ("elementwise", "view", "generate"):
+            return frozenset([t])
+        # A product reads its operands from memory, in backward too.
+        as_it_is = op.function.expensive or (by.kind in _HEAVY and op.kind == "elementwise")
+        if as_it_is and not fuses_products:
+            return frozenset([t])
         size = graph.tensors[t].elements
-        large = [
-            a.tensor
-            for a in op.reads
-            if a.tensor not in constant and a.tensor in maker and _as_large(graph, a.tensor, size)
-        ]
-        if len(set(large)) != 1:
-            if large:
-                return t
-            # What is made of parts that are as large together (halves that a rotation joins) is kept, as the narrowest
-            # of its casts; what is made of small operands is not.
-            whole = _of_parts(graph, op, size, constant)
-            return min((least, t), key=lambda x: graph.tensors[x].itemsize) if whole else None
-        if graph.tensors[t].itemsize < graph.tensors[least].itemsize:
-            least = t
-        t = large[0]
+        operands = {a.tensor for a in op.reads if a.tensor not in constant and a.tensor in maker}
+        large = [x for x in operands if _as_large(graph, x, size)]
+        if len(large) == 1:
+            if graph.tensors[t].itemsize < graph.tensors[least].itemsize:
+                least = t
+            t = large[0]
+            continue
+        if large or any(number(graph.tensors[x].elements, x) > number(size, t) for x in operands):
+            return frozenset([t])
+        # What is made of parts that are as large together (halves that a rotation joins) is kept, as the narrowest of
+        # its casts; of what is made of small operands, these are.
+        if _of_parts(graph, op, size, constant):
+            return frozenset([min((t, least), key=lambda x: graph.tensors[x].itemsize)])
+        small = (x for x in operands if maker[x].node.kind != "input")
+        of = (_roots(graph, reader, by, x, maker, constant, fuses_products) for x in small)
+        return frozenset().union(*of)
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:
@@ -190,15 +294,25 @@ def _of_parts(graph: Graph, op: Op, size: Size, constant: frozenset[str]) -> boo
     return len(parts) > 1 and together >= number(size, op.name)
 
 
-def residual_bytes(graph: Graph) -> int:
+def kept_bytes(graph: Graph) -> int:
     """Bytes that one device keeps from forward to backward if nothing is split, in one micro-batch: ``kept``, without
-    parameters and inputs, and with the rematerialised region that has the most inside."""
-    regions: dict[tuple[Scope, ...] | None, int] = {}
+    parameters, inputs, and what a rematerialised region makes again."""
+    return _by_region(graph).get(None, 0)
+
+
+def residual_bytes(graph: Graph) -> int:
+    """``kept_bytes``, with what is inside of the rematerialised region that has the most."""
+    found = _by_region(graph)
+    return found.pop(None, 0) + max(found.values(), default=0)
+
+
+def _by_region(graph: Graph) -> dict[tuple[Scope, ...] | None, int]:
+    out: dict[tuple[Scope, ...] | None, int] = {}
     for k in kept(graph).values():
         t = graph.tensors[k.tensor]
         if t.role == "activation":
-            regions[k.region] = regions.get(k.region, 0) + k.times * number(t.nbytes, t.name)
-    return regions.pop(None, 0) + max(regions.values(), default=0)
+            out[k.region] = out.get(k.region, 0) + k.times * number(t.nbytes, t.name)
+    return out
 
 
 def written_bytes(graph: Graph) -> int:

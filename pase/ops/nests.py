@@ -419,9 +419,10 @@ def batched(
     *,
     flops: float,
     whole: Sequence[Tensor] = (),
+    function: Function | None = None,
 ) -> tuple[Tensor, ...]:
     """The first ``rank`` dims, equal in all tensors, may be split; the rest may not. flops: per point of these dims.
-    whole: inputs that have none of these dims."""
+    whole: inputs that have none of these dims. function: what it computes, where its derivative is known."""
     dims: Dims = {}
 
     def walk(shape: Sequence[Size], prefix: str, rank: int = rank) -> AccessMap:
@@ -439,7 +440,7 @@ def batched(
     reads += [Read(t, walk(t.shape, f"h{k}", 0)) for k, t in enumerate(whole)]
     writes = [Write(tuple(shape), dtype, walk(shape, f"w{k}")) for k, (shape, dtype) in enumerate(outs)]
     over = [d for d, (_, kind) in dims.items() if kind == "parallel"]
-    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over)
+    return b.nest(name, "opaque", reads, writes, dims, flops=flops, over=over, function=function)
 
 
 def grouped_product(

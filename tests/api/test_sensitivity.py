@@ -50,7 +50,7 @@ def test_ours_is_priced_as_it_was_found_not_searched_again(points):
 
 def test_under_a_limit_every_search_keeps_to_it():
     free = pase.compile(MODEL, devices=4, mesh="2x2", memory_limit="none")
-    limit = 0.97 * free.memory.total
+    limit = 0.985 * free.memory.total  # the least that any strategy needs is 0.975 of it
     options = {"devices": 4, "mesh": "2x2", "memory_limit": limit}
     (point,) = sensitivity(MODEL, vary=["bandwidth=1"], **options)
     plan = pase.compile(MODEL, **options)

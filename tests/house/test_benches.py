@@ -42,6 +42,7 @@ SMALLEST = {
     "replay_speed": "--megabytes 1",
     "replay_whatif": '--only "one of 2 ranks 5 ms late"',
     "replay_xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2 16'",
+    "residual_truth": "composer --seeds 2",
     "schedule_policies": '--quick --only "random 6 0"',
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
