@@ -205,9 +205,27 @@ def _read_heavily(graph: Graph) -> set[str]:
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
-    """What the node reads and makes while it runs, each tensor once: (op, access, the node that makes it). Left out:
-    tensors inside the node, tensors that are read in part, and tensors passed on by nodes that do no work. If the
-    program is not trained, also what is written in place, and leaves, which are in memory anyway."""
+    """What the node reads and makes while it runs, each array once: (op, access, the node that makes it). Left out:
+    tensors inside the node, tensors that are read in part, what is written over an operand, and tensors passed on by
+    nodes that do no work. If the program is not trained, also what is written in place, and leaves, which are in memory
+    anyway."""
+    touched = list(_touched(graph, n))
+    free = {
+        a.tensor: a
+        for _, a, source in touched
+        if source is not n and source.kind != "parameter" and not graph.read_outside(n, a.tensor)
+    }
+    made = {a.tensor: op for op in n.ops for a in op.writes}
+    for op, a, source in touched:
+        over = _written_over(graph, a, made, free) if source is n else None
+        if over is None:
+            yield op, a, source
+        else:
+            del free[over]
+
+
+def _touched(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
+    """``_passing``, with what is written over an operand."""
     seen: set[str] = set()
     arrays = None if is_trained(graph) else lives(graph).array
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
@@ -220,6 +238,27 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
                 continue
             seen.add(a.tensor)
             yield op, a, source
+
+
+def _written_over(
+    graph: Graph, result: Access, made: Mapping[str, Op], free: Mapping[str, Access]
+) -> str | None:
+    """The operand of the node whose array the result takes, as its gradient takes that of the result's: one that
+    elementwise ops turn into it, as large and split alike, and that nothing else reads. made: tensor -> the op of the
+    node that makes it. free: the operands that nothing else reads or is written over. None: there is none."""
+    mine, left = graph.tensors[result.tensor], [result.tensor]
+    while left:
+        op = made.get(left.pop())
+        if op is None or op.kind not in ("elementwise", "view", "copy"):
+            continue
+        for a in op.reads:
+            t = graph.tensors[a.tensor]
+            if t.itemsize != mine.itemsize or t.elements != mine.elements:
+                continue
+            if a.tensor in free and set(free[a.tensor].map.dims) == set(result.map.dims):
+                return a.tensor
+            left.append(a.tensor)
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)

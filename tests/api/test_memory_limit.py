@@ -59,15 +59,46 @@ def test_the_profile_is_the_plans_own_account(more):
         assert account.buffers == round(max(*flight, *(c.nbytes for c in moved)))
 
 
+def written_over(graph: Graph, n: Node) -> dict[str, str]:
+    """Result of a node -> the operand whose place it takes."""
+    of: dict[str, list[str]] = {}
+    for op in n.ops:
+        for made in (a.tensor for a in op.writes if op.kind in ("elementwise", "view", "copy")):
+            nbytes = graph.tensors[made].nbytes
+            same = [a.tensor for a in op.reads if graph.tensors[a.tensor].nbytes == nbytes]
+            of[made] = [x for t in same for x in (t, *of.get(t, ()))]
+    places: dict[str, str] = {}
+    for t, operands in of.items():
+        mine = [
+            x
+            for x in operands
+            if graph.producer.get(x, n) is not n
+            and graph.producer[x].kind != "parameter"
+            and not graph.read_outside(n, x)
+            and x not in places.values()
+        ]
+        if mine and (t not in n.internal or graph.read_outside(n, t)):
+            places[t] = mine[0]
+    return places
+
+
 def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
     """What ``in_flight`` states of a node, said of one: the tensors that it reads and makes, each once, a parameter
-    where it comes in another layout than it is kept in, and its gradient where that goes in another."""
+    where it comes in another layout than it is kept in, and its gradient where that goes in another. What elementwise
+    ops make of an operand that is read here alone takes its place."""
     seen, out = set(), 0.0
+    over = written_over(graph, n)
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
         for a in (*op.writes, *op.reads):
             source = graph.producer.get(a.tensor)
             inner = a.tensor in n.internal and not graph.read_outside(n, a.tensor)
-            if source is None or inner or a.tensor in seen or (a.sparse and source is not n):
+            if (
+                source is None
+                or inner
+                or a.tensor in seen
+                or (a.sparse and source is not n)
+                or a.tensor in over
+            ):
                 continue
             seen.add(a.tensor)
             t, cfg = graph.tensors[a.tensor], configs[n.name][None]
@@ -86,7 +117,7 @@ def flying(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Mesh)
 
 def test_tighter_limits_are_kept_and_cost_time():
     free = pase.compile("zoo:mlp", devices=4, mesh="2x2", baselines=False)
-    limit = free.memory.total * 0.97
+    limit = free.memory.total * 0.985  # the least that any strategy needs is 0.975 of it
     plan = pase.compile("zoo:mlp", devices=4, mesh="2x2", memory_limit=limit, baselines=False)
     assert plan.memory.total <= limit < free.memory.total
     assert plan.cost > free.cost
