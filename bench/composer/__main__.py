@@ -83,7 +83,8 @@ def look(server: Server, spec: Spec, smallest: bool) -> None:
 
 def run(server: Server, seeds: list[int], found: dict[str, Any], file: Path) -> None:
     """Run them, and write the file now and then."""
-    programs = drawn(server, seeds)
+    programs = {s: parse(found[str(s)]["program"]) for s in seeds if str(s) in found}
+    programs = programs | drawn(server, [s for s in seeds if s not in programs])
     for done, (seed, row) in enumerate(zip(programs, rows(server, programs.values()), strict=True), 1):
         found[str(seed)] = row | {"commit": BEGAN["commit"]}
         if failing(row):
