@@ -99,10 +99,11 @@ def case_of(
     name: str = "model",
     devices: int = DEVICES,
     padding: Mapping[int, int] | None = None,
+    carry: Mapping[int, Any] | None = None,
 ) -> Case:
     """The case of a function of (params, *batch), split on the first devices of an h100x8. padding: extent -> what its
-    dims are padded to."""
-    traced = as_padded(trace(fn, params, *batch, name=name), padding or {})
+    dims are padded to. carry: as ``pase.compile`` takes it."""
+    traced = as_padded(trace(fn, params, *batch, name=name, carry=carry), padding or {})
     problem = SplitProblem.of(traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=traced, problem=problem)
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from bench.composer.jax_optimizers import OPTIMIZERS
 from pase.api import Plan
 
 if TYPE_CHECKING:
@@ -24,14 +25,16 @@ DEVICES = 4
 @dataclass(frozen=True, kw_only=True)
 class Manner:
     """odds: how often it is drawn. micro_batches, layers: whether it needs a loss that is a mean over examples, or a
-    loop over layers. plans: the words of its plans. lowerings: by which it may be lowered."""
+    loop over layers. stateless: whether it takes no program that hands state on. plans: the words of its plans.
+    lowerings: by which it may be lowered."""
 
     odds: float
     plans: tuple[str, ...]
     lowerings: tuple[str, ...] = ("auto", "auto", "manual", "annotated")
-    optimizers: tuple[str, ...] = ("sgd", "adam")
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS)
     micro_batches: bool = False
     layers: bool = False
+    stateless: bool = False
 
     def drawn(self, rng: np.random.Generator) -> str:
         words = str(rng.choice(self.plans)), str(rng.choice(self.lowerings)), str(rng.choice(self.optimizers))
@@ -53,8 +56,9 @@ MANNERS = {
         lowerings=("auto",),
         micro_batches=True,
         layers=True,
+        stateless=True,
     ),
-    "padded": Manner(odds=0.5, plans=("padded",), lowerings=("auto",)),
+    "padded": Manner(odds=0.5, plans=("padded",), lowerings=("auto",), stateless=True),
     "scheduled": Manner(odds=0.5, plans=("scheduled",), lowerings=("auto", "manual")),
 }
 """Name -> a kind of plan."""
@@ -78,7 +82,8 @@ def planned(program: ComposedProgram, word: str) -> Plan | None:
 
         devices = int(np.prod([int(n) for n in mesh.split("x")]))
         assert mesh_from(mesh, devices)
-        return case_of(program.loss, program.params, program.batch, devices=devices).plan(word)
+        case = case_of(program.loss, *program.arguments(), devices=devices, carry=program.carry)
+        return case.plan(word)
     if kind.startswith("method"):
         return _method(program, int(kind.removeprefix("method")))
     return _compiled(program, kind)
@@ -90,7 +95,7 @@ def _method(program: ComposedProgram, number: int) -> Plan | None:
     from pase.baselines import Baseline, baselines, masks
     from pase.compiler.plans import plan_of
 
-    case = case_of(program.loss, program.params, program.batch, devices=DEVICES)
+    case = case_of(program.loss, *program.arguments(), devices=DEVICES, carry=program.carry)
     p = case.problem
     with patch.object(masks, "PERSISTENT_ELEMENTS", 0):
         made = [b for b in baselines(p.graph, p.devices, p.machine, p.model) if isinstance(b, Baseline)]
@@ -107,7 +112,7 @@ def _compiled(program: ComposedProgram, kind: str) -> Plan | None:
 
     def compiled(**options: Any) -> Plan:
         given: dict[str, Any] = {"devices": DEVICES, "machine": slow_machine(), "work": 5.0} | options
-        return pase.compile(program.loss, program.params, program.batch, **given)
+        return pase.compile(program.loss, *program.arguments(), carry=program.carry, **given)
 
     options: dict[str, Callable[[], dict[str, Any]]] = {
         "default": dict,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.composer import blocks, loops, losses, values, weights  # noqa: F401 they register patterns
+from bench.composer import blocks, calls, loops, losses, modules, values, weights  # noqa: F401 they register patterns
 from bench.composer.jax_manners import MANNERS
 from bench.composer.maker import LAYERS, LOSSES, Env, Maker, Pattern
 from bench.composer.spec import ProgramPart, Spec
@@ -32,17 +32,55 @@ SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ComposedProgram:
-    """loss(params, batch) -> a number, or (a number, metrics) if ``metrics``.
+    """loss(params, batch) -> a number, or (a number, {"metrics": …, "state": …}) of what it has.
 
-    patterns: names of what it is made of. epsilon: the machine epsilon of the narrowest type in it.
+    state: what one call hands to the next; then the program is loss(params, batch, state). modules: modules of Flax NNX
+    that the model holds, each made anew; then it is loss(model, batch), and the model has the parameters and the state
+    as Variables. patterns: names of what it is made of. epsilon: the machine epsilon of the narrowest type in it.
     """
 
-    loss: Callable[..., Any]
+    run: Callable[..., Any]
+    """run(params, batch, state, modules) -> (a number, metrics, next state)."""
     params: dict[str, Any]
     batch: dict[str, Any]
+    state: dict[str, Any]
+    modules: Mapping[str, Callable[[], Any]]
     metrics: bool
     patterns: tuple[str, ...]
     epsilon: float
+
+    @property
+    def carry(self) -> dict[int, Any] | None:
+        """What a call hands to the next, as ``pase.compile`` takes it."""
+        return {1: (1, "state")} if self.state and not self.modules else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether a call hands anything to the next."""
+        return bool(self.state or self.modules)
+
+    @property
+    def aux(self) -> bool:
+        """Whether there is more than the loss."""
+        return self.metrics or self.carry is not None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Of ``loss``; modules are made anew."""
+        if self.modules:
+            from bench.composer.nnx_model import ComposedModel
+
+            made = {name: make() for name, make in self.modules.items()}
+            return ComposedModel(self.params, made), self.batch
+        return (self.params, self.batch, self.state) if self.state else (self.params, self.batch)
+
+    def loss(self, params: Any, batch: Any, state: Any = None) -> Any:
+        """The user's function."""
+        modules = {}
+        if self.modules:
+            modules, params = {name: getattr(params, name) for name in self.modules}, params.params()
+        value, metrics, after = self.run(params, batch, state, modules)
+        more = ({"metrics": metrics} if self.metrics else {}) | ({"state": after} if self.carry else {})
+        return (value, more) if more else value
 
 
 def _drawn(rng: np.random.Generator, of: dict[str, Pattern]) -> ProgramPart:
@@ -55,14 +93,16 @@ def draw(seed: int) -> Spec:
     """The program of a seed: one to four layers and a loss, run in one or two ways that apply to it."""
     rng = np.random.default_rng([seed, 32])
     shape = SIZES[int(rng.integers(len(SIZES)))]
-    parts = tuple(_drawn(rng, LAYERS) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1]))))
+    drawn = [_drawn(rng, LAYERS) for _ in range(int(rng.choice([1, 2, 3, 4], p=[0.3, 0.35, 0.25, 0.1])))]
+    kinds_held = [k for p in drawn if (k := LAYERS[p.pattern].holds)]
+    parts = tuple(p for p in drawn if LAYERS[p.pattern].holds in (None, *kinds_held[:1]))
     loss = _drawn(rng, LOSSES)
     made = [*(LAYERS[p.pattern] for p in parts), LOSSES[loss.pattern]]
-    whole, looped = any(p.whole for p in made), any(p.loops for p in made)
+    whole, looped, holds = (any(getattr(p, word) for p in made) for word in ("whole", "loops", "holds"))
     fitting = {
         name: m.odds
         for name, m in MANNERS.items()
-        if not (m.micro_batches and whole) and not (m.layers and not looped)
+        if not (m.micro_batches and whole or m.layers and not looped or m.stateless and holds)
     }
     odds = np.array(list(fitting.values()))
     kinds = rng.choice(list(fitting), size=1 + int(rng.random() < 0.3), replace=False, p=odds / odds.sum())
@@ -88,22 +128,24 @@ def program_of(spec: Spec) -> ComposedProgram:
     params: dict[str, Any] = {m.name: m.params for m in makers} | {"shared": shared}
     if not jax.tree.leaves(params):
         params["scale"] = np.ones(spec.shape[2])
-    metrics = spec.loss.seed % 2 == 0
 
-    def loss(params: Any, batch: Any) -> Any:
-        env = Env(batch=batch, shared=params["shared"], params=params)
+    def run(params: Any, batch: Any, state: Any, modules: Any) -> Any:
+        env = Env(
+            batch=batch, shared=params["shared"], params=params, state=dict(state or {}), modules=modules
+        )
         x = batch["x"] * params["scale"] if "scale" in params else batch["x"]
         env.metrics["mean"] = jnp.mean(x)
         for m, apply in zip(makers[:-1], made[:-1], strict=True):
             x = apply(params[m.name], x, env)
-        value = made[-1](params["loss"], x, env) + sum(env.terms)
-        return (value, env.metrics) if metrics else value
+        return made[-1](params["loss"], x, env) + sum(env.terms), env.metrics, env.state
 
     return ComposedProgram(
-        loss=loss,
+        run=run,
         params=params,
         batch=batch,
-        metrics=metrics,
+        state={name: x for m in makers for name, x in m.state.items()},
+        modules={name: make for m in makers for name, make in m.modules.items()},
+        metrics=spec.loss.seed % 2 == 0,
         patterns=tuple(sorted({m.part.pattern for m in makers} | {w for m in makers for w in m.words})),
         epsilon=max(m.epsilon for m in makers),
     )

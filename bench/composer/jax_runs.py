@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,26 +15,39 @@ import numpy as np
 import optax
 
 from bench.composer.jax_manners import planned
+from bench.composer.jax_optimizers import OPTIMIZERS
 from bench.composer.jax_programs import ComposedProgram, draw, program_of
 from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
 from bench.composer.spec import Spec
+from pase.api import Plan
 
 __all__ = ["attempt", "draw", "written"]
 
 STEPS = 3
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "sgd": lambda: optax.sgd(0.1),
-    "adam": lambda: optax.adam(1e-2, eps=1e-3),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """The numbers of a few steps, on the host. losses: one for each step; metrics: of the last."""
+    """The numbers of a few steps, on the host. losses: one for each step; arrays: parameters and state, by their paths;
+    metrics: of the last step."""
 
     losses: list[float]
-    params: Any
+    arrays: dict[str, np.ndarray]
     metrics: Any
+
+
+def _named(*trees: Any) -> dict[str, np.ndarray]:
+    """The arrays of trees and modules, by their paths; of random keys their data."""
+    if "flax.nnx" in sys.modules:
+        from flax import nnx
+
+        trees = tuple(nnx.state(t) if isinstance(t, nnx.Module) else t for t in trees)
+    found = {}
+    for path, x in jax.tree_util.tree_leaves_with_path(trees):
+        if isinstance(x, np.ndarray | jax.Array):
+            raw = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+            found[jax.tree_util.keystr(path)] = np.asarray(raw)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,69 +61,35 @@ class ProgramTrial:
         return program_of(self.spec)
 
     @cached_property
-    def _unsharded(self) -> dict[str, Trained]:
+    def _unsharded(self) -> dict[tuple[str, int], Trained]:
         return {}
 
-    def unsharded(self, optimizer: str) -> Trained:
-        """As any user would write it: on one device, jitted, with the parameters that are not of floats kept."""
-        if optimizer in self._unsharded:
-            return self._unsharded[optimizer]
-        opt, program = OPTIMIZERS[optimizer](), self.program
-        leaves, tree = jax.tree.flatten(program.params)
-        arrays = [isinstance(x, np.ndarray | jax.Array | float) for x in leaves]
-        mine = [
-            on and jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-            for on, x in zip(arrays, leaves, strict=True)
-        ]
+    def unsharded(self, optimizer: str, parts: int = 1) -> Trained:
+        """As any user would write it, on one device. parts: micro-batches of a step, one after the other."""
+        if (optimizer, parts) not in self._unsharded:
+            run = _modules_unsharded if self.program.modules else _unsharded
+            self._unsharded[optimizer, parts] = run(self.program, OPTIMIZERS[optimizer](), parts)
+        return self._unsharded[optimizer, parts]
 
-        def value(trained: list[Any], batch: Any) -> Any:
-            given = iter(trained)
-            out = program.loss(
-                jax.tree.unflatten(
-                    tree, [next(given) if on else x for on, x in zip(mine, leaves, strict=True)]
-                ),
-                batch,
-            )
-            return out if program.metrics else (out, {})
-
-        @jax.jit
-        def step(trained: list[Any], state: Any, batch: Any) -> Any:
-            (loss, metrics), grads = jax.value_and_grad(value, has_aux=True)(trained, batch)
-            updates, state = opt.update(grads, state, trained)
-            return optax.apply_updates(trained, updates), state, loss, metrics
-
-        trained = [jnp.asarray(x) for on, x in zip(mine, leaves, strict=True) if on]
-        state, losses, metrics = opt.init(trained), [], {}
-        for _ in range(STEPS):
-            trained, state, loss, metrics = step(trained, state, program.batch)
-            losses.append(float(loss))
-        given = iter(trained)
-        params = jax.tree.unflatten(
-            tree, [next(given) if on else x for on, x in zip(mine, leaves, strict=True)]
-        )
-        self._unsharded[optimizer] = Trained(losses=losses, params=jax.device_get(params), metrics=metrics)
-        return self._unsharded[optimizer]
-
-    def sharded(self, word: str, lowering: str, optimizer: str) -> Trained | None:
-        """The plan's steps; None if the program has no such plan."""
+    def sharded(self, plan: Plan, lowering: str, optimizer: str) -> Trained:
+        """The plan's steps."""
         program, opt = self.program, OPTIMIZERS[optimizer]()
-        plan = planned(program, word)
-        if plan is None:
-            return None
         how: dict[str, Any] = {} if plan.pipeline is not None else {"lowering": lowering}
         step = plan.jax.train_step(opt, **how)
-        params, batch = plan.jax.device_put(program.params, program.batch)
+        params, batch, *held = plan.jax.device_put(*program.arguments())
         state, losses, metrics = plan.jax.init(opt, params), [], {}
         for _ in range(STEPS):
-            params, state, said = step(params, state, batch)
-            if program.metrics:
-                said, metrics = said
+            params, state, said = step(params, state, batch, *held)
+            if program.aux:
+                said, more = said
+                metrics = more.get("metrics", {})
+                held = [more["state"]] if program.carry else []
             losses.append(float(said))
         if plan.pipeline is not None:
             params = plan.jax.gathered(params)
         elif hasattr(plan.jax, "unpadded"):
             params = plan.jax.unpadded(params)
-        return Trained(losses=losses, params=jax.device_get(params), metrics=jax.device_get(metrics))
+        return Trained(losses=losses, arrays=_named(params, *held), metrics=jax.device_get(metrics))
 
     def outcome(self, manner: str) -> Outcome:
         word, lowering, optimizer = manner.split("/")
@@ -120,33 +99,106 @@ class ProgramTrial:
         return found.warned([str(w.message) for w in said if issubclass(w.category, UserWarning)])
 
     def _differences(self, word: str, lowering: str, optimizer: str) -> list[Difference] | None:
-        whole = self.unsharded(optimizer)
+        plan = planned(self.program, word)
+        if plan is None:
+            return None
+        # State goes through micro-batches one after the other; without any they are the same as the whole batch.
+        whole = self.unsharded(optimizer, plan.accumulate if self.program.holds else 1)
         if not np.max(np.abs(whole.losses)) < 1e3 * (1 + abs(whole.losses[0])):
             return None  # it diverges: rounding grows as fast as the loss
-        split = self.sharded(word, lowering, optimizer)
-        return None if split is None else differences(self.program, whole, split)
+        return differences(self.program, whole, self.sharded(plan, lowering, optimizer))
+
+
+def _parts(batch: Any, examples: int, parts: int) -> list[Any]:
+    """The micro-batches of a batch, each of every so-many-th example."""
+    on = lambda x: np.ndim(x) > 0 and x.shape[0] == examples  # noqa: E731
+    return [jax.tree.map(lambda x, k=k: x[k::parts] if on(x) else x, batch) for k in range(parts)]
+
+
+def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
+    """Steps of a function of arrays, jitted, with the parameters that are not of floats kept."""
+    leaves, tree = jax.tree.flatten(program.params)
+    arrays = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
+    mine = [on and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for on, x in zip(arrays, leaves, strict=True)]
+    examples = program.batch["x"].shape[0]
+
+    def whole(trained: list[Any]) -> Any:
+        given = iter(trained)
+        return jax.tree.unflatten(tree, [next(given) if on else x for on, x in zip(mine, leaves, strict=True)])
+
+    def value(trained: list[Any], batch: Any, held: Any) -> Any:
+        loss, metrics, held = program.run(whole(trained), batch, held, {})
+        return loss, (metrics, held)
+
+    @jax.jit
+    def step(trained: list[Any], state: Any, batch: Any, held: Any) -> Any:
+        losses, summed, metrics = [], [], []
+        for part in _parts(batch, examples, parts):
+            (loss, (said, held)), grads = jax.value_and_grad(value, has_aux=True)(trained, part, held)
+            losses.append(loss)
+            summed.append(grads)
+            metrics.append(said)
+        grads = jax.tree.map(lambda *g: sum(g) / parts, *summed)
+        updates, state = opt.update(grads, state, trained)
+        said = jax.tree.map(lambda *x: sum(x) / parts, *metrics)
+        return optax.apply_updates(trained, updates), state, sum(losses) / parts, said, held
+
+    trained = [jnp.asarray(x) for on, x in zip(mine, leaves, strict=True) if on]
+    state, losses, metrics, held = opt.init(trained), [], {}, program.state
+    for _ in range(STEPS):
+        trained, state, loss, metrics, held = step(trained, state, program.batch, held)
+        losses.append(float(loss))
+    ends = _named(whole(trained), *([held] if held else []))
+    return Trained(losses=losses, arrays=ends, metrics=metrics if program.metrics else {})
+
+
+def _modules_unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
+    """Steps of a function of modules, as Flax's guides write them."""
+    from flax import nnx
+
+    model, batch = program.arguments()
+    optimizer = nnx.Optimizer(model, opt, wrt=nnx.Param)
+    examples = batch["x"].shape[0]
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        values, summed = [], []
+        for part in _parts(batch, examples, parts):
+            value, grads = nnx.value_and_grad(program.loss, has_aux=program.aux)(model, part)
+            values.append(value if program.aux else (value, {}))
+            summed.append(grads)
+        optimizer.update(model, jax.tree.map(lambda *g: sum(g) / parts, *summed))
+        return jax.tree.map(lambda *x: sum(x) / parts, *values)
+
+    losses, more = [], {}
+    for _ in range(STEPS):
+        loss, more = step(model, optimizer, batch)
+        losses.append(float(loss))
+    return Trained(losses=losses, arrays=_named(model), metrics=more.get("metrics", {}))
 
 
 def differences(program: ComposedProgram, whole: Trained, split: Trained) -> list[Difference]:
     """What differs by more than rounding, by its name: a loss, a metric, a parameter."""
     bound = tolerance(program.epsilon)
-    before = jax.tree_util.tree_leaves_with_path(program.params)
+    params, _, *held = program.arguments()
+    before = _named(params, *held)
     found = []
     for i, (right, mine) in enumerate(zip(whole.losses, split.losses, strict=True)):
         found.append(Difference(what=f"loss {i}", off=abs(right - mine) / (max(abs(right), 1e-3) * bound)))
-    after = [jax.tree.leaves(t.params) for t in (whole, split)]
+    if not before.keys() == whole.arrays.keys() == split.arrays.keys():
+        names = sorted(before.keys() ^ split.arrays.keys() | before.keys() ^ whole.arrays.keys())
+        return [Difference(what=name, off=np.inf) for name in names]
     rows: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
-    for (path, start), a, b in zip(before, *after, strict=True):
-        if not isinstance(start, np.ndarray | jax.Array):
-            continue
-        wide = np.complex128 if np.iscomplexobj(start) else np.float64
-        first, whole_end, split_end = (np.asarray(x).astype(wide) for x in (start, a, b))
-        if first.size:
-            rows.append((jax.tree_util.keystr(path), first, whole_end, split_end))
+    for name, start in before.items():
+        if start.size:
+            wide = np.complex128 if np.iscomplexobj(start) else np.float64
+            rows.append((name, *(t[name].astype(wide) for t in (before, whole.arrays, split.arrays))))
     moved = max((float(np.abs(a - start).max()) for _, start, a, _ in rows), default=0.0)
     for name, start, a, b in rows:
         mine = float(np.abs(a - start).max())
-        allowed = bound * (mine + 1e-3 * moved) + 32 * program.epsilon * float(np.abs(a).max())
+        # A gradient that is zero but for rounding is multiplied by 1,000 by optimizers that divide by |g| + 1e-3.
+        noise = program.epsilon * (1e3 * moved + 32 * float(np.abs(a).max()))
+        allowed = bound * (mine + 1e-3 * moved) + noise
         off = float(np.abs(a - b).max())
         found.append(Difference(what=name, off=off / allowed if allowed else float(off > 0) * np.inf))
     metrics = [jax.tree_util.tree_leaves_with_path(jax.device_get(t.metrics)) for t in (whole, split)]
@@ -173,4 +225,6 @@ def attempt(spec: Spec) -> dict[str, Any]:
 def written(spec: Spec) -> str:
     """The program as JAX traces it."""
     program = program_of(spec)
-    return f"{spec}\n{jax.make_jaxpr(program.loss)(program.params, program.batch)}"
+    if program.modules:
+        return str(spec)
+    return f"{spec}\n{jax.make_jaxpr(program.loss)(*program.arguments())}"

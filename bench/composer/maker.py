@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+Holds = Literal["state", "modules"]
 
 Apply = Callable[[Tree, Any, "Env"], Any]
 """f(the part's parameters, x [batch, sequence, width], env) -> x of the same shape; of a loss: -> a number."""
@@ -41,12 +42,15 @@ def divisors(n: int) -> tuple[int, ...]:
 class Env:
     """What all parts of a program see while it is called. shared: parameters that several parts read.
 
+    state: what the last call handed on; parts write the next values into it. modules: modules of Flax NNX, by name.
     terms: what parts add to the loss. metrics: what the program returns in addition to its loss.
     """
 
     batch: dict[str, Any]
     shared: dict[str, Any]
     params: Tree = None
+    state: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Any] = field(default_factory=dict)
     terms: list[Any] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -64,6 +68,8 @@ class Maker:
     batch: dict[str, Any]
     shared: dict[str, Any]
     params: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+    modules: dict[str, Callable[[], Any]] = field(default_factory=dict)
     words: list[str] = field(default_factory=list)
     epsilon: float = 2.0**-52
     rng: np.random.Generator = field(init=False)
@@ -101,6 +107,18 @@ class Maker:
         self.batch[name] = array
         return name
 
+    def held(self, word: str, tree: Tree) -> str:
+        """A new entry of the state that one call hands to the next; returns its name."""
+        name = f"{self.name}_{word}"
+        self.state[name] = tree
+        return name
+
+    def module(self, make: Callable[[], Any]) -> str:
+        """A module of Flax NNX that the model holds; make: makes it anew. Returns its name."""
+        name = f"{self.name}_{len(self.modules)}"
+        self.modules[name] = make
+        return name
+
     def key(self) -> str:
         """A random key in the batch."""
         return self.input("key", np.array(self.values.integers(0, 1 << 31, 2), np.uint32))
@@ -134,13 +152,15 @@ class Pattern:
     """make: returns the pattern's function; it adds parameters and leaves of the batch to the maker.
 
     odds: how often it is drawn, beside 1. whole: it mixes examples, so that the mean over micro-batches is another
-    number. loops: it holds a loop over layers, which may be cut into stages. fits: of a transform, for which shapes.
+    number. loops: it holds a loop over layers, which may be cut into stages. holds: what it keeps from call to call, of
+    which a program holds one kind. fits: of a transform, for which shapes.
     """
 
     make: Callable[..., Any]
     odds: float = 1.0
     whole: bool = False
     loops: bool = False
+    holds: Holds | None = None
     fits: Callable[[Sequence[int]], bool] = lambda shape: True
 
 
@@ -159,9 +179,11 @@ def _registered(into: dict[str, Pattern], **what: Any) -> Callable[[M], M]:
     return add
 
 
-def layer(odds: float = 1.0, *, whole: bool = False, loops: bool = False) -> Callable[[M], M]:
+def layer(
+    odds: float = 1.0, *, whole: bool = False, loops: bool = False, holds: Holds | None = None
+) -> Callable[[M], M]:
     """Register a layer: it makes f(params, x, env) -> x."""
-    return _registered(LAYERS, odds=odds, whole=whole, loops=loops)
+    return _registered(LAYERS, odds=odds, whole=whole, loops=loops, holds=holds)
 
 
 def loss(odds: float = 1.0, *, whole: bool = False) -> Callable[[M], M]:
