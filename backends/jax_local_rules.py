@@ -80,7 +80,7 @@ def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
     over, combine = result.summed, call.op.combine
     if not over and "partial" not in result.layout:
         return x
-    if combine == "other" or (combine != "sum" and call.op.op.kind != "reduce"):
+    if combine != "sum" and call.eqn.primitive.name not in EXTREMES:
         raise NotLowered("no collective combines its partial results")
     if not over or combine != "sum":
         return x  # the edge sums it; a maximum's own rule has joined it
@@ -155,7 +155,11 @@ def _by_hand(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     raise NotLowered("it has a mesh of its own")
 
 
-@LOCAL_RULES.register("reduce_max", "reduce_min", "reduce_or", "reduce_and")
+EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "pmax", "pmin")
+"""Primitives whose partial results are joined by this rule. The last two are over an axis of ``vmap``."""
+
+
+@LOCAL_RULES.register(*EXTREMES)
 def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
 
