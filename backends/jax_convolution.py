@@ -1,9 +1,10 @@
 """A plan's grouped convolutions at run time: each device computes its own examples and groups, under shard_map.
 
-XLA's partitioner (jaxlib 0.10.2) splits a grouped convolution only if each group has one channel in and one out. It
-gathers the operands of any other, images included, and every device computes the whole convolution: eight times the
-work on eight devices. Images and groups do not exchange data, so the plan's split is written out here. If several
-devices read one part of the weights, its gradient is summed over them.
+XLA's partitioner (jaxlib 0.10.2) gathers the operands of a grouped convolution, images included, and every device
+computes the whole: eight times the work on eight devices. If each group has one channel in and one out, it does split
+it. But of any grouped convolution it multiplies the filter's gradient by the size of each mesh axis that splits nothing
+while another axis splits images. Images and groups do not exchange data, so the plan's split is written out here. If
+several devices read one part of the weights, its gradient is summed over them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from pase.errors import PaseError
 from pase.frontends.jax_types import Eqn
+from pase.frontends.jax_versions import source_line
 from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
 
@@ -32,40 +35,50 @@ def of_plan(
 ) -> Callable[..., Array] | None:
     """The equation as a function of its operands, split as in the plan.
 
-    None if XLA is to split it: it has no groups of several channels, or its windows, or channels within a group, are
-    split. reads, makes: names of its operands and results.
+    None if XLA is to split it: it has no groups, its windows are split, or nothing is. reads, makes: names of its
+    operands and results. Raises PaseError if XLA would be wrong.
     """
     if len(set(reads)) != 2:
         return None
     groups, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
-    filters = numbers.rhs_spec
-    shape = eqn.invars[1].aval.shape
-    depthwise = (shape[filters[1]], shape[filters[0]]) == (1, groups)
-    if groups == 1 or depthwise or eqn.params["batch_group_count"] != 1:
+    if groups == 1 or eqn.params["batch_group_count"] != 1:
         return None
     x, w = (layouts.reads.get(name or "") for name in reads)
     out = layouts.writes.get(makes[0])
-    if x is None or w is None or out is None:
+    if x is None or w is None or out is None or all(d is None for d in out):
         return None
-    batch, by_group = (
-        (numbers.lhs_spec[0], None, numbers.out_spec[0]),
-        (
-            numbers.lhs_spec[1],
-            filters[0],
-            numbers.out_spec[1],
-        ),
-    )
-    parts, sizes = 1, dict(mesh.shape)
+    by_group = numbers.lhs_spec[1], numbers.rhs_spec[0], numbers.out_spec[1]
+    parts, idle, mapped, sizes = 1, False, True, dict(mesh.shape)
     for axis, digits in zip(sizes, zip(x, w, out, strict=True), strict=True):
         dims = tuple(None if d is None else d[0] for d in digits)
         if dims == by_group:
             parts *= sizes[axis]
-        elif dims not in (batch, (None, None, None)):
-            return None
-    specs = [spec_of(digits, sizes) for digits in (x, w, out)]
-    if groups % parts or any(s is None for s in specs) or all(d is None for d in out):
-        return None
-    return _mapped(eqn, groups // parts, [s for s in specs if s is not None], mesh)
+        elif dims == (None, None, None):
+            idle = idle or sizes[axis] > 1
+        else:
+            mapped = mapped and dims in _apart(eqn)
+    specs = [spec for digits in (x, w, out) if (spec := spec_of(digits, sizes)) is not None]
+    if mapped and len(specs) == 3 and groups % parts == 0:
+        return _mapped(eqn, groups // parts, specs, mesh)
+    if idle:
+        raise PaseError(
+            f"the grouped convolution at {source_line(eqn)} is split over {x} and leaves a mesh axis idle: XLA's "
+            f"partitioner would multiply its filter's gradient. Use lowering='manual', or another mesh"
+        )
+    return None
+
+
+def _apart(eqn: Eqn) -> list[tuple[int, None, int]]:
+    """(dim of the operand, none of the filter, dim of the result) along which results do not share elements: images,
+    and places along which the filter has one element."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    filters = eqn.invars[1].aval.shape
+    found = [(numbers.lhs_spec[0], None, numbers.out_spec[0])]
+    moved = zip(p["window_strides"], p["padding"], p["lhs_dilation"], strict=True)
+    for k, how in enumerate(moved, 2):
+        if filters[numbers.rhs_spec[k]] == 1 and how == (1, (0, 0), 1):
+            found.append((numbers.lhs_spec[k], None, numbers.out_spec[k]))
+    return found
 
 
 def _mapped(eqn: Eqn, groups: int, specs: Sequence[PartitionSpec], mesh: JaxMesh) -> Callable[..., Array]:

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +42,32 @@ def test_xla_multiplies_the_filters_gradient_where_an_axis_is_idle():
         jax.grad(lambda w, x: loss(w, x, lambda v: jax.lax.with_sharding_constraint(v, over_height)))
     )(w, x)
     np.testing.assert_allclose(np.asarray(split), 4 * np.asarray(whole), rtol=1e-4)
+
+
+@pytest.mark.parametrize("filters", [(3, 3, 1, 8), (3, 1, 2, 8), (1, 1, 1, 8)])
+def test_an_idle_axis_does_not_multiply_a_grouped_filters_gradient(filters: tuple[int, ...]) -> None:
+    """XLA multiplies it, also where images alone are split. Split by images and by width, the other axis idle."""
+    rng = np.random.default_rng(0)
+    w, x = rng.normal(size=filters), rng.normal(size=(4, 8, 8, 8))
+
+    def loss(p: Any, x: Any) -> Any:
+        made = jax.lax.conv_general_dilated(
+            x, p, (1, 1), "SAME", dimension_numbers=DIMENSIONS, feature_group_count=8 // filters[2]
+        )
+        return jnp.mean(made**2)
+
+    traced = trace(loss, w, x, name="grouped")
+    problem, mesh = SplitProblem.of(traced.graph, 4, None, "analytic", "sgd"), mesh_from("2x2", 4)
+    node = next(n for n in problem.graph.nodes if n.kind == "conv")
+    written = node.main.writes[0].map.walks
+    wanted = jax.grad(loss)(w, x)
+    for place in (0, 2) if filters[1] == 1 else (0,):
+        (dim,) = dim_index(node, written[place].dims)
+        chosen = {n.name: np.full(2, -1, np.int8) for n in problem.graph.nodes}
+        chosen[node.name] = np.array([dim, -1], np.int8)
+        jp = Plan.of(plan_of(problem, chosen, mesh, "grouped", traced)).jax
+        _, got = jp.value_and_grad(lowering="annotated")(*jp.device_put(w, x))
+        np.testing.assert_allclose(np.asarray(got), np.asarray(wanted), rtol=1e-4, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
