@@ -1,4 +1,4 @@
-"""Optimizers of optax as people combine them. Those that divide by |g| divide by |g| + 1e-3, so that rounding stays so."""
+"""Optimizers of optax as people combine them. Those that divide by |g| add 1e-3 to it, so that rounding stays small."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "partitioned": lambda: optax.partition(
         {"matrix": optax.adam(1e-2, eps=EPS), "vector": optax.sgd(0.05)}, _labels
     ),
-    "unit_clipped": lambda: optax.chain(optax.adaptive_grad_clip(0.1, eps=EPS), optax.sgd(0.05, momentum=0.9)),
+    "unit_clipped": lambda: optax.chain(
+        optax.adaptive_grad_clip(0.1, eps=EPS), optax.sgd(0.05, momentum=0.9)
+    ),
     "noisy": lambda: optax.chain(optax.add_noise(0.01, 0.5, 3), optax.sgd(0.05)),
     "muon": lambda: optax.contrib.muon(1e-2, eps=EPS, adam_weight_decay=0.1),
 }

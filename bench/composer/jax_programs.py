@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.composer import blocks, calls, loops, losses, modules, values, weights  # noqa: F401 they register patterns
+from bench.composer import (  # noqa: F401 they register patterns
+    arrays,
+    blocks,
+    calls,
+    loops,
+    losses,
+    stateful,
+    values,
+    weights,
+)
 from bench.composer.jax_manners import MANNERS
 from bench.composer.maker import LAYERS, LOSSES, Env, Maker, Pattern
 from bench.composer.spec import ProgramPart, Spec
@@ -102,7 +111,7 @@ def draw(seed: int) -> Spec:
     fitting = {
         name: m.odds
         for name, m in MANNERS.items()
-        if not (m.micro_batches and whole or m.layers and not looped or m.stateless and holds)
+        if not ((m.micro_batches and whole) or (m.layers and not looped) or (m.stateless and holds))
     }
     odds = np.array(list(fitting.values()))
     kinds = rng.choice(list(fitting), size=1 + int(rng.random() < 0.3), replace=False, p=odds / odds.sum())

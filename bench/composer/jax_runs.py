@@ -119,12 +119,16 @@ def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, part
     """Steps of a function of arrays, jitted, with the parameters that are not of floats kept."""
     leaves, tree = jax.tree.flatten(program.params)
     arrays = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
-    mine = [on and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for on, x in zip(arrays, leaves, strict=True)]
+    mine = [
+        on and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for on, x in zip(arrays, leaves, strict=True)
+    ]
     examples = program.batch["x"].shape[0]
 
     def whole(trained: list[Any]) -> Any:
         given = iter(trained)
-        return jax.tree.unflatten(tree, [next(given) if on else x for on, x in zip(mine, leaves, strict=True)])
+        return jax.tree.unflatten(
+            tree, [next(given) if on else x for on, x in zip(mine, leaves, strict=True)]
+        )
 
     def value(trained: list[Any], batch: Any, held: Any) -> Any:
         loss, metrics, held = program.run(whole(trained), batch, held, {})

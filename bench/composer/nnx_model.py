@@ -13,7 +13,7 @@ from flax import nnx
 __all__ = ["ComposedModel"]
 
 
-class Fixed(nnx.Variable):
+class Fixed(nnx.Variable[Any]):
     """An array among the parameters that is not trained."""
 
 
@@ -22,7 +22,9 @@ class ComposedModel(nnx.Module):
 
     def __init__(self, params: Any, modules: Mapping[str, Any]) -> None:
         leaves, self.form = jax.tree.flatten(params)
-        self.static: tuple[Any, ...] = tuple(None if isinstance(x, np.ndarray | jax.Array) else x for x in leaves)
+        self.static: tuple[Any, ...] = tuple(
+            None if isinstance(x, np.ndarray | jax.Array) else x for x in leaves
+        )
         for i, x in enumerate(leaves):
             if self.static[i] is None:
                 kind = nnx.Param if jnp.issubdtype(x.dtype, jnp.inexact) else Fixed

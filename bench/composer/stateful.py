@@ -30,11 +30,11 @@ def nnx_streams(m: Maker) -> Apply:
     """Modules of Flax NNX in the model, whose random streams, counters and vectors advance; examples do not meet."""
     from flax import nnx
 
-    _b, s, d = m.shape
+    _b, _s, d = m.shape
     seed = m.part.seed % 1000
     kind = m.choose("dropout", "attention", "counter", "spectral", "rnn", "nested", "lora", "scan", "remat")
 
-    class Counted(nnx.Variable):
+    class Counted(nnx.Variable[Any]):
         """A counter of a user's own kind."""
 
     class Block(nnx.Module):
@@ -66,7 +66,13 @@ def nnx_streams(m: Maker) -> Apply:
 
         def made() -> Any:
             return nnx.MultiHeadAttention(
-                2, d, rngs=rngs(), param_dtype=jnp.float64, decode=False, dropout_rate=0.2, deterministic=False
+                2,
+                d,
+                rngs=rngs(),
+                param_dtype=jnp.float64,
+                decode=False,
+                dropout_rate=0.2,
+                deterministic=False,
             )
 
     elif kind == "spectral":
@@ -134,7 +140,7 @@ def nnx_statistics(m: Maker) -> Apply:
     seed = m.part.seed % 1000
     kind = m.choose("batch_norm", "noise", "mean", "metric")
 
-    class Mean(nnx.Variable):
+    class Mean(nnx.Variable[Any]):
         """A moving mean."""
 
     class Noisy(nnx.Module):
@@ -208,7 +214,7 @@ def carried_state(m: Maker) -> Apply:
 @layer(holds="state", whole=True)
 def carried_statistics(m: Maker) -> Apply:
     """A codebook's counts and sums, batch statistics, a memory of past examples, a centre: of the whole batch."""
-    b, s, d = m.shape
+    b, _s, d = m.shape
     w, kind = m.weight(d, d), m.choose("codebook", "statistics", "queue", "centre")
     start: dict[str, Any] = {
         "codebook": {"counts": np.ones(6), "sums": m.normal(6, d)},
@@ -325,7 +331,7 @@ def equinox_state(m: Maker) -> Apply:
         """Counts its calls."""
 
         inner: eqx.nn.Linear
-        index: eqx.nn.StateIndex
+        index: eqx.nn.StateIndex[Any]
 
         def __init__(self, key: Any) -> None:
             self.inner = eqx.nn.Linear(d, d, key=key)
