@@ -44,7 +44,7 @@ def _named(*trees: Any) -> dict[str, np.ndarray]:
         trees = tuple(nnx.state(t) if isinstance(t, nnx.Module) else t for t in trees)
     found = {}
     for path, x in jax.tree_util.tree_leaves_with_path(trees):
-        if isinstance(x, np.ndarray | jax.Array):
+        if isinstance(x, np.ndarray | np.generic | jax.Array):
             raw = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
             found[jax.tree_util.keystr(path)] = np.asarray(raw)
     return found
@@ -118,7 +118,7 @@ def _parts(batch: Any, examples: int, parts: int) -> list[Any]:
 def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
     """Steps of a function of arrays, jitted, with the parameters that are not of floats kept."""
     leaves, tree = jax.tree.flatten(program.params)
-    arrays = [isinstance(x, np.ndarray | jax.Array) for x in leaves]
+    arrays = [isinstance(x, np.ndarray | np.generic | jax.Array) for x in leaves]
     mine = [
         on and jnp.issubdtype(jnp.result_type(x), jnp.inexact) for on, x in zip(arrays, leaves, strict=True)
     ]

@@ -23,7 +23,7 @@ class ComposedModel(nnx.Module):
     def __init__(self, params: Any, modules: Mapping[str, Any]) -> None:
         leaves, self.form = jax.tree.flatten(params)
         self.static: tuple[Any, ...] = tuple(
-            None if isinstance(x, np.ndarray | jax.Array) else x for x in leaves
+            None if isinstance(x, np.ndarray | np.generic | jax.Array) else x for x in leaves
         )
         for i, x in enumerate(leaves):
             if self.static[i] is None:
