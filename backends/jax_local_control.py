@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pase.backends.jax_moves import part
 from pase.backends.jax_values import Arrivals, Cache, DeviceValue, packed, unpacked
 from pase.frontends.jax_types import ClosedJaxpr, Eqn
-from pase.frontends.jax_versions import scan_groups
+from pase.frontends.jax_versions import scan_groups, source_line
 from pase.ir import Place, PlacePart
 from pase.local.types import local_shape
 from pase.pytree import Tree
@@ -146,7 +146,7 @@ def local_while(
     asks = _settled(walk, at, "ask", ins[:nc], cache)
     consts = _settled(walk, at, "const", ins[nc : nc + nb], cache)
     init = _settled(walk, at, "carry", ins[nc + nb :], cache)
-    walk = walk.within("a while loop")
+    walk = walk.within(f"the while loop at {source_line(eqn)}")
     each = bool(cond.out_avals[0].shape)
 
     def turned(carry: Sequence[Array]) -> list[DeviceValue]:
@@ -236,7 +236,7 @@ def local_cond(
     for m in meets[:1]:
         wanted = None if m is None else walk.matched(m, [index])[0]
         index = index if wanted is None else walk.brought(index, wanted, cache)
-    walk = walk.within("a branch")
+    walk = walk.within(f"a branch at {source_line(eqn)}")
     branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
     made = jax.lax.switch(index.array, branches, *packed(operands))
     return [

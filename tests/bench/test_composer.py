@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import jax
 import pytest
 
 from bench.composer.jax_runs import attempt
+from bench.composer.maker import LAYERS, LOSSES
 from bench.composer.runner import counted, ended
 from bench.composer.spec import parse
 
@@ -44,6 +47,10 @@ FOUND = [
     "16,8,16 bilinear.44727 | mean_square.0! @ random916@2x2x2/auto/sgd",
     # a conditional whose branches had unlike shardings
     "8,8,8 | cross_entropy.22680 @ random366@2x2/annotated/sgd",
+    # a maximum over an axis of vmap, of a device's part alone
+    "8,4,8 mapped_collectives.12! | mean_square.1! @ random2@2x2/manual/sgd",
+    # a depthwise convolution annotated, an axis idle: XLA doubles the filter's gradient
+    "8,4,8 convolutions.0! | mean_square.1! @ random58@2x2/annotated/sgd",
 ]
 """Programs that were wrong or refused by XLA."""
 
@@ -53,3 +60,23 @@ def test_programs_that_failed_agree(line):
     with jax.enable_x64(True):
         row = attempt(parse(line))
     assert [e["end"] for e in row["ends"].values()] == ["agrees"], row
+
+
+CHEAP = (Path(__file__).parent / "composed_programs.txt").read_text().splitlines()
+"""Programs chosen for what they cost and hold: between them every pattern, every transform of weights, every optimizer
+and every way to run a step."""
+CHUNK = 10
+
+
+@pytest.mark.parametrize("first", range(0, len(CHEAP), CHUNK))
+def test_composed_programs_agree(first: int) -> None:
+    with jax.enable_x64(True):
+        rows = [attempt(parse(line)) for line in CHEAP[first : first + CHUNK]]
+    off = {row["program"]: row["ends"] for row in rows if ended(row) != "agrees"}
+    assert not off, off
+
+
+def test_the_composed_programs_have_every_pattern() -> None:
+    found = [parse(line) for line in CHEAP]
+    assert {p.pattern for s in found for p in s.parts} >= LAYERS.keys()
+    assert {s.loss.pattern for s in found} >= LOSSES.keys()
