@@ -60,7 +60,12 @@ class OnRanks:
     def _out(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, home: Home) -> Array:
         import jax
 
-        return jax.device_put(literal_array(v) if is_literal(v) else self._at(have, v, rank), home.on(rank))
+        if is_literal(v):
+            return jax.device_put(literal_array(v), home.on(rank))
+        jaxpr, consts = opened(self._closed)
+        if v in jaxpr.constvars:
+            return jax.device_put(consts[jaxpr.constvars.index(v)], home.on(rank))
+        return jax.device_put(self._at(have, v, rank), home.on(rank))
 
     def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
         """The value on a rank: its own, or a number from another rank."""
@@ -195,14 +200,21 @@ class OnRanks:
         return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
 
 
+_RANDOM = ("random_", "threefry", "rng_")
 _OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
 
 
 def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
-    """Raise PaseError if the update of a layer depends on other layers of its stack, except by a sum over all of them.
+    """Raise PaseError if the update of a layer depends on other layers of its stack, except by a sum over all of them,
+    or on random numbers, which depend on how many parts there are and on their shapes.
 
     Each stage updates only its own layers.
     """
+    if parts and any(e.primitive.name.startswith(_RANDOM) for e in jaxpr.eqns):
+        raise PaseError(
+            "the optimizer cannot be run in stages: it draws random numbers, and of parameters that are cut into stages "
+            "it would draw others; make each layer a leaf of its own, or choose an optimizer without noise"
+        )
     rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
     partly: dict[Var, frozenset[tuple[str, int]]] = {}
     every = frozenset(parts.values())

@@ -296,14 +296,28 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
     assert mine["shared"].sharding.num_devices == 2 and jp.stages[-1].enters
 
 
-def test_an_optimizer_that_mixes_the_layers_of_a_stack_is_refused():
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (optax.lamb(1e-3), r"its '.*' makes the update of each layer of 'params' depend on the others"),
+        (
+            optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(1e-3)),
+            "it draws random numbers, and of parameters",
+        ),
+    ],
+)
+def test_an_optimizer_that_would_give_other_numbers_in_stages_is_refused(optimizer, why):
     plan, w, x, _ = chained()
     jp = staged(plan, "1f1b", 1, (2, 2)).jax
-    state = jp.init(optimizer := optax.lamb(1e-3), w)
-    with pytest.raises(
-        PaseError, match=r"its '.*' makes the update of each layer of 'params' depend on the others"
-    ):
-        jp.train_step(optimizer)(w, state, x)
+    with pytest.raises(PaseError, match=why):
+        jp.train_step(optimizer)(w, jp.init(optimizer, w), x)
+
+
+def test_constants_in_an_optimizers_state_are_on_every_rank():
+    plan, w, _, _ = chained()
+    state = staged(plan, "1f1b", 1, (2, 2)).jax.init(optax.contrib.muon(1e-3), w)
+    (coefficients,) = (x for x in jax.tree.leaves(state) if x.shape == (3,))
+    np.testing.assert_allclose(coefficients, (3.4445, -4.775, 2.0315))
 
 
 def test_what_it_cannot_run_is_said():
