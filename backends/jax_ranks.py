@@ -212,8 +212,8 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
     """
     if parts and any(e.primitive.name.startswith(_RANDOM) for e in jaxpr.eqns):
         raise PaseError(
-            "the optimizer cannot be run in stages: it draws random numbers, and of parameters that are cut into stages "
-            "it would draw others; make each layer a leaf of its own, or choose an optimizer without noise"
+            "the optimizer cannot be run in stages: it draws random numbers, and of parameters that are cut into "
+            "stages it would draw others; make each layer a leaf of its own, or choose an optimizer without noise"
         )
     rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
     partly: dict[Var, frozenset[tuple[str, int]]] = {}
