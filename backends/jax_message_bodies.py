@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pase.backends.jax_values import Cache, DeviceValue
-from pase.frontends.from_jax import TracedJax, inlined, inner_jaxpr
+from pase.frontends.from_jax import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
 from pase.frontends.jax_types import Eqn, Jaxpr
 from pase.frontends.jax_versions import is_literal, literal_array
 from pase.ir import Place
@@ -81,6 +81,8 @@ def given_form(walk: LocalWalk, tensor: str, cache: Cache) -> DeviceValue | None
     op = walk.program.maker[tensor]
     eqn = _equation(walk.traced.jaxpr.jaxpr, op.op.eqn)
     if eqn is None or op.node not in walk.program.parameters or len(op.operands) != 1:
+        return None
+    if eqn.primitive.name in KEPT_WHOLE:  # its code is for the whole; the walk runs it with its own rule
         return None
     before = given_form(walk, walk.program.original(op.operands[0].tensor), cache)
     if before is None or sum(not is_literal(v) for v in eqn.invars) != 1:
