@@ -69,6 +69,19 @@ def literals(m: Maker) -> Apply:
     return apply
 
 
+@jax.custom_vjp
+def _affine(tree: Any, x: Any) -> Any:
+    return x @ tree["w"] + tree["b"]
+
+
+def _affine_back(kept: Any, g: Any) -> Any:
+    tree, x = kept
+    return {"w": jnp.einsum("bsd,bse->de", x, g), "b": g.sum((0, 1))}, g @ tree["w"].T
+
+
+_affine.defvjp(lambda tree, x: (_affine(tree, x), (tree, x)), _affine_back)
+
+
 @layer(2)
 def derivative_rules(m: Maker) -> Apply:
     """custom_vjp with arguments that are not differentiated, integers, trees, closures; within scan, vmap, remat."""
@@ -95,19 +108,9 @@ def derivative_rules(m: Maker) -> Apply:
 
     picked.defvjp(lambda x, at: (picked(x, at), (x, at)), picked_back)
 
-    @jax.custom_vjp
-    def affine(tree: Any, x: Any) -> Any:
-        return x @ tree["w"] + tree["b"]
-
-    def affine_back(kept: Any, g: Any) -> Any:
-        tree, x = kept
-        return {"w": jnp.einsum("bsd,bse->de", x, g), "b": g.sum((0, 1))}, g @ tree["w"].T
-
-    affine.defvjp(lambda tree, x: (affine(tree, x), (tree, x)), affine_back)
-
     def apply(p: Any, x: Any, env: Env) -> Any:
         if kind == "tree":
-            return affine({"w": w(p), "b": bias(p)}, x)
+            return _affine({"w": w(p), "b": bias(p)}, x)
         y = x @ w(p)
         if kind == "static":
             return scaled(0.7, y) + scaled(2.0, x)

@@ -1,4 +1,4 @@
-"""A composed program's parameters as a module of Flax NNX, beside modules that the program holds."""
+"""A composed program's parameters as a module of Flax NNX, beside modules that the program holds; such modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-__all__ = ["ComposedModel"]
+__all__ = ["ComposedModel", "with_streams"]
 
 
 class Fixed(nnx.Variable[Any]):
@@ -37,3 +37,43 @@ class ComposedModel(nnx.Module):
         return jax.tree.unflatten(
             self.form, [getattr(self, f"p{i}")[...] if x is None else x for i, x in enumerate(self.static)]
         )
+
+
+class Counted(nnx.Variable[Any]):
+    """A counter of a user's own kind."""
+
+
+class Block(nnx.Module):
+    """Dropout behind a product, and a counter."""
+
+    def __init__(self, d: int, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.turns = Counted(jnp.int32(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.turns[...] += 1
+        return x + self.dropout(jnp.tanh(self.inner(x))) / self.turns[...]
+
+
+def with_streams(kind: str, d: int, seed: int) -> Any:
+    """A module of Flax NNX whose streams, counters or vectors advance."""
+    rngs = nnx.Rngs(seed, dropout=seed + 1)
+    wide: dict[str, Any] = {"rngs": rngs, "param_dtype": jnp.float64}
+    if kind == "dropout":
+        return nnx.Sequential(nnx.Linear(d, d, **wide), nnx.gelu, nnx.Dropout(0.2, rngs=rngs))
+    if kind == "attention":
+        return nnx.MultiHeadAttention(2, d, decode=False, dropout_rate=0.2, deterministic=False, **wide)
+    if kind == "spectral":
+        return nnx.SpectralNorm(nnx.Linear(d, d, **wide), rngs=rngs)
+    if kind == "rnn":
+        return nnx.RNN(nnx.GRUCell(d, d, **wide), rngs=rngs)
+    if kind == "lora":
+        return nnx.LoRA(d, 2, d, **wide)
+    if kind == "nested":
+        one = Block(d, rngs)
+        return nnx.Sequential(one, Block(d, rngs), one)  # a module twice
+    if kind == "scan":
+        layers = nnx.vmap(lambda r: Block(d, r), in_axes=(0,), out_axes=0)
+        return layers(rngs.fork(split=2))
+    return Block(d, rngs)

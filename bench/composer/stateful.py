@@ -30,90 +30,15 @@ def nnx_streams(m: Maker) -> Apply:
     """Modules of Flax NNX in the model, whose random streams, counters and vectors advance; examples do not meet."""
     from flax import nnx
 
+    from bench.composer.nnx_model import with_streams
+
     _b, _s, d = m.shape
     seed = m.part.seed % 1000
     kind = m.choose("dropout", "attention", "counter", "spectral", "rnn", "nested", "lora", "scan", "remat")
 
-    class Counted(nnx.Variable[Any]):
-        """A counter of a user's own kind."""
-
-    class Block(nnx.Module):
-        """Dropout behind a product, and a counter."""
-
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.inner = nnx.Linear(d, d, rngs=rngs, param_dtype=jnp.float64)
-            self.dropout = nnx.Dropout(0.3, rngs=rngs)
-            self.turns = Counted(jnp.int32(0))
-
-        def __call__(self, x: Any) -> Any:
-            self.turns[...] += 1
-            return x + self.dropout(jnp.tanh(self.inner(x))) / self.turns[...]
-
-    def rngs() -> nnx.Rngs:
-        return nnx.Rngs(seed, dropout=seed + 1)
-
     if kind in ("attention", "spectral"):
         m.epsilon = max(m.epsilon, FLOAT32)
-    if kind == "dropout":
-
-        def made() -> Any:
-            r = rngs()
-            return nnx.Sequential(
-                nnx.Linear(d, d, rngs=r, param_dtype=jnp.float64), nnx.gelu, nnx.Dropout(0.2, rngs=r)
-            )
-
-    elif kind == "attention":
-
-        def made() -> Any:
-            return nnx.MultiHeadAttention(
-                2,
-                d,
-                rngs=rngs(),
-                param_dtype=jnp.float64,
-                decode=False,
-                dropout_rate=0.2,
-                deterministic=False,
-            )
-
-    elif kind == "spectral":
-
-        def made() -> Any:
-            r = rngs()
-            return nnx.SpectralNorm(nnx.Linear(d, d, rngs=r, param_dtype=jnp.float64), rngs=r)
-
-    elif kind == "rnn":
-
-        def made() -> Any:
-            r = rngs()
-            return nnx.RNN(nnx.GRUCell(d, d, rngs=r, param_dtype=jnp.float64), rngs=r)
-
-    elif kind == "lora":
-
-        def made() -> Any:
-            return nnx.LoRA(d, 2, d, rngs=rngs(), param_dtype=jnp.float64)
-
-    elif kind == "nested":
-
-        def made() -> Any:
-            r = rngs()
-            one = Block(r)
-            return nnx.Sequential(one, Block(r), one)  # a module twice
-
-    elif kind == "scan":
-
-        def made() -> Any:
-            @nnx.vmap(in_axes=(0,), out_axes=0)
-            def layers(r: nnx.Rngs) -> Block:
-                return Block(r)
-
-            return layers(rngs().fork(split=2))
-
-    else:
-
-        def made() -> Any:
-            return Block(rngs())
-
-    name = m.module(made)
+    name = m.module(lambda: with_streams(kind, d, seed))
 
     def apply(p: Any, x: Any, env: Env) -> Any:
         module = env.modules[name]
@@ -258,8 +183,7 @@ def linen_collections(m: Maker) -> Apply:
     """A module of Flax Linen with mutable collections and random streams."""
     from flax import linen as nn
 
-    b, s, d = m.shape
-    kind = m.choose("batch_norm", "dropout", "own", "spectral", "scan")
+    d, kind = m.shape[2], m.choose("batch_norm", "dropout", "own", "spectral", "scan")
 
     class Own(nn.Module):
         """A variable of a collection of its own."""
@@ -302,8 +226,8 @@ def linen_collections(m: Maker) -> Apply:
 
     module: Any = {"own": Own, "dropout": Own, "scan": Layers}.get(kind, Normed)()
     m.epsilon = max(m.epsilon, FLOAT32)  # statistics are float32
-    rngs = {"params": jax.random.key(m.part.seed), "dropout": jax.random.key(1)}
-    made = dict(module.init(rngs, jnp.zeros((b, s, d))))
+    keys = {"params": jax.random.key(m.part.seed), "dropout": jax.random.key(1)}
+    made = dict(module.init(keys, jnp.zeros(m.shape)))
     name = m.leaf(double(made.pop("params")))
     held = m.held("collections", {"variables": double(made), "key": jax.random.key(m.part.seed + 1)})
 
