@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pase.backends.local_schedule import ProgramSchedule
+from pase.backends.torch_batch import leaves_as_compiled
 from pase.backends.torch_buffers import StepBuffers
 from pase.backends.torch_check_plans import TorchAgainst, check_parallel, unsharded_copy
 from pase.backends.torch_compiled import CompiledStep, added, compiled
@@ -218,6 +219,8 @@ class ParallelModule:
     """Tensor -> the DTensor in the module."""
     lifted: dict[str, Tensor] = field(default_factory=dict, repr=False)
     """Path -> a tensor that the model holds outside of its buffers."""
+    _same_settings: Callable[[], bool] | None = field(default=None, repr=False)
+    """Whether the module's Python state is, object by object, what it was when it was last compared."""
 
     @classmethod
     def of(
@@ -308,9 +311,9 @@ class ParallelModule:
 
     def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
         """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
-        k, totals = self.plan.accumulate, self.walk.totals
+        k, totals, given = self.plan.accumulate, self.walk.totals, self.leaves(batch)
         first, constants = self.seed + self.steps, self.buffers.constants()
-        bodies = (self.walk.body(self._inputs(batch, i), constants, self.device, first + i) for i in range(k))
+        bodies = (self.walk.body(self._inputs(given, i), constants, self.device, first + i) for i in range(k))
         if not totals:
             yield from bodies
             return
@@ -427,18 +430,20 @@ class ParallelModule:
             yield LocalMove(kind="all_gather", axes=s.axes, before=now, after=after)
             now = after
 
-    def _inputs(self, batch: Sequence[Tree], turn: int) -> dict[str, RankValue]:
+    def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
+        """Those of a batch. PaseError where it, or the module's Python state, is not as the exported step has it."""
+        settings = self.plan.traced.program.settings
+        if self._same_settings is None or not self._same_settings():
+            settings.check(self.module)
+            self._same_settings = settings.same_objects(self.module)
+        return leaves_as_compiled(batch, self.plan.traced.batch)
+
+    def _inputs(self, given: Sequence[Tensor], turn: int) -> dict[str, RankValue]:
         """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
         part.
         """
-        from torch.utils._pytree import tree_leaves
-
         k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
-        given, names = tree_leaves(tuple(batch)), list(self.plan.traced.program.inputs)
-        if len(given) != len(names):
-            raise PaseError(
-                f"the plan was compiled for a batch of {len(names)} tensors, but got {len(given)}"
-            )
+        names = list(self.plan.traced.program.inputs)
         out = {}
         for x, name in zip(given, names, strict=True):
             if name not in leaves:

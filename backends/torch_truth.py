@@ -155,6 +155,9 @@ class _Imagined(ParallelModule):
         local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
         return _ImaginedTensor(_fake(like.shape if local is None else local, like.dtype))
 
+    def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
+        return list(batch)  # made as the plan has them, of no module
+
     def _written(self, path: str) -> tuple[int, ...]:
         node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
         r = self.plan.program.result(self.plan.leaves[node])

@@ -100,6 +100,7 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
 
     if micro_batches == 1:
         return traced
+    traced.program.settings.check(traced.module)
     size = batch_size(traced)
     if size % micro_batches:
         raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ __all__ = ["check_linear", "derivatives_traced", "refuse_module_hooks"]
 
 _COTANGENT = "pase_cotangent"
 """Mark of what stands for the gradient of a Function's result: its name and place."""
+_OWN: ContextVar[bool] = ContextVar("pase_own_derivative", default=False)
+"""Whether a derivative is taken here, not by the user's step."""
 
 
 @contextlib.contextmanager
@@ -30,10 +33,12 @@ def derivatives_traced() -> Iterator[None]:
 
     Its backward B is linear in the gradient g of the result y. With L = Bᵀ, the graph of
     ``y.detach() + (L(x) - L(x).detach())`` has the value y and the derivative B: what L is made of are ops as any
-    other. A hook on the gradient of a tensor is refused.
+    other. Refused are a hook on the gradient of a tensor, and a derivative that the step itself takes (a gradient
+    penalty): it is no op of an exported graph, in which what is made of it would be a constant.
     """
     import torch
 
+    autograd = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
     usual, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
     inner, under_vmap = (
         torch.autograd.function._SingleLevelFunction,
@@ -57,6 +62,20 @@ def derivatives_traced() -> Iterator[None]:
             f"exported graph shows nothing: write it as a torch.autograd.Function whose backward does it, or remove it"
         )
 
+    def taken(name: str) -> Callable[..., TorchOperand]:
+        def call(*args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
+            if _OWN.get():
+                return autograd[name](*args, **kwargs)
+            raise PaseError(
+                f"the step takes a derivative itself (torch.autograd.grad, backward or torch.func) at {_users_line()}, "
+                f"which PyTorch's export does not record: write the derivative out in tensors, or write the model in "
+                f"JAX, whose jax.grad inside of a loss is read"
+            )
+
+        return call
+
+    for name in autograd:
+        setattr(torch.autograd, name, taken(name))
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     inner.apply = classmethod(apply_held)  # type: ignore[attr-defined]
     torch.autograd.function.custom_function_call = apply  # type: ignore[assignment]
@@ -64,6 +83,8 @@ def derivatives_traced() -> Iterator[None]:
     try:
         yield
     finally:
+        for name, function in autograd.items():
+            setattr(torch.autograd, name, function)
         torch.autograd.Function.apply = usual  # type: ignore[method-assign]
         del inner.apply  # type: ignore[attr-defined]  # it is its parent's again
         torch.autograd.function.custom_function_call = under_vmap
@@ -156,6 +177,7 @@ class _Call:
             for x, b in pairs:
                 if x.shape != b.shape:
                     raise self.fails(f"it gives a gradient of shape {list(b.shape)} to {list(x.shape)}")
+            own = _OWN.set(True)
             every = torch.autograd.grad(
                 [b for _, b in pairs],
                 ends,
@@ -163,6 +185,7 @@ class _Call:
                 create_graph=True,
                 allow_unused=True,
             )
+            _OWN.reset(own)
         linear = iter(every)
         return tuple(
             y if not f or (t := next(linear)) is None else y.detach() + (t - t.detach()).to(y.dtype)

@@ -20,6 +20,7 @@ from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import inline_regions, is_functional, refuse_autocast, unwatch
 from pase.frontends.torch_reasons import real_places, why
+from pase.frontends.torch_settings import ReadNames, Settings, reads_noted
 from pase.frontends.torch_traceable import AGAIN, traceable
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_unfolded import unfolded
@@ -55,6 +56,7 @@ class TorchProgram:
     inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
     losses: names of the nodes that the step returns.
     order: all paths of parameters, in the module's order, each tensor once.
+    settings: what the step reads of the module's Python state.
     """
 
     graph: GraphModule
@@ -67,6 +69,7 @@ class TorchProgram:
     inputs: Mapping[str, str]
     losses: tuple[str, ...]
     order: tuple[str, ...]
+    settings: Settings
 
     def without_data(self, nodes: Collection[str]) -> TorchProgram:
         """The same, where the next values of buffers at these nodes depend on shapes of data alone."""
@@ -86,9 +89,10 @@ def program_of(
     refuse_autocast(f"{type(module).__name__} is read")
     refuse_module_hooks(module)
     first = _first_paths(module)
+    noted: ReadNames = {}
     try:
         paths = {path: known for path, (known, _) in first.items()}
-        exported = _exported(module, batch, loss, reads, paths)
+        exported = _exported(module, batch, loss, reads, paths, noted)
     except PaseError:
         raise
     except Exception as e:
@@ -100,7 +104,7 @@ def program_of(
             ) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
         raise PaseError(why(type(module).__name__, e, places)) from e
-    return _described(exported, first)
+    return _described(exported, first, Settings.of(module, noted))
 
 
 def _exported(
@@ -109,8 +113,10 @@ def _exported(
     loss: Callable[..., Tree] | None,
     reads: Callable[[str], bool],
     paths: Mapping[str, str],
+    noted: ReadNames,
 ) -> ExportedProgram:
-    """The step as the module's Python state has it now. Afterwards the module holds that state again.
+    """The step as the module's Python state has it now. Afterwards the module holds that state again. What it reads of
+    that state is added to ``noted``.
 
     PaseError if it changes state that it reads, so that the next step would be another one.
     """
@@ -118,11 +124,13 @@ def _exported(
     changed: list[str] = []
     try:
         made = _from_now(
-            module, batch, loss, reads, paths, held, lambda: changed.extend(left_behind(module, held))
+            module, batch, loss, reads, paths, held, lambda: changed.extend(left_behind(module, held)), noted
         )
         if changed:
             held.put_back()
-            refuse_state(module, held, lambda end: _traced(module, batch, loss, reads, end), paths, changed)
+            refuse_state(
+                module, held, lambda end: _traced(module, batch, loss, reads, end, {}), paths, changed
+            )
         return made
     finally:
         held.put_back()
@@ -136,6 +144,7 @@ def _from_now(
     paths: Mapping[str, str],
     held: PythonState,
     at_end: Callable[[], None],
+    noted: ReadNames,
 ) -> ExportedProgram:
     """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
     trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
@@ -143,7 +152,7 @@ def _from_now(
     fold: Folding | None = None
     try:
         with folding(module, paths, True) as fold:
-            exported = _traced(module, batch, loss, reads, at_end)
+            exported = _traced(module, batch, loss, reads, at_end, noted)
             if unfolded(exported, fold, _INSIDE):
                 return exported
     except Exception:
@@ -151,7 +160,7 @@ def _from_now(
             raise
     held.put_back()
     with folding(module, paths, False):
-        return _traced(module, batch, loss, reads, at_end)
+        return _traced(module, batch, loss, reads, at_end, noted)
 
 
 def _traced(
@@ -160,6 +169,7 @@ def _traced(
     loss: Callable[..., Tree] | None,
     reads: Callable[[str], bool],
     at_end: Callable[[], None],
+    noted: ReadNames,
 ) -> ExportedProgram:
     import torch
 
@@ -170,7 +180,7 @@ def _traced(
         )
         with traceable(STEP_FILE), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
-            exported = torch.export.export(step_of(module, loss, at_end), args, strict=False)
+            exported = torch.export.export(step_of(module, loss, at_end, noted), args, strict=False)
             if is_functional(exported.graph_module, reads):
                 inline_regions(exported.graph_module)
                 return exported
@@ -233,9 +243,13 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 def step_of(
-    module: Module, loss: Callable[..., Tree] | None, at_end: Callable[[], None] = lambda: None
+    module: Module,
+    loss: Callable[..., Tree] | None,
+    at_end: Callable[[], None] = lambda: None,
+    noted: ReadNames | None = None,
 ) -> Module:
-    """A module whose forward is the step, and returns a scalar loss. at_end: called when it is made."""
+    """A module whose forward is the step, and returns a scalar loss. at_end: called when it is made. noted: what is
+    read of the module's Python state is added to it."""
     import torch
 
     class Step(torch.nn.Module):
@@ -245,7 +259,8 @@ def step_of(
             self.train(module.training)
 
         def forward(self, *batch: Tree) -> Tensor:
-            with assignments_in_place(self.module):
+            noting = contextlib.nullcontext() if noted is None else reads_noted(noted)
+            with assignments_in_place(self.module), noting:
                 made = self.loss(*batch)
             at_end()
             return made
@@ -340,7 +355,9 @@ def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
             inner.forward = torch.fx.Interpreter(inner).run
 
 
-def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]]) -> TorchProgram:
+def _described(
+    exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: Settings
+) -> TorchProgram:
     from torch.export.graph_signature import InputKind, OutputKind
 
     parameters: dict[str, str] = {}
@@ -388,4 +405,5 @@ def _described(exported: ExportedProgram, first: Mapping[str, tuple[str, bool]])
         inputs=inputs,
         losses=tuple(losses),
         order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),
+        settings=settings,
     )

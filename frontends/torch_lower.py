@@ -237,7 +237,8 @@ def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)  # type: ignore[arg-type]
         return how(*args, **kwargs)
 
-    return make_fx(call, **({"pre_dispatch": True} | options))(*(m.meta["val"] for m in leaves))
+    values = [m.meta["val"].detach() for m in leaves]  # whatever they were differentiated for
+    return make_fx(call, **({"pre_dispatch": True} | options))(*values)
 
 
 def _decomposed(n: FxNode) -> GraphModule | None:

@@ -337,6 +337,14 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
         y.register_hook(lambda g: 2 * g)
         return y.square().mean()
 
+    def penalized(module: Any, x: Any) -> Any:
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(module(x).tanh().sum(), x, create_graph=True)
+        return module(x).mean() + (g.norm(dim=1) - 1).square().mean()
+
+    def sensitive(module: Any, x: Any) -> Any:
+        return torch.func.vmap(torch.func.grad(lambda one: module(one).tanh().sum()))(x).square().mean()
+
     class Hooked(nn.Linear):
         def __init__(self, *sizes: int) -> None:
             super().__init__(*sizes)
@@ -347,6 +355,11 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
         r"the backward of torch.autograd.Function 'Clipped' at .*torch_unwatched_models.py:\d+ is not linear": (
             nn.Linear(16, 8),
             lambda m, x: clipped().apply(m(x)).square().mean(),
+        ),
+        r"takes a derivative itself .* at .*torch_unwatched_models.py:\d+": (nn.Linear(16, 8), penalized),
+        r"takes a derivative itself .* at .*torch_unwatched_models.py:\d+, which": (
+            nn.Linear(16, 8),
+            sensitive,
         ),
         r"leaves Python state behind \('steps'\) that the next one reads": (Counts(16, 8), squared),
         r"writes the parameter 'weight', which it trains": (clamps, squared),

@@ -1,0 +1,55 @@
+"""The batch of a step, beside the example that its plan was compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["leaves_as_compiled"]
+
+
+def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[Tensor]:
+    """The leaves of a batch in the order of the example's, whatever order a dict has its keys in.
+
+    PaseError where the example has other leaves, tensors of another dtype, or another value where it has no tensor: the
+    exported step holds that value.
+    """
+    import torch
+    from torch.utils._pytree import keystr, tree_flatten_with_path
+
+    given = {keystr(path): x for path, x in tree_flatten_with_path(tuple(batch))[0]}
+    wanted = {keystr(path): x for path, x in tree_flatten_with_path(tuple(example))[0]}
+    if unlike := [*(wanted.keys() - given.keys()), *(given.keys() - wanted.keys())]:
+        has = "lacks" if unlike[0] in wanted else "has"
+        raise PaseError(
+            f"the batch {has} batch{min(unlike)}; the plan was compiled for a batch of {len(wanted)} leaves, and got "
+            f"{len(given)}"
+        )
+    for path, then in wanted.items():
+        now = given[path]
+        if not isinstance(then, torch.Tensor):
+            same = type(now) is type(then) and (now is then or bool(now == then))
+        else:
+            same = isinstance(now, torch.Tensor) and now.dtype == then.dtype
+        if not same:
+            raise PaseError(
+                f"batch{path} is {_what(now)}; the plan was compiled for {_what(then)}: "
+                + (
+                    "convert it"
+                    if isinstance(then, torch.Tensor)
+                    else "compile for this value, or pass a tensor if it changes from step to step"
+                )
+            )
+    return [given[path] for path in wanted]
+
+
+def _what(x: object) -> str:
+    import torch
+
+    return f"a tensor of {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)[:80]
