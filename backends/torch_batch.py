@@ -23,13 +23,15 @@ def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[T
     import torch
     from torch.utils._pytree import keystr, tree_flatten_with_path
 
-    given = {keystr(path): x for path, x in tree_flatten_with_path(tuple(batch))[0]}
-    wanted = {keystr(path): x for path, x in tree_flatten_with_path(tuple(example))[0]}
+    given, wanted = (
+        {keystr(path): x for path, x in tree_flatten_with_path(_several(tree))[0]}
+        for tree in (batch, example)
+    )
     if unlike := [*(wanted.keys() - given.keys()), *(given.keys() - wanted.keys())]:
         has = "lacks" if unlike[0] in wanted else "has"
         raise PaseError(
-            f"the batch {has} batch{min(unlike)}; the plan was compiled for a batch of {len(wanted)} leaves, and got "
-            f"{len(given)}"
+            f"the plan was compiled for a batch of {len(wanted)} tensors, but got {len(given)}: it {has} "
+            f"batch{min(unlike)}"
         )
     for path, then in wanted.items():
         now = given[path]
@@ -47,6 +49,13 @@ def leaves_as_compiled(batch: Sequence[Tree], example: Sequence[Tree]) -> list[T
                 )
             )
     return [given[path] for path in wanted]
+
+
+def _several(batch: Sequence[Tree]) -> tuple[Tree, ...]:
+    """Its arguments, whether they were given one by one or as one tuple."""
+    while len(batch) == 1 and isinstance(batch[0], (tuple, list)):
+        (batch,) = batch
+    return tuple(batch)
 
 
 def _what(x: object) -> str:

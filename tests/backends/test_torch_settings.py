@@ -124,7 +124,7 @@ def test_values_of_the_batch_that_are_no_tensors_may_not_change() -> None:
         stepped(lambda m: None, scale=torch.tensor(1.0))
     with pytest.raises(PaseError, match=r"'a'.* is a tensor of torch.float64; .*float32: convert it"):
         stepped(lambda m: None, a=torch.randn(16, 16).double())
-    with pytest.raises(PaseError, match=r"the batch has .*'more'"):
+    with pytest.raises(PaseError, match=r"a batch of 4 tensors, but got 5: it has batch.*'more'"):
         stepped(lambda m: None, more=1)
 
 
