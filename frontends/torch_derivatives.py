@@ -56,6 +56,12 @@ def derivatives_traced() -> Iterator[None]:
             return super(inner, cls).apply(*args)
         return _Call(of=cls, place=_users_line(), args=args).traced()
 
+    def apply_under_vmap(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
+        """What the usual ``apply`` calls within ``torch.func``'s transforms."""
+        if cls.__module__.partition(".")[0] == "torch":
+            return under_vmap(cls, *args)
+        return _Call(of=cls, place=_users_line(), args=args).traced()
+
     def register_hook(self: Tensor, hook: object) -> object:
         raise PaseError(
             f"a hook on the gradient of a tensor, at {_users_line()}, is Python that runs in backward, of which an "
@@ -78,7 +84,7 @@ def derivatives_traced() -> Iterator[None]:
         setattr(torch.autograd, name, taken(name))
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
     inner.apply = classmethod(apply_held)  # type: ignore[attr-defined]
-    torch.autograd.function.custom_function_call = apply  # type: ignore[assignment]
+    torch.autograd.function.custom_function_call = apply_under_vmap  # type: ignore[assignment]
     torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
     try:
         yield
