@@ -443,9 +443,8 @@ class ParallelModule:
         part.
         """
         k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
-        names = list(self.plan.traced.program.inputs)
         out = {}
-        for x, name in zip(given, names, strict=True):
+        for x, name in zip(given, self.plan.traced.program.inputs, strict=True):
             if name not in leaves:
                 continue
             r = program.result(leaves[name])

@@ -20,7 +20,7 @@ from pase.frontends.torch_equal import PythonState
 from pase.frontends.torch_folded import Folding, folding
 from pase.frontends.torch_functional import inline_regions, is_functional, refuse_autocast, unwatch
 from pase.frontends.torch_reasons import real_places, why
-from pase.frontends.torch_settings import ReadNames, Settings, reads_noted
+from pase.frontends.torch_settings import ReadNames, ReadSettings, reads_noted
 from pase.frontends.torch_traceable import AGAIN, traceable
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_unfolded import unfolded
@@ -69,7 +69,7 @@ class TorchProgram:
     inputs: Mapping[str, str]
     losses: tuple[str, ...]
     order: tuple[str, ...]
-    settings: Settings
+    settings: ReadSettings
 
     def without_data(self, nodes: Collection[str]) -> TorchProgram:
         """The same, where the next values of buffers at these nodes depend on shapes of data alone."""
@@ -104,7 +104,7 @@ def program_of(
             ) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
         raise PaseError(why(type(module).__name__, e, places)) from e
-    return _described(exported, first, Settings.of(module, noted))
+    return _described(exported, first, ReadSettings.of(module, noted))
 
 
 def _exported(
@@ -356,7 +356,7 @@ def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
 
 
 def _described(
-    exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: Settings
+    exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: ReadSettings
 ) -> TorchProgram:
     from torch.export.graph_signature import InputKind, OutputKind
 

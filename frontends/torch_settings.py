@@ -20,7 +20,7 @@ from pase.errors import PaseError
 if TYPE_CHECKING:
     from torch.nn import Module
 
-__all__ = ["ReadNames", "Settings", "reads_noted"]
+__all__ = ["ReadNames", "ReadSettings", "reads_noted"]
 
 ReadNames = dict[str, set[str]]
 """Class, by its name -> names of its objects' attributes that were read."""
@@ -66,14 +66,14 @@ def reads_noted(found: ReadNames) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ReadSettings:
     """The attributes that a step reads: (path of a module, name) -> value. names: of each class, which are read."""
 
     values: Mapping[tuple[str, str], Hashable]
     names: ReadNames = field(repr=False, compare=False)
 
     @classmethod
-    def of(cls, module: Module, names: ReadNames) -> Settings:
+    def of(cls, module: Module, names: ReadNames) -> ReadSettings:
         """Those of a module now."""
         return cls(values=dict(_values(module, names)), names=names)
 

@@ -43,7 +43,7 @@ class Counted(nnx.Variable[Any]):
     """A counter of a user's own kind."""
 
 
-class Block(nnx.Module):
+class CountingBlock(nnx.Module):
     """Dropout behind a product, and a counter."""
 
     def __init__(self, d: int, rngs: nnx.Rngs) -> None:
@@ -71,9 +71,9 @@ def with_streams(kind: str, d: int, seed: int) -> Any:
     if kind == "lora":
         return nnx.LoRA(d, 2, d, **wide)
     if kind == "nested":
-        one = Block(d, rngs)
-        return nnx.Sequential(one, Block(d, rngs), one)  # a module twice
+        one = CountingBlock(d, rngs)
+        return nnx.Sequential(one, CountingBlock(d, rngs), one)  # a module twice
     if kind == "scan":
-        layers = nnx.vmap(lambda r: Block(d, r), in_axes=(0,), out_axes=0)
+        layers = nnx.vmap(lambda r: CountingBlock(d, r), in_axes=(0,), out_axes=0)
         return layers(rngs.fork(split=2))
-    return Block(d, rngs)
+    return CountingBlock(d, rngs)

@@ -16,6 +16,7 @@ from bench.composer.torch_maker import TorchApply, TorchEnv, TorchMaker, torch_l
 
 @torch_layer(2)
 def mlp(m: TorchMaker) -> TorchApply:
+    """Two linear layers around a nonlinearity."""
     d, own = m.shape[2], m.own
     own.up, own.down = m.linear(d, 2 * d, m.chance(0.7)), m.linear(2 * d, d)
     of, residual = (
@@ -43,6 +44,7 @@ def sequential(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def glu(m: TorchMaker) -> TorchApply:
+    """A gated linear unit, in the forms that models use."""
     d, own = m.shape[2], m.own
     how = m.choose("swiglu", "geglu", "glu", "chunk", "bilinear")
     if how in ("glu", "chunk"):
@@ -283,6 +285,7 @@ def convolution(m: TorchMaker) -> TorchApply:
 
 @torch_layer()
 def pooling(m: TorchMaker) -> TorchApply:
+    """Pooling along the sequence, and what undoes it."""
     _b, s, d = m.shape
     how, own = m.choose("avg", "max", "adaptive", "squeeze", "interpolate", "lp", "shuffle"), m.own
     own.lin = m.linear(d, d)

@@ -13,6 +13,7 @@ from bench.composer.torch_maker import TOKENS, TorchApply, TorchEnv, TorchMaker,
 
 @torch_loss(2)
 def mean_square(m: TorchMaker) -> TorchApply:
+    """The mean square, written three ways."""
     target, how = m.input("target", m.normal(*m.shape)), m.choose("mse", "written", "module")
 
     def run(own: Any, x: Tensor, env: TorchEnv) -> Tensor:
@@ -103,6 +104,7 @@ def cross_entropy(m: TorchMaker) -> TorchApply:
 
 @torch_loss(1.5)
 def binary(m: TorchMaker) -> TorchApply:
+    """Losses of labels that are on or off."""
     b, s, d = m.shape
     own, how = (
         m.own,

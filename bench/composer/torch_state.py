@@ -14,6 +14,8 @@ from bench.composer.torch_weights import RoundedThrough, SwishOwnBackward
 
 
 class GradientReversed(torch.autograd.Function):
+    """Passes values on, and gradients with the opposite sign."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor

@@ -16,6 +16,7 @@ from bench.composer.weights import matrix, square
 
 @torch_transform(matrix)
 def low_rank(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A product of two thin matrices."""
     *outer, inner = shape
     own.a, own.b = m.param(*outer, 4, scale=0.7), m.param(4, inner, scale=0.7)
     return lambda own: own.a @ own.b
@@ -32,6 +33,7 @@ def adapted(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(square)
 def symmetric(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A symmetric or antisymmetric matrix."""
     own.a, how = m.param(*shape), m.choose("plus", "minus", "triu")
 
     def get(own: Any) -> Tensor:
@@ -44,6 +46,7 @@ def symmetric(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(square)
 def orthogonal(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """An orthogonal matrix, by Cayley, exponential, reflection or QR."""
     own.a, how = m.param(*shape, scale=0.3), m.choose("solve", "exp", "inv", "householder", "qr")
     own.register_buffer("eye", torch.eye(shape[0]))
 
@@ -65,6 +68,7 @@ def orthogonal(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(square)
 def gram(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A product of a matrix with itself, and its root."""
     own.a, how = m.param(*shape, scale=0.5), m.choose("matmul", "einsum", "power", "cholesky")
 
     def get(own: Any) -> Tensor:
@@ -106,6 +110,7 @@ def circulant(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(square)
 def triangular(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """One triangle of a matrix."""
     own.a, of = m.param(*shape), m.choose(torch.tril, torch.triu)
     return lambda own: of(own.a)
 
@@ -126,6 +131,7 @@ def triangle_of_entries(m: TorchMaker, own: Any, shape: Sequence[int]) -> Tensor
 
 @torch_transform(matrix)
 def transposed(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A matrix that is stored the other way around."""
     own.a, n = m.param(*shape[::-1]), len(shape)
     return lambda own: own.a.permute(*range(n)[::-1]).contiguous()
 
@@ -208,6 +214,7 @@ def polar(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def complex_parameter(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A real matrix of a complex parameter."""
     own.a = nn.Parameter(torch.complex(m.normal(*shape), m.normal(*shape)))
     return lambda own: own.a.real * own.a.abs() - own.a.imag
 

@@ -185,6 +185,7 @@ def ordered(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def masking(m: TorchMaker) -> TorchApply:
+    """Masks: by lengths, of infinities, by bounds."""
     b, s, d = m.shape
     own, how = m.own, m.choose("lengths", "fill", "where", "tril", "nan", "isin", "clip", "sign", "heaviside")
     lengths = m.input("lengths", m.integers(s, b) + 1)
@@ -252,6 +253,7 @@ def accumulated(m: TorchMaker) -> TorchApply:
 
 @torch_layer(1.5)
 def fourier(m: TorchMaker) -> TorchApply:
+    """Fourier transforms along the sequence or the features."""
     _b, s, d = m.shape
     own, how = (
         m.own,

@@ -135,12 +135,14 @@ PARAMETRIZED: dict[str, Callable[[Any], nn.Module]] = {
 
 @torch_transform()
 def log_scaled(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A scale that is stored as its logarithm."""
     own.a, own.s = m.param(*shape), m.param(scale=0.3)
     return lambda own: own.a * own.s.exp()
 
 
 @torch_transform()
 def weight_norm(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A direction and a length."""
     own.v, own.g = m.param(*shape), m.param(shape[-1], scale=0.3, shift=1)
     dims = tuple(range(len(shape) - 1))
 
@@ -153,6 +155,7 @@ def weight_norm(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform()
 def normalised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A weight over its norm."""
     own.v, how = m.param(*shape), m.choose("norm", "vector_norm", "normalize", "max")
 
     def get(own: Any) -> Tensor:
@@ -167,6 +170,7 @@ def normalised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(matrix)
 def standardised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A weight less its mean, over its deviation."""
     own.v, how = m.param(*shape), m.choose("var_mean", "std", "layer_norm")
 
     def get(own: Any) -> Tensor:
@@ -182,18 +186,21 @@ def standardised(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
 
 @torch_transform(matrix)
 def centred(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """A weight less its mean."""
     own.v = m.param(*shape)
     return lambda own: own.v - own.v.mean(-1, keepdim=True)
 
 
 @torch_transform()
 def softmax(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """Softmax of a weight, its logarithm, and softmin."""
     own.v, dim, of = m.param(*shape), m.choose(0, -1), m.choose(F.softmax, F.log_softmax, F.softmin)
     return lambda own: of(own.v, dim=dim) * 2
 
 
 @torch_transform()
 def cumulative(m: TorchMaker, own: Any, shape: Sequence[int]) -> TensorGet:
+    """Cumulative sums, products and maxima of a weight."""
     own.v, dim = m.param(*shape, scale=0.4), m.choose(0, -1)
     of = m.choose(
         lambda v: v.cumsum(dim),

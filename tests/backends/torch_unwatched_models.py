@@ -308,6 +308,22 @@ def rewritten() -> tuple[Any, ...]:
     return Clamps(16, 8), Normalizes(16, 8), Rounds(16, 8)
 
 
+def penalized(module: Any, x: Any) -> Any:
+    """A gradient penalty."""
+    import torch
+
+    x = x.detach().requires_grad_()
+    (g,) = torch.autograd.grad(module(x).tanh().sum(), x, create_graph=True)
+    return module(x).mean() + (g.norm(dim=1) - 1).square().mean()
+
+
+def sensitive(module: Any, x: Any) -> Any:
+    """A loss of derivatives by examples."""
+    import torch
+
+    return torch.func.vmap(torch.func.grad(lambda one: module(one).tanh().sum()))(x).square().mean()
+
+
 def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
     """What a step cannot do -> (module, loss), each with a batch of [16, 16]."""
     import torch
@@ -336,14 +352,6 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
         y = module(x)
         y.register_hook(lambda g: 2 * g)
         return y.square().mean()
-
-    def penalized(module: Any, x: Any) -> Any:
-        x = x.detach().requires_grad_()
-        (g,) = torch.autograd.grad(module(x).tanh().sum(), x, create_graph=True)
-        return module(x).mean() + (g.norm(dim=1) - 1).square().mean()
-
-    def sensitive(module: Any, x: Any) -> Any:
-        return torch.func.vmap(torch.func.grad(lambda one: module(one).tanh().sum()))(x).square().mean()
 
     class Hooked(nn.Linear):
         def __init__(self, *sizes: int) -> None:
