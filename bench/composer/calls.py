@@ -253,9 +253,11 @@ def scans_of_many_forms(m: Maker) -> Apply:
             weights = jnp.stack([f(p) for f in layers])
             return lax.scan(lambda h, w: (h + jnp.tanh(h @ w), jnp.mean(h)), x, weights)[0]
         if kind == "reverse":
-            h, said = lax.scan(
-                lambda h, t: (0.9 * h + t @ w(p), (h, t * 2)), jnp.zeros_like(x[:, 0]), turns, reverse=True
-            )
+
+            def back(h: Any, t: Any) -> Any:
+                return 0.9 * h + t @ w(p), (h, t * 2)
+
+            h, said = lax.scan(back, jnp.zeros_like(x[:, 0]), turns, reverse=True)
             return jnp.swapaxes(said[0] + said[1], 0, 1) + h[:, None]
         # A weight that is read in the loop, before it and behind it.
         h = x @ w(p)
