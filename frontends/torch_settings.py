@@ -38,7 +38,8 @@ def reads_noted(found: ReadNames) -> Iterator[None]:
     def watch(of: type) -> None:
         if any(c in usual for c in of.__mro__):
             return
-        own, before = vars(of).get("__getattribute__"), of.__getattribute__
+        own = vars(of).get("__getattribute__")
+        before: Callable[[object, str], object] = of.__getattribute__  # type: ignore[assignment]
 
         def read(self: object, name: str) -> object:
             value = before(self, name)
