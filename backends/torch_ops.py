@@ -147,15 +147,16 @@ class NodeOps:
                 name = program.original(o.tensor)
                 if name not in own:
                     ways.setdefault(name, set()).add(None if o.constant else self._way(o))
-                elif o.summed or (o.transfer is not None and self._moves(o.transfer)):
+                elif o.summed or (o.transfer is not None and not self._pooled(o.transfer)):
                     return False
         partial = any(r.summed or "partial" in r.layout for pair in work for r in pair.local.results)
         return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
 
-    def _moves(self, transfer: int) -> bool:
-        """Whether a transfer moves anything, there or back."""
+    def _pooled(self, transfer: int) -> bool:
+        """Whether what a window's op makes is handed on as it is. (A product is run apart from what is added to it:
+        they need not be computed again alike.)"""
         t = self.walk.program.transfers[transfer]
-        return bool(t.forward or t.backward)
+        return not (t.forward or t.backward) and self.walk.program.maker[t.tensor].op.kind == "window"
 
     def _way(self, o: LocalOperand) -> object:
         """A key that is equal for operands that share one transfer."""
