@@ -123,7 +123,7 @@ class JaxPlan:
         import numpy as np
 
         m, own = self.logical_mesh, self.devices if devices is None else None
-        found = as_linked(devices or jax.devices()) if own is None else own
+        found = as_linked(jax.devices() if devices is None else devices) if own is None else own
         if len(found) < m.devices:
             raise PaseError(
                 f"the plan is for {m.devices} devices, but JAX sees {len(found)}: on a CPU, set "
