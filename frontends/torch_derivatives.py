@@ -70,7 +70,7 @@ def derivatives_traced() -> Iterator[None]:
 
     def taken(name: str) -> Callable[..., TorchOperand]:
         def call(*args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
-            if _OWN.get():
+            if _OWN.get() or _of_a_body():
                 return autograd[name](*args, **kwargs)
             raise PaseError(
                 f"the step takes a derivative itself (torch.autograd.grad, backward or torch.func) at {_users_line()}, "
@@ -117,6 +117,11 @@ def check_linear(nodes: Iterable[FxNode], model: str) -> None:
                 f"normalises it, for example), so that gradients of parts do not add up: do this to the parameters' "
                 f"gradients, after backward"
             )
+
+
+def _of_a_body() -> bool:
+    """Whether PyTorch itself takes a derivative: of the body of a loop or a branch, which it traces with one."""
+    return any("/torch/_higher_order_ops/" in f.f_code.co_filename for f, _ in traceback.walk_stack(None))
 
 
 def _users_line() -> str:

@@ -259,7 +259,7 @@ def step_of(
             self.train(module.training)
 
         def forward(self, *batch: Tree) -> Tensor:
-            noting = contextlib.nullcontext() if noted is None else reads_noted(noted)
+            noting = contextlib.nullcontext() if noted is None else reads_noted(noted, self.module)
             with assignments_in_place(self.module), noting:
                 made = self.loss(*batch)
             at_end()

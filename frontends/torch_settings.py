@@ -28,9 +28,15 @@ _ABSENT = "absent"
 
 
 @contextlib.contextmanager
-def reads_noted(found: ReadNames) -> Iterator[None]:
-    """Within, attributes that are read of modules, and of objects that modules hold, are added to ``found``."""
+def reads_noted(found: ReadNames, module: Module) -> Iterator[None]:
+    """Within, attributes that are read of modules, and of objects that modules hold, are added to ``found``.
+
+    Dynamo traces the bodies of loops and branches (``scan``, ``map``, ``cond``, flex_attention), and cannot trace what
+    notes reads. While it does, nothing is watched, and all numbers and flags of the module's parts count as read.
+    """
     import torch
+    import torch._higher_order_ops.utils as bodies
+    from torch.nn.attention import flex_attention
 
     _of_any_module()  # makes a module, which must not be watched
     usual: dict[type, Callable[[object, str], object] | None] = {}
@@ -55,15 +61,35 @@ def reads_noted(found: ReadNames) -> Iterator[None]:
             return
         usual[of] = own
 
-    watch(torch.nn.Module)
-    try:
-        yield
-    finally:
+    def unwatch() -> None:
         for of, own in usual.items():
             if own is None:
                 del of.__getattribute__
             else:
                 of.__getattribute__ = own  # type: ignore[method-assign, assignment]
+        usual.clear()
+
+    traced = bodies.setup_compilation_env
+
+    @contextlib.contextmanager
+    def unwatched() -> Iterator[object]:
+        unwatch()
+        for m in module.modules():
+            names = [name for name, value in vars(m).items() if _is_data(m, name, value)]
+            found.setdefault(_class(m), set()).update(names)
+        try:
+            with traced() as backend:
+                yield backend
+        finally:
+            watch(torch.nn.Module)
+
+    bodies.setup_compilation_env = flex_attention.setup_compilation_env = unwatched  # type: ignore[assignment]
+    watch(torch.nn.Module)
+    try:
+        yield
+    finally:
+        bodies.setup_compilation_env = flex_attention.setup_compilation_env = traced
+        unwatch()
 
 
 @dataclass(frozen=True, kw_only=True)
