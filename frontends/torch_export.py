@@ -256,7 +256,7 @@ def step_of(
         def __init__(self) -> None:
             super().__init__()
             self.module = module
-            self.train(module.training)
+            self.training = module.training  # its parts keep their own modes: a frozen norm is in eval
 
         def forward(self, *batch: Tree) -> Tensor:
             noting = contextlib.nullcontext() if noted is None else reads_noted(noted, self.module)

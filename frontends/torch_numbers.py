@@ -112,8 +112,16 @@ def _of_group_norm(
     yield from (n, n, given["eps"])
 
 
-@_NUMBERS.register("batch_norm", "_native_batch_norm_legit_functional", "native_batch_norm")
+@_NUMBERS.register(
+    "batch_norm",
+    "_native_batch_norm_legit_functional",
+    "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+)
 def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
+    if not given.get("training") and given.get("running_mean") is not None:
+        yield given["eps"]
+        return
     shape, m = shapes["input"], given["momentum"]
     n = _count(shape, [i for i in range(len(shape)) if i != 1])
     yield from (n, n, given["eps"])

@@ -22,6 +22,7 @@ from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
 from bench.composer.spec import Spec
 from bench.composer.torch_manners import planned
 from bench.composer.torch_programs import TorchProgramMade, draw, program_of
+from pase.errors import PaseError
 
 __all__ = ["attempt", "draw", "written"]
 
@@ -124,7 +125,7 @@ class TorchTrial:
             return TorchTrained(losses=losses, state=state_of(modules[rank]))
 
         if how:
-            return on_processes(count, on_rank, seconds=600)
+            return _by_processes(count, on_rank)
         with by_threads() if staged else nullcontext():
             return on_ranks(count, on_rank)
 
@@ -162,6 +163,22 @@ class TorchTrial:
             if d.what not in worst or not d.off <= worst[d.what].off:
                 worst[d.what] = d
         return list(worst.values())
+
+
+def _by_processes(count: int, on_rank: Callable[[int], TorchTrained]) -> list[TorchTrained]:
+    """What each rank returns. A PaseError of a rank is raised as one."""
+
+    def tried(rank: int) -> TorchTrained | str:
+        try:
+            return on_rank(rank)
+        except PaseError as e:
+            return str(e)
+
+    found = on_processes(count, tried, seconds=600)
+    for said in found:
+        if isinstance(said, str):
+            raise PaseError(said)
+    return found
 
 
 def differences(
@@ -208,8 +225,6 @@ def attempt(spec: Spec) -> dict[str, Any]:
 
 def written(spec: Spec) -> str:
     """The program as PyTorch exports it."""
-    from pase.errors import PaseError
-
     program = program_of(spec)
     try:
         code = program.traced.program.graph.code

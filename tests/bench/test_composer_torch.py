@@ -14,6 +14,8 @@ FOUND = [
     "12,4,8 moving_average.40580! | mean_square.0! @ default/eager/sgd",
     # a torch.autograd.Function called by a name of the program's own, whose backward was lost
     "8,4,16 views.45972 | mean_square.0! @ random23@2/eager/adam",
+    # a batch norm in eval mode within a module in training mode, which was put into training mode
+    "8,4,8 batch_norm.2090! | mean_square.0! @ ours@2x2/eager/adam",
     # fill_diagonal_, which becomes as_strided
     "8,4,8 | contrastive.45261! @ random1@2x2/eager/sgd",
     # x[torch.arange(b)[:, None], ids] += y
