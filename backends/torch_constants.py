@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_rules import seeded
 from pase.backends.torch_values import NotOnParts, steps_from
+from pase.frontends.torch_numbers import op_name
 from pase.frontends.torch_types import FxNode
 from pase.frontends.torch_values import TorchScope
 from pase.frontends.values import Value
@@ -124,13 +125,14 @@ class Constants:
                 return n.target(*args, **kwargs)
 
     def _operand(self, m: FxNode, reader: FxNode) -> Tensor:
-        """An operand. If it depends on data, only its shape may be used, as in zeros_like."""
+        """An operand. If it depends on data, only its shape may be used, as in zeros_like and randn_like."""
         import torch
 
         if not self.index.decided(m):
             return self.of(m)
         value = self.index.values.get(reader)
-        if not (isinstance(value, Value) and value.note == ("filled",)):
+        filled = isinstance(value, Value) and value.note == ("filled",)
+        if not filled and not op_name(reader).endswith("_like"):
             raise NotOnParts(f"{reader.target} is known without data, but reads data")
         like = m.meta["val"]
         return torch.zeros((), dtype=like.dtype, device=self.device).expand(like.shape)

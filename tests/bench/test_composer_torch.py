@@ -16,6 +16,8 @@ FOUND = [
     "8,4,16 views.45972 | mean_square.0! @ random23@2/eager/adam",
     # a batch norm in eval mode within a module in training mode, which was put into training mode
     "8,4,8 batch_norm.2090! | mean_square.0! @ ours@2x2/eager/adam",
+    # randn_like of an activation
+    "8,4,8 random_numbers.21! | mean_square.0! @ random1@2x2/eager/sgd",
     # fill_diagonal_, which becomes as_strided
     "8,4,8 | contrastive.45261! @ random1@2x2/eager/sgd",
     # x[torch.arange(b)[:, None], ids] += y
