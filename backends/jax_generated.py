@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax_local_call import LocalCall
 from pase.backends.jax_moves import part
+from pase.frontends.jax_versions import threefry
 from pase.local.types import LocalResult
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ def random_part(call: LocalCall, ins: Sequence[Array]) -> Array | None:
     """This device's part of ``random_bits``. None if its bits are not made by position: another generator than
     threefry, several keys."""
     import jax
-    from jax.extend.random import threefry2x32_p
 
     (key,), (result,), params = ins, call.results, call.eqn.params
     partitionable = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
@@ -43,8 +43,7 @@ def random_part(call: LocalCall, ins: Sequence[Array]) -> Array | None:
     if result is None or not result.shape or not by_place or key.ndim or params["shape"] != result.shape:
         return None
     places = [positions(call, result, d) for d in range(len(result.shape))]
-    first, second = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(first, second, *counted(places, result.shape))
+    high, low = threefry(key, counted(places, result.shape))
     dtype, width = call.eqn.outvars[0].aval.dtype, params["bit_width"]
     if width == 64:
         return jax.lax.shift_left(high.astype(dtype), jax.numpy.asarray(32, dtype)) | low.astype(dtype)

@@ -26,6 +26,7 @@ from bench.provenance import RESULTS, save
 from pase.tables.layouts import number
 
 if TYPE_CHECKING:
+    from bench.composer.spec import Spec
     from bench.residual_truth_jax import Residuals
     from pase.ir import Graph
 
@@ -67,16 +68,20 @@ def pattern_rows() -> Iterator[dict[str, Any]]:
 
 
 def composer_rows(seeds: int = SEEDS) -> Iterator[dict[str, Any]]:
-    """Programs that the composer draws."""
+    """Programs that the composer draws, those apart that carry state."""
+    from bench.composer.jax_programs import LAYERS, draw
+
     for seed in range(seeds):
-        yield _jax_row(f"seed {seed}", *loss_of(seed))
+        spec = draw(seed)
+        if all(LAYERS[part.pattern].holds is None for part in spec.parts):
+            yield _jax_row(f"seed {seed}", *loss_of(spec))
 
 
-def loss_of(seed: int) -> tuple[Callable[[Any, Any], Any], Any, Any]:
-    """(loss, parameters, batch) of a program that the composer draws; without its metrics."""
-    from bench.composer.jax_programs import draw, program_of
+def loss_of(spec: Spec) -> tuple[Callable[[Any, Any], Any], Any, Any]:
+    """(loss, parameters, batch) of a composed program; without its metrics."""
+    from bench.composer.jax_programs import program_of
 
-    program = program_of(draw(seed))
+    program = program_of(spec)
 
     def loss(p: Any, b: Any) -> Any:
         out = program.loss(p, b)

@@ -54,6 +54,7 @@ __all__ = [
     "source_line",
     "static_arguments",
     "tangents_of",
+    "threefry",
     "value_of",
     "without_dead_code",
     "written_as",
@@ -363,6 +364,16 @@ def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
         return jax.jvp(of, [x for x, on in zip(args, wrt, strict=True) if on], list(tangents))
 
     return jax.make_jaxpr(both)(shapes, [s for s, on in zip(shapes, wrt, strict=True) if on])  # type: ignore[return-value]
+
+
+def threefry(key: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The two words of 32 random bits at each pair of counts. key: of the threefry generator."""
+    import jax
+    from jax.extend.random import threefry2x32_p
+
+    first, second = jax.random.key_data(key)
+    high, low = threefry2x32_p.bind(first, second, *counts)
+    return high, low
 
 
 def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
