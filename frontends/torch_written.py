@@ -412,35 +412,40 @@ def _rrelu(n: FxNode) -> Callable[..., Tree] | None:
     return lambda x, *rest, **named: leaky_relu(x, slope)
 
 
-def _places_of(x: FxNode, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor | None:
-    """The numbers [size] of the elements of x, flattened, that a view with these strides has. None if x does not have
-    them in the order in which it is stored."""
+def _in_order_of_storage(n: FxNode) -> bool:
+    """Whether the operand's elements are stored in their order, so that strides count them."""
+    held = arguments(n.target, n.args, n.kwargs)["self"].meta["val"]
+    return held.is_contiguous() and not held.storage_offset()
+
+
+def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
+    """The numbers, in one row, of the elements of x that a view with these strides has."""
     import torch
 
-    held = x.meta["val"]
-    if not held.is_contiguous() or held.storage_offset():
-        return None
-    at = torch.tensor(offset or 0)
+    at = torch.full((1,), offset or 0, device=x.device)
     for n, step in zip(size, stride, strict=True):
-        at = at[..., None] + torch.arange(n) * step
+        at = (at[:, None] + torch.arange(n, device=x.device) * step).reshape(-1)
     return at
 
 
 @WRITTEN.register("as_strided.default")
 def _as_strided(n: FxNode) -> Callable[..., Tree] | None:
-    given = arguments(n.target, n.args, n.kwargs)
-    at = _places_of(given["self"], given["size"], given["stride"], given.get("storage_offset"))
-    if at is None:
-        return None
-    return lambda x, *_, **__: x.reshape(-1).index_select(0, at.reshape(-1)).reshape(at.shape)
+    def how(x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> Tree:
+        return x.reshape(-1).index_select(0, _strided(x, size, stride, storage_offset)).reshape(size)
+
+    return how if _in_order_of_storage(n) else None
 
 
 @WRITTEN.register("as_strided_scatter.default")
 def _as_strided_scatter(n: FxNode) -> Callable[..., Tree] | None:
-    given = arguments(n.target, n.args, n.kwargs)
-    at = _places_of(given["self"], given["size"], given["stride"], given.get("storage_offset"))
-    if at is None:
-        return None
-    return lambda x, new, *_, **__: (
-        x.reshape(-1).index_copy(0, at.reshape(-1), new.reshape(-1)).reshape(x.shape)
-    )
+    def how(
+        x: Tensor,
+        src: Tensor,
+        size: Sequence[int],
+        stride: Sequence[int],
+        storage_offset: int | None = None,
+    ) -> Tree:
+        at = _strided(x, size, stride, storage_offset)
+        return x.reshape(-1).index_copy(0, at, src.reshape(-1)).reshape(x.shape)
+
+    return how if _in_order_of_storage(n) else None

@@ -106,7 +106,7 @@ class TorchTrial:
     def sharded(self, word: str, runs: str, optimizer: str) -> list[TorchTrained] | None:
         """The plan's steps on each rank; None if the program has no such plan."""
         program, plan = self.program, planned(self.program, word)
-        if plan is None:
+        if plan is None or (program.drops and plan.accumulate > 1):  # each micro-batch draws its own numbers
             return None
         run, staged = plan.torch, plan.pipeline is not None
         count = plan.mesh.devices * (len(set(s.rank for s in plan.pipeline.stages)) if staged else 1)
