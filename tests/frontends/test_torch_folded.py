@@ -134,6 +134,4 @@ def test_what_pytorch_cannot_trace_is_told_without_folding(monkeypatch):
 
     monkeypatch.setattr(torch_export, "_traced", traced)
     with pytest.raises(RuntimeError, match="attempt 2"):
-        torch_export._exported(
-            model, (), None, reads_op, {p: p for p in [n for n, _ in model.named_parameters()]}
-        )
+        torch_export._exported(model, (), None, reads_op, {n: n for n, _ in model.named_parameters()}, {})
