@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_check_plans import TorchAgainst, unsharded_copy
 from pase.backends.torch_groups import AxisGroups, axis_groups
-from pase.backends.torch_pipeline_run import PipelinedModule, PipelinedStep
+from pase.backends.torch_pipeline_run import PipelinedModule
 from pase.backends.torch_plan import TorchPlan, traced_by_torch
 from pase.backends.torch_stages import TorchStage, stages_of
+from pase.backends.torch_step import TorchStep
 from pase.backends.torch_values import steps_from
 from pase.errors import PaseError
 from pase.frontends.from_torch import TracedTorch
@@ -149,12 +150,12 @@ class TorchPipeline:
         compile: bool | str = False,
         check: bool = False,
         **settings: object,
-    ) -> PipelinedStep:
+    ) -> TorchStep:
         """step(*batch) -> loss, including the optimizer's update of this rank's parameters; see
         ``TorchPlan.train_step``."""
         parallel = self.parallelize(module, device=device, compile=compile)
         trained = [p for p in module.parameters() if p.requires_grad]
-        return PipelinedStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
+        return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
 
     def check(
         self,

@@ -15,7 +15,6 @@ from pase.backends.torch_once import StepParameters
 from pase.backends.torch_plan import ParallelModule, agreed_seed
 from pase.backends.torch_stage_backward import entered_first
 from pase.backends.torch_stage_links import Letter, StageLinks
-from pase.backends.torch_step import checked
 from pase.backends.torch_storage import Storage, lifted_of, shared_out
 from pase.backends.torch_values import RankValue
 from pase.errors import PaseError
@@ -29,13 +28,12 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.nn import Module
-    from torch.optim import Optimizer
 
     from pase.backends.torch_check import Say
     from pase.backends.torch_pipeline import TorchPipeline
     from pase.plan.gradient_check import GradientCheck
 
-__all__ = ["PipelinedModule", "PipelinedStep"]
+__all__ = ["PipelinedModule"]
 
 
 @dataclass(kw_only=True)
@@ -261,28 +259,3 @@ class _StagesStep:
             if home in self.held:
                 (g,) = links.receive(Letter("sum", k, home, t))
                 added(self.of.stages[home].stored[t], g)
-
-
-@dataclass(kw_only=True)
-class PipelinedStep:
-    """A train step on this rank: step(*batch) -> loss."""
-
-    parallel: PipelinedModule
-    optimizer: Optimizer
-    check: bool = False
-    result: GradientCheck | None = None
-
-    @property
-    def module(self) -> Module:
-        """The user's module, with this rank's parameters."""
-        return self.parallel.module
-
-    def __call__(self, *batch: Tree) -> Tensor:
-        """Make one update. Returns the loss before it, the same on every rank. batch: see
-        ``TorchPipeline.parallelize``."""
-        if self.check and self.result is None:
-            self.result = checked(self.parallel, batch)
-        self.optimizer.zero_grad()
-        loss = self.parallel.backward(*batch)
-        self.optimizer.step()
-        return loss

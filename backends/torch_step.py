@@ -33,18 +33,19 @@ class TorchStep:
     check: whether the first call checks the gradients. result: of the check; None before it.
     """
 
-    parallel: ParallelModule
+    parallel: ParallelModule | PipelinedModule
     optimizer: Optimizer
     check: bool = False
     result: GradientCheck | None = None
 
     @property
     def module(self) -> Module:
-        """The user's module, with DTensors as parameters."""
+        """The user's module, with this rank's part of the parameters."""
         return self.parallel.module
 
     def __call__(self, *batch: Tree) -> Tensor:
-        """Make one update. Returns the loss before it, the same on every rank. batch: see ``ParallelModule``."""
+        """Make one update. Returns the loss before it, the same on every rank. batch: see ``parallelize`` of the
+        plan."""
         if self.check and self.result is None:
             self.result = checked(self.parallel, batch)
         self.optimizer.zero_grad()

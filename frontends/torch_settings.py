@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from pase.errors import PaseError
+from pase.frontends.torch_equal import is_word
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -205,11 +206,13 @@ def _of_any_module() -> frozenset[str]:
 
 
 def _is_word(v: object) -> bool:
+    """What is compared by value. A device is not: the plan decides where tensors are."""
     import numpy as np
     import torch
 
-    plain = (bool, int, float, complex, str, bytes, range)
-    return v is None or isinstance(v, (*plain, np.generic, enum.Enum, torch.dtype, torch.Size))
+    return (is_word(v) and not isinstance(v, torch.device)) or isinstance(
+        v, (bytes, range, np.generic, enum.Enum)
+    )
 
 
 def _is_holder(v: object) -> bool:
