@@ -59,7 +59,50 @@ def numbers_of(
     tensors.
     """
     found = _NUMBERS.get(name)
-    return iter(() if found is None else tuple(found(given, shapes)))
+    if found is None:
+        return iter(())
+    read = _Read(given)
+    numbers = tuple(found(read, shapes))
+    for word, value in given.items():
+        if word not in read.names | _NO_NUMBER and not hasattr(value, "shape") and value is not None:
+            raise NumberUnknown(f"what its operand '{word}' means for its parts is not known")
+    return iter(numbers)
+
+
+class _Read(Mapping[str, TorchOperand]):
+    """Operands, and the names of those that were read: a number that its rule passes over changes nothing in silence.
+    An op has several signatures, which name the same thing differently."""
+
+    def __init__(self, given: Mapping[str, TorchOperand]) -> None:
+        self.given, self.names = given, set[str]()
+
+    def __getitem__(self, name: str) -> TorchOperand:
+        self.names.add(name)
+        return self.given[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.given)
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+
+_NO_NUMBER = frozenset(
+    {
+        *(
+            "dim",
+            "keepdim",
+            "dtype",
+            "out_dtype",
+            "reduction",
+            "normalized_shape",
+            "output_size",
+        ),  # in the graph
+        *("cudnn_enable", "cudnn_enabled"),  # which kernel
+        *("N", "C", "HxW"),  # in the shapes
+    }
+)
+"""Operands that are no numbers among an op's operands."""
 
 
 def _count(shape: tuple[int, ...], dims: int | Sequence[int] | None) -> int:
@@ -85,9 +128,12 @@ def _adaptive_mean(
 @_NUMBERS.register("var", "std", "var_mean", "std_mean")
 def _variance(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     n = _count(shapes["self"], given.get("dim"))
-    correction = given.get("correction")
+    if "unbiased" in given:
+        correction = int(given["unbiased"])
+    else:
+        correction = 1 if given["correction"] is None else given["correction"]
     yield n
-    yield n - (1 if correction is None else correction)
+    yield n - correction
 
 
 @_NUMBERS.register("layer_norm", "native_layer_norm", "rms_norm")
@@ -119,10 +165,10 @@ def _of_group_norm(
     "_native_batch_norm_legit_no_training",
 )
 def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
+    shape, m = shapes["input"], given["momentum"]
     if not given.get("training") and given.get("running_mean") is not None:
         yield given["eps"]
         return
-    shape, m = shapes["input"], given["momentum"]
     n = _count(shape, [i for i in range(len(shape)) if i != 1])
     yield from (n, n, given["eps"])
     yield from (1 - m, m, 1 - m, m * n / max(n - 1, 1))
@@ -133,13 +179,14 @@ def _cross_entropy(
     given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[float]:
     """Ignored labels add zero. A mean over labels that are probabilities is over all of them."""
+    ignored = given.get("ignore_index", -100)  # of labels that are classes
     if given["target"].is_floating_point():
         if given.get("weight") is not None or given.get("label_smoothing"):
             raise NumberUnknown("it weights classes or smooths labels that are probabilities")
         shape = shapes["self"]
         yield -_count(shape, None) / shape[min(1, len(shape) - 1)]
         return
-    yield given.get("ignore_index", -100)
+    yield ignored
     if given.get("weight") is not None:
         yield 0.0
     if smoothing := given.get("label_smoothing"):
