@@ -28,7 +28,8 @@ class UnitChain:
     """units: how many. of: node -> its units, [first, end): several for what a loop over layers holds; only nodes that
     work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there, with
     or without gradients; the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an
-    equation -> its unit.
+    equation -> its unit. A node's ops may be of several regions or blocks, which are never cut: ``of`` is then the unit
+    of the first, ``at`` and ``crossing`` each equation's own.
     """
 
     units: int
@@ -40,7 +41,8 @@ class UnitChain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _UnitNodes:
-    """Nodes that stay together. loop: path of the scope around them. turns: of a loop over layers, else 1."""
+    """Nodes that stay together. loop: path of the scope around them, or the name of the block or of the only node.
+    turns: of a loop over layers, else 1."""
 
     names: list[str]
     loop: str
@@ -71,6 +73,18 @@ def _points(n: Node, op: Op) -> float:
 
 def _number(size: Size) -> float:
     return float(size)
+
+
+@dataclass(frozen=True)
+class _Flow:
+    """An activation that a node makes. made, read: what holds the op that makes it, and the op that reads it. in_loop:
+    whether the reader is in a scope."""
+
+    node: str
+    tensor: str
+    made: str
+    read: str
+    in_loop: bool
 
 
 def chain_of(graph: Graph, blocks: Sequence[Block] = ()) -> UnitChain:
@@ -105,25 +119,63 @@ class _ChainFinder:
         groups = self._ordered(self._groups())
         cuts = self._cuts(groups)
         of, loops, at, unit = dict[str, tuple[int, int]](), dict[str, tuple[int, int]](), dict[str, int](), 0
+        place = dict[str, tuple[int, int]]()
         for i, g in enumerate(groups):
-            mine = (unit, unit + g.turns)
-            for name in g.names:
-                of[name] = mine
-                for op in self.graph.node[name].ops:
-                    at.setdefault(op.eqn.path, unit)
+            place[g.loop] = unit, unit + g.turns
             if g.loop in self.layers:
-                loops[self.layers[g.loop][0]] = mine
+                loops[self.layers[g.loop][0]] = place[g.loop]
             unit += g.turns if i in cuts else g.turns - 1
+        for name, key in self.keys.items():
+            of[name] = place[key]
+            for op in self.graph.node[name].ops:
+                at.setdefault(op.eqn.path, place[self._key_of(name, op)][0])
         units = unit + 1
-        crossing = tuple(self._crossing(of, c) for c in range(1, units))
+        crossing = tuple(self._crossing(place, c) for c in range(1, units))
         return UnitChain(units=units, of=of, crossing=crossing, loops=loops, at=at)
+
+    @cached_property
+    def keys(self) -> Mapping[str, str]:
+        """Node that works on activations -> the loop, region or block that holds it, or its own name."""
+        return {
+            n.name: self._around(n) or f"node {n.name}" for n in self.graph.nodes if n.name in self.active
+        }
+
+    @cached_property
+    def _held(self) -> frozenset[str]:
+        return frozenset(self.keys.values())
+
+    def _key_of(self, name: str, op: Op) -> str:
+        """What holds an op of this node: a node's ops may be of several regions or blocks."""
+        own = self._region(op)
+        return own if own in self._held else self.keys[name]
+
+    @cached_property
+    def flows(self) -> tuple[_Flow, ...]:
+        """Activations that ops of other nodes, or of other regions of the same node, read."""
+        out = list[_Flow]()
+        for n in self.graph.nodes:
+            made = {a.tensor: op for op in n.ops for a in op.writes} if n.name in self.keys else {}
+            if len({self._key_of(n.name, op) for op in made.values()}) > 1:
+                for op in n.ops:
+                    for t in {a.tensor for a in op.reads if a.tensor in made}:
+                        ends = self._key_of(n.name, made[t]), self._key_of(n.name, op)
+                        if ends[0] != ends[1]:
+                            out.append(_Flow(n.name, t, *ends, bool(op.scope)))
+        for e in self.graph.edges:
+            if e.src in self.keys and e.dst in self.keys:
+                maker = next(
+                    (op for op in self.graph.node[e.src].ops if any(a.tensor == e.tensor for a in op.writes)),
+                    None,
+                )
+                src = self.keys[e.src] if maker is None else self._key_of(e.src, maker)
+                out.append(_Flow(e.src, e.tensor, src, self._key_of(e.dst, e.op), bool(e.op.scope)))
+        return tuple(out)
 
     def _groups(self) -> list[_UnitNodes]:
         """The nodes that work on activations, in the program's order; a loop's or a region's are one group."""
         found = dict[str, list[str]]()
-        for n in self.graph.nodes:
-            if n.name in self.active:
-                found.setdefault(self._around(n) or f"node {n.name}", []).append(n.name)
+        for name, key in self.keys.items():
+            found.setdefault(key, []).append(name)
         return [
             _UnitNodes(
                 names=names,
@@ -136,19 +188,23 @@ class _ChainFinder:
 
     def _around(self, n: Node) -> str:
         scopes = [s for op in n.ops for s in op.scope[:1] if s.kind != "program"]
-        if scopes:
-            return scopes[0].path
-        held = self.held_by(n.main.eqn)
+        return scopes[0].path if scopes else self._block(n.main)
+
+    def _region(self, op: Op) -> str:
+        return next((s.path for s in op.scope[:1] if s.kind != "program"), "") or self._block(op)
+
+    def _block(self, op: Op) -> str:
+        held = self.held_by(op.eqn)
         return f"block {held[0]}" if held else ""
 
     def _ordered(self, groups: Sequence[_UnitNodes]) -> list[_UnitNodes]:
         """Each group directly after what it alone needs, the longest way first: of two branches that meet, the one with
         more work is done before the other begins, and what is small stays beside its reader."""
-        number = {name: i for i, g in enumerate(groups) for name in g.names}
+        number = {g.loop: i for i, g in enumerate(groups)}
         before: list[set[int]] = [set() for _ in groups]
-        for e in self.graph.edges:
-            if e.src in number and e.dst in number and number[e.src] != number[e.dst]:
-                before[number[e.dst]].add(number[e.src])
+        for f in self.flows:
+            if f.made != f.read:
+                before[number[f.read]].add(number[f.made])
         total = [0.0] * len(groups)
         for i in _postorder(before, [sorted(b) for b in before]):
             total[i] = groups[i].work + max((total[j] for j in before[i]), default=0.0)
@@ -158,7 +214,7 @@ class _ChainFinder:
     def _cuts(self, groups: Sequence[_UnitNodes]) -> set[int]:
         """Groups after which the chain is cut: on both sides of loops over layers, and else where fewest activations
         cross, then fewest bytes, no two closer than a part of the work."""
-        place = {name: (i, i + 1) for i, g in enumerate(groups) for name in g.names}
+        place = {g.loop: (i, i + 1) for i, g in enumerate(groups)}
         ends = [0.0]
         for g in groups:
             ends.append(ends[-1] + g.work)
@@ -180,17 +236,15 @@ class _ChainFinder:
                 taken.append(ends[i + 1])
         return cuts
 
-    def _crossing(self, of: Mapping[str, tuple[int, int]], cut: int) -> tuple[tuple[str, str], ...]:
+    def _crossing(self, place: Mapping[str, tuple[int, int]], cut: int) -> tuple[tuple[str, str], ...]:
         """What is made before ``cut`` and read from there on. Between a loop's turns its carry is."""
         out = dict[tuple[str, str], None]()
-        for e in self.graph.edges:
-            if e.src not in of or e.dst not in of:
-                continue
-            first, end = of[e.dst]
-            end = end if e.op.scope else first + 1  # what a loop begins with is read in its first turn
-            alone = of[e.src] == of[e.dst] and self.graph.node[e.src].kind != "carry"
-            if of[e.src][0] < cut < end and not alone:
-                out[e.src, e.tensor] = None
+        for f in self.flows:
+            first, end = place[f.read]
+            end = end if f.in_loop else first + 1  # what a loop begins with is read in its first turn
+            alone = place[f.made] == place[f.read] and self.graph.node[f.node].kind != "carry"
+            if place[f.made][0] < cut < end and not alone:
+                out[f.node, f.tensor] = None
         return tuple(out)
 
 

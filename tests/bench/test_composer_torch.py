@@ -20,6 +20,10 @@ FOUND = [
     "8,4,8 random_numbers.21! | mean_square.0! @ random1@2x2/eager/sgd",
     # fill_diagonal_, which becomes as_strided
     "8,4,8 | contrastive.45261! @ random1@2x2/eager/sgd",
+    # a variance of a split dim, called with unbiased=False
+    "8,4,16 mixed_types.12365 | mean_square.23662! @ random776@2x2/eager/adamw",
+    # stages cut between regions that PyTorch computes again, of which one op of the graph has two
+    "8,4,8 embedding.48042 repeated.50927 | embeddings.26478 @ staged/eager/adam",
     # x[torch.arange(b)[:, None], ids] += y
     "8,3,8 picked.42382! | mean_square.0! @ default/eager/sgd",
 ]

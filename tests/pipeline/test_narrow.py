@@ -102,6 +102,33 @@ def wide_resnet(params, batch):
     return jnp.mean((jnp.mean(jax.nn.relu(group_norm(x)), (1, 2)) @ params["head"] - batch["labels"]) ** 2)
 
 
+def in_chunks(x, table, labels):
+    """The loss over the sequence in chunks: a loop that is no loop over layers."""
+
+    def chunk(total, ends):
+        logits, labels = ends[0] @ table.T, ends[1]
+        return total - jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], -1)), None
+
+    ends = jnp.swapaxes(x, 0, 1), labels.T
+    return jax.lax.scan(chunk, 0.0, ends)[0] / labels.size
+
+
+def chunked(params, batch):
+    """A loop over three layers, then a loop of more turns over the loss."""
+    x = jax.lax.scan(
+        lambda h, p: (feed(attend(h, h, p), p), None), params["table"][batch["source"]], params["layers"]
+    )
+    return in_chunks(x[0], params["table"], batch["labels"])
+
+
+def chunked_written(params, batch):
+    """Layers written out, each computed again by jax.checkpoint, then the loop over the loss."""
+    x = params["table"][batch["source"]]
+    for p in params["layers"]:
+        x = jax.checkpoint(lambda h, p: feed(attend(h, h, p), p))(x, p)
+    return in_chunks(x, params["table"], batch["labels"])
+
+
 def arguments(model):
     rng = np.random.default_rng(0)
 
@@ -136,6 +163,12 @@ def arguments(model):
         params |= {"encoder": stack(), "decoder": stack() | {"cross": attention()}}
         ids = {k: jnp.asarray(rng.integers(VOCAB, size=(BATCH, SEQ))) for k in ("source", "target", "labels")}
         return params, ids
+    if model in (chunked, chunked_written):
+        ids = {k: jnp.asarray(rng.integers(VOCAB, size=(BATCH, SEQ))) for k in ("source", "labels")}
+        layers = stack()
+        if model is chunked_written:
+            layers = [jax.tree.map(lambda w: w[i], layers) for i in range(3)]  # noqa: B023 - called at once
+        return {"table": leaf(VOCAB, D), "layers": layers}, ids
     widths = (4, 8, 16, 8)
     convs = [leaf(3, 3, a, b) for a, b in itertools.pairwise(widths)]
     params = {"conv": convs, "fc": [leaf(8 * 16, 32), leaf(32, 8)]}
@@ -159,7 +192,10 @@ def planned(model, ranks=2, **more):
         )
 
 
-@pytest.mark.parametrize(("model", "ranks"), [(translate, 2), (classify, 4), (captions, 2), (wide_resnet, 4)])
+@pytest.mark.parametrize(
+    ("model", "ranks"),
+    [(translate, 2), (classify, 4), (captions, 2), (wide_resnet, 4), (chunked, 2), (chunked_written, 2)],
+)
 def test_stages_of_unequal_units_equal_the_unsharded_step(model, ranks):
     plan = planned(model, ranks)
     assert plan.pipeline.narrow and "units a stage" in str(plan) and plan.bound <= plan.cost
