@@ -18,7 +18,7 @@ from pase.frontends.jax_rules import RULES, Elementwise
 from pase.frontends.jax_types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, opened, scan_groups
 from pase.frontends.registry import NotInParts
-from pase.ir import Graph, Op
+from pase.ir import Graph, Op, Place
 from pase.ir.batch_sums import ExamplesMeet, batch_sums
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
     """
     _check_handed_on(whole, k)
     try:
-        sums = batch_sums(graph, _cut(whole), _BothPrograms(whole=whole, part=part, k=k).power)
+        sums = batch_sums(graph, _cut(whole), _BothPrograms(whole=whole, part=part, k=k))
     except ExamplesMeet as e:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"
@@ -158,6 +158,15 @@ class _BothPrograms:
     k: int
     found: dict[str, list[tuple[str, int | None]]] = field(default_factory=dict)
     """Path of an op -> primitive and power of each equation there: one, or all of a call that is an op."""
+    zeros: set[Var] = field(default_factory=set)
+    """The part's variables that are zero everywhere."""
+    from_zero: set[Place] = field(default_factory=set)
+    """Carries of loops that are zero before the first turn."""
+
+    def begins_at_zero(self, op: Op) -> bool:
+        """For ``batch_sums``."""
+        assert self._equations is self.found
+        return op.eqn in self.from_zero
 
     def power(self, op: Op) -> int | None:
         """For ``batch_sums``."""
@@ -192,6 +201,7 @@ class _BothPrograms:
         """The powers of the results. known: the part's variables that depend on no data, with their powers; it is
         added to."""
         (big, of_whole), (small, of_part) = whole, part
+        self.zeros.update(v for v, x in zip(small.constvars, of_part, strict=True) if not np.any(_values(x)))
         self._alike("constants", len(of_whole), len(of_part))
         known.update(
             (v, self._ratio(a, b)) for v, a, b in zip(small.constvars, of_whole, of_part, strict=True)
@@ -200,11 +210,30 @@ class _BothPrograms:
         pairs = dict(zip([*big.constvars, *big.invars], [*small.constvars, *small.invars], strict=True))
         for i, (one, other) in enumerate(zip(big.eqns, small.eqns, strict=True)):
             self._same(one, other)
+            self._note_zeros(other, f"{prefix}{i}")
             numbers = self._numbers(one.invars, other.invars, pairs, known)
             pairs.update(zip(one.outvars, other.outvars, strict=True))
             if not self._inner(one, other, numbers, known, f"{prefix}{i}.", inside):
                 self._leaf(one, other, numbers, known, inside or f"{prefix}{i}")
         return self._numbers(big.outvars, small.outvars, pairs, known)
+
+    def _is_zero(self, v: Var) -> bool:
+        return not np.any(_values(v.val)) if is_literal(v) else v in self.zeros
+
+    def _note_zeros(self, eqn: Eqn, path: str) -> None:
+        """What is zero of what an equation makes, and of what the programs inside it begin with."""
+        name, ins = eqn.primitive.name, eqn.invars
+        if name in _MOVED and self._is_zero(ins[0]):
+            self.zeros.update(eqn.outvars)
+        elif name in INLINED:
+            inner, _ = inner_jaxpr(eqn)
+            self.zeros.update(v for v, given in zip(inner.invars, ins, strict=True) if self._is_zero(given))
+        elif name in ("scan", "while"):
+            first = scan_groups(eqn)[0] if name == "scan" else _consts(eqn)
+            last = first + scan_groups(eqn)[1] if name == "scan" else len(ins)
+            at = Place(path)
+            zero = (k for k, v in enumerate(ins[first:last]) if self._is_zero(v))
+            self.from_zero.update(at.its("carry", k) for k in zero)
 
     def _same(self, big: Eqn, small: Eqn) -> None:
         """Raises NotInParts if they do not apply the same: what differs may be shapes, and how often a loop without
@@ -278,6 +307,18 @@ class _BothPrograms:
             few, _ = scan_groups(small)
             told = [*numbers[:few], *("data" if p in ("data", 0) else None for p in numbers[few:])]
             pairs = [(opened(big.params["jaxpr"]), opened(small.params["jaxpr"]), told, prefix)]
+        elif name == "while":
+            count = small.params["cond_nconsts"], _consts(small)
+            carry = ["data" if p in ("data", 0) else None for p in numbers[count[1] :]]
+            given = {"cond": numbers[: count[0]], "body": numbers[count[0] : count[1]]}
+            pairs = [
+                (
+                    *(opened(e.params[f"{part}_jaxpr"]) for e in (big, small)),
+                    [*consts, *carry],
+                    f"{prefix}{part[0]}.",
+                )
+                for part, consts in given.items()
+            ]
         elif name == "cond":
             several = zip(big.params["branches"], small.params["branches"], strict=True)
             pairs = [(opened(a), opened(b), numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)]
@@ -285,7 +326,9 @@ class _BothPrograms:
             return False
         if "data" not in numbers:  # not followed: the same where nothing has another size
             same = all(p == 0 for p in numbers) and _shapes(big) == _shapes(small)
-            known.update((v, 0 if same and name in ("scan", "cond") else None) for v in small.outvars)
+            known.update(
+                (v, 0 if same and name in ("scan", "cond", "while") else None) for v in small.outvars
+            )
         for one, other, bound, where in pairs:
             own = {v: p for v, p in zip(other[0].invars, bound, strict=True) if not isinstance(p, str)}
             made = self._walk(one, other, own, where, inside)
@@ -293,6 +336,8 @@ class _BothPrograms:
                 known.update(
                     (v, p) for v, p in zip(small.outvars, made, strict=True) if not isinstance(p, str)
                 )
+                ends = zip(small.outvars, other[0].outvars, strict=True)
+                self.zeros.update(v for v, returned in ends if self._is_zero(returned))
         return True
 
     def _made(self, big: Eqn, small: Eqn, told: Sequence[int | None]) -> int | None:
@@ -339,6 +384,11 @@ class _BothPrograms:
             return 0
         powers = (p for p in (1, -1, 2, -2) if np.allclose(a, b * float(self.k) ** p, rtol=1e-6, atol=0))
         return next(powers, None) if a.dtype.kind != "b" else None
+
+
+def _consts(eqn: Eqn) -> int:
+    """How many operands of a while loop its condition and its body read as they are."""
+    return int(eqn.params["cond_nconsts"] + eqn.params["body_nconsts"])
 
 
 def _values(of: object) -> np.ndarray:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.frontends.torch_blocks import batch_size
+from pase.frontends.torch_control import loop_operands
 from pase.frontends.torch_numbers import NumberUnknown, node_numbers, numbers_missing, op_name
 from pase.frontends.torch_rules import POINTWISE, RULES
 from pase.frontends.torch_types import FxNode
@@ -60,9 +61,9 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
         ) from None
 
 
-def _beside(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> Callable[[Op], int | None]:
+def _beside(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> _WholeAndPart:
     data = frozenset(a.tensor for n in graph.nodes for op in n.ops for a in op.writes)
-    return _WholeAndPart(whole=whole, part=part, k=k, data=data).power
+    return _WholeAndPart(whole=whole, part=part, k=k, data=data)
 
 
 def _of_part(sums: BatchSums, whole: TracedTorch, part: TracedTorch, graph: Graph) -> BatchSums:
@@ -132,6 +133,14 @@ class _WholeAndPart:
         if len(every) > 1 and op.function.name in ("mul", "div") and self._whole_shape(op):
             return None  # a count that follows from shapes, maybe
         return self._ratio(_numbers(big), _numbers(small))
+
+    def begins_at_zero(self, op: Op) -> bool:
+        """For ``batch_sums``."""
+        call = self._nodes[1].get(op.eqn.path)
+        if call is None or op.eqn.part != "carry":
+            return False
+        init = loop_operands(call)[1][op.eqn.index[0]]
+        return init.op == "call_function" and op_name(init) in ("zeros", "zeros_like", "new_zeros")
 
     def _whole_shape(self, op: Op) -> bool:
         """Whether an op's result has no batch."""

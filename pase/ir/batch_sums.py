@@ -6,15 +6,16 @@ count divides by a number that only the whole batch has, which is summed over th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from pase.ir.batch_dims import BatchDims, batch_dims
-from pase.ir.functions import ARGSORT, CAST, FLOOR, SORT
-from pase.ir.places import Place
+from pase.ir.functions import ARGSORT, CAST, FLOOR, NEG, SORT
+from pase.ir.places import Place, Scope
 from pase.ir.types import LEAF, Access, Graph, Node, Op, is_floating
 
-__all__ = ["BatchSums", "ExamplesMeet", "batch_sums", "counting_ops"]
+__all__ = ["BatchSums", "BothSizes", "ExamplesMeet", "batch_sums", "counting_ops"]
 
 
 class ExamplesMeet(Exception):
@@ -44,6 +45,7 @@ class _OfBatch:
     power: the value in a step of one micro-batch is k ** -power times this one; of a sum, times all of them.
     order: how it lies along the batch: "", as the batch does; as that sort has put it; None: alike everywhere.
     places: it says where that sort took its elements from or, if it lies as the batch does, where it put them.
+    zero: it is zero, as far as is known: a loop's carry before the first turn, which may become a sum of any power.
     met: the op that made of several examples what is no sum over them, and its line.
     """
 
@@ -53,6 +55,7 @@ class _OfBatch:
     power: int = 0
     order: str | None = None
     places: str = ""
+    zero: bool = False
     met: str = ""
 
     @property
@@ -64,21 +67,36 @@ class _OfBatch:
 _NONE = _OfBatch()
 
 
-def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | None] | None) -> BatchSums:
+class BothSizes(Protocol):
+    """What the program of the whole batch says beside that of a micro-batch."""
+
+    def power(self, op: Op) -> int | None:
+        """Of an op with a number among its operands: the power of k by which the number is larger in a step of one
+        micro-batch. None: it is not a power of it."""
+
+    def begins_at_zero(self, op: Op) -> bool:
+        """Whether a loop's carry is zero before the first turn. op: the carry's first."""
+
+
+def batch_sums(graph: Graph, cut: Collection[str], both: BothSizes | None) -> BatchSums:
     """How a micro-batch's values make up those of the whole batch. graph: a micro-batch's, simplified.
 
-    cut: paths of the inputs that are cut into micro-batches. scaled: for an op with a number among its operands, the
-    power of k by which the number is larger in a step of one micro-batch; None: it is not a power of it. Without
-    it powers are not looked at.
+    cut: paths of the inputs that are cut into micro-batches. both: without it powers are not looked at.
 
     Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives. Where the
     groups of a product's rows end is no such value: it is taken to follow from the sort that has put the rows there.
     """
-    walk = _SumsWalk(graph=graph, batch=batch_dims(graph, cut), scaled=scaled)
-    for n in graph.nodes:
-        for op in n.ops:
-            if not op.backward:  # gradients are always summed over the batch
-                walk.take(n, op)
+    dims, carried = batch_dims(graph, cut), dict[str, _OfBatch]()
+    while True:
+        walk = _SumsWalk(graph=graph, batch=dims, both=both, carried=carried)
+        for n in graph.nodes:
+            for op in n.ops:
+                if not op.backward:  # gradients are always summed over the batch
+                    walk.take(n, op)
+        # What a loop's body makes of a carry is known behind the carry: until nothing is new there, once more.
+        if not (new := walk.closed()):
+            break
+        carried = carried | new
     made = {t: walk.values.get(t, _NONE) for t in graph.outputs}
     if met := next((v.met for v in made.values() if v.met), ""):
         raise ExamplesMeet(met)
@@ -90,11 +108,60 @@ def batch_sums(graph: Graph, cut: Collection[str], scaled: Callable[[Op], int | 
 
 @dataclass(frozen=True, kw_only=True)
 class _SumsWalk:
+    """carried: what is known of loops' carries, by the tensor that the body reads; else what they begin with."""
+
     graph: Graph
     batch: BatchDims
-    scaled: Callable[[Op], int | None] | None
+    both: BothSizes | None
+    carried: Mapping[str, _OfBatch]
     values: dict[str, _OfBatch] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=dict)
+
+    def closed(self) -> dict[str, _OfBatch]:
+        """Carries that the loop's body makes into something else than is known of them, and what that is."""
+        out, conditions = dict[str, _OfBatch](), self._conditions()
+        for n in self.graph.nodes:
+            first = n.ops[0]
+            if first.kind != "carry":
+                continue
+            ((t, known),) = ((a.tensor, self.values[a.tensor]) for a in first.writes)
+            for op in n.ops[1:]:
+                if op.kind != "carry":
+                    continue
+                made = self.values.get(op.reads[0].tensor, _NONE)
+                met = next((conditions[s] for s in op.scope if s in conditions), "")
+                new = self._round(n, first, known, replace(made, met=met or made.met))
+                if new != known:
+                    out[t] = known = new
+        return out
+
+    def _conditions(self) -> dict[Scope, str]:
+        """Loops that go on or end by what examples of the batch make together -> where these meet. No op reads a loop's
+        condition."""
+        read = {a.tensor for n in self.graph.nodes for op in n.ops for a in op.reads} | set(
+            self.graph.outputs
+        )
+        out = dict[Scope, str]()
+        for n in self.graph.nodes:
+            for op in n.ops:
+                if not op.writes or op.writes[-1].tensor in read or op.backward:
+                    continue
+                t = self.graph.tensors[op.writes[-1].tensor]
+                v = self.values.get(t.name, _NONE)
+                if t.dtype == "bool" and (v.met or v.summed or v.totalled):
+                    out.update((s, v.met or f"{op.name} at {op.source or n.name}") for s in op.scope[-1:])
+        return out
+
+    def _round(self, n: Node, first: Op, known: _OfBatch, made: _OfBatch) -> _OfBatch:
+        """A carry that is ``known`` to be so before a turn, after the turn has made this of it."""
+        where = f"what the loop at {first.source or n.name} carries"
+        if known.met or made.met or made.order or made.places or made.totalled:
+            return _OfBatch(met=known.met or made.met or where)
+        if known.zero and not made.zero:
+            return replace(known, zero=False, summed=made.summed, power=made.power)
+        if self.both is None or made.zero or made.share == known.share:
+            return replace(known, summed=known.summed or made.summed)
+        return _OfBatch(met=where)
 
     def take(self, n: Node, op: Op) -> None:
         """Notes what an op makes. Where examples meet in it, what is made from that is not looked at further."""
@@ -105,7 +172,7 @@ class _SumsWalk:
                 raise ExamplesMeet(met)
             made = self._made(n, op, reads, where)
         except ExamplesMeet as e:
-            if op.kind in ("carry", "output"):
+            if op.kind == "output":
                 raise
             made = [_OfBatch(met=str(e))] * len(op.writes)
         self.values.update(zip((a.tensor for a in op.writes), made, strict=True))
@@ -120,12 +187,21 @@ class _SumsWalk:
             return [made] * len(op.writes)
         if self.batch.apart(n, op):
             raise ExamplesMeet(where)
-        if op.kind in ("carry", "output"):
-            carried = op.kind == "carry"
-            if any(v.order or v.places or (carried and (v.summed or v.totalled)) for v in reads):
+        if op.kind == "output" or not op.writes:
+            if any(v.order or v.places for v in reads):
                 raise ExamplesMeet(where)
-            made = _OfBatch(trained=True, order="")  # the loop's body, which comes after it, may make it so
-            return [made] * len(op.writes)
+            return []
+        if op.kind == "carry":
+            known = self.carried.get(op.writes[0].tensor)
+            if known is None:
+                (init,) = reads
+                zero = self.both is not None and self.both.begins_at_zero(op)
+                known = replace(
+                    init, trained=True, order="", zero=zero
+                )  # the body may make it depend on parameters
+                if init.order or init.places or init.totalled:
+                    known = _OfBatch(met=where)
+            return [known]
         along = any(n.space[d].kind != "parallel" for d in own)
         lost = any(own - set(a.map.dims) for a in op.writes)
         if op.function in (SORT, ARGSORT) and along:
@@ -148,7 +224,9 @@ class _SumsWalk:
             if along and (ordered or _reorders(op)) and not self._alone(op):
                 raise ExamplesMeet(where)
             made = self._joined(op, reads, self._power(op, [v.power for v in reads], where), order=order)
-        return [replace(made, places=self._places(op, reads, where))] * len(op.writes)
+        kept = op.kind in ("view", "copy") or op.function in (CAST, NEG)
+        zero = kept and bool(reads) and all(v.zero for v in reads)
+        return [replace(made, places=self._places(op, reads, where), zero=zero)] * len(op.writes)
 
     def _alone(self, op: Op) -> bool:
         """Whether it reads single numbers only: the state of a random generator."""
@@ -248,20 +326,20 @@ class _SumsWalk:
             return self._joined(op, reads, self._power(op, [v.power for v in reads], where), summed=True)
         if not op.function.linear or self._scale(op) != 0:
             raise ExamplesMeet(where)
-        powers = {v.share for v in reads}
+        powers = {v.share for v in reads if not v.zero}
         if len(op.reads) == 1 and op.function.name in ("add", "sub"):
             powers.add(_NONE.share)  # the number that it adds
-        if len(powers) > 1 and self.scaled is not None:  # a sum and a mean: they are not added up alike
+        if len(powers) > 1 and self.both is not None:  # a sum and a mean: they are not added up alike
             raise ExamplesMeet(where)
         return self._joined(op, reads, max(powers), summed=True)
 
     def _scale(self, op: Op) -> int | None:
-        return 0 if self.scaled is None else self.scaled(op)
+        return 0 if self.both is None else self.both.power(op)
 
     def _power(self, op: Op, powers: Sequence[int], where: str) -> int:
-        if not powers or self.scaled is None:
+        if not powers or self.both is None:
             return 0
-        by = self.scaled(op)
+        by = self.both.power(op)
         if by is None:
             raise ExamplesMeet(where)
         if op.function.name in ("mul", "div"):

@@ -60,7 +60,28 @@ def _a_step_per_example(w: Array, x: Array) -> Array:
     return jnp.mean(jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=len(x))[0])
 
 
+def _carried(turn: Callable[[Array, Array], Array], init: float = 0.0) -> Loss:
+    """A loss that a loop over the features carries. turn(carry, a feature of all examples) -> carry."""
+
+    def loss(w: Array, x: Array) -> Array:
+        return jax.lax.scan(lambda c, y: (turn(c, y), None), init, (x @ w).T)[0]
+
+    return loss
+
+
+def _in_a_fori(w: Array, x: Array) -> Array:
+    return jax.lax.fori_loop(0, 3, lambda i, c: c + jnp.mean((x @ w)[:, i]) ** 2, jnp.zeros(()))
+
+
+def _until_small(w: Array, x: Array) -> Array:
+    scale = jax.lax.while_loop(lambda c: jnp.mean(x * c) > 1e-3, lambda c: 0.5 * c, 1.0)
+    return jnp.mean(_each(w, x)) * scale
+
+
 MEANS: dict[str, Loss] = {
+    "a mean that a loop adds up": _carried(lambda c, y: c + jnp.mean(y**2)),
+    "sums that a loop adds up": lambda w, x: _carried(lambda c, y: c - jnp.sum(y**2))(w, x) / x.size,
+    "a running mean": _carried(lambda c, y: 0.9 * c + 0.1 * jnp.mean(y)),
     "mean": lambda w, x: jnp.mean((x @ w) ** 2),
     "sum over a count": lambda w, x: jnp.sum((x @ w) ** 2) / x.shape[0],
     "times one over a count": lambda w, x: jnp.sum((x @ w) ** 2) * np.float32(1 / x.shape[0]),
@@ -145,6 +166,13 @@ OTHERS: dict[str, tuple[Loss, str]] = {
         ),
         "examples .* meet in mul",
     ),
+    "a loop that adds up sums": (_carried(lambda c, y: c + jnp.sum(y)), "a sum over the batch"),
+    "sums that begin at one": (_carried(lambda c, y: c + jnp.sum(y), 1.0), "examples .* meet in"),
+    "a loop that squares means": (_carried(lambda c, y: c + jnp.mean(y) ** 2), "meet in integer_pow"),
+    "a loop's largest": (_carried(lambda c, y: jnp.maximum(c, jnp.max(y))), "meet in reduce_max"),
+    "the sine of a carry": (_carried(lambda c, y: jnp.sin(c + jnp.mean(y))), "meet in sin"),
+    "squares in a loop of a known length": (_in_a_fori, "examples .* meet in"),
+    "a loop until the batch's mean is small": (_until_small, "examples .* meet in"),
     "a branch by the batch": (
         lambda w, x: jax.lax.cond(jnp.sum(x) > 0, jnp.mean, lambda e: 2 * jnp.mean(e), _each(w, x)),
         "reads reduce_sum at .*, a sum over the batch, .*pass it as an argument",
