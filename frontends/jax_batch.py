@@ -54,7 +54,7 @@ def examples_meet(traced: TracedJax, graph: Graph) -> str | None:
     graph: the simplified one. The numbers in the program are looked at in ``check_mean``.
     """
     try:
-        sums = batch_sums(graph, _cut(traced), None)
+        sums = batch_sums(graph, _cut(traced), None, state_of_whole=False)
     except ExamplesMeet as e:
         return str(e)
     return _total_of_loss(graph, sums.totals)
@@ -67,7 +67,8 @@ def check_mean(whole: TracedJax, part: TracedJax, graph: Graph, k: int) -> None:
     """
     _check_handed_on(whole, k)
     try:
-        sums = batch_sums(graph, _cut(whole), _BothPrograms(whole=whole, part=part, k=k))
+        both = _BothPrograms(whole=whole, part=part, k=k)
+        sums = batch_sums(graph, _cut(whole), both, state_of_whole=False)
     except ExamplesMeet as e:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"

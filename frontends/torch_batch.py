@@ -35,7 +35,7 @@ def examples_meet(traced: TracedTorch, graph: Graph) -> str | None:
     graph: the simplified one. Means that the model writes with the batch's size are looked at in ``micro_sums``.
     """
     try:
-        batch_sums(graph, _cut(traced), None)
+        batch_sums(graph, _cut(traced), None, state_of_whole=True)
     except ExamplesMeet as e:
         return str(e)
     return None
@@ -49,12 +49,11 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
     """
     try:
         if batch_size(whole) != k:
-            return batch_sums(graph, _cut(whole), _beside(whole, part, graph, k))
+            return batch_sums(graph, _cut(whole), _beside(whole, part, graph, k), state_of_whole=True)
         # The graph of one example has no dim that is the batch's: the whole batch's has.
         every = named(simplify(whole.graph))
-        return _of_part(
-            batch_sums(every, _cut(whole), _beside(part, whole, every, 1 / k)), whole, part, graph
-        )
+        both = _beside(part, whole, every, 1 / k)
+        return _of_part(batch_sums(every, _cut(whole), both, state_of_whole=True), whole, part, graph)
     except ExamplesMeet as e:
         raise NotInParts(
             f"a step in {k} micro-batches would give other numbers: examples of the batch meet in {e}"

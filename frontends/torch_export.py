@@ -103,7 +103,7 @@ def program_of(
                 f"…). It says: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
             ) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
-        raise PaseError(why(type(module).__name__, e, places)) from e
+        raise PaseError(why(type(module).__name__, e, places, module)) from e
     return _described(exported, first, ReadSettings.of(module, noted))
 
 

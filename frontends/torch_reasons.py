@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import keyword
 import logging
 import traceback
 import warnings
@@ -77,8 +78,14 @@ def lines_kept(step_file: str) -> Iterator[None]:
         tracer._filter_traceback_frames = usual  # type: ignore[method-assign]
 
 
-def why(name: str, e: Exception, places: Sequence[str]) -> str:
+def why(name: str, e: Exception, places: Sequence[str], module: Module) -> str:
     """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
+    keywords = [path for path, _ in module.named_modules() if keyword.iskeyword(path.split(".")[-1])]
+    if isinstance(e, SyntaxError) and keywords:  # PyTorch writes self.blocks.in, and cannot read it back
+        return (
+            f"PyTorch cannot export {name}: a part of it is named by a keyword of Python, {', '.join(keywords)}: give "
+            f"it another name"
+        )
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
     frames = list(traceback.extract_tb(e.__traceback__))
     if any(f.filename.endswith("nn/modules/rnn.py") for f in frames) and (told or "zeros()" in str(e)):

@@ -321,7 +321,7 @@ def chosen_module(m: TorchMaker) -> TorchApply:
         own.first, own.second = nn.Linear(d, d), nn.Linear(d, d, bias=False)
         own.second.weight = own.first.weight
     if how == "nested":
-        own.deep = nn.ModuleDict({"in": nn.ModuleList([nn.ModuleDict({"w": m.linear(d, d)})])})
+        own.deep = nn.ModuleDict({"into": nn.ModuleList([nn.ModuleDict({"w": m.linear(d, d)})])})
     if how == "frozen norm":
         own.norm = nn.LayerNorm(d).requires_grad_(False)
 
@@ -338,7 +338,7 @@ def chosen_module(m: TorchMaker) -> TorchApply:
             case "parameters":
                 return x * own.scales["x"].exp() + own.scales["y"]
             case "nested":
-                return x + own.deep["in"][0]["w"](x)
+                return x + own.deep["into"][0]["w"](x)
             case "frozen norm":
                 return own.all["a"](own.norm(x))
         return x + own.all["a"](x).tanh()

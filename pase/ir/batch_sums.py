@@ -78,10 +78,14 @@ class BothSizes(Protocol):
         """Whether a loop's carry is zero before the first turn. op: the carry's first."""
 
 
-def batch_sums(graph: Graph, cut: Collection[str], both: BothSizes | None) -> BatchSums:
+def batch_sums(
+    graph: Graph, cut: Collection[str], both: BothSizes | None, *, state_of_whole: bool
+) -> BatchSums:
     """How a micro-batch's values make up those of the whole batch. graph: a micro-batch's, simplified.
 
     cut: paths of the inputs that are cut into micro-batches. both: without it powers are not looked at.
+    state_of_whole: the next step's state is to be as a step of the whole batch makes it; else each micro-batch hands
+    its own on to the next.
 
     Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives. Where the
     groups of a product's rows end is no such value: it is taken to follow from the sort that has put the rows there.
@@ -97,6 +101,8 @@ def batch_sums(graph: Graph, cut: Collection[str], both: BothSizes | None) -> Ba
         if not (new := walk.closed()):
             break
         carried = carried | new
+    if state_of_whole:
+        walk.check_state()
     made = {t: walk.values.get(t, _NONE) for t in graph.outputs}
     if met := next((v.met for v in made.values() if v.met), ""):
         raise ExamplesMeet(met)
@@ -134,6 +140,17 @@ class _SumsWalk:
                 if new != known:
                     out[t] = known = new
         return out
+
+    def check_state(self) -> None:
+        """Raises ExamplesMeet if the next step's state is made of several examples of this batch: a micro-batch would
+        have its own."""
+        for n in self.graph.nodes:
+            for op in n.ops:
+                if op.kind == "carry" and not op.writes and n.ops[0].kind in LEAF:
+                    made = self.values.get(op.reads[0].tensor, _NONE)
+                    if made.met or made.summed or made.totalled:
+                        path = self.graph.tensors[n.ops[0].writes[0].tensor].path
+                        raise ExamplesMeet(made.met or f"the next value of '{path}'")
 
     def _conditions(self) -> dict[Scope, str]:
         """Loops that go on or end by what examples of the batch make together -> where these meet. No op reads a loop's

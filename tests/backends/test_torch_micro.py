@@ -274,6 +274,26 @@ def test_where_examples_meet_is_said() -> None:
             pase.compile(module, ids, loss=loss, devices=2, accumulate=2)
 
 
+def test_a_buffer_that_follows_the_batch_is_refused_and_a_counter_is_not() -> None:
+    import torch
+
+    class Follows(torch.nn.Linear):
+        def __init__(self, of_the_batch: bool) -> None:
+            super().__init__(8, 8)
+            self.of_the_batch = of_the_batch
+            self.register_buffer("mean", torch.zeros(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0) if self.of_the_batch else 1.0, alpha=0.1)
+            return (super().forward(x) + self.mean).square().mean()
+
+    x = torch.randn(16, 8)
+    with pytest.raises(PaseError, match=r"examples of the batch meet in .*(mean|div)"):
+        pase.compile(Follows(True), (x,), devices=2, accumulate=2)
+    assert pase.compile(Follows(False), (x,), devices=2, accumulate=2).accumulate == 2
+
+
 def test_views_that_take_the_batch_apart_are_said() -> None:
     """An example then meets others than in the whole batch: two views of each image, pairs of answers."""
     module, ids, _ = model()

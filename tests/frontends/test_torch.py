@@ -260,6 +260,14 @@ def test_a_criterion_for_a_loss_is_told_how_it_is_called(criterion: str) -> None
         registry.trace(linear(), x, y, loss=lambda m, x, y: torch.relu(m(x), y, y, y).sum())
 
 
+def test_a_part_named_by_a_keyword_is_said():
+    import torch
+
+    parts = torch.nn.ModuleDict({"in": torch.nn.ModuleList([linear()])})
+    with pytest.raises(PaseError, match=r"named by a keyword of Python, in: give it another name"):
+        registry.trace(parts, torch.zeros(16, 4), loss=lambda m, x: m["in"][0](x).sum())
+
+
 def linear() -> Any:
     import torch
 
