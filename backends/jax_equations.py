@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, source_line
 from pase.ir.blocks import Block
 
-__all__ = ["KEPT", "boundary", "noted", "of_operand", "places_only"]
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["KEPT", "boundary", "noted", "of_operand", "places_only", "unmerged"]
 
 KEPT = "pase_kept"
 """The name of results that are kept for backward if only cheap work is recomputed. The policy asks for this name."""
@@ -41,6 +45,17 @@ def places_only(eqn: Eqn) -> bool:
     if eqn.primitive.name == "device_put":
         return all(map(same_memory, eqn.params["devices"]))
     return eqn.primitive.name == "sharding_constraint"
+
+
+def unmerged(x: Array) -> Array:
+    """The operand of a scatter on a part of an array, behind a barrier.
+
+    XLA merges a slice that makes the part with the one that a single update reads, as if the update were inside. One
+    that is outside, and is dropped, then writes another row over the part's first or last (JAX 0.10.2, on a CPU).
+    """
+    import jax
+
+    return jax.lax.optimization_barrier(x)
 
 
 @contextmanager

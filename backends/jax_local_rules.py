@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax_equations import places_only
+from pase.backends.jax_equations import places_only, unmerged
 from pase.backends.jax_fourier import transformed
 from pase.backends.jax_generated import random_part
 from pase.backends.jax_local_call import LOCAL_RULES, LocalCall, NotLowered, split_dims
@@ -296,6 +296,7 @@ def _scatter(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
     nowhere = jnp.asarray(max(x.shape), here.dtype)
     here = jnp.where(mine[..., None], here, nowhere)
+    x = unmerged(x)
     return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from pase.backends import jax_attention, jax_convolution, jax_fourier
-from pase.backends.jax_equations import KEPT, boundary, noted, places_only
+from pase.backends.jax_equations import KEPT, boundary, noted, places_only, unmerged
 from pase.frontends.from_jax import inlined, inner_jaxpr
 from pase.frontends.jax_attention import call_of
 from pase.frontends.jax_control import by_platform, on_every_platform
+from pase.frontends.jax_rules import SCATTERS
 from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import evaluate, scan_groups, source_line, value_of
 from pase.ir import Place, PlacePart
@@ -163,6 +164,8 @@ class JaxprWalk:
         else:
             ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
             kernel = self._kernel(eqn, at)
+            if name in SCATTERS:
+                ins[0] = unmerged(ins[0])
             if places_only(eqn):
                 outs = ins
             else:
