@@ -27,6 +27,7 @@ from pase.backends.jax_ring import RingAttention
 from pase.frontends.jax_attention import AttentionCall
 from pase.frontends.jax_types import Aval
 from pase.ir import SourceLine
+from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts
 from pase.pytree import Tree
 from pase.tables.layouts import contiguous_axes
@@ -140,15 +141,17 @@ def of_plan(
     reads: Sequence[str | None],
     avals: Sequence[Aval],
     layouts: EquationLayouts | None,
+    axes: Mesh,
     mesh: JaxMesh,
     source: SourceLine,
 ) -> Callable[..., Array] | None:
     """The attention as a function of q, k, v, split as in the plan.
 
     None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
-    has parts that are not contiguous. reads, avals: names and avals of its operands.
+    has parts that are not contiguous. reads, avals: names and avals of its operands. axes: the plan's, of which the
+    layouts are; the mesh may have others, such as that of stages.
     """
-    split = _split(call, reads, [a.shape for a in avals], layouts, mesh)
+    split = _split(call, reads, [a.shape for a in avals], layouts, axes, mesh)
     if call.asked == "xla" and (split is None or not split.ring):
         return None
     if split is None:
@@ -229,6 +232,7 @@ def _split(
     reads: Sequence[str | None],
     shapes: Sequence[tuple[int, ...]],
     layouts: EquationLayouts | None,
+    axes: Mesh,
     mesh: JaxMesh,
 ) -> AttentionSplit | None:
     """The plan's split, if it can be written out. None with a bias or a mask, or for a tensor that is read twice."""
@@ -237,13 +241,13 @@ def _split(
     q, k = (layouts.reads.get(name or "") for name in reads[:2])
     if q is None or k is None:
         return None
-    split = split_of(q, k, call, shapes, dict(mesh.shape))
+    split = split_of(q, k, call, shapes, dict(zip(axes.names, axes.sizes, strict=True)))
     unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
     if split is None or (call.causal and split.queries and unequal):
         return None
     outside = set(mesh.manual_axes)  # of a region around it, whose devices have their parts already
-    axes = ((f.name, tuple(a for a in getattr(split, f.name) if a not in outside)) for f in fields(split))
-    return AttentionSplit(**dict(axes))
+    left = ((f.name, tuple(a for a in getattr(split, f.name) if a not in outside)) for f in fields(split))
+    return AttentionSplit(**dict(left))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import source_line
+from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts
 from pase.tables.layouts import contiguous_axes
 
@@ -31,12 +32,14 @@ def of_plan(
     reads: Sequence[str | None],
     makes: Sequence[str],
     layouts: EquationLayouts,
+    axes: Mesh,
     mesh: JaxMesh,
 ) -> Callable[..., Array] | None:
     """The equation as a function of its operands, split as in the plan.
 
     None if XLA is to split it: it has no groups, its windows are split, or nothing is. reads, makes: names of its
-    operands and results. Raises PaseError if XLA would be wrong.
+    operands and results. axes: the plan's, which the layouts are of; the mesh may have others, such as that of stages.
+    Raises PaseError if XLA would be wrong.
     """
     if len(set(reads)) != 2:
         return None
@@ -48,7 +51,7 @@ def of_plan(
     if x is None or w is None or out is None or all(d is None for d in out):
         return None
     by_group = numbers.lhs_spec[1], numbers.rhs_spec[0], numbers.out_spec[1]
-    parts, idle, mapped, sizes = 1, False, True, dict(mesh.shape)
+    parts, idle, mapped, sizes = 1, False, True, dict(zip(axes.names, axes.sizes, strict=True))
     for axis, digits in zip(sizes, zip(x, w, out, strict=True), strict=True):
         dims = tuple(None if d is None else d[0] for d in digits)
         if dims == by_group:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax_convolution import spec_of
 from pase.frontends.jax_types import Eqn
+from pase.machine import Mesh
 from pase.plan.accesses import EquationLayouts
 
 if TYPE_CHECKING:
@@ -36,16 +37,17 @@ def of_plan(
     reads: Sequence[str | None],
     makes: Sequence[str],
     layouts: EquationLayouts,
+    axes: Mesh,
     mesh: JaxMesh,
 ) -> Callable[..., Array] | None:
     """The equation as a function of its operand, split as in the plan. None if XLA is to split it: the plan has no
-    layout for it. reads, makes: names of its operand and result."""
+    layout for it. reads, makes: names of its operand and result. axes: the plan's, which the layouts are of."""
     import jax
 
     read, made = layouts.reads.get(reads[0] or ""), layouts.writes.get(makes[0])
     if read is None or made is None:
         return None
-    sizes = dict(mesh.shape)
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
     before, after = spec_of(read, sizes), spec_of(made, sizes)
     if before is None or after is None:
         return None

@@ -7,7 +7,7 @@ rule are kept whole. Loops, branches and rematerialised regions are rebuilt arou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,7 +21,7 @@ from pase.frontends.jax_types import ClosedJaxpr, Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import evaluate, scan_groups, source_line, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
-from pase.plan.accesses import Reading
+from pase.plan.accesses import Digits, EquationLayouts, Reading
 from pase.plan.constraints import Placement, Route
 
 if TYPE_CHECKING:
@@ -195,22 +195,39 @@ class JaxprWalk:
         made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
         env.update(zip(makes, made, strict=True))
 
+    def _layouts(self, at: Place) -> EquationLayouts | None:
+        """How the plan splits an equation, but for axes of which the program runs one device's examples."""
+        found, lanes = self.plan.accesses.get(at), self.plan.lanes
+        if found is None or not lanes:
+            return found
+
+        def rest(layouts: Mapping[str, Digits]) -> Mapping[str, Digits]:
+            names = self.plan.logical_mesh.names
+            return {
+                t: tuple(None if a in lanes else d for a, d in zip(names, digits, strict=True))
+                for t, digits in layouts.items()
+            }
+
+        return EquationLayouts(reads=rest(found.reads), writes=rest(found.writes))
+
     def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Array] | None:
         """The plan's split of what XLA cannot split: an attention kernel, a grouped convolution or a Fourier transform.
 
         None if XLA splits the equation.
         """
-        call, traced = call_of(eqn), self.plan.traced
+        call, traced, layouts = call_of(eqn), self.plan.traced, self._layouts(at)
         if call is None:
-            of_plan, layouts = _SPLIT_BY_PLAN.get(eqn.primitive.name), self.plan.accesses.get(at)
+            of_plan = _SPLIT_BY_PLAN.get(eqn.primitive.name)
             if of_plan is None or layouts is None:
                 return None
-            return of_plan(eqn, traced.operands[at], traced.results[at], layouts, self.mesh)
+            names = traced.operands[at], traced.results[at]
+            return of_plan(eqn, *names, layouts, self.plan.logical_mesh, self.mesh)
         return jax_attention.of_plan(
             call,
             traced.operands[at],
             [v.aval for v in eqn.invars],
-            self.plan.accesses.get(at),
+            layouts,
+            self.plan.logical_mesh,
             self.mesh,
             source_line(eqn),
         )
