@@ -12,11 +12,11 @@ from pase.errors import PaseError
 from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, trace
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
-from pase.frontends.jax_versions import is_literal, scan_groups
+from pase.frontends.jax_versions import is_literal, scan_groups, source_line
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
-__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch", "one_loop"]
+__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch", "one_loop", "why_no_program"]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
@@ -38,11 +38,27 @@ def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
 
 
 def one_loop(traced: TracedJax, turns: int) -> bool:
-    """Whether there is one such loop, which runs forwards and hands on only its carry."""
-    found = [eqn for _, eqn in _loops(traced.jaxpr.jaxpr, turns, "")]
-    return len(found) == 1 and not any(
-        eqn.params["reverse"] or len(eqn.outvars) > scan_groups(eqn)[1] for eqn in found
-    )
+    """Whether there is one such loop, whose turns one program can run: see ``why_no_program``."""
+    return len(loops_of(traced, turns)) == 1 and not why_no_program(traced, turns)
+
+
+def why_no_program(traced: TracedJax, turns: int) -> str:
+    """Why one program cannot run the turns of the only such loop, with its line; "": it can."""
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    consts, carried = scan_groups(eqn)
+    if eqn.params["reverse"]:
+        why = "runs in reverse"
+    elif len(eqn.outvars) > carried:
+        why = "hands on more than its carry"
+    elif any(
+        v in set(traced.jaxpr.jaxpr.invars)
+        for v in eqn.invars[consts : consts + carried]
+        if not is_literal(v)
+    ):
+        why = "begins with an argument as it is, which only the first stage has"
+    else:
+        return ""
+    return f"the loop over its layers at {source_line(eqn) or 'an unknown line'} {why}"
 
 
 def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
