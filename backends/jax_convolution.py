@@ -17,6 +17,7 @@ from pase.frontends.jax_types import Eqn
 from pase.frontends.jax_versions import source_line
 from pase.machine import Mesh
 from pase.plan.accesses import Digits, EquationLayouts
+from pase.plan.constraints import Placement
 from pase.tables.layouts import contiguous_axes
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import PartitionSpec
 
-__all__ = ["of_plan", "spec_of"]
+__all__ = ["of_plan", "placement_of", "spec_of"]
 
 
 def of_plan(
@@ -97,6 +98,13 @@ def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
     """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
     from jax.sharding import PartitionSpec
 
+    found = placement_of(digits, sizes)
+    return None if found is None else PartitionSpec(*found)
+
+
+def placement_of(digits: Digits, sizes: Mapping[str, int]) -> Placement | None:
+    """A layout as the axes of each dim, up to the last that is split; None if an axis selects parts that are not
+    contiguous."""
     names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)
     parts = []
     for dim in range(last + 1):
@@ -105,4 +113,4 @@ def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
         if axes is None:
             return None
         parts.append(tuple(names[a] for a in axes))
-    return PartitionSpec(*parts)
+    return tuple(parts)
