@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.torch_rules import SEED, SEEDS_APART, seeded
 from pase.errors import PaseError
+from pase.frontends.torch_lower import place_of, source_of
 from pase.frontends.torch_values import arguments
 from pase.pytree import Tree
 
@@ -83,8 +84,9 @@ def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[]
         seed = (n.meta.get("custom") or {}).get(SEED)
         if n.all_input_nodes or seed is None:
             raise PaseError(
-                f"'{name}' draws random values within {n.target} (dropout in attention), and a compiled step would "
-                f"draw others on each rank: set its dropout to 0, or use compile=False"
+                f"{place_of(n, name, source_of(n).place)} draws random values inside of it (such as dropout in "
+                f"attention), and a compiled step would draw others on each rank: set its dropout to 0, or use "
+                f"compile=False"
             )
         if seed not in found:  # else it is drawn again, by what is computed again
             with graph.graph.inserting_after(last):

@@ -17,7 +17,7 @@ import optax
 from bench.composer.jax_manners import planned
 from bench.composer.jax_optimizers import OPTIMIZERS
 from bench.composer.jax_programs import ComposedProgram, draw, program_of
-from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
+from bench.composer.outcomes import OF_LEVEL, Difference, Outcome, level_of, outcome_of, tolerance
 from bench.composer.spec import Spec
 from pase.api import Plan
 
@@ -29,11 +29,12 @@ STEPS = 3
 @dataclass(frozen=True, kw_only=True)
 class Trained:
     """The numbers of a few steps, on the host. losses: one for each step; arrays: parameters and state, by their paths;
-    metrics: of the last step."""
+    metrics: of the last step; level: parameters whose gradients are zero but for rounding."""
 
     losses: list[float]
     arrays: dict[str, np.ndarray]
     metrics: Any
+    level: frozenset[str] = frozenset()
 
 
 def _named(*trees: Any) -> dict[str, np.ndarray]:
@@ -145,15 +146,23 @@ def _unsharded(program: ComposedProgram, opt: optax.GradientTransformation, part
         grads = jax.tree.map(lambda *g: sum(g) / parts, *summed)
         updates, state = opt.update(grads, state, trained)
         said = jax.tree.map(lambda *x: sum(x) / parts, *metrics)
-        return optax.apply_updates(trained, updates), state, sum(losses) / parts, said, held
+        sizes = jax.tree.map(lambda g: jnp.abs(g).max(initial=0.0), grads)
+        return optax.apply_updates(trained, updates), state, sum(losses) / parts, said, held, sizes
 
     trained = [jnp.asarray(x) for on, x in zip(mine, leaves, strict=True) if on]
     state, losses, metrics, held = opt.init(trained), [], {}, program.state
+    level: list[frozenset[str]] = []
     for _ in range(STEPS):
-        trained, state, loss, metrics, held = step(trained, state, program.batch, held)
+        trained, state, loss, metrics, held, sizes = step(trained, state, program.batch, held)
         losses.append(float(loss))
+        level.append(level_of({k: float(g) for k, g in _named(whole(sizes)).items() if g.ndim == 0}))
     ends = _named(whole(trained), *([held] if held else []))
-    return Trained(losses=losses, arrays=ends, metrics=metrics if program.metrics else {})
+    return Trained(
+        losses=losses,
+        arrays=ends,
+        metrics=metrics if program.metrics else {},
+        level=frozenset.intersection(*level),
+    )
 
 
 def _modules_unsharded(program: ComposedProgram, opt: optax.GradientTransformation, parts: int) -> Trained:
@@ -171,14 +180,22 @@ def _modules_unsharded(program: ComposedProgram, opt: optax.GradientTransformati
             value, grads = nnx.value_and_grad(program.loss, has_aux=program.aux)(model, part)
             values.append(value if program.aux else (value, {}))
             summed.append(grads)
-        optimizer.update(model, jax.tree.map(lambda *g: sum(g) / parts, *summed))
-        return jax.tree.map(lambda *x: sum(x) / parts, *values)
+        grads = jax.tree.map(lambda *g: sum(g) / parts, *summed)
+        optimizer.update(model, grads)
+        sizes = jax.tree.map(lambda g: jnp.abs(g).max(initial=0.0), grads)
+        return jax.tree.map(lambda *x: sum(x) / parts, *values), sizes
 
-    losses, more = [], {}
+    losses, more, level = [], {}, []
     for _ in range(STEPS):
-        loss, more = step(model, optimizer, batch)
+        (loss, more), sizes = step(model, optimizer, batch)
         losses.append(float(loss))
-    return Trained(losses=losses, arrays=_named(model), metrics=more.get("metrics", {}))
+        level.append(level_of({k: float(g) for k, g in _named(sizes).items()}))
+    return Trained(
+        losses=losses,
+        arrays=_named(model),
+        metrics=more.get("metrics", {}),
+        level=frozenset.intersection(*level),
+    )
 
 
 def differences(program: ComposedProgram, whole: Trained, split: Trained) -> list[Difference]:
@@ -202,7 +219,7 @@ def differences(program: ComposedProgram, whole: Trained, split: Trained) -> lis
         mine = float(np.abs(a - start).max())
         # A gradient that is zero but for rounding is multiplied by 1,000 by optimizers that divide by |g| + 1e-3.
         noise = program.epsilon * (1e3 * moved + 32 * float(np.abs(a).max()))
-        allowed = bound * (mine + 1e-3 * moved) + noise
+        allowed = bound * (mine + 1e-3 * moved) + noise + OF_LEVEL * moved * (name in whole.level)
         off = float(np.abs(a - b).max())
         found.append(Difference(what=name, off=off / allowed if allowed else float(off > 0) * np.inf))
     metrics = [jax.tree_util.tree_leaves_with_path(jax.device_get(t.metrics)) for t in (whole, split)]
@@ -229,6 +246,6 @@ def attempt(spec: Spec) -> dict[str, Any]:
 def written(spec: Spec) -> str:
     """The program as JAX traces it."""
     program = program_of(spec)
-    if program.modules:
+    if program.modules or not all(hasattr(x, "dtype") for x in jax.tree.leaves(program.arguments())):
         return str(spec)
     return f"{spec}\n{jax.make_jaxpr(program.loss)(*program.arguments())}"

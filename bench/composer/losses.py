@@ -177,7 +177,8 @@ def regularised(m: Maker) -> Apply:
     target = _target(m)
 
     def of(p: Any, x: Any, env: Env) -> Any:
-        leaves = [w for w in jax.tree.leaves(env.params) if jnp.issubdtype(jnp.result_type(w), jnp.inexact)]
+        arrays = [w for w in jax.tree.leaves(env.params) if hasattr(w, "dtype")]
+        leaves = [w for w in arrays if jnp.issubdtype(w.dtype, jnp.inexact)]
         penalty = sum(jnp.sum(jnp.real(w * jnp.conj(w))) for w in leaves)
         return jnp.mean(jnp.abs(x - env.batch[target]) ** 1.5) + 1e-3 * penalty
 

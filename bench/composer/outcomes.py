@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-__all__ = ["FAULTS", "Difference", "End", "Outcome", "outcome_of", "tolerance"]
+__all__ = ["FAULTS", "OF_LEVEL", "Difference", "End", "Outcome", "level_of", "outcome_of", "tolerance"]
 
 End = Literal[
     "agrees",
@@ -33,6 +33,17 @@ def tolerance(epsilon: float) -> float:
     type; a gradient that is wrong is off by far more.
     """
     return 1e-9 if epsilon <= 2.0**-52 else 1e3 * epsilon if epsilon <= 2.0**-23 else 16 * epsilon
+
+
+OF_LEVEL = 1e-6
+"""How far a parameter without a slope may be off, relative to the largest update: optimizers that divide by |g| + 1e-3
+make of rounding in its gradient what they make of it."""
+
+
+def level_of(gradients: Mapping[str, float]) -> frozenset[str]:
+    """Parameters whose largest gradient is rounding beside the largest of all, also in parts that a library computes in
+    float32. gradients: the largest by name."""
+    return frozenset(name for name, g in gradients.items() if g <= 1e-7 * max(gradients.values()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from bench.cases.torch_ranks import by_threads, on_processes, on_ranks
-from bench.composer.outcomes import Difference, Outcome, outcome_of, tolerance
+from bench.composer.outcomes import OF_LEVEL, Difference, Outcome, level_of, outcome_of, tolerance
 from bench.composer.spec import Spec
 from bench.composer.torch_manners import planned
 from bench.composer.torch_programs import TorchProgramMade, draw, program_of
@@ -40,10 +40,12 @@ COMPILERS = {"graph": "eager", "aot_eager": "aot_eager", "inductor": "inductor"}
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTrained:
-    """The numbers of a few steps. losses: one for each step. state: parameters and buffers by their paths, whole."""
+    """The numbers of a few steps. losses: one for each step. state: parameters and buffers by their paths, whole.
+    level: parameters whose gradients are zero but for rounding, as that of a softmax's shift is."""
 
     losses: list[float]
     state: dict[str, np.ndarray]
+    level: frozenset[str] = frozenset()
 
 
 def state_of(module: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -95,13 +97,17 @@ class TorchTrial:
             for p in module.parameters() if moved else ():
                 p.mul_(1 + moved * torch.randn(p.shape, dtype=p.dtype).sign())
         by = OPTIMIZERS[optimizer]([p for p in module.parameters() if p.requires_grad])
+        level: frozenset[str] | None = None
         for _ in range(STEPS):
             by.zero_grad()
             loss = module(**self.program.batch)
             loss.backward()
+            grads = {n: float(p.grad.abs().max()) for n, p in module.named_parameters() if p.grad is not None}
+            found = level_of(grads)
+            level = found if level is None else level & found
             by.step()
             losses.append(float(loss))
-        return TorchTrained(losses=losses, state=state_of(module))
+        return TorchTrained(losses=losses, state=state_of(module), level=level or frozenset())
 
     def sharded(self, word: str, runs: str, optimizer: str) -> list[TorchTrained] | None:
         """The plan's steps on each rank; None if the program has no such plan."""
@@ -201,6 +207,8 @@ def differences(
         elif want.size:
             size = float(np.abs(wide(want)[np.isfinite(want)]).max(initial=0.0))
             allowed = bound * (change[path] + 1e-3 * moved) + 32 * epsilon * size
+            if path in whole.level:
+                allowed += OF_LEVEL * moved
             off = apart(wide(want), wide(got))
             found.append(Difference(what=path, off=off / allowed if allowed else float(off > 0) * np.inf))
     return [d for d in found if not d.off <= 1]

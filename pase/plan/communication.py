@@ -405,7 +405,8 @@ def _links(
         if curve_of is not None:
             name, curve = curve_of(mine[0].kind, mine[0].axes)
         else:
-            points = sorted({c.nbytes: c.cost / c.times for c in mine}.items())
+            run = [c for c in mine if c.times]  # others are in a branch that is never taken, at no cost
+            points = sorted({c.nbytes: c.cost / c.times for c in run}.items()) or [(mine[0].nbytes, 0.0)]
             name, curve = "network", SendTime.table([p[0] for p in points], [p[1] for p in points])
         curves.setdefault(name, {})[key] = curve
     return tuple(

@@ -46,6 +46,6 @@ def test_a_first_reader_without_a_gradient_takes_it_from_no_other(found: list[di
 
 def test_what_is_not_compiled_is_said(found: list[dict[str, Any]]) -> None:
     random, forward, backend = found[0]["refused"]
-    assert "draws random values within" in random and "compile=False" in random
+    assert "draws random values inside of it" in random and "compile=False" in random
     assert "use loss = step.backward(*batch)" in forward
     assert "torch.compile has no backend 'fast'; there are:" in backend
