@@ -13,6 +13,7 @@ from pase.frontends.from_jax import INLINED, TracedJax, inlined, inner_jaxpr, tr
 from pase.frontends.jax_leaves import combine
 from pase.frontends.jax_types import Eqn, Jaxpr, Var
 from pase.frontends.jax_versions import is_literal, scan_groups, source_line
+from pase.frontends.registry import NotInParts
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
@@ -127,13 +128,17 @@ def _crossing(jaxpr: Jaxpr) -> np.ndarray:
 
 def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
     """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
-    is the batch (the first dim that most inputs have). PaseError if it does not divide."""
+    is the batch (the first dim that most inputs have). PaseError if it does not divide, NotInParts if the model cannot
+    be traced on a micro-batch: its code or its state contains the batch's size."""
     if micro_batches == 1:
         return traced
     size = batch_size(traced)
     if size % micro_batches:
         raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
-    return on_batch(traced, size // micro_batches)
+    try:
+        return on_batch(traced, size // micro_batches)
+    except PaseError as e:
+        raise NotInParts(f"'{traced.graph.name}' cannot run on parts of a batch of {size}: {e}") from e
 
 
 def on_batch(traced: TracedJax, examples: int) -> TracedJax:

@@ -35,7 +35,7 @@ def tolerance(epsilon: float) -> float:
     return 1e-9 if epsilon <= 2.0**-52 else 1e3 * epsilon if epsilon <= 2.0**-23 else 16 * epsilon
 
 
-OF_LEVEL = 1e-6
+OF_LEVEL = 1e-2
 """How far a parameter without a slope may be off, relative to the largest update: optimizers that divide by |g| + 1e-3
 make of rounding in its gradient what they make of it."""
 
