@@ -31,18 +31,29 @@ __all__ = ["CompiledStep", "added", "compiled"]
 @dataclass(frozen=True, kw_only=True)
 class CompiledStep:
     """run: the graph. draws: for each random tensor that it is given behind its other arguments, the seed that it
-    follows from in the first step, and a function that draws it."""
+    follows from in the first step, and a function that draws it. name: the model's.
 
+    Raises PaseError if torch.compile cannot compile the graph."""
+
+    name: str
     run: Callable[..., Sequence[Tree]]
     draws: Sequence[tuple[int, Callable[[], Tensor]]]
     device: torch.device
 
     def __call__(self, given: Sequence[Tensor], step: int) -> Sequence[Tree]:
+        from torch._dynamo.exc import TorchDynamoException
+
         drawn = []
         for first, draw in self.draws:
             with seeded(first + step * SEEDS_APART, self.device):
                 drawn.append(draw())
-        return self.run(*given, *drawn)
+        try:
+            return self.run(*given, *drawn)
+        except TorchDynamoException as e:
+            raise PaseError(
+                f"torch.compile cannot compile the step of '{self.name}': use compile=False. It says: "
+                f"{' '.join(str(e).split())[:300]}"
+            ) from e
 
 
 def compiled(
@@ -68,7 +79,7 @@ def compiled(
         graph = make_fx(joint, tracing_mode="fake")(*(x.detach() for x in given))
     draws = list(_taken_out(graph, name))
     run = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)
-    return CompiledStep(run=run, draws=draws, device=device)
+    return CompiledStep(name=name, run=run, draws=draws, device=device)
 
 
 def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[], Tensor]]]:
