@@ -20,7 +20,7 @@ from pase.backends.jax_stages import Stage, StageWeight, stages_of
 from pase.backends.jax_walk import JaxprWalk
 from pase.backends.to_jax import JaxPlan
 from pase.errors import PaseError
-from pase.frontends.jax_blocks import loops_of, split_inputs, why_no_program
+from pase.frontends.jax_blocks import loop_line, loops_of, split_inputs, why_no_program
 from pase.frontends.jax_contexts import in_any_context
 from pase.machine import Mesh
 from pase.plan.constraints import Placement
@@ -140,9 +140,10 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
         for k, (s, n) in enumerate(zip(layers, p.cuts, strict=True))
         for w in s.weights
     ):
-        why = why_no_program(traced, sum(p.cuts)) or "its stages differ in what they read"
+        why = why_no_program(traced, sum(p.cuts)) or "is not alike in all stages, which read other values"
         raise PaseError(
-            f"'{traced.graph.name}' cannot be run as one program: {why}: choose another schedule than circular"
+            f"'{traced.graph.name}' cannot be run as one program: the loop over its layers at "
+            f"{loop_line(traced, sum(p.cuts))} {why}: choose another schedule than circular"
         )
     assert all([(w.leaf, w.rows is None) for w in s.weights] == stacked for s in layers)
     return first, layers[0], last

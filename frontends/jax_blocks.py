@@ -17,7 +17,16 @@ from pase.frontends.registry import NotInParts
 from pase.frontends.runs import crossing, equal_runs
 from pase.ir.blocks import Block
 
-__all__ = ["batch_size", "blocks_of", "loops_of", "micro", "on_batch", "one_loop", "why_no_program"]
+__all__ = [
+    "batch_size",
+    "blocks_of",
+    "loop_line",
+    "loops_of",
+    "micro",
+    "on_batch",
+    "one_loop",
+    "why_no_program",
+]
 
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 _HEAVY = frozenset({"dot_general", "conv_general_dilated"})
@@ -43,23 +52,24 @@ def one_loop(traced: TracedJax, turns: int) -> bool:
     return len(loops_of(traced, turns)) == 1 and not why_no_program(traced, turns)
 
 
+def loop_line(traced: TracedJax, turns: int) -> str:
+    """The user's line of the only such loop."""
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    return str(source_line(eqn) or "an unknown line")
+
+
 def why_no_program(traced: TracedJax, turns: int) -> str:
-    """Why one program cannot run the turns of the only such loop, with its line; "": it can."""
+    """Why one program cannot run the turns of the only such loop; "": it can."""
     ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
     consts, carried = scan_groups(eqn)
     if eqn.params["reverse"]:
-        why = "runs in reverse"
-    elif len(eqn.outvars) > carried:
-        why = "hands on more than its carry"
-    elif any(
-        v in set(traced.jaxpr.jaxpr.invars)
-        for v in eqn.invars[consts : consts + carried]
-        if not is_literal(v)
-    ):
-        why = "begins with an argument as it is, which only the first stage has"
-    else:
-        return ""
-    return f"the loop over its layers at {source_line(eqn) or 'an unknown line'} {why}"
+        return "runs in reverse"
+    if len(eqn.outvars) > carried:
+        return "hands on more than its carry"
+    arguments = set(traced.jaxpr.jaxpr.invars)
+    if any(not is_literal(v) and v in arguments for v in eqn.invars[consts : consts + carried]):
+        return "begins with an argument as it is, which only the first stage has"
+    return ""
 
 
 def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:

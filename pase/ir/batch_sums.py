@@ -128,11 +128,11 @@ class _SumsWalk:
         out, conditions = dict[str, _OfBatch](), self._conditions()
         for n in self.graph.nodes:
             first = n.ops[0]
-            if first.kind != "carry":
+            if first.kind != "carry" or first.backward:
                 continue
             ((t, known),) = ((a.tensor, self.values[a.tensor]) for a in first.writes)
             for op in n.ops[1:]:
-                if op.kind != "carry":
+                if op.kind != "carry" or op.backward:
                     continue
                 made = self.values.get(op.reads[0].tensor, _NONE)
                 met = next((conditions[s] for s in op.scope if s in conditions), "")
