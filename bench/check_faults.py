@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pase.backends import jax_check_plans, jax_moves
-from pase.backends.jax_check import CheckedProgram
-from pase.frontends.from_jax import TracedJax
-from pase.frontends.jax_blocks import split_inputs
-from pase.frontends.jax_versions import evaluate, is_literal, value_of, without_dead_code
+from pase.backends.jax import check_plans
+from pase.backends.jax.check import CheckedProgram
+from pase.backends.jax.spmd import collectives as jax_moves
+from pase.frontends.jax.blocks import split_inputs
+from pase.frontends.jax.frontend import TracedJax
+from pase.frontends.jax.versions import evaluate, is_literal, value_of, without_dead_code
 
 __all__ = ["MOVES", "gradient_fault", "moved_wrongly", "planted", "state_fault", "step_faults"]
 
@@ -74,12 +75,12 @@ class StepFault:
 @contextmanager
 def planted(fault: Callable[[CheckedProgram, TracedJax], StepFault]) -> Iterator[None]:
     """Every check made within it runs the wrong step."""
-    right = jax_check_plans.check_of
+    right = check_plans.check_of
 
     def wrong(program: CheckedProgram, traced: TracedJax, *rest: Any) -> Any:
         return right(replace(program, run=fault(program, traced).run), traced, *rest)
 
-    with patch.object(jax_check_plans, "check_of", wrong):
+    with patch.object(check_plans, "check_of", wrong):
         yield
 
 

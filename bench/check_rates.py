@@ -46,9 +46,10 @@ class Checker:
     @contextmanager
     def watching(self, *, lowered_again: bool) -> Iterator[None]:
         """The program, and which gradients are not slopes, are noted; the reference is run once."""
-        from pase.backends import jax_check, jax_check_plans
-        from pase.backends.jax_check import JaxSteps
-        from pase.backends.jax_check_reference import Unsharded
+        from pase.backends.jax import check as jax_check
+        from pase.backends.jax import check_plans
+        from pase.backends.jax.check import JaxSteps
+        from pase.backends.jax.check_reference import Unsharded
         from pase.plan import gradient_lines
 
         def once(name: str, owner: Any, attribute: str) -> Any:
@@ -61,7 +62,7 @@ class Checker:
 
             return patch.object(owner, attribute, kept)
 
-        right_check, right_verdicts = jax_check_plans.check_of, gradient_lines.verdicts
+        right_check, right_verdicts = check_plans.check_of, gradient_lines.verdicts
         right_driver = jax_check.gradient_check
 
         def driver(steps: Any, *rest: Any, **named: Any) -> Any:
@@ -79,13 +80,13 @@ class Checker:
             return right_verdicts(names, found, reference, doubts)
 
         with ExitStack() as patches:
-            patches.enter_context(patch.object(jax_check_plans, "check_of", check_of))
+            patches.enter_context(patch.object(check_plans, "check_of", check_of))
             patches.enter_context(patch.object(jax_check, "gradient_check", driver))
             patches.enter_context(patch.object(gradient_lines, "verdicts", verdicts))
             patches.enter_context(once("both", Unsharded, "_both"))
             patches.enter_context(patch.object(JaxSteps, "_compiled", self.made.setdefault("compiled", {})))
             if not lowered_again:
-                patches.enter_context(once("lowered", jax_check_plans, "_lowered"))
+                patches.enter_context(once("lowered", check_plans, "_lowered"))
             yield
 
     def check(self, against: str, lowered_again: bool) -> Any:

@@ -117,12 +117,13 @@ def checked(
     import torch
 
     from bench.cases.torch_ranks import on_ranks
-    from pase.backends import torch_check, torch_check_plans
+    from pase.backends.torch import check as torch_check
+    from pase.backends.torch import check_plans
     from pase.errors import PaseError
 
     began, run = time.process_time(), plan.torch
     assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
-    check_module, driver = torch_check_plans.check_module, torch_check.gradient_check
+    check_module, driver = check_plans.check_module, torch_check.gradient_check
     mine: dict[Any, Any] = {}
 
     def watched(steps: Any, *rest: Any, **named: Any) -> Any:
@@ -143,7 +144,7 @@ def checked(
     modules = [module() for _ in range(plan.mesh.devices)]
     try:
         with (
-            patch.object(torch_check_plans, "check_module", wrong),
+            patch.object(check_plans, "check_module", wrong),
             patch.object(torch_check, "gradient_check", watched),
         ):
             found = on_ranks(

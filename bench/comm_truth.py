@@ -128,7 +128,7 @@ def rows_of(name: str) -> Iterator[dict[str, Any]]:
     import optax
 
     from bench.cases.plans import reduced
-    from pase.backends.truth import compare, sharded_step, unsharded_step
+    from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 
     optimizer = optax.sgd(0.1, momentum=0.9)
     case = reduced(name)
@@ -163,7 +163,7 @@ def lines(model: str, strategy: str, *, wide: bool) -> None:
     import optax
 
     from bench.cases.plans import reduced
-    from pase.backends.truth import unmatched
+    from pase.backends.audit.xla import unmatched
 
     plan = (wide_case(model) if wide else reduced(model)).plan(strategy)
     if plan is None:
@@ -194,7 +194,7 @@ def wide_rows_of(name: str, known: set[str]) -> Iterator[dict[str, Any]]:
     """Rows on 32 devices but the known ones: the step is compiled and not run."""
     import optax
 
-    from pase.backends.truth import compare
+    from pase.backends.audit.xla import compare
 
     case = wide_case(name)
     for strategy in WIDE:
@@ -224,8 +224,8 @@ def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> 
     import optax
 
     from bench.cases.plans import reduced
-    from pase.backends.jax_values import NotByHand
-    from pase.backends.truth import compare, sharded_step, unsharded_step
+    from pase.backends.audit.xla import compare, sharded_step, unsharded_step
+    from pase.backends.jax.spmd.values import NotByHand
 
     optimizer = optax.sgd(0.1, momentum=0.9)
     case = wide_case(name) if wide else reduced(name)
@@ -267,7 +267,7 @@ def rows_without(name: str, passes: str, *, wide: bool) -> Iterator[dict[str, An
     import optax
 
     from bench.cases.plans import reduced
-    from pase.backends.truth import compare
+    from pase.backends.audit.xla import compare
 
     devices = 32 if wide else 8
     for row in json.loads(BY_HAND.read_text())["rows"]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from bench.arguments import parser, wanted
 from bench.provenance import save
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.ir.recompute import needs
 from pase.machine import Mesh

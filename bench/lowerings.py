@@ -27,7 +27,7 @@ from bench.provenance import save
 
 if TYPE_CHECKING:
     from pase.api import Plan
-    from pase.backends.to_jax import Lowering
+    from pase.backends.jax.plan import Lowering
 
 ROWS = [
     (model, strategy)

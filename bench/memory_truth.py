@@ -36,7 +36,7 @@ def main(models: list[str]) -> None:
     import optax
 
     from bench.cases.plans import distinct_models, reduced
-    from pase.backends.truth_memory import compare_memory
+    from pase.backends.audit.xla_memory import compare_memory
 
     rows = json.loads(RESULTS.read_text())["rows"] if models and RESULTS.exists() else []
     began = time.perf_counter()

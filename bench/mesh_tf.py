@@ -99,8 +99,8 @@ def module(text: str) -> Any:
 
 def built(program: Any) -> tuple[Any, Any, Any, list[Any]]:
     """(tf.Graph, Mesh-TF's graph, its mesh, loss and gradients), of a program's training step."""
-    from pase.backends.mtf_ops import descend
-    from pase.backends.mtf_shim import mesh_tensorflow
+    from pase.backends.mesh_tf.runtime_ops import descend
+    from pase.backends.mesh_tf.shim import mesh_tensorflow
 
     mtf, tf = mesh_tensorflow()
     graph = tf.Graph()
@@ -116,7 +116,7 @@ def built(program: Any) -> tuple[Any, Any, Any, list[Any]]:
 def moved_bytes(program: Any, mesh_shape: str, rules: str) -> dict[str, float] | str:
     """Kind -> bytes that a device's buffers have, summed over the collectives of a lowered step (4-byte elements).
     What Mesh-TF says, where it cannot lower the program under these rules."""
-    from pase.backends.mtf_shim import mesh_tensorflow
+    from pase.backends.mesh_tf.shim import mesh_tensorflow
 
     mtf, _ = mesh_tensorflow()
     graph, mtf_graph, mesh, _ = built(program)
@@ -155,15 +155,15 @@ def as_strategy(names: Any, space: Any, rules: Mapping[str, str], axes: list[str
 
 def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     """One model's row: bytes, seconds and numbers of our layout and of auto_mtf's."""
-    from pase.backends import to_mesh_tf
-    from pase.backends.mtf_names import Names
-    from pase.backends.mtf_rules import parse_pairs
-    from pase.backends.mtf_shim import mesh_tensorflow
-    from pase.compiler.mesh_search import search_meshes
-    from pase.compiler.methods import complete, price_methods
-    from pase.compiler.plans import plan_of
-    from pase.compiler.problem import SplitProblem
-    from pase.frontends import from_tf
+    from pase.backends.emit import mesh_tf
+    from pase.backends.mesh_tf.legality import parse_pairs
+    from pase.backends.mesh_tf.names import Names
+    from pase.backends.mesh_tf.shim import mesh_tensorflow
+    from pase.compiler.meshes.methods import complete, price_methods
+    from pase.compiler.meshes.plans import plan_of
+    from pase.compiler.meshes.search import search_meshes
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends.tf import frontend as from_tf
 
     mtf, _ = mesh_tensorflow()
     from mesh_tensorflow.auto_mtf import layout_optimizer, memory_estimator
@@ -182,11 +182,11 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
         found = search_meshes(again, [mesh])
         searched.append(time.perf_counter() - began)
     ours = plan_of(problem, found.configs, mesh, name, traced)  # type: ignore[arg-type]
-    our_text, our_layout = to_mesh_tf.program(ours)
+    our_text, our_layout = mesh_tf.program(ours)
 
     first = {n.name: c[0] for n, c in zip(space.graph.nodes, space.configs, strict=True)}
     whole = plan_of(problem, first, mesh, name, traced)  # type: ignore[arg-type]
-    text, _ = to_mesh_tf.program(whole)
+    text, _ = mesh_tf.program(whole)
     _, mtf_graph, _, outputs = built(module(text))
     solved = []
     for _ in range(RUNS):

@@ -4,8 +4,8 @@
 
 Chains of transformer blocks as exporters write them (their sizes computed by Shape, Gather, Concat and Reshape),
 up to 50,000 nodes; one file with 600 MB of weights and the same graph without any. Each measurement is a process
-of its own: its time is CPU time of ``from_onnx.trace`` (reading included; one thread), its memory the growth of the
-peak resident set.
+of its own: its time is CPU time of ``pase.frontends.onnx.frontend.trace`` (reading included; one thread), its memory
+the growth of the peak resident set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.provenance import ROOT, save
 CHILD = """
 import json, resource, sys, time
 import onnx, numpy, sympy
-from pase.frontends import from_onnx
+from pase.frontends.onnx import frontend as from_onnx
 from pase.ir import named, simplify
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 before = peak()

@@ -47,7 +47,7 @@ def main() -> None:
     args = options.parse_args()
     repeats = args.repeats
     from pase import zoo
-    from pase.frontends.from_jax import trace
+    from pase.frontends.jax.frontend import trace
     from pase.ir import named, simplify
     from pase.paper import build
     from pase.search import solve

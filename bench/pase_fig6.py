@@ -17,9 +17,9 @@ from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase import zoo
 from pase.baselines import Baseline, baselines
-from pase.compiler.mesh_search import search_meshes
-from pase.compiler.problem import SplitProblem
-from pase.frontends.from_jax import trace
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.problem import SplitProblem
+from pase.frontends.jax.frontend import trace
 from pase.search.check import cost_of
 
 DEVICES = (4, 8, 16, 32, 64)

@@ -10,7 +10,7 @@ from bench.megatron_gpt import gpt
 from bench.published_mixtures import LATENT, Latent, mixture
 from bench.published_rows import PublishedRow
 from pase.errors import Infeasible
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.zoo import layers as zoo_layers
 from pase.zoo import llama, transformers

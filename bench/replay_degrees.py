@@ -23,10 +23,10 @@ from bench.cases.transformers import ImaginedTransformer, simulate, write
 from bench.provenance import save
 from pase.bridges.degrees import by_stages, by_tensor, kernel_times
 from pase.replay import align, load, measure
-from pase.replay.chance import mean_iteration_ns, spreads
-from pase.replay.steady import evaluate
-from pase.replay.trust import Run
-from pase.replay.whatif import apply
+from pase.replay.changes.whatif import apply
+from pase.replay.reports.trust import Run
+from pase.replay.simulation.chance import mean_iteration_ns, spreads
+from pase.replay.simulation.steady import evaluate
 
 MODEL = "zoo:gpt2?batch=2&seq=128&layers=4&vocab=1021&context=128&dtype=float32"
 BASE: dict[str, Any] = {"layers": 4, "micro_batches": 4, "data": 2, "iterations": 6, "noise": 0.01}

@@ -34,9 +34,9 @@ from bench.cases.timelines import ImaginedRun, simulate, trace
 from bench.provenance import RESULTS, save
 from pase.errors import Infeasible, PaseError
 from pase.replay import align, load, measure
-from pase.replay.diagnose import diagnose_run
-from pase.replay.report_diagnose import diagnosis_report
-from pase.replay.whatif import apply
+from pase.replay.changes.whatif import apply
+from pase.replay.reports.diagnose import diagnose_run
+from pase.replay.reports.report_diagnose import diagnosis_report
 
 HELPS = (("bandwidth", "", 2.0), ("host", "", 0.5), ("balance", "", 1.0))
 """What-ifs that take time away."""

@@ -24,8 +24,8 @@ import numpy as np
 
 from bench.cases import SHARED
 from bench.provenance import RESULTS, save
-from pase.replay.ingest import load
-from pase.replay.streams import copies, queue_courses, queue_lengths, stream_idle, streams
+from pase.replay.reports.streams import copies, queue_courses, queue_lengths, stream_idle, streams
+from pase.replay.traces.ingest import load
 from pase.replay.types import Timeline
 
 EQUAL = 1e-4

@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    from pase.replay.report import replay_report
+    from pase.replay.reports.report import replay_report
 
     plain, traced = [], []
     with tempfile.TemporaryDirectory() as folder:

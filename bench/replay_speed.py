@@ -94,7 +94,7 @@ def generate(file: Path, size: int) -> int:
 
 def read(file: Path) -> dict[str, Any]:
     """The row of reading a trace: events, seconds, memory."""
-    from pase.replay.chrome import read_chrome
+    from pase.replay.traces.chrome import read_chrome
 
     begun = time.perf_counter()
     cpu = time.process_time()
@@ -112,7 +112,7 @@ def replay() -> dict[str, Any]:
     import numpy as np
 
     from pase.replay.graph import DataflowGraph, TaskQueue
-    from pase.replay.simulate import replay_graph
+    from pase.replay.simulation.simulate import replay_graph
 
     n, devices = 1_000_000, 64
     rng = np.random.default_rng(0)

@@ -31,12 +31,12 @@ from bench.arguments import parser, wanted
 from bench.cases import SHARED
 from bench.provenance import save
 from pase.replay import align, estimate, load, measure, optimize_graph
-from pase.replay.diagnose import diagnose_run
-from pase.replay.model import own_times
-from pase.replay.predict import held_out_ranks, mean_lengths
-from pase.replay.simulate import subgraph
-from pase.replay.steady import evaluate
-from pase.replay.trust import Run
+from pase.replay.measurement.model import own_times
+from pase.replay.reports.diagnose import diagnose_run
+from pase.replay.reports.trust import Run
+from pase.replay.simulation.predict import held_out_ranks, mean_lengths
+from pase.replay.simulation.simulate import subgraph
+from pase.replay.simulation.steady import evaluate
 from pase.replay.types import Timeline, on_stream
 
 RUNS = {
@@ -213,8 +213,8 @@ def alignment(path: Path) -> dict[str, Any]:
             got = (1 + changed.clock(r).drift) * (1 + drift[k]) / (1 + drift[0]) - 1
             drift_error.append(abs(got - base.clock(r).drift))
         skew_error.extend(abs(shift[r] - shift[t.ranks[0]]) for r in t.ranks[1:])
-    from pase.replay.clocks import collective_costs
-    from pase.replay.matching import match_collectives
+    from pase.replay.measurement.clocks import collective_costs
+    from pase.replay.measurement.matching import match_collectives
 
     def spread(x: Timeline) -> float:
         matches = [m for m in match_collectives(x)[0] if m.iteration >= 2]

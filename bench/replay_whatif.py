@@ -24,9 +24,9 @@ from bench.provenance import save
 from pase.bridges.replan import replan
 from pase.bridges.trace_profile import problem_from_timeline
 from pase.replay import align, load, measure, optimize_graph
-from pase.replay.steady import evaluate
-from pase.replay.trust import Run
-from pase.replay.whatif import apply
+from pase.replay.changes.whatif import apply
+from pase.replay.reports.trust import Run
+from pase.replay.simulation.steady import evaluate
 from pase.schedule import BucketPlan, whole
 
 SHAPES: dict[str, dict[str, Any]] = {

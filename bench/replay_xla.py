@@ -23,7 +23,7 @@ from bench.calibrate_cpu import KEPT, calibrated
 from bench.provenance import save
 
 if TYPE_CHECKING:
-    from pase.replay.trust import Run
+    from pase.replay.reports.trust import Run
 
 STEPS, TURNS = 6, 5
 """Traced steps of a strategy each time that its turn comes, and turns."""
@@ -152,7 +152,7 @@ def compared(batch: int, machine: Path, folder: Path) -> list[dict[str, Any]]:
 def measured_run(traces: Path) -> Run:
     """The traced steps of a turn."""
     from pase.replay import align, load, measure
-    from pase.replay.trust import Run
+    from pase.replay.reports.trust import Run
 
     return Run(measured=measure(align(load(traces))))
 

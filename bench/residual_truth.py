@@ -93,9 +93,9 @@ def loss_of(spec: Spec) -> tuple[Callable[[Any, Any], Any], Any, Any]:
 def torch_rows() -> Iterator[dict[str, Any]]:
     """Modules of PyTorch: those of the tests, and small models of transformers."""
     from bench.residual_truth_torch import row
-    from tests.backends import torch_models
+    from tests.backends.torch import models
 
-    for name, make in torch_models.MODELS.items():
+    for name, make in models.MODELS.items():
         yield _guarded(name, lambda make=make: row(*make()))
 
 

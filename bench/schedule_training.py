@@ -25,7 +25,7 @@ import optax
 from bench.arguments import parser, wanted
 from bench.provenance import ROOT, save
 from pase import zoo
-from pase.backends.to_jax_buckets import BucketRunner, gradient_problem
+from pase.backends.jax.bucket_runner import BucketRunner, gradient_problem
 from pase.schedule import Link, Options, SendTime, evaluate, get_policy
 
 BATCH, SEQ, RATE = 64, 16, 1e-3

@@ -17,7 +17,7 @@ from pase.files.atomic import write_atomically
 from pase.machine.load import made_groups_schema
 from pase.machine.load import made_schema as machine_schema
 from pase.plan import layout
-from pase.replay import timeline_io
+from pase.replay.traces import timeline_io
 from pase.schedule import io
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,10 +18,10 @@ from bench.cases import SHARED
 from bench.provenance import save
 from pase.errors import Infeasible
 from pase.search import MemoryProfile, solve, verify
-from pase.search.contract import contract, fixed_bytes
-from pase.search.flat import flatten
-from pase.search.ilp import ilp_problem, solve_ilp
-from pase.search.rows import Rows, memory_rows
+from pase.search.bounded.contract import contract, fixed_bytes
+from pase.search.bounded.flat import flatten
+from pase.search.bounded.ilp import ilp_problem, solve_ilp
+from pase.search.bounded.rows import Rows, memory_rows
 from pase.tables.types import CostTables
 
 MOST_PAIRS = {"highs": 4_000_000, "cpsat": 2_000_000}  # more would take the machine's memory

@@ -27,7 +27,7 @@ from bench.processes import children_s
 from bench.provenance import BEGAN
 from bench.search_common import DATA, contracted_size, measure, search_options, write_results
 from pase.search import Solution, verify
-from pase.search.readers import read_instance
+from pase.search.instances.readers import read_instance
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
 

@@ -11,7 +11,7 @@ import json
 
 from bench.arguments import wanted
 from bench.search_common import DATA, measure, options, write_results
-from pase.search.readers import read_instance
+from pase.search.instances.readers import read_instance
 
 PAPER_S = {  # Table I, PaSE's column; for p = 8, 16, 64
     "alexnet": {8: 0.253, 16: 0.295, 64: 0.475},

@@ -23,8 +23,8 @@ from bench.arguments import wanted
 from bench.provenance import ROOT
 from bench.search_common import SOLVERS, measure, search_options, write_results
 from pase.search import MemoryProfile
-from pase.search.contract import contract
-from pase.search.readers import read_instance
+from pase.search.bounded.contract import contract
+from pase.search.instances.readers import read_instance
 from pase.tables.types import CostTables
 
 UNIT = 1e7

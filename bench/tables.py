@@ -18,7 +18,7 @@ from operator import itemgetter
 from bench.arguments import parser, wanted
 from bench.provenance import save
 from pase import costmodels, machine, zoo
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.once import forget
 from pase.tables.build import build

@@ -24,7 +24,7 @@ import keras
 
 from bench.provenance import RESULTS, save
 from pase.errors import PaseError
-from pase.frontends.from_tf import trace
+from pase.frontends.tf.frontend import trace
 from pase.ir import Place, simplify
 
 FILE = RESULTS / "tf_applications.json"

@@ -11,12 +11,12 @@ benchmarks/dynamo/*_models_list.txt, read 2026-11-22) the classes of transformer
 torchbench that torchvision has (the others are not on any index). Each is built from its configuration's defaults
 (which are a published size), those of transformers with two layers if it can be built so, on meta tensors; nothing is
 downloaded, no weight is made. A list whose package is not installed is left out. ``exported``: by pase's own tracing;
-where that fails, ``torch_export`` says whether plain torch.export takes the same step. ``lowered``: no op was left
-without a rule. ``searched``: the best strategy for 8 devices was found and proven. ``flops``: of products, convolutions
-and attention, beside what PyTorch's FlopCounterMode counts of the same step. ``parameters_equal``: each parameter has
-the bytes that the module has, and those that get a gradient are those that PyTorch's own backward gives one.
-``reader``: a digest of the files that read a module; a row of another one is measured again. Seconds are CPU time.
-Writes bench/results/torch_coverage.json.
+where that fails, ``pase.frontends.torch.export.module`` says whether plain torch.export takes the same step.
+``lowered``: no op was left without a rule. ``searched``: the best strategy for 8 devices was found and proven.
+``flops``: of products, convolutions and attention, beside what PyTorch's FlopCounterMode counts of the same step.
+``parameters_equal``: each parameter has the bytes that the module has, and those that get a gradient are those that
+PyTorch's own backward gives one. ``reader``: a digest of the files that read a module; a row of another one is measured
+again. Seconds are CPU time. Writes bench/results/torch_coverage.json.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from bench.arguments import parser, wanted
 from bench.processes import forks_of, row_apart
 from bench.provenance import BEGAN, save
 
-PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.from_torch")
+PRELOADED = ("torch.export", "pase.compiler.compilation", "pase.frontends.torch.frontend")
 OF_TRANSFORMERS = "transformers.models.mixtral.modeling_mixtral"
 CPU_S, MEMORY = 120, 24 << 30
 BATCH, SEQUENCE, LAYERS, DEVICES = 8, 64, 2, 8
@@ -164,15 +164,15 @@ def names() -> list[str]:
 def built(name: str) -> tuple[str, Any, tuple[Any, ...], Any]:
     """(the model by name, module, batch, loss), on meta tensors."""
     from pase.errors import PaseError
-    from pase.frontends import torch_hf
+    from pase.frontends.torch import hf
 
     package, _, model = name.rpartition(":")
     if not package:
         few, whole = settings(name)
         try:
-            return few, *torch_hf.build(few), None
+            return few, *hf.build(few), None
         except PaseError:
-            return whole, *torch_hf.build(whole), None
+            return whole, *hf.build(whole), None
     import torch
 
     # torchvision's own ops are not built for this PyTorch; its networks do not call them.
@@ -220,9 +220,9 @@ def settings(name: str) -> tuple[str, str]:
 def measured(name: str) -> dict[str, Any]:
     """One class's row: how far it came, in how many seconds, and which ops have no rule."""
     from pase.errors import PaseError
-    from pase.frontends.from_torch import lowered
-    from pase.frontends.torch_export import program_of
-    from pase.frontends.torch_lower import reads_op
+    from pase.frontends.torch.export.module import program_of
+    from pase.frontends.torch.frontend import lowered
+    from pase.frontends.torch.lower import reads_op
 
     row: dict[str, Any] = {"exported": False, "lowered": False, "searched": False}
     began = time.process_time()
@@ -262,8 +262,8 @@ def measured(name: str) -> dict[str, Any]:
 
 def _searched(traced: Any) -> dict[str, Any]:
     from pase import machine
-    from pase.compiler.mesh_search import search_meshes
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.meshes.search import search_meshes
+    from pase.compiler.problem.problem import SplitProblem
 
     problem = SplitProblem.of(traced.graph, DEVICES, machine.load("h100x8"), "analytic", "adam")
     found = search_meshes(problem, problem.meshes(None, 3))
@@ -300,7 +300,7 @@ def _compared(graph: Any, module: Any, batch: Any, loss: Any) -> dict[str, Any]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from pase.frontends.torch_export import faked, step_of
+    from pase.frontends.torch.export.module import faked, step_of
 
     with (
         faked(module) as fake,
@@ -328,7 +328,7 @@ def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
     """Does plain torch.export take the step, on the same meta tensors?"""
     import torch
 
-    from pase.frontends.torch_export import step_of
+    from pase.frontends.torch.export.module import step_of
 
     try:
         torch.export.export(step_of(module, loss), tuple(batch), strict=False).run_decompositions({})
@@ -339,7 +339,7 @@ def _by_torch_alone(module: Any, batch: Any, loss: Any) -> bool:
 
 def reader() -> str:
     """A digest of pase's files that read a module."""
-    from pase.frontends import from_torch
+    from pase.frontends.torch import frontend as from_torch
 
     from_torch.coverage()  # imports all rules
     files = [

@@ -30,9 +30,10 @@ ROWS = {"one mesh": ("8x8", False), "all meshes": (None, False), "decomposed, on
 def measured(row: str) -> dict[str, object]:
     """One row: CPU seconds of each part."""
     from pase import machine
-    from pase.compiler.mesh_search import search_meshes
-    from pase.compiler.problem import SplitProblem
-    from pase.frontends import registry, torch_export
+    from pase.compiler.meshes.search import search_meshes
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.frontends import registry
+    from pase.frontends.torch.export import module as torch_export
 
     shape, decomposed = ROWS[row]
     laps = [time.process_time()]

@@ -31,7 +31,7 @@ PRELOADED = (
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.integrations.moe",
     "pase.compiler.compilation",
-    "pase.frontends.from_torch",
+    "pase.frontends.torch.frontend",
     "bench.cases.torch_models",
 )
 CPU_S, MEMORY = 300, 24 << 30
@@ -157,7 +157,7 @@ LIMIT = 1e-9
 
 def _sent(e: TorchExample, label: str) -> dict[str, Any]:
     """What one rank of many sends in a step, and the plan's list."""
-    from pase.backends.torch_truth import planned, sent_by_one_rank
+    from pase.backends.audit.torch import planned, sent_by_one_rank
 
     plan = _plan(e, label)
     with alone_among(MANY, rank=RANK):

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from bench.provenance import BEGAN, RESULTS, ROOT, save
 
 if TYPE_CHECKING:
-    from pase.backends.jax_manual import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 FILE = RESULTS / "tpu_aot.json"
 PAGE = ROOT / "docs" / "tpu-witness.md"

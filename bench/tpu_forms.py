@@ -5,9 +5,9 @@
 
 Each row is a program of its own under ``shard_map``: a product whose result is partial on every device, scattered along
 one of its dims ("tiled": along the dim itself; "apart": along a dim of the parts, in front of it, as
-``backends/jax_moves.py`` does), or a weight that is gathered and read by a product. Mesh axes are joined in one
-collective ("ab") or go one after another ("a-b"). Writes bench/results/tpu_forms.json: the collectives in each compiled
-program, with their larger local buffers. Nothing is run.
+``backends/jax/spmd/collectives.py`` does), or a weight that is gathered and read by a product. Mesh axes are joined in
+one collective ("ab") or go one after another ("a-b"). Writes bench/results/tpu_forms.json: the collectives in each
+compiled program, with their larger local buffers. Nothing is run.
 """
 
 from __future__ import annotations

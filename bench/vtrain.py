@@ -33,7 +33,7 @@ from bench.megatron_gpt import gpt, padded_vocabulary
 from bench.provenance import save
 from pase import costmodels, machine
 from pase.baselines import Baseline, baselines
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import CollectiveCurve, CostModel, Curve, Machine, Mesh, mesh_from
 from pase.plan.step import EAGER, Executor, StepTime, step_time

@@ -31,7 +31,7 @@ from bench.provenance import RESULTS, ROOT, save
 if TYPE_CHECKING:
     import jax
 
-    from pase.backends.to_jax import Lowering
+    from pase.backends.jax.plan import Lowering
 
 FILE = RESULTS / "xla_fuzz.json"
 BY_HAND = RESULTS / "xla_fuzz_manual.json"
@@ -241,7 +241,7 @@ def compile_case(case: int, kinds: list[str], show: bool = False, lowering: Lowe
     import jax
 
     from bench.cases.plans import case_of
-    from pase.backends.to_jax import JaxPlan
+    from pase.backends.jax.plan import JaxPlan
 
     p = program(case, kinds)
     mesh = MESHES[case % len(MESHES)]

@@ -25,7 +25,7 @@ import numpy as np
 from bench.provenance import RESULTS, ROOT, save
 
 if TYPE_CHECKING:
-    from pase.backends.to_jax import Lowering
+    from pase.backends.jax.plan import Lowering
 
 OUT = RESULTS / "xla_ops.json"
 MESHES = ("2x2", "4")
@@ -198,7 +198,7 @@ def ended(op: str, strategy: str, lowering: Lowering) -> dict[str, Any]:
     import jax.numpy as jnp
 
     from bench.cases.plans import case_of
-    from pase.backends.to_jax import JaxPlan
+    from pase.backends.jax.plan import JaxPlan
     from pase.errors import PaseError
 
     apply = operations()[op]

@@ -8,7 +8,7 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 
 HERE = "<!-- options -->"
 FIGURE = re.compile(r"^<!-- figure: ([\w-]+) -->$", re.MULTILINE)

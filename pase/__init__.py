@@ -6,23 +6,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pase.api import Plan, compare, compile, load, price
-    from pase.frontends.jax_generation import Generation
-    from pase.frontends.jax_rules_outside import register_kernel
-    from pase.replay.profiling import profile
+    from pase.frontends.jax.generation import Generation
+    from pase.frontends.jax.rules_outside import register_kernel
+    from pase.replay.collect.profiling import profile
 
 __version__ = "0.1.0"
 
 __all__ = ["Generation", "Plan", "compare", "compile", "load", "price", "profile", "register_kernel"]
 
 _WHERE = {
-    "Generation": "pase.frontends.jax_generation",
+    "Generation": "pase.frontends.jax.generation",
     "Plan": "pase.api",
     "compare": "pase.api",
     "compile": "pase.api",
     "load": "pase.api",
     "price": "pase.api",
-    "profile": "pase.replay.profiling",
-    "register_kernel": "pase.frontends.jax_rules_outside",
+    "profile": "pase.replay.collect.profiling",
+    "register_kernel": "pase.frontends.jax.rules_outside",
 }
 
 

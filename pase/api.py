@@ -10,21 +10,21 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pase.compiler.options import CompileOptions, takes_options
+from pase.compiler.problem.options import CompileOptions, takes_options
 from pase.compiler.resolve import attached, resolve
 from pase.plan.types import PlanData
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from pase.backends.jax_circular import JaxCircular
-    from pase.backends.jax_module_plan import JaxModulePlan
-    from pase.backends.jax_module_stages import StagedModulePlan
-    from pase.backends.jax_pipeline import JaxPipeline
-    from pase.backends.jax_replicas import JaxReplicas
-    from pase.backends.to_jax import JaxPlan
-    from pase.backends.torch_pipeline import TorchPipeline
-    from pase.backends.torch_plan import TorchPlan
-    from pase.compiler.problem import Progress
+    from pase.backends.jax.modules import JaxModulePlan
+    from pase.backends.jax.pipeline.circular import JaxCircular
+    from pase.backends.jax.pipeline.modules import StagedModulePlan
+    from pase.backends.jax.pipeline.plan import JaxPipeline
+    from pase.backends.jax.pipeline.replicas import JaxReplicas
+    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.torch.pipeline.plan import TorchPipeline
+    from pase.backends.torch.plan import TorchPlan
+    from pase.compiler.problem.problem import Progress
     from pase.machine import Machine
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
@@ -149,10 +149,10 @@ class Plan(PlanData):
 
         A loaded plan of a zoo model finds its model by itself; other plans need ``plan.bind(fn, params, batch)`` first.
         """
-        from pase.backends.jax_module_plan import of_modules
-        from pase.backends.jax_module_stages import staged_of_modules
-        from pase.backends.jax_plans import jax_plan, modules_of
-        from pase.backends.jax_replicas import in_stages
+        from pase.backends.jax.make import jax_plan, modules_of
+        from pase.backends.jax.modules import of_modules
+        from pase.backends.jax.pipeline.modules import staged_of_modules
+        from pase.backends.jax.pipeline.replicas import in_stages
 
         if self.traced is None and self.model.startswith("zoo:"):
             return attached(self, resolve(self.model)).jax
@@ -169,8 +169,8 @@ class Plan(PlanData):
     def torch(self) -> TorchPlan | TorchPipeline:
         """The plan of a PyTorch module. PyTorch runs it on the ranks of ``torch.distributed``, a pipelined one stage by
         stage."""
-        from pase.backends.torch_pipeline import torch_pipeline
-        from pase.backends.torch_plan import torch_plan
+        from pase.backends.torch.pipeline.plan import torch_pipeline
+        from pase.backends.torch.plan import torch_plan
 
         self._warn_of_waits("run the strategy in a program that takes them apart, such as torchtitan's")
         return torch_plan(self) if self.pipeline is None else torch_pipeline(self)
@@ -273,7 +273,7 @@ def price(
 
     Raises PaseError for bad input, and Infeasible, with the reason, if the model cannot be split in this way.
     """
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.resolve import traced_model
     from pase.stated.model import price_model
     from pase.stated.program import PROGRAMS

@@ -40,7 +40,7 @@ TRIALS: dict[str, tuple[str, ...]] = {
         'python -c "import keras, pase; print(pase.compile(keras.applications.MobileNetV2(weights=None), devices=8, '
         "dims={'batch': 64}).cost)\"",
     ),
-    "jax,torch": ("python -c 'import torch, pase.backends.to_torch'", *JAX[1:2]),
+    "jax,torch": ("python -c 'import torch, pase.backends.emit.ddp_hook'", *JAX[1:2]),
 }
 """Extras -> what a user of them runs first, in an empty folder."""
 HEAVY = ("jax,torch",)

@@ -17,20 +17,20 @@ import numpy as np
 
 import pase
 from bench.cases.schedules import random_problem
-from pase.backends.to_names import emit as write_names
-from pase.backends.to_names import load as load_names
+from pase.backends.emit.shardings_json import emit as write_names
+from pase.backends.emit.shardings_json import load as load_names
 from pase.ir.text import from_text, to_text
 from pase.machine import dumps
 from pase.machine import load as load_machine
 from pase.plan.buckets import problem_of
 from pase.replay import align, load, measure
-from pase.replay.hlo import read_hlo
-from pase.replay.timeline_io import load_timeline, save_timeline
+from pase.replay.traces.hlo import read_hlo
+from pase.replay.traces.timeline_io import load_timeline, save_timeline
 from pase.schedule import Options, ScheduleProblem, evaluate, get_policy
 from pase.schedule.io import problem_to_json
 from pase.schedule.load import load_problem
 from pase.search import solve
-from pase.search.readers import read_instance
+from pase.search.instances.readers import read_instance
 
 __all__ = ["KINDS", "FileKind", "Packing"]
 

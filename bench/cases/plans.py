@@ -12,14 +12,14 @@ import numpy as np
 
 from pase import costmodels, machine, zoo
 from pase.api import Plan
-from pase.backends.to_jax import Lowering
-from pase.backends.truth import CollectiveRow, StepResult, compare, sharded_step, unsharded_step
+from pase.backends.audit.xla import CollectiveRow, StepResult, compare, sharded_step, unsharded_step
+from pase.backends.jax.plan import Lowering
 from pase.baselines import Baseline, baselines, masks
-from pase.compiler.mesh_search import search_meshes
-from pase.compiler.plans import plan_of
-from pase.compiler.problem import SplitProblem
-from pase.frontends.from_jax import trace
-from pase.frontends.padding import as_padded
+from pase.compiler.meshes.plans import plan_of
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.problem import SplitProblem
+from pase.frontends.jax.frontend import trace
+from pase.frontends.jax.padding.traced import as_padded
 from pase.frontends.registry import Traced
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.tables.layouts import configs

@@ -212,7 +212,7 @@ class TorchExample:
     def of(cls, name: str, batch: int, devices: int) -> TorchExample:
         """Raises PaseError for a model that cannot be read."""
         from pase import machine
-        from pase.compiler.problem import SplitProblem
+        from pase.compiler.problem.problem import SplitProblem
         from pase.frontends import registry
 
         with in_float64():

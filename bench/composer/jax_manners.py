@@ -93,7 +93,7 @@ def _method(program: ComposedProgram, number: int) -> Plan | None:
     """The plan of one of the methods that apply; even small parameters are split."""
     from bench.cases.plans import case_of
     from pase.baselines import Baseline, baselines, masks
-    from pase.compiler.plans import plan_of
+    from pase.compiler.meshes.plans import plan_of
 
     case = case_of(program.loss, *program.arguments(), devices=DEVICES, carry=program.carry)
     p = case.problem

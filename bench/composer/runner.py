@@ -32,7 +32,7 @@ PRELOADED: dict[Framework, tuple[str, ...]] = {
         "torch.distributed.tensor",
         "torch.testing._internal.distributed.multi_threaded_pg",
         "pase.compiler.compilation",
-        "pase.frontends.from_torch",
+        "pase.frontends.torch.frontend",
     ),
 }
 ENVIRONMENT = {

@@ -42,7 +42,7 @@ def case_of(program: TorchProgramMade, devices: int) -> Case:
     """The program on the first devices of an h100x8."""
     from bench.cases.plans import Case
     from pase import machine
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.problem import SplitProblem
 
     problem = SplitProblem.of(program.traced.graph, devices, machine.load("h100x8"), "analytic", "adam")
     return Case(traced=program.traced, problem=problem)
@@ -61,7 +61,7 @@ def planned(program: TorchProgramMade, word: str) -> Plan | None:
 def _method(program: TorchProgramMade, number: int) -> Plan | None:
     """The plan of one of the methods that apply; even small parameters are split."""
     from pase.baselines import Baseline, baselines, masks
-    from pase.compiler.plans import plan_of
+    from pase.compiler.meshes.plans import plan_of
 
     case = case_of(program, DEVICES)
     p = case.problem

@@ -22,7 +22,7 @@ from bench.composer.maker import Pattern
 from bench.composer.spec import ProgramPart, Spec
 from bench.composer.torch_maker import TORCH_LAYERS, TORCH_LOSSES, TorchEnv, TorchMaker
 from bench.composer.torch_manners import TORCH_MANNERS
-from pase.frontends.from_torch import TracedTorch
+from pase.frontends.torch.frontend import TracedTorch
 
 __all__ = ["TorchProgramMade", "draw", "program_of"]
 
@@ -77,7 +77,7 @@ class TorchProgramMade:
     @cached_property
     def traced(self) -> TracedTorch:
         """As pase reads it."""
-        from pase.frontends.from_torch import trace
+        from pase.frontends.torch.frontend import trace
 
         return trace(self.module(), self.batch)
 

@@ -125,7 +125,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> Non
     import optax
     from jax.sharding import Mesh
 
-    from pase.backends.to_jax_buckets import BucketRunner
+    from pase.backends.jax.bucket_runner import BucketRunner
     from pase.calibrate import Settings, Task
     from pase.calibrate.device import Devices
     from pase.calibrate.here import find

@@ -127,7 +127,7 @@ def run_cells(job: dict[str, Any], say: Callable[[dict[str, Any]], None], rank: 
 def _plans(machine: Path, devices: int) -> dict[str, Any]:
     """Strategy -> its plan, on every host the same."""
     from bench.cases.plans import Case
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.problem import SplitProblem
     from pase.frontends import registry
     from pase.machine import load
 

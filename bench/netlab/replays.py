@@ -23,7 +23,7 @@ from bench.netlab.session import Session
 from bench.netlab.steps import planned
 
 if TYPE_CHECKING:
-    from pase.replay.report import Rewrite
+    from pase.replay.reports.report import Rewrite
 
 __all__ = ["CASES", "measure", "summary"]
 
@@ -229,7 +229,7 @@ def _replayed(
     traces: Path, wire: float | None, what_if: str = "", rewrite: Rewrite | None = None
 ) -> dict[str, Any]:
     from pase.errors import PaseError
-    from pase.replay.report import replay_report
+    from pase.replay.reports.report import replay_report
 
     asked = [what_if] if what_if else []
     given = {what_if: rewrite} if rewrite is not None else {}

@@ -15,7 +15,7 @@ import numpy as np
 from bench.netlab.models import LOOPED, RANKS, model
 
 if TYPE_CHECKING:
-    from pase.backends.jax_manual import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 __all__ = ["ALONE", "PIPELINE", "ROUNDS", "Cell", "Running", "in_turn", "planned", "timed"]
 
@@ -59,9 +59,9 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     takes the cheapest of ours. stamp: plans made under the same stamp are read back."""
     from pase.api import Plan
     from pase.compiler.compilation import compile_model
-    from pase.compiler.methods import price_methods
-    from pase.compiler.options import CompileOptions
-    from pase.compiler.plans import plan_of
+    from pase.compiler.meshes.methods import price_methods
+    from pase.compiler.meshes.plans import plan_of
+    from pase.compiler.problem.options import CompileOptions
     from pase.machine import load as load_machine
 
     kept = folder / f"{name}_{batch}.cells.json"

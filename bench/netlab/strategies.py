@@ -17,7 +17,7 @@ from bench.netlab.session import Session
 from bench.netlab.steps import PIPELINE, ROUNDS, planned
 
 if TYPE_CHECKING:
-    from pase.backends.jax_manual import Lowering
+    from pase.backends.jax.spmd.lower import Lowering
 
 __all__ = ["FULL", "LOWERINGS", "QUICK", "RACKS", "STAGED", "beside", "measure", "staged", "summary"]
 

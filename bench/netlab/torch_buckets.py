@@ -186,7 +186,7 @@ def _train(
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from pase.backends.to_torch import attach
+    from pase.backends.emit.ddp_hook import attach
     from pase.replay import profile
 
     hook, period, net = None, 1, model

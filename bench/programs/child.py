@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 What = Literal["step", "float64", "count"]
 """What a process does: a row, the same step in float64, or the row's FLOPs alone."""
-PRELOADED = ("jax", "optax", "bench.cases.plans", "pase.backends.truth", "pase.backends.truth_memory")
+PRELOADED = ("jax", "optax", "bench.cases.plans", "pase.backends.audit.xla", "pase.backends.audit.xla_memory")
 """What every program needs, imported once for all of their processes."""
 
 STRATEGY = "ours@2x4"
@@ -32,8 +32,8 @@ def main(name: str) -> dict[str, Any]:
 
     from bench.cases.plans import TOLERANCE, case_of
     from bench.programs.catalog import load
-    from pase.backends.truth import sharded_step, unsharded_step
-    from pase.backends.truth_memory import compare_memory
+    from pase.backends.audit.xla import sharded_step, unsharded_step
+    from pase.backends.audit.xla_memory import compare_memory
 
     row: dict[str, Any] = {"planned": False, "ran": False, "agrees": False}
     try:
@@ -75,7 +75,7 @@ def in_float64(name: str) -> dict[str, Any]:
 
     from bench.cases.plans import TOLERANCE, case_of
     from bench.programs.catalog import load
-    from pase.backends.truth import sharded_step, unsharded_step
+    from pase.backends.audit.xla import sharded_step, unsharded_step
 
     fn, *narrow = load()[name]()  # made in float32, so that both begin with the same numbers
     jax.config.update("jax_enable_x64", True)
@@ -109,7 +109,7 @@ def flops(fn: Any, args: Any, graph: Any) -> dict[str, float]:
     import jax
     import numpy as np
 
-    from pase.frontends.jax_leaves import arrays, combine, static, value_and_grad
+    from pase.frontends.jax.leaves import arrays, combine, static, value_and_grad
     from pase.machine import mesh_from
     from pase.tables.work import node_work
 

@@ -4,7 +4,7 @@ The plan's graph of the model lists the products of a device at the degree that 
 measured product is matched to one of the first list by the sizes of its operands and its position; the second list
 gives its new shape. If a kernel of that shape was measured (in this run, or in traces given for it), its time is used.
 Otherwise the measured time is scaled by the cost model's roofline for the two shapes, and the report says how much of
-the time was scaled. Stages consist of the measured tasks of their layers (``pase.replay.restage``).
+the time was scaled. Stages consist of the measured tasks of their layers (``pase.replay.changes.restage``).
 """
 
 from __future__ import annotations
@@ -21,14 +21,22 @@ from pase.errors import Infeasible, PaseError
 from pase.files.json_values import JsonObject
 from pase.pipeline.registry import schedule
 from pase.pipeline.types import Kind
+from pase.replay.changes.restage import StageAction, StageTransfer, staged
+from pase.replay.changes.whatif import WireLine, collective_line
 from pase.replay.graph import EDGES, DataflowGraph, launching_calls
-from pase.replay.insert import Inserted, insert_after
-from pase.replay.report import Rewrite
-from pase.replay.restage import StageAction, StageTransfer, staged
-from pase.replay.sections import OpShape, ProductKey, Sections, StepPhase, op_shapes, product_of, sections
-from pase.replay.simulate import subgraph
+from pase.replay.reports.report import Rewrite
+from pase.replay.simulation.insert import Inserted, insert_after
+from pase.replay.simulation.sections import (
+    OpShape,
+    ProductKey,
+    Sections,
+    StepPhase,
+    op_shapes,
+    product_of,
+    sections,
+)
+from pase.replay.simulation.simulate import subgraph
 from pase.replay.types import COLLECTIVE, GPU_KINDS, OPERATIONS, Timeline, on_stream
-from pase.replay.whatif import WireLine, collective_line
 from pase.stated.ops import StatedOps, stated_ops
 from pase.stated.timeline import stage_layers
 from pase.tables.itemize import LocalWork

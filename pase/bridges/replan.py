@@ -24,8 +24,8 @@ from pase.files.json_values import JsonObject
 
 if TYPE_CHECKING:
     from pase.replay.graph import DataflowGraph
-    from pase.replay.report import Rewrite
-    from pase.replay.simulate import Replay
+    from pase.replay.reports.report import Rewrite
+    from pase.replay.simulation.simulate import Replay
     from pase.replay.types import Timeline
     from pase.schedule.plan import BucketPlan
     from pase.schedule.types import Link, ScheduleProblem
@@ -79,7 +79,8 @@ def what_if_bucket_plan(
 
 
 def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
-    """``what_if_bucket_plan`` as a change for ``pase.replay.report.replay_report``. PaseError for an unknown policy."""
+    """``what_if_bucket_plan`` as a change for ``pase.replay.reports.report.replay_report``. PaseError for an unknown
+    policy."""
     from pase.schedule.registry import get_policy
 
     get_policy(policy)
@@ -102,7 +103,7 @@ def as_measured(problem: ScheduleProblem) -> BucketPlan:
 def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Replanned:
     """``g`` with the tensors of ``problem`` (made from the same timeline) sent as ``plan`` says."""
     from pase.replay import replay_graph
-    from pase.replay.coarse import coarsen
+    from pase.replay.changes.coarse import coarsen
 
     if plan.staleness or plan.period != 1 or any(m.phase is not None for m in plan.messages):
         raise PaseError(f"bucket plan '{plan.policy}' delays updates, which a trace cannot show")
@@ -362,7 +363,7 @@ def _settled(
     g: DataflowGraph, behind: list[tuple[int, int]], rows: list[tuple[int, int, float, int]]
 ) -> list[tuple[int, int]]:
     """Where work that must wait for a message goes: into an op that waits for it; matrix products cannot go."""
-    from pase.replay.coarse import FUSIBLE
+    from pase.replay.changes.coarse import FUSIBLE
     from pase.replay.types import COLLECTIVE, GPU_KINDS
 
     out = []

@@ -20,7 +20,7 @@ from pase.files.json_values import JsonObject
 if TYPE_CHECKING:
     from pase.api import Plan
     from pase.replay.graph import DataflowGraph
-    from pase.replay.report import Rewrite
+    from pase.replay.reports.report import Rewrite
     from pase.replay.types import Timeline
 
 __all__ = ["by_prediction", "by_ratio", "predicted"]

@@ -40,8 +40,8 @@ def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCur
     A collective costs from its last rank's start to its last rank's end: waiting for a late rank is the
     step's affair, not the link's. A size needs three instances, a curve two sizes.
     """
-    from pase.replay.clocks import collective_costs
-    from pase.replay.matching import match_collectives
+    from pase.replay.measurement.clocks import collective_costs
+    from pase.replay.measurement.matching import match_collectives
     from pase.replay.types import OPERATIONS
 
     ranks = timeline.ranks

@@ -17,7 +17,7 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.files.terminal import UNWRAPPED, console
 from pase.machine import DEFAULT
 

@@ -17,7 +17,7 @@ from pase.commands.options import (
     strictly,
     warn_misfit,
 )
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.files.codec import to_tree
 from pase.files.terminal import console
 

@@ -31,13 +31,13 @@ def diagnose(
     Lists each reason in plain words, with the time that it costs.
     """
     from pase.errors import PaseError
-    from pase.replay.clocks import align as align_clocks
-    from pase.replay.diagnose import diagnose_run
-    from pase.replay.model import measure
-    from pase.replay.page import diagnosis_page
-    from pase.replay.report import load_any
-    from pase.replay.report_diagnose import diagnosis_report
-    from pase.replay.timeline_io import save_timeline
+    from pase.replay.measurement.clocks import align as align_clocks
+    from pase.replay.measurement.model import measure
+    from pase.replay.reports.diagnose import diagnose_run
+    from pase.replay.reports.page import diagnosis_page
+    from pase.replay.reports.report import load_any
+    from pase.replay.reports.report_diagnose import diagnosis_report
+    from pase.replay.traces.timeline_io import save_timeline
 
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: choose ends, dpro or none")

@@ -39,13 +39,13 @@ def optimize(
     """
     from pase.errors import PaseError
     from pase.files.quantities import parse_bytes
-    from pase.replay.clocks import align as align_clocks
-    from pase.replay.memory import memory_use
-    from pase.replay.model import measure
-    from pase.replay.optimize import optimize_graph
-    from pase.replay.report import load_any
-    from pase.replay.report_optimize import optimize_report
-    from pase.replay.trust import Run
+    from pase.replay.changes.memory import memory_use
+    from pase.replay.changes.optimize import optimize_graph
+    from pase.replay.measurement.clocks import align as align_clocks
+    from pase.replay.measurement.model import measure
+    from pase.replay.reports.report import load_any
+    from pase.replay.reports.report_optimize import optimize_report
+    from pase.replay.reports.trust import Run
 
     if align not in ("ends", "dpro", "none"):
         raise PaseError(f"--align {align}: choose ends, dpro or none")

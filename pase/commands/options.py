@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.files.json_values import JsonObject
 from pase.files.progress import estimating
 from pase.files.terminal import console
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import Progress
+    from pase.compiler.problem.problem import Progress
     from pase.plan.types import PlanData
 
 __all__ = [

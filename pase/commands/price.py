@@ -16,7 +16,7 @@ from pase.commands.options import (
     progress,
     strictly,
 )
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.files.terminal import console
 
 __all__ = ["price"]

@@ -29,7 +29,7 @@ def profile(
     PROGRAM uses JAX or PyTorch. All processes that it starts are profiled.
     """
     from pase.errors import PaseError
-    from pase.replay.autostart import environment
+    from pase.replay.collect.autostart import environment
 
     if seconds < 0:
         raise PaseError(f"--seconds {seconds}: give 0 or a positive number")

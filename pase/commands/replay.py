@@ -14,7 +14,7 @@ from pase.files.terminal import console
 
 if TYPE_CHECKING:
     from pase.bridges.degrees import KernelTimes
-    from pase.replay.report import Rewrite
+    from pase.replay.reports.report import Rewrite
     from pase.replay.types import Timeline
 
 __all__ = ["replay"]
@@ -82,7 +82,7 @@ def replay(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay traces of a run, or a layout, as one timeline."""
-    from pase.replay.report import compare_timelines, replay_report
+    from pase.replay.reports.report import compare_timelines, replay_report
 
     planned = _planned(traces)
     if planned is not None and any(not k.startswith("strategy=") for k in what_if or ()):
@@ -125,8 +125,8 @@ def _rate(wire: str | None) -> float | None:
 
 def _planned(path: Path) -> Timeline | None:
     """The step that a layout predicts, under its own bucket plan or ours. None if the file is not a layout."""
-    from pase.replay.reader import read_small_json
-    from pase.replay.report import is_layout
+    from pase.replay.reports.report import is_layout
+    from pase.replay.traces.reader import read_small_json
 
     if not is_layout(path) or read_small_json(path).get("timeline"):
         return None

@@ -89,7 +89,7 @@ def report(
 def _write_timeline(plan: Plan, path: Path) -> None:
     """PaseError for a plan that has no timeline."""
     from pase.errors import PaseError
-    from pase.replay.timeline_io import save_timeline
+    from pase.replay.traces.timeline_io import save_timeline
 
     made = plan.timeline
     if made is None:

@@ -107,15 +107,15 @@ def _host_devices(devices: int) -> None:
 def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     """The plan for the model and the available devices."""
     from pase import zoo
-    from pase.compiler.methods import complete
-    from pase.compiler.plans import plan_of
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.meshes.methods import complete
+    from pase.compiler.meshes.plans import plan_of
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.compiler.problem.variants import Variant, recomputed
     from pase.compiler.resolve import attached, resolve
-    from pase.compiler.stage_transfer import staged_elsewhere
-    from pase.compiler.variants import Variant, recomputed
+    from pase.compiler.stages.transfer import staged_elsewhere
     from pase.errors import PaseError
-    from pase.frontends.from_jax import trace
-    from pase.frontends.jax_blocks import batch_size
+    from pase.frontends.jax.blocks import batch_size
+    from pase.frontends.jax.frontend import trace
     from pase.plan.transfer import shrunk_mesh, transferred
 
     if not plan.model.startswith("zoo:"):
@@ -168,7 +168,7 @@ def step_against_unsharded(
     import numpy as np
     import optax
 
-    from pase.backends.truth import compare, sharded_step, unsharded_step
+    from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 
     params, batch = model.init(seed)
     optimizer = optax.adam(1e-3)
@@ -213,8 +213,8 @@ def gradient_check(
     plan: PlanData, model: ZooModel, seed: int, say: Callable[[str], None] = lambda _: None
 ) -> GradientCheck:
     """``plan.jax.check`` of the zoo model's step."""
-    from pase.backends.jax_plans import jax_plan
-    from pase.backends.jax_replicas import in_stages
+    from pase.backends.jax.make import jax_plan
+    from pase.backends.jax.pipeline.replicas import in_stages
 
     in_jax = jax_plan(plan) if plan.pipeline is None else in_stages(plan)
     return in_jax.check(*model.init(seed), seed=seed, progress=say)

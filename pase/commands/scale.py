@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pase.commands.options import JsonOption, ModelName, compile_options, print_json, progress
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.files.json_values import JsonObject
 from pase.files.terminal import console
 

@@ -121,7 +121,7 @@ def schedule(
         holding(plan, problem, best.plan).save(source)
     if timeline is not None:
         from pase.plan.buckets import timeline_of
-        from pase.replay.timeline_io import save_timeline
+        from pase.replay.traces.timeline_io import save_timeline
 
         save_timeline(timeline_of(problem, best.plan), timeline)
     if gantt is not None:
@@ -151,7 +151,7 @@ def _problem(
 ) -> tuple[Plan | None, ScheduleProblem]:
     """(the plan, if the file is a layout; the problem)."""
     from pase.bridges.trace_profile import is_trace, problem_from_traces
-    from pase.replay.report import is_layout
+    from pase.replay.reports.report import is_layout
     from pase.schedule.load import load_problem
 
     if is_layout(source):

@@ -68,7 +68,7 @@ def solve(
     """
     began = time.perf_counter() - _since_start()
     from pase.errors import Infeasible, PaseError
-    from pase.search.readers import read_instance, write_solution
+    from pase.search.instances.readers import read_instance, write_solution
     from pase.search.registry import SEARCHES, SearchOptions
 
     if kernel not in ("numba", "numpy"):

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.compiler.resolve import traced_model
 from pase.errors import Infeasible, PaseError
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.compiler.compilation import Compiled
-    from pase.compiler.problem import Progress
+    from pase.compiler.problem.problem import Progress
 
 __all__ = ["most_throughput"]
 

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
-from pase.compiler.every_mesh import close_meshes
-from pase.compiler.fit import cheapest_free, fit_more, fit_variants
-from pase.compiler.mesh_search import Found, closed
-from pase.compiler.methods import memory_of, never_worse, price_methods
-from pase.compiler.options import CompileOptions
-from pase.compiler.pipelines import search_pipelines
-from pase.compiler.plans import NO_LIMIT, Fit, plan_found, plan_of
-from pase.compiler.problem import Progress, SplitProblem
+from pase.compiler.meshes.every_mesh import close_meshes
+from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
+from pase.compiler.meshes.methods import memory_of, never_worse, price_methods
+from pase.compiler.meshes.plans import NO_LIMIT, Fit, plan_found, plan_of
+from pase.compiler.meshes.search import Found, closed
+from pase.compiler.meshes.ties import least_stored
+from pase.compiler.problem.options import CompileOptions
+from pase.compiler.problem.problem import Progress, SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.compiler.problem.variants import Variant, variants
 from pase.compiler.resolve import traced_model
-from pase.compiler.spent import Spent
-from pase.compiler.stage_plans import plan_staged
-from pase.compiler.ties import least_stored
+from pase.compiler.stages.pipelines import search_pipelines
+from pase.compiler.stages.plans import plan_staged
 from pase.compiler.uneven import or_padded
-from pase.compiler.variants import Variant, variants
 from pase.errors import Infeasible, PaseError
 from pase.frontends.registry import NotInParts
 from pase.garbage import seldom_collected

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pase.errors import PaseError
 from pase.frontends import registry
-from pase.frontends.padding import as_padded
+from pase.frontends.jax.padding.traced import as_padded
 from pase.frontends.registry import DimSizes, Traced, Unknown
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from pase.compiler.options import CompileOptions
+    from pase.compiler.problem.options import CompileOptions
     from pase.plan.types import PlanData
     from pase.zoo import ZooModel
 
@@ -59,7 +59,7 @@ def _of_task(m: ZooModel) -> tuple[Tree, dict[str, Any]]:
     if m.task == "train":
         return m.loss_fn, {}
     if m.decode is not None:
-        from pase.frontends.jax_generation import Generation
+        from pase.frontends.jax.generation import Generation
 
         tokens = int(m.settings["tokens"])
         return Generation(prefill=m.loss_fn, decode=m.decode, tokens=tokens), {"mode": "inference"}

@@ -1,10 +1,10 @@
 """Dims that the devices do not divide: the model is searched with them padded, too, and the cheaper plan is taken.
 
-A padded model is a program of its own, which computes the same numbers (``frontends/jax_padding``). So its price has
-all that padding costs: work, bytes and memory of the padded extents, and the masks. A search starts with dims padded
-for all devices; then every dim is padded no further than its plan splits it, and the search is repeated, until nothing
-changes. Further searches start with dims padded for fewer devices, if that saves padding, and with each dim of the best
-plan left as it is.
+A padded model is a program of its own, which computes the same numbers (``frontends/jax/padding/program``). So its
+price has all that padding costs: work, bytes and memory of the padded extents, and the masks. A search starts with dims
+padded for all devices; then every dim is padded no further than its plan splits it, and the search is repeated, until
+nothing changes. Further searches start with dims padded for fewer devices, if that saves padding, and with each dim of
+the best plan left as it is.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
-from pase.frontends.padding import as_padded, extents_to_pad
+from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
 from pase.frontends.registry import Traced
 from pase.plan.throughput import StepWork, step_work
 
 if TYPE_CHECKING:
     from pase.compiler.compilation import Compiled
-    from pase.compiler.problem import Progress, SplitProblem
+    from pase.compiler.problem.problem import Progress, SplitProblem
     from pase.plan.types import PlanData
 
 __all__ = ["or_padded"]

@@ -360,8 +360,8 @@ def _read_ahead(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, 
 
 
 def gathered_ahead(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """Bytes that a loop's turn holds for the next one (``pase.backends.jax_ahead``): the most of any loop. What is
-    kept for backward anyway does not count. configs: node name -> int8 [axes]."""
+    """Bytes that a loop's turn holds for the next one (``pase.backends.jax.spmd.prefetch``): the most of any loop. What
+    is kept for backward anyway does not count. configs: node name -> int8 [axes]."""
 
     def nbytes(n: Node, source: Node, term: _Term, gathered: _Gathered) -> float:
         cfg, stored = configs[n.name][None, :], configs[source.name][None, :]

@@ -16,8 +16,8 @@ from pase.plan.types import NodePlan, PlanData
 from pase.tables.itemize import Collective, LocalWork
 
 if TYPE_CHECKING:
-    from pase.compiler.options import PlanTarget
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.options import PlanTarget
+    from pase.compiler.problem.problem import SplitProblem
     from pase.frontends.registry import Traced
     from pase.ir import FixedLayout
     from pase.machine import Machine
@@ -301,8 +301,8 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 
 
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
-    from pase.compiler.problem import SplitProblem
-    from pase.compiler.variants import ProductPrecision, Variant
+    from pase.compiler.problem.problem import SplitProblem
+    from pase.compiler.problem.variants import ProductPrecision, Variant
     from pase.tables.pieces import Decompose
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.compiler.options import CompileOptions
+from pase.compiler.problem.options import CompileOptions
 from pase.errors import Infeasible, PaseError
 from pase.pytree import Tree
 

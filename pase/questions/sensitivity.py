@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pase.compiler.fit import fit_limit
-from pase.compiler.mesh_search import Found, search_meshes
-from pase.compiler.methods import memory_of
-from pase.compiler.options import CompileOptions, takes_options
-from pase.compiler.spent import Spent
+from pase.compiler.meshes.fit import fit_limit
+from pase.compiler.meshes.methods import memory_of
+from pase.compiler.meshes.search import Found, search_meshes
+from pase.compiler.problem.options import CompileOptions, takes_options
+from pase.compiler.problem.spent import Spent
 from pase.errors import PaseError
 from pase.files.quantities import parse_factors
 from pase.machine.scale import QUANTITIES, scaled
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.problem import SplitProblem
     from pase.machine import Mesh
     from pase.plan.types import PlanData
 

@@ -17,7 +17,7 @@ from pase.tables.layouts import dim_index, number, shards
 from pase.tables.work import BACKWARD_PRODUCTS, Work, node_work
 
 if TYPE_CHECKING:
-    from pase.compiler.problem import SplitProblem
+    from pase.compiler.problem.problem import SplitProblem
 
 __all__ = ["Unfused", "unfused"]
 

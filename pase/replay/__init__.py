@@ -29,16 +29,16 @@ __all__ = [
 _HOMES = {
     "Event": "types",
     "Timeline": "types",
-    "align": "clocks",
-    "diagnose_run": "diagnose",
-    "estimate": "model",
-    "held_out": "predict",
-    "load": "ingest",
-    "measure": "model",
-    "optimize_graph": "optimize",
-    "profile": "profiling",
-    "replay_graph": "simulate",
-    "schema": "timeline_io",
+    "align": "measurement.clocks",
+    "diagnose_run": "reports.diagnose",
+    "estimate": "measurement.model",
+    "held_out": "simulation.predict",
+    "load": "traces.ingest",
+    "measure": "measurement.model",
+    "optimize_graph": "changes.optimize",
+    "profile": "collect.profiling",
+    "replay_graph": "simulation.simulate",
+    "schema": "traces.timeline_io",
 }
 
 

@@ -18,7 +18,8 @@ _THRESHOLD = {
 
 def xla_flags(problem: ScheduleProblem, plan: BucketPlan) -> list[str]:
     """XLA's combiner thresholds are one number a kind for the whole program: the largest bucket of each kind, with
-    the latency-hiding scheduler on. A plan of unequal buckets needs explicit collectives (`backends.to_jax_buckets`).
+    the latency-hiding scheduler on. A plan of unequal buckets needs explicit collectives
+    (`backends.jax.bucket_runner`).
     """
     largest: dict[str, int] = {}
     for m in plan.messages:
@@ -53,6 +54,6 @@ def ddp_caps_mb(problem: ScheduleProblem, plan: BucketPlan) -> list[float]:
     older the largest.
 
     DDP closes a bucket once it reaches its cap, so caps are exact: rounded up, a bucket would take the next tensor in.
-    It never splits a tensor: those that the plan cuts need `backends.to_torch`.
+    It never splits a tensor: those that the plan cuts need `backends.emit.ddp_hook`.
     """
     return [m.nbytes / MIB for m in plan.messages if problem.tensors[m.pieces[0].tensor].lag == 1]

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pase.search.check import cost_of
-from pase.search.eliminate import back_substitute, run_plan
-from pase.search.exact import best_plan, kernels_for
-from pase.search.factors import Factor, Pool
-from pase.search.plan import EliminationPlan
+from pase.search.elimination.eliminate import back_substitute, run_plan
+from pase.search.elimination.exact import best_plan, kernels_for
+from pase.search.elimination.factors import Factor, Pool
+from pase.search.elimination.plan import EliminationPlan
 from pase.search.solve import WORTH_FOLDING, solve
 from pase.search.types import Solution
 from pase.tables.types import CostTables

@@ -11,7 +11,7 @@ from pase.search.types import MemoryProfile, SearchProgress, Solution
 from pase.tables.types import CostTables
 
 if TYPE_CHECKING:
-    from pase.search.exact import KernelName
+    from pase.search.elimination.exact import KernelName
 
 __all__ = ["SEARCHES", "RunSearch", "Search", "SearchOptions", "register"]
 

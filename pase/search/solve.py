@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pase.search import kernels_numpy
+from pase.clock import Deadline, Stopped, never
 from pase.search.check import cost_of
-from pase.search.clock import Deadline, Stopped, never
-from pase.search.eliminate import back_substitute, run_plan
-from pase.search.exact import KernelName, best_plan, kernels_for
-from pase.search.excess import Excess
-from pase.search.factors import Pool, load
-from pase.search.plan import EliminationPlan, generate_seq, plan_elimination
-from pase.search.priced import effort_of
-from pase.search.repeat import fold
+from pase.search.elimination import kernels_numpy
+from pase.search.elimination.eliminate import back_substitute, run_plan
+from pase.search.elimination.exact import KernelName, best_plan, kernels_for
+from pase.search.elimination.factors import Pool, load
+from pase.search.elimination.plan import EliminationPlan, generate_seq, plan_elimination
+from pase.search.elimination.priced import effort_of
+from pase.search.elimination.repeat import fold
+from pase.search.limits.excess import Excess
+from pase.search.limits.within import Within, fits
 from pase.search.types import MemoryProfile, SearchProgress, Solution
-from pase.search.within import Within, fits
 from pase.tables.types import CostTables
 
 __all__ = ["Known", "find_best_strategy", "price_memory", "solve"]
@@ -143,7 +143,7 @@ def solve(
             ):
                 return _settled(within, free, began, free is known.free)
             begin = (free.choice if within.choice is None else within.choice), within.bound
-    from pase.search.bounded import bounded_search
+    from pase.search.bounded.search import bounded_search
 
     found = bounded_search(tables, memory, time_limit, seed, began, progress, begin, gap, rounds)
     if begin is not None:

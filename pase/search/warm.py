@@ -6,8 +6,8 @@ import time
 
 import numpy as np
 
-from pase.search.flat import flatten
-from pase.search.rows import Limit
+from pase.search.bounded.flat import flatten
+from pase.search.bounded.rows import Limit
 
 __all__ = ["warm"]
 
@@ -15,7 +15,9 @@ __all__ = ["warm"]
 def warm() -> float:
     """Compile, or load from the cache, every kernel; returns the seconds it took."""
     began = time.perf_counter()
-    from pase.search import kernels_depth, kernels_labels, kernels_memory, kernels_numba
+    from pase.search.bounded import kernels_depth, kernels_memory
+    from pase.search.elimination import kernels_numba
+    from pase.search.limits import kernels_labels
     from pase.tables import distinct, walks
 
     kernels_labels.undominated(

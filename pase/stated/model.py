@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pase.compiler.problem import SplitProblem
-from pase.compiler.variants import block_ways
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.problem.variants import block_ways
 from pase.errors import Infeasible, PaseError
 from pase.ir import Graph, Op, named, simplify
 from pase.stated.price import Priced, price_strategy

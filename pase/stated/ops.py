@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from pase.compiler.options import CompileOptions
-from pase.compiler.problem import SplitProblem
+from pase.compiler.problem.options import CompileOptions
+from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import traced_model
 from pase.errors import PaseError
 from pase.stated.model import micro_batch_graph

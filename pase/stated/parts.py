@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from pase.baselines import Baseline
-from pase.compiler.stage_places import Places, places_of
+from pase.compiler.stages.places import Places, places_of
 from pase.errors import Infeasible
 from pase.ir import Access, Graph, Node, Op
 from pase.ir.blocks import Block, holders

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pase.compiler.stage_places import ends_sum_s, send_s
+from pase.compiler.stages.places import ends_sum_s, send_s
 from pase.machine import CostModel, Mesh, mesh_from
 from pase.stated.parts import Part, Parts, Sent
 from pase.stated.program import Program

@@ -293,7 +293,7 @@ def _summed_itemsize(graph: Graph, op: Op, tensor: Tensor) -> int:
 
     A product makes the gradient of an operand in the dtype of its result. XLA rounds it to the operand's dtype only
     after the sum. Steps that are lowered by hand round before it, except in eight bits, where products are left to XLA
-    (``backends/jax_local_rules.check_sums``).
+    (``backends/jax/spmd/rules.check_sums``).
     """
     if tensor.itemsize > 1 or not is_floating(tensor.dtype):
         return tensor.itemsize

@@ -188,8 +188,8 @@ def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
     """Per convolution: its windowed dims, and these with its batch dims.
 
     If a windowed dim is split, every mesh axis has to split one of the windowed or batch dims. XLA (jaxlib 0.10.2)
-    returns the filter's gradient multiplied by the size of any axis that does not. ``tests/backends/test_conv.py``
-    tests this.
+    returns the filter's gradient multiplied by the size of any axis that does not.
+    ``tests/backends/jax/ops/test_convolution.py`` tests this.
     """
     out = []
     for op in node.ops:
@@ -246,7 +246,7 @@ def depthwise(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
 
     If the groups are split, an axis is idle and no batch or windowed dim is split, XLA's partitioner (jaxlib 0.10.2)
     frees memory that it does not own, and the process ends ("free(): invalid pointer").
-    ``tests/backends/test_conv.py`` tests this.
+    ``tests/backends/jax/ops/test_convolution.py`` tests this.
     """
     out = []
     for op in node.ops:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pase import zoo
 from pase.baselines import Baseline
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.tables.charges import Charge, edge_charges, node_charges

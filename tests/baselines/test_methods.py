@@ -12,7 +12,7 @@ from pase import costmodels, machine
 from pase.baselines import Intent, Skipped, baselines, roles
 from pase.baselines.masks import PERSISTENT_ELEMENTS
 from pase.baselines.rules import RULES
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from tests.baselines.helpers import collectives, graph_of
 

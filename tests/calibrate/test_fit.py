@@ -122,7 +122,7 @@ def test_the_light_ops_are_what_the_graph_of_their_block_says():
     """Their bytes are written down; the frontend and the rule of local work find the same beside its products."""
     import jax
 
-    from pase.frontends.from_jax import trace
+    from pase.frontends.jax.frontend import trace
     from pase.ir import simplify
     from pase.tables.work import node_work
 

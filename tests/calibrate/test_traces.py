@@ -74,7 +74,7 @@ def test_what_cannot_be_a_cost_is_left_out(tmp_path):
 
 
 def test_the_tables_go_into_a_machine(tmp_path):
-    from pase.replay.timeline_io import save_timeline
+    from pase.replay.traces.timeline_io import save_timeline
 
     path = tmp_path / "run.timeline.json"
     save_timeline(timeline(), path)

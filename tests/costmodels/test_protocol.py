@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pase.compiler.fit import fit_limit
-from pase.compiler.mesh_search import search_meshes
-from pase.compiler.methods import price_methods
-from pase.compiler.plans import plan_of
-from pase.compiler.problem import SplitProblem
-from pase.compiler.spent import Spent
-from pase.frontends.from_jax import trace
+from pase.compiler.meshes.fit import fit_limit
+from pase.compiler.meshes.methods import price_methods
+from pase.compiler.meshes.plans import plan_of
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.frontends.jax.frontend import trace
 from pase.machine import CostModel, Machine, load
 from pase.plan.step import step_time
 from pase.tables.build import array_tile

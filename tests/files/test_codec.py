@@ -20,7 +20,7 @@ from pase.errors import PaseError, printable
 from pase.files.codec import convert, json_schema, parse_json, read_json, to_tree
 from pase.machine import dumps, parse
 from pase.plan.layout import to_json
-from pase.replay import timeline_io
+from pase.replay.traces import timeline_io
 from pase.schedule import io
 
 LAST = Path(__file__).parent / "last"

@@ -20,7 +20,7 @@ import tensorflow as tf
 from onnx import TensorProto, helper
 
 from pase.baselines import Baseline, baselines
-from pase.compiler.problem import SplitProblem
+from pase.compiler.problem.problem import SplitProblem
 from pase.frontends import registry
 from pase.frontends.registry import Traced
 from pase.ir import Graph, Node

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pase.compiler.variants import Variant, graph_of
+from pase.compiler.problem.variants import Variant, graph_of
 from pase.frontends.registry import NotInParts
 
 Loss = Callable[[Any, Any], Any]
@@ -78,7 +78,7 @@ def _in_jax(loss: Loss) -> Any:
     import jax.numpy as jnp
     from jax import ShapeDtypeStruct
 
-    from pase.frontends.from_jax import trace
+    from pase.frontends.jax.frontend import trace
 
     functions = SimpleNamespace(
         softmax=jax.nn.softmax,
@@ -98,7 +98,7 @@ def _in_jax(loss: Loss) -> Any:
 def _in_torch(loss: Loss) -> Any:
     import torch
 
-    from pase.frontends.from_torch import trace
+    from pase.frontends.torch.frontend import trace
 
     functions = SimpleNamespace(
         softmax=torch.softmax,

@@ -14,7 +14,8 @@ from jax.extend.core import Primitive
 
 import pase
 from pase import costmodels, machine
-from pase.frontends import jax_rules, registry
+from pase.frontends import registry
+from pase.frontends.jax import rules as jax_rules
 from pase.ir import AccessMap, DimKind, Tensor, from_text, functions, named, simplify, to_text
 from pase.ir.functions import FUNCTIONS, Function
 from pase.machine import Mesh
@@ -101,7 +102,7 @@ def test_a_kind_of_nest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tensorflow(swish: Function) -> None:
     tf = pytest.importorskip("tensorflow")
-    from pase.frontends import tf_rules
+    from pase.frontends.tf import rules as tf_rules
 
     # An op of TensorFlow's, whose own rule is taken out for the while.
     op = "Rint"
@@ -119,7 +120,7 @@ def test_tensorflow(swish: Function) -> None:
 
 def test_onnx(swish: Function) -> None:
     onnx = pytest.importorskip("onnx")
-    from pase.frontends import onnx_rules
+    from pase.frontends.onnx import rules as onnx_rules
 
     key = "my.domain:TestSwish"
 
@@ -146,7 +147,7 @@ def test_onnx(swish: Function) -> None:
 def test_torch(swish: Function) -> None:
     import torch
 
-    from pase.frontends import torch_rules
+    from pase.frontends.torch import rules as torch_rules
 
     lib = torch.library.Library("pase_new_op", "FRAGMENT")
     lib.define("swish(Tensor x) -> Tensor")

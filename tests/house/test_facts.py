@@ -26,7 +26,7 @@ STRIPS = {"strip", "lstrip", "rstrip"}  # of white space, it is no taking apart
 # one part of pase tells another is no text: give it a field.
 READS_TEXT = {
     "pase/compiler/batch.py": "a model as the user names it: zoo:NAME",
-    "pase/compiler/pairs.py": "NAME=VALUE as people type it",
+    "pase/compiler/problem/pairs.py": "NAME=VALUE as people type it",
     "pase/compiler/resolve.py": "a model as the user names it: zoo:NAME, MODULE:FUNCTION, a path",
     "pase/ir/functions.py": "the table's own words",
     "pase/ir/maps.py": "an access map as einsum text",
@@ -34,8 +34,8 @@ READS_TEXT = {
     "pase/ir/text.py": "the IR's text form",
     "pase/ir/types.py": "a framework's dtype names",
     "pase/plan/table.py": "methods by the names that layout.json has: megatron_8; a line of its own as a warning",
-    "pase/search/read_models.py": "instance files of other solvers: .wcsp, .uai",
-    "pase/search/read_mps.py": "instance files of other solvers: .mps",
+    "pase/search/instances/read_models.py": "instance files of other solvers: .wcsp, .uai",
+    "pase/search/instances/read_mps.py": "instance files of other solvers: .mps",
     "pase/ops/builder.py": "a new node's name beside the last one's",
 }
 

@@ -12,7 +12,7 @@ import networkx as nx
 from hypothesis import strategies as st
 
 from pase import zoo
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import (
     Access,
     AccessMap,

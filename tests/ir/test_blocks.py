@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pase import zoo
-from pase.compiler.variants import recomputed
-from pase.frontends.from_jax import trace
+from pase.compiler.problem.variants import recomputed
+from pase.frontends.jax.frontend import trace
 from pase.ir import simplify
 from pase.ir.blocks import Block, rematerialised
 from pase.ir.text import to_text

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from pase import zoo
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, from_text, named, simplify, to_text, verify
 from pase.memory.residuals import kept
 from tests.ir.graphs import HEAVY, flops, ops, raw, simple, without_carries

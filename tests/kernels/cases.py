@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pase.search.flat import Flat, flatten
-from pase.search.rows import Limit
+from pase.search.bounded.flat import Flat, flatten
+from pase.search.bounded.rows import Limit
 
 __all__ = ["flat_instance", "limit_of", "results"]
 
@@ -47,8 +47,8 @@ def limit_of(rng: np.random.Generator, flat: Flat, points: int) -> Limit:
 
 
 def _search(seed: int) -> Iterator[Any]:
-    from pase.search import kernels_flat as flat_kernels
-    from pase.search import kernels_memory as memory_kernels
+    from pase.search.bounded import kernels_flat as flat_kernels
+    from pase.search.bounded import kernels_memory as memory_kernels
 
     rng = np.random.default_rng(seed)
     flat = flat_instance(rng)
@@ -77,7 +77,7 @@ def _search(seed: int) -> Iterator[Any]:
 
 
 def _depth(seed: int) -> Iterator[Any]:
-    from pase.search import kernels_depth
+    from pase.search.bounded import kernels_depth
 
     flat = flat_instance(np.random.default_rng(seed))
     tree = kernels_depth.new_tree(flat.slot, np.zeros(flat.messages))

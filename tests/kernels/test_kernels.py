@@ -17,7 +17,7 @@ from pase.schedule import evaluate
 from pase.schedule.fast import _to_plan
 from pase.schedule.greedy import instance
 from pase.schedule.view import plain_view
-from pase.search.flat import Flat
+from pase.search.bounded.flat import Flat
 
 from .cases import flat_instance, limit_of, results
 
@@ -92,7 +92,7 @@ def cost_by_definition(flat: Flat, choice: np.ndarray, nodes: np.ndarray) -> flo
 @given(st.integers(0, 10**6))
 def test_a_tree_move_is_the_best_on_the_tree(seed: int) -> None:
     """tree_cost is its definition; forest_move beats every other choice on the tree; usage follows the move."""
-    from pase.search import kernels_flat, kernels_memory
+    from pase.search.bounded import kernels_flat, kernels_memory
 
     rng = np.random.default_rng(seed)
     flat = flat_instance(rng, nodes=8, edges=9)

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from bench.cases.plans import ExpensiveCompute, case_of
 from pase.api import Plan
-from pase.compiler.mesh_search import search_meshes
-from pase.compiler.plans import plan_of
-from pase.compiler.variants import Variant
+from pase.compiler.meshes.plans import plan_of
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.variants import Variant
 from pase.errors import PaseError
-from pase.frontends.from_jax import inlined, inner_jaxpr
-from pase.frontends.jax_attention import call_of
-from pase.frontends.jax_versions import is_literal
+from pase.frontends.jax.attention import call_of
+from pase.frontends.jax.frontend import inlined, inner_jaxpr
+from pase.frontends.jax.versions import is_literal
 from pase.ir import Place
 from pase.local.interpret import OpRule, loss_and_gradients, mean_over_micro_batches
 from pase.local.lower import local_program

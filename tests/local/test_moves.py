@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pase.backends.jax_moves import moved
+from pase.backends.jax.spmd.collectives import moved
 from pase.errors import PaseError
 from pase.hlo.collectives import collectives
 from pase.local.exchange import _handed, _matching, exchange, nests

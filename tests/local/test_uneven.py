@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.plans import case_of
-from pase.backends.jax_padded import widened
-from pase.backends.truth import compare, sharded_step, unsharded_step
-from pase.frontends.from_jax import inlined, inner_jaxpr
-from pase.frontends.jax_versions import evaluate, is_literal
+from pase.backends.audit.xla import compare, sharded_step, unsharded_step
+from pase.backends.jax.padding import widened
+from pase.frontends.jax.frontend import inlined, inner_jaxpr
+from pase.frontends.jax.versions import evaluate, is_literal
 from pase.ir import Place
 from pase.local.interpret import loss_and_gradients
 from pase.local.lower import local_program

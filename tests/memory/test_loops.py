@@ -44,7 +44,7 @@ def test_what_a_tensorflow_loop_keeps_grows_with_its_turns():
 def test_what_pytorch_loops_keep_grows_with_their_turns(kind):
     import torch
 
-    from tests.frontends.torch_bodies import models
+    from tests.frontends.torch.bodies import models
 
     linear(lambda turns: graph_of(getattr(models(), kind)(), torch.empty(turns, 32, 64)))
 

@@ -12,7 +12,7 @@ import pytest
 from pase.paper import PROTOTYPE, build, layers_of
 from pase.paper.costs import flow_cost, layer_cost, map_splits
 from pase.search import solve
-from pase.search.readers import read_instance
+from pase.search.instances.readers import read_instance
 from tests.baselines.helpers import graph_of
 from tests.needs import SHARED
 from tests.paper.table2 import product_dims

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pase import zoo
 from pase.errors import PaseError
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import AccessMap, named, simplify
 from pase.paper import PROTOTYPE, SOUND, LayerFlow, build, complete, layers_of
 from pase.paper.costs import flow_cost

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from pase.backends.truth import unsharded_step
+from pase.backends.audit.xla import unsharded_step
 
 LAYERS, D, VOCAB, SEQ, BATCH, MICRO = 4, 8, 16, 4, 16, 4
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3))

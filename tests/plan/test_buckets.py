@@ -19,7 +19,7 @@ from pase.plan import buckets
 from pase.plan.communication import curves_from_model
 from pase.plan.layout import from_json, to_json
 from pase.replay import load
-from pase.replay.timeline_io import save_timeline
+from pase.replay.traces.timeline_io import save_timeline
 from pase.schedule import Options, check_plan, evaluate
 
 

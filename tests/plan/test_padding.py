@@ -13,13 +13,13 @@ import pytest
 
 import pase
 from pase import machine
-from pase.backends.truth import unsharded_step
+from pase.backends.audit.xla import unsharded_step
 from pase.commands.run import step_against_unsharded
-from pase.compiler.variants import Variant, graph_of
+from pase.compiler.problem.variants import Variant, graph_of
 from pase.errors import Infeasible, PaseError
-from pase.frontends.from_jax import trace
-from pase.frontends.jax_padding import extents
-from pase.frontends.padding import as_padded, extents_to_pad
+from pase.frontends.jax.frontend import trace
+from pase.frontends.jax.padding.program import extents
+from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
 from pase.frontends.registry import NotInParts
 from pase.plan.layout import from_json, to_json
 from pase.plan.moves import moves
@@ -184,7 +184,7 @@ def test_what_cannot_be_padded_says_why():
     with pytest.raises(PaseError, match="hands values to its next call"):
         as_padded(trace(lambda p, s, x: (p, s), args[0], args[0], args[1], mode="step"), {31: 32})
     made = as_padded(trace(loss, *args), {31: 32})
-    from pase.frontends.jax_blocks import batch_size
+    from pase.frontends.jax.blocks import batch_size
 
     with pytest.raises(PaseError, match="a batch of 31, padded to 32"):
         batch_size(made)

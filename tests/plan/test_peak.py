@@ -11,11 +11,11 @@ import pytest
 
 import pase
 from pase import machine, zoo
-from pase.compiler.methods import memory_of, price_methods
-from pase.compiler.plans import plan_of
-from pase.compiler.problem import SplitProblem
-from pase.compiler.variants import Variant
-from pase.frontends.from_jax import trace
+from pase.compiler.meshes.methods import memory_of, price_methods
+from pase.compiler.meshes.plans import plan_of
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.problem.variants import Variant
+from pase.frontends.jax.frontend import trace
 from pase.machine import mesh_from
 from pase.memory.course import peak
 

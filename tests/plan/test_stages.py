@@ -111,7 +111,7 @@ def test_gpus_stand_by_hosts():
 
 def test_a_plan_has_a_mesh_on_gpus(monkeypatch):
     """The inner axis of a plan's mesh is inside of a host."""
-    from pase.backends import to_names
+    from pase.backends.emit import shardings_json
 
     params = {"w": jax.ShapeDtypeStruct((16, 16), "float32")}
     batch = jax.ShapeDtypeStruct((32, 16), "float32")
@@ -123,7 +123,7 @@ def test_a_plan_has_a_mesh_on_gpus(monkeypatch):
     plan.jax.mesh(cards)
     monkeypatch.setattr(jax, "devices", lambda: list(cards))
     data = {"mesh": {"a": 2, "b": 4}, "parameters": {}, "inputs": {}, "activations": {}}
-    to_names.jax_shardings(data)
+    shardings_json.jax_shardings(data)
     for grid in made:
         assert [{c.process_index for c in row} for row in grid] == [{0}, {1}]
     assert len(made) == 2

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pase.baselines import Baseline, baselines
-from pase.compiler.problem import SplitProblem
-from pase.frontends.from_jax import trace
+from pase.compiler.problem.problem import SplitProblem
+from pase.frontends.jax.frontend import trace
 from pase.machine import Host, Mesh, load
 from pase.plan.step import COMPILED, EAGER, launches, on_host, step_time
 from pase.search.check import cost_of

@@ -11,8 +11,8 @@ import pytest
 import pase
 from pase import machine
 from pase.commands.compile import summary
-from pase.compiler.variants import Variant, graph_of
-from pase.frontends.from_jax import trace
+from pase.compiler.problem.variants import Variant, graph_of
+from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.plan.layout import from_json, to_json
 from pase.plan.throughput import _before, step_work

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from bench.cases.timelines import ImaginedRun, simulate, trace, write
-from pase.replay.timeline_io import schema
+from pase.replay.traces.timeline_io import schema
 from tests.command import printed, reported, run
 
 

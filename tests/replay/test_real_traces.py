@@ -8,13 +8,13 @@ from functools import cache
 import numpy as np
 import pytest
 
-from pase.replay.clocks import align, collective_costs
-from pase.replay.diagnose import diagnose_run
-from pase.replay.ingest import load
-from pase.replay.matching import match_collectives
-from pase.replay.model import Measured, estimate, measure
-from pase.replay.optimize import optimize_graph
-from pase.replay.predict import held_out, held_out_ranks
+from pase.replay.changes.optimize import optimize_graph
+from pase.replay.measurement.clocks import align, collective_costs
+from pase.replay.measurement.matching import match_collectives
+from pase.replay.measurement.model import Measured, estimate, measure
+from pase.replay.reports.diagnose import diagnose_run
+from pase.replay.simulation.predict import held_out, held_out_ranks
+from pase.replay.traces.ingest import load
 from pase.replay.types import Timeline
 from tests.needs import SHARED
 

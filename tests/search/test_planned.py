@@ -10,8 +10,7 @@ import pytest
 from pase.errors import Infeasible
 from pase.search import PlannedOnce, brute_force, verify
 from pase.tables.types import CostTables
-
-from .instances import chain_of_blocks, random_tables
+from tests.search.random_instances import chain_of_blocks, random_tables
 
 
 def other_costs(rng: np.random.Generator, t: CostTables) -> CostTables:

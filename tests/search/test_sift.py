@@ -9,7 +9,7 @@ from pase.search import brute_force
 from pase.search.check import cost_of
 from pase.search.sift import Sift
 from pase.tables.types import CostTables, EdgeTable
-from tests.search.instances import random_tables
+from tests.search.random_instances import random_tables
 
 
 @settings(max_examples=300, deadline=None)

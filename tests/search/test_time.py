@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pase.clock import Deadline, Stopped
 from pase.commands.solve import _since_start
 from pase.errors import Infeasible
-from pase.search import brute_force, cost_of, eliminate, kernels_numpy, plan, solve, verify
-from pase.search.bounded import bounded_search
-from pase.search.clock import Deadline, Stopped
-from pase.search.contract import contract
-from pase.search.eliminate import run_plan
-from pase.search.exact import best_plan
-from pase.search.factors import Pool, load
+from pase.search import brute_force, cost_of, solve, verify
+from pase.search.bounded.contract import contract
+from pase.search.bounded.search import bounded_search
+from pase.search.elimination import eliminate, kernels_numpy, plan
+from pase.search.elimination.eliminate import run_plan
+from pase.search.elimination.exact import best_plan
+from pase.search.elimination.factors import Pool, load
 from pase.tables.types import CostTables, EdgeTable
-
-from .instances import chain_of_blocks, random_memory, random_tables
+from tests.search.random_instances import chain_of_blocks, random_memory, random_tables
 
 
 def test_a_piece_begins_where_its_like_would_end_in_time() -> None:

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from pase.errors import Infeasible
-from pase.search import MemoryProfile, Solution, bounded, cost_of, solve, verify
-from pase.search.contract import contract, restrict
-from pase.search.ilp import IlpJob
-from pase.search.kernels_flat import trws_pass
-from pase.search.residual import Residual
+from pase.search import MemoryProfile, Solution, cost_of, solve, verify
+from pase.search.bounded import search as bounded
+from pase.search.bounded.contract import contract, restrict
+from pase.search.bounded.ilp import IlpJob
+from pase.search.bounded.kernels_flat import trws_pass
+from pase.search.bounded.residual import Residual
 from pase.tables.types import CostTables, EdgeTable
-
-from .instances import random_tables
-from .test_bounded import clique
+from tests.search.bounded.test_search import clique
+from tests.search.random_instances import random_tables
 
 
 def late(piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from pase import costmodels, machine, zoo
 from pase.errors import Infeasible
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.stated.better import better, changes, neighbours
 from pase.stated.price import Priced, price_strategy

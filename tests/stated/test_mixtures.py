@@ -13,7 +13,7 @@ import pytest
 from bench.published_mixtures import LATENT, even_experts, latent_attention, mixture
 from pase import costmodels, machine
 from pase.errors import Infeasible
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.stated.parts import parts_of
 from pase.stated.place import place

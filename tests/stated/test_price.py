@@ -11,7 +11,7 @@ import pase
 from pase import costmodels, machine, zoo
 from pase.baselines import baselines
 from pase.errors import Infeasible, PaseError
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import named, simplify
 from pase.plan.step import COMPILED, EAGER, step_time
 from pase.stated.parts import parts_of

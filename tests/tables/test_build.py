@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pase import costmodels, machine, zoo
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.search.check import cost_of

@@ -7,7 +7,7 @@ import pytest
 
 import pase
 from pase import costmodels
-from pase.backends.truth import compare
+from pase.backends.audit.xla import compare
 from pase.machine import Mesh, dumps, load, parse
 from pase.tables.build import build, charge_price
 from pase.tables.charges import Charge

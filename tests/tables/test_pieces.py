@@ -8,7 +8,7 @@ import pytest
 import pase
 from pase import costmodels, machine, zoo
 from pase.errors import PaseError
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import CollectiveKind, Mesh, mesh_from
 from pase.questions.explain import explain

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pase import costmodels, machine, zoo
-from pase.frontends.from_jax import trace
+from pase.frontends.jax.frontend import trace
 from pase.ir import Graph, named, simplify
 from pase.machine import Mesh
 from pase.tables.build import array_tile, build, work_cost

@@ -60,7 +60,7 @@ def test_every_setting_takes_effect(name: str) -> None:
         elif key == "context":  # of training, GPTs alone have one: what they store of positions
             assert program(task="prefill", context=2 * int(value)) != program(task="prefill")
             continue
-        elif key == "tokens":  # the weight of decode against prefill: tests/backends/test_inference.py
+        elif key == "tokens":  # the weight of decode against prefill: tests/backends/jax/test_generation.py
             continue
         else:
             other = 2 * int(value)

@@ -33,7 +33,7 @@ def _paper(tables: CostTables, memory: MemoryProfile | None, options: SearchOpti
 
 @register("bounded", "bounds and neighbourhoods alone")
 def _bounded(tables: CostTables, memory: MemoryProfile | None, options: SearchOptions) -> Solution:
-    from pase.search.bounded import bounded_search
+    from pase.search.bounded.search import bounded_search
 
     began = time.perf_counter()
     return bounded_search(

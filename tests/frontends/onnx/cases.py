@@ -12,8 +12,8 @@ import onnx
 from onnx import numpy_helper
 
 from pase.errors import PaseError
-from pase.frontends.from_onnx import OnnxLowering, lowered
-from pase.frontends.onnx_model import load
+from pase.frontends.onnx.frontend import OnnxLowering, lowered
+from pase.frontends.onnx.model import load
 
 __all__ = ["DATA", "light", "model_of", "node_cases", "read_case", "stored_models"]
 

@@ -14,8 +14,8 @@ onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 from pase.errors import PaseError  # noqa: E402
-from pase.frontends import from_onnx  # noqa: E402
-from pase.frontends.onnx_wire import skeleton  # noqa: E402
+from pase.frontends.onnx import frontend as from_onnx  # noqa: E402
+from pase.frontends.onnx.wire import skeleton  # noqa: E402
 from pase.frontends.registry import UnknownOp  # noqa: E402
 from pase.ir import verify  # noqa: E402
 from tests.frontends.onnx.cases import model_of, stored_models  # noqa: E402

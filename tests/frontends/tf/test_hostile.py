@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pase.errors import PaseError
-from pase.frontends import from_tf
-from pase.frontends.from_tf import trace
 from pase.frontends.registry import UnknownOp
-from pase.frontends.tf_rules import RULES
+from pase.frontends.tf import frontend as from_tf
+from pase.frontends.tf.frontend import trace
+from pase.frontends.tf.rules import RULES
 from pase.ir import simplify, verify
 from tests.frontends.tf.graphs import frozen, graph
 

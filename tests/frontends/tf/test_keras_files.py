@@ -14,7 +14,7 @@ pytest.importorskip("tensorflow")
 import keras
 
 from pase.errors import PaseError
-from pase.frontends.from_tf import trace
+from pase.frontends.tf.frontend import trace
 
 BATCH = {"batch": 8}
 

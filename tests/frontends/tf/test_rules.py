@@ -12,9 +12,9 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 from pase.errors import PaseError
-from pase.frontends import from_tf
-from pase.frontends.from_tf import TracedTf, trace
-from pase.frontends.tf_rules import RULES
+from pase.frontends.tf import frontend as from_tf
+from pase.frontends.tf.frontend import TracedTf, trace
+from pase.frontends.tf.rules import RULES
 from pase.ir import Node, Place, simplify, verify
 from tests.frontends.tf.cases import CASES, IDS, IMAGES, W, X
 from tests.frontends.tf.graphs import graph

@@ -1,0 +1,1 @@
+"""Plans compared with what the frameworks really run."""

@@ -1,0 +1,215 @@
+"""The collectives of a step, recorded while it runs, for comparison with the plan's own list.
+
+The step may run on fake tensors over a process group that sends nothing, for example as one rank of 32 on one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.torch.plan import ParallelModule, TorchPlan
+from pase.backends.torch.spmd.messages import joined_sums
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.local.account import program_collectives
+from pase.local.types import LocalOp, LocalProgram, local_shape
+from pase.machine import Mesh
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch._ops import OpOverload
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from pase.backends.torch.pipeline.plan import TorchPipeline
+    from pase.frontends.torch.values import TorchOperand
+
+__all__ = ["SentCounts", "planned", "planned_in_stages", "recorded", "sent_by_one_rank"]
+
+SentCounts = Counter[tuple[str, tuple[str, ...], int]]
+"""(kind, mesh axes, bytes of the larger local buffer) -> how often in a step."""
+
+_KINDS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def planned(program: LocalProgram) -> SentCounts:
+    """The plan's list of collectives, without axes of size 1, along which nothing is sent."""
+    out: SentCounts = Counter()
+    for c in program_collectives(program):
+        if axes := _wide(c.axes, program.mesh):
+            out[c.kind, axes, c.nbytes] += c.times
+    for numbers in joined_sums(program):
+        moves = [program.moves(n, "back")[0] for n in numbers]
+        if axes := _wide(moves[0].axes, program.mesh):
+            times = round(program.runs(numbers[0], "back"))
+            out["all_reduce", axes, sum(m.nbytes for m in moves)] += times
+            for m in moves:
+                out["all_reduce", axes, m.nbytes] -= times
+    return +out
+
+
+def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
+    """The plan's list for a device of one of the pipeline's ranks: of its stages, and of what they hand to each other
+    and lay out differently."""
+    out: SentCounts = Counter()
+    for k, stage in enumerate(run.stages):
+        if run.schedule.rank_of[k] == rank:
+            stored = {t for t, home in run.homes.items() if home == k}
+            part = _part(run.split(k).program, stage.nodes, stored, returns=k + 1 == len(run.stages))
+            out += planned(part)
+            for m, times in run.exchanged(k):
+                if axes := _wide(m.axes, part.mesh):
+                    out[m.kind, axes, m.nbytes] += times
+    return out
+
+
+def _wide(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    return tuple(a for a in axes if mesh.sizes[mesh.names.index(a)] > 1)
+
+
+def _part(
+    program: LocalProgram, nodes: Collection[int], stored: Collection[str], *, returns: bool
+) -> LocalProgram:
+    """What a stage runs of a program. nodes: of the exported graph. stored: its parameters. returns: it ends with the
+    model's results."""
+
+    def inside(op: LocalOp) -> bool:
+        if op.op.kind == "output":
+            return returns
+        if op.op.kind == "parameter":
+            return op.results[0].tensor in stored
+        return op.op.eqn.number_in("") in nodes
+
+    used = {n for n in range(len(program.transfers)) if any(map(inside, program.users(n)))}
+    copied = {program.transfers[n].tensor for n in used}
+
+    def runs(op: LocalOp) -> bool:
+        copies = {r.tensor for r in op.results} & set(program.originals)
+        return bool(copies & copied) if copies else inside(op)
+
+    return replace(
+        program,
+        ops=tuple(filter(runs, program.ops)),
+        transfers=tuple(
+            t if n in used else replace(t, runs=(0.0, 0.0)) for n, t in enumerate(program.transfers)
+        ),
+    )
+
+
+@cache
+def _recorder() -> type[TorchDispatchMode]:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self, groups: AxisGroups) -> None:
+            super().__init__()
+            self.sent: SentCounts = Counter()
+            self._kinds = groups.kinds
+            self._axes = {name: axes for axes, name in groups.names.items()}
+
+        def __torch_dispatch__(
+            self,
+            func: OpOverload,
+            types: object,
+            args: tuple[TorchOperand, ...] = (),
+            kwargs: dict[str, TorchOperand] | None = None,
+        ) -> Tree:
+            made = func(*args, **(kwargs or {}))
+            name = func._schema.name.rpartition("::")[2]
+            if func.namespace == "_c10d_functional" and name in _KINDS:
+                kind, axes = _KINDS[name], self._axes[args[-1]]
+                if self._kinds:
+                    kind = self._kinds[-1]
+                elif kind == "all_to_all" and sum(1 for n in args[1] if n) <= 1:
+                    kind = "permute"
+                nbytes = max(t.numel() * t.element_size() for t in (args[0], made))
+                self.sent[kind, axes, nbytes] += 1
+            return made
+
+    return Recorder
+
+
+def recorded(groups: AxisGroups) -> TorchDispatchMode:
+    """A context manager: ``with recorded(groups) as found: …``. Afterwards ``found.sent`` is what was sent over these
+    groups.
+    """
+    return _recorder()(groups)
+
+
+class _Imagined(ParallelModule):
+    """A step whose parameters and buffers have shapes but no data."""
+
+    def buffer(self, path: str) -> Any:
+        nodes = {n.name: n for n in self.plan.traced.program.graph.graph.nodes}
+        every = self.plan.traced.program.buffers.items()
+        like = next(nodes[name].meta["val"] for name, p in every if p == path)
+        local = None if path not in self.plan.traced.program.mutated.values() else self._written(path)
+        return _ImaginedTensor(_fake(like.shape if local is None else local, like.dtype))
+
+    def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
+        return list(batch)  # made as the plan has them, of no module
+
+    def _written(self, path: str) -> tuple[int, ...]:
+        node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
+        r = self.plan.program.result(self.plan.leaves[node])
+        return local_shape(r.shape, r.layout, self.plan.mesh)
+
+
+class _ImaginedTensor:
+    """A stand-in for a DTensor."""
+
+    def __init__(self, local: Tensor) -> None:
+        self._local = local
+
+    def to_local(self) -> Tensor:
+        return self._local
+
+    def to(self, device: torch.device) -> Tensor:
+        return self._local
+
+    def copy_(self, x: Tensor) -> None:
+        """Do nothing: the next value has no data either."""
+
+
+def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False) -> Tensor:
+    import torch
+
+    return torch.empty(tuple(shape), dtype=dtype, requires_grad=requires_grad)
+
+
+def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
+    """What a step sends on this rank of ``torch.distributed``, run on fake tensors. The backend may be "fake"."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    device = torch.device("cpu")
+    groups = plan.groups("cpu")
+    step = _Imagined(plan=plan, module=torch.nn.Module(), walk=plan.walk(groups), device=device, seed=0)
+    tensors = plan.traced.graph.tensors
+    dtypes = {t: getattr(torch, tensors[t].dtype) for t in plan.leaves.values()}
+    with FakeTensorMode(allow_non_fake_inputs=True), recorded(groups) as found:
+        for node in plan.traced.program.parameters:
+            if node in plan.leaves:
+                r = plan.program.result(plan.leaves[node])
+                shape = local_shape(r.shape, r.gradient, plan.mesh)
+                trained = tensors[r.tensor].needs_grad
+                step.stored[r.tensor] = _ImaginedTensor(_fake(shape, dtypes[r.tensor], trained))
+        batch: list[Tensor | None] = []
+        for name in plan.traced.program.inputs:
+            if name not in plan.leaves:
+                batch.append(None)
+                continue
+            r = plan.program.result(plan.leaves[name])
+            first = r.shape[0] * plan.accumulate if r.shape else 1
+            batch.append(_fake((first, *r.shape[1:]) if r.shape else (), dtypes[r.tensor]))
+        step.backward(*batch)
+    return SentCounts(found.sent)

@@ -1,0 +1,142 @@
+"""Predicted peak memory, compared with XLA's buffer assignment for the compiled step.
+
+``on_cpu`` allows for two habits of XLA's CPU pipeline. First, it combines all gradient sums of a scope (the whole step,
+or one turn of a loop) into one all-reduce at the end of the scope. All partial gradients and all their sums are then
+live at the same time, and they are whole, because it never forms a reduce-scatter. Second, it does not fuse anything
+with convolutions (``_forward``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.backends.jax.plan import Lowering
+from pase.ir import Access, Node, Scope, functions
+from pase.memory.account import held
+from pase.plan.types import PlanData
+from pase.tables.layouts import local_bytes
+
+if TYPE_CHECKING:
+    from jax.stages import Compiled
+
+
+__all__ = ["Peak", "compare_memory"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """Bytes on one device. stored: parameters and optimizer state, predicted, then the arguments of the compiled step
+    without its batch. The others are peaks."""
+
+    stored: int
+    stored_compiled: int
+    predicted: int
+    on_cpu: int
+    compiled: int
+
+    @property
+    def error(self) -> float:
+        """(predicted, as on CPU - compiled) / compiled."""
+        return (self.on_cpu - self.compiled) / self.compiled
+
+
+def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "annotated") -> Peak:
+    """compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices, with the
+    plan's optimizer. A step lowered by hand reduces gradients as the plan does, so no additional whole gradients are
+    held."""
+    a, m = compiled.memory_analysis(), plan.memory
+    assert a is not None  # host devices have it
+    sums = _sums_at_once(plan) if lowering == "annotated" else 0
+    batch = sum(t.local_bytes(plan.mesh) for t in plan.inputs.values())
+    return Peak(
+        stored=m.parameters + m.optimizer,
+        stored_compiled=a.argument_size_in_bytes - batch,
+        predicted=m.total,
+        on_cpu=max(m.total - m.buffers + max(m.buffers, sums), _forward(plan)),
+        compiled=a.argument_size_in_bytes
+        + a.output_size_in_bytes
+        - a.alias_size_in_bytes
+        + a.temp_size_in_bytes,
+    )
+
+
+def _sums_at_once(plan: PlanData) -> int:
+    """Bytes of partial gradients and their sums in the scope that has the most, without the summed gradients that the
+    plan already counts."""
+    graph = plan.graph
+    parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
+    whole: dict[Scope | None, dict[tuple[str, str], int]] = {}
+    for c in plan.collectives:
+        if (
+            c.phase != "backward"
+            or c.source not in parameters
+            or c.kind not in ("all_reduce", "reduce_scatter")
+        ):
+            continue
+        loops = [s for s in graph.node[c.node].main.scope if s.kind == "loop"]
+        here = whole.setdefault(loops[-1] if loops else None, {})
+        here[c.node, c.tensor] = max(here.get((c.node, c.tensor), 0), c.nbytes)
+    totals = {scope: 2 * sum(by.values()) for scope, by in whole.items()}
+    if None in totals:  # the step itself
+        totals[None] -= min(plan.memory.gradients, totals[None] // 2)
+    return max(totals.values(), default=0)
+
+
+_INDEX = 4
+"""Bytes of an index: int32."""
+
+
+def _forward(plan: PlanData) -> int:
+    """Peak bytes of XLA's CPU pipeline at a max-pooling of forward, or at the end of forward. They are the values kept
+    by then, and the arrays of convolutions and poolings that are not fused.
+
+    - A convolution's gradients are convolutions that read its operands transposed. These copies are made together with
+      the operands and kept as long as they are. Copies of weights depend on nothing and exist from the start of the
+      step.
+    - A max-pooling with a gradient finds indices as well as maxima. It reads one array of indices for each dim of its
+      operand (iotas, which depend on nothing, so those of later poolings already exist). It writes the same number of
+      arrays in its result's size and keeps them, with the zeros of the operand's size into which its gradient is
+      scattered.
+    """
+    graph, mesh, m = plan.graph, plan.mesh, plan.memory
+    kept = weights = zeros = indices = 0.0
+    before: list[tuple[float, float]] = []  # at each pooling: kept by then, and what it reads and writes
+    for n in graph.nodes:
+        cfg = _config(plan, n)
+
+        def local(a: Access, n: Node = n, cfg: np.ndarray = cfg) -> float:
+            t = graph.tensors[a.tensor]
+            return float(local_bytes(n, t, a, cfg, mesh)[0])
+
+        kept += sum(
+            float(h.nbytes[0]) for h in held(graph, n, cfg, mesh) if h.kind == "activations" and not h.region
+        )
+        for op in n.ops:
+            if op.kind == "conv" and op.differentiable:
+                x, w = op.reads[:2]
+                kept += local(x)
+                weights += local(w) * graph.tensors[x.tensor].needs_grad
+            elif op.function is functions.WINDOW_MAX and graph.tensors[op.reads[0].tensor].needs_grad:
+                t = graph.tensors[op.reads[0].tensor]
+                into, out = (
+                    _INDEX / t.itemsize * len(t.shape) * local(a) for a in (op.reads[0], op.writes[0])
+                )
+                zeros += local(op.reads[0])
+                before.append((kept + local(op.reads[0]) + indices + out, into))
+                indices += out
+    stored = m.parameters + m.optimizer + weights + zeros
+    at = [now + sum(into for _, into in before[i:]) for i, (now, _) in enumerate(before)]
+    return round(stored + max([*at, kept + indices])) if weights else 0
+
+
+def _config(plan: PlanData, n: Node) -> np.ndarray:
+    """The node's config: int8 [1, axes]."""
+    out = np.full((1, len(plan.mesh.sizes)), -1, np.int8)
+    names = [d.name for d in n.space]
+    for dim, axes in plan.strategy[n.name].items():
+        for axis in axes:
+            out[0, plan.mesh.names.index(axis)] = names.index(dim)
+    return out

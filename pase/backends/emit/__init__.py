@@ -1,0 +1,2 @@
+"""Plans written for other programs, one module for each. Modules that register a ``Backend`` are found
+automatically."""

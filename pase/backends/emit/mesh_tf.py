@@ -1,0 +1,265 @@
+"""A plan as a Mesh-TensorFlow program: mesh_shape, layout_rules, and the model in ``mtf`` ops.
+
+The source is walked a second time, op by op, in the order of its frontend. The names of a tensor's dims
+follow from the plan (``pase.backends.mesh_tf.names``). The translation of each op is in one table per frontend
+(``pase.backends.mesh_tf.tf_ops``, ``pase.backends.mesh_tf.jax_ops``). What Mesh-TensorFlow cannot express is refused,
+with the name of the op and its place.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.backends.mesh_tf.legality import check_layout, check_tensor
+from pase.backends.mesh_tf.lower import MeshTfRules, apply, check_known
+from pase.backends.mesh_tf.names import Names, flat
+from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp, comment
+from pase.backends.registry import BACKENDS, Backend
+from pase.errors import PaseError
+from pase.ir import Graph
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData, TensorPlan
+
+__all__ = ["MeshTfLayout", "emit", "layout", "program"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshTfLayout:
+    """mesh_shape and layout_rules in Mesh-TF's format, and the dims of the parameters and inputs under them."""
+
+    mesh_shape: str
+    layout_rules: str
+    dims: Mapping[str, tuple[tuple[str, int], ...]]
+    """Parameter or input -> (name, size) of its Mesh-TF dims."""
+
+
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
+    """Write the program; see ``backends.registry``."""
+    from pase.files.atomic import write_atomically
+
+    text, found = program(_with_model(plan, model))
+    write_atomically(path, text)
+    return f'{path}: a Mesh-TensorFlow program; mesh_shape "{found.mesh_shape}", layout_rules "{found.layout_rules}"'
+
+
+def layout(plan: PlanData) -> MeshTfLayout:
+    """Only the two strings, and the layouts that they give the leaves. ``plan`` must have its model."""
+    return program(plan)[1]
+
+
+def program(plan: PlanData) -> tuple[str, MeshTfLayout]:
+    """(the text of the program, its layout). Raises PaseError if Mesh-TensorFlow cannot express the model or the
+    plan.
+    """
+    if plan.traced is None:
+        raise PaseError(
+            f"the plan for '{plan.model}' was loaded without its model, from which the Mesh-TensorFlow program is made"
+        )
+    graph = plan.split_graph
+    rules, ops = _source(plan.traced, graph)
+    listed = list(ops)
+    check_known(rules, listed)
+    p = MeshTfProgram(Names(graph, plan.mesh, plan.strategy))
+    leaves = _leaves(p, graph)
+    for op in listed:
+        apply(rules, p, op)
+    loss = _loss(p, [p.values[t] for t in graph.outputs if t in p.values])
+    found = _checked(p, leaves)
+    return _text(plan, p, leaves, loss, found), found
+
+
+def _loss(p: MeshTfProgram, outputs: Sequence[MeshTfValue]) -> MeshTfValue:
+    """The scalar that the model returns, or the mean of its result if that is not a scalar."""
+    if not outputs:
+        raise PaseError("the Mesh-TensorFlow program computes none of the model's results")
+    if len(outputs) == 1 and not outputs[0].order:
+        return outputs[0]
+    p.lines += ["", "# The model returns no scalar: the mean of what it returns stands for its loss."]
+    terms = [f"mtf.reduce_mean({v.code}, output_shape=[])" for v in outputs]
+    return p.let(" + ".join(terms), (), (), outputs[0].dtype, "loss")
+
+
+def _with_model(plan: PlanData, model: object) -> PlanData:
+    if plan.traced is not None:
+        return plan
+    from pase.frontends import registry
+    from pase.frontends.jax.padding.traced import as_padded
+
+    if registry.frontend_of(model) is None:
+        raise PaseError(f"give the model that the plan for '{plan.model}' was compiled from")
+    return plan.with_model(as_padded(registry.trace(model, name=plan.model), plan.padding))
+
+
+def _source(traced: Any, graph: Graph) -> tuple[MeshTfRules, Iterator[SourceOp]]:
+    """The frontend's table of ops, and the model's ops in order."""
+    roles = {t.name: t.role for t in graph.tensors.values()}
+    frontend = traced.graph.meta.get("frontend", "")
+    if frontend == "jax":
+        from pase.backends.mesh_tf import jax_ops
+
+        return jax_ops.RULES, jax_ops.source_ops(traced, roles)
+    if frontend == "tensorflow":
+        from pase.backends.mesh_tf import tf_ops
+
+        return tf_ops.RULES, tf_ops.source_ops(traced, roles)
+    raise PaseError(
+        f"Mesh-TensorFlow programs are made from TensorFlow and JAX models, not from {frontend or 'this one'}"
+    )
+
+
+def _leaves(p: MeshTfProgram, graph: Graph) -> dict[str, MeshTfValue]:
+    """Statements that create the parameters and take the inputs; name -> value."""
+    out: dict[str, MeshTfValue] = {}
+    for node in graph.nodes:
+        if node.kind not in ("parameter", "input"):
+            continue
+        access = node.ops[0].writes[0]
+        tensor = graph.tensors[access.tensor]
+        dims = p.dims(node, access)
+        order = flat(dims)
+        if node.kind == "parameter":
+            code = f'ops.variable(mesh, {tensor.path!r}, {p.shape(order)}, "{tensor.dtype}", values)'
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, _short(tensor.path))
+            p.lines[-1] = p.lines[-1].replace(" = ", f" = parameters[{tensor.path!r}] = ", 1)
+        else:
+            sizes = [d.size for d in order]
+            given = f"inputs[{tensor.path!r}]"
+            if tuple(sizes) != tensor.shape:
+                given = f"tf.reshape({given}, {sizes})"
+            code = f"mtf.import_tf_tensor(mesh, {given}, shape={p.shape(order)})"
+            out[tensor.path] = p.let(code, order, dims, tensor.dtype, _short(tensor.path))
+        p.values[tensor.name] = out[tensor.path]
+    return out
+
+
+def _short(path: str) -> str:
+    """The last two words of a name, as a name for a variable of the program."""
+    return "_".join(re.split(r"[/.]", path)[-2:])
+
+
+def _checked(p: MeshTfProgram, leaves: Mapping[str, MeshTfValue]) -> MeshTfLayout:
+    """The layout, after a check against Mesh-TF's rules for every tensor of the program."""
+    mesh_shape, rules = p.names.mesh_shape, p.names.layout_rules
+    mesh, by_name = check_layout(mesh_shape, rules)
+
+    def pairs(value: MeshTfValue) -> tuple[tuple[str, int], ...]:
+        return tuple((p.names.name(d), d.size) for d in value.order)
+
+    for name, value in p.values.items():
+        check_tensor(f"tensor {name}", pairs(value), mesh, by_name)
+    return MeshTfLayout(
+        mesh_shape=mesh_shape, layout_rules=rules, dims={name: pairs(v) for name, v in leaves.items()}
+    )
+
+
+_HEAD = '''"""{model} on {devices} devices in Mesh-TensorFlow, as pase {version} planned it.
+
+Predicted: {cost:.6g} {unit} a step. Run this file for a few steps on made-up data, on logical CPU devices.
+``model`` builds the loss, ``train_step`` the gradients and a step of gradient descent.
+"""
+
+{imports}from pase.backends.mesh_tf import runtime_ops as ops
+from pase.backends.mesh_tf.shim import mesh_tensorflow
+
+mtf, tf = mesh_tensorflow()
+
+MESH_SHAPE = "{mesh_shape}"
+LAYOUT_RULES = "{layout_rules}"
+
+PARAMETERS = {{
+{parameters}
+}}
+INPUTS = {{
+{inputs}
+}}
+{constants}
+{dims}
+
+
+def model(mesh, inputs, values=None):
+    """(loss, parameters). inputs: name -> tf.Tensor; values: parameter -> array to start from."""
+    parameters = {{}}
+{body}
+    return {loss}, parameters
+
+
+def train_step(mesh, inputs, learning_rate, values=None):
+    """(loss, gradients, assignments)."""
+    loss, parameters = model(mesh, inputs, values)
+    return ops.descend(loss, parameters, learning_rate)
+
+
+if __name__ == "__main__":
+    import sys
+
+    from pase.backends.mesh_tf.run import demo
+
+    demo(sys.modules[__name__])
+'''
+
+
+def _text(
+    plan: PlanData,
+    p: MeshTfProgram,
+    leaves: Mapping[str, MeshTfValue],
+    loss: MeshTfValue,
+    found: MeshTfLayout,
+) -> str:
+    import pase
+
+    def table(tensors: Mapping[str, TensorPlan]) -> str:
+        return "\n".join(
+            f'    {k!r}: ({list(t.shape)}, "{t.dtype}"),' for k, t in tensors.items() if k in leaves
+        )
+
+    dims = [f'{var} = mtf.Dimension("{name}", {size})' for (name, size), var in p.dim_names.items()]
+    body = textwrap.indent("\n".join(p.lines), "    ", lambda line: bool(line.strip()))
+    return _HEAD.format(
+        model=comment(plan.model).replace("\\", "/").replace('"', "'"),
+        devices=plan.devices,
+        version=pase.__version__,
+        cost=plan.cost,
+        unit=plan.unit,
+        mesh_shape=found.mesh_shape,
+        layout_rules=found.layout_rules,
+        parameters=table(plan.parameters),
+        inputs=table(plan.inputs),
+        dims="\n".join(dims),
+        body=body,
+        loss=loss.code,
+        constants=_constants(p.constants),
+        imports="import base64\nimport io\n\nimport numpy as np\n\n" if p.constants else "",
+    )
+
+
+def _constants(arrays: Mapping[str, np.ndarray]) -> str:
+    """Constant arrays of the source (masks, tables of positions), packed."""
+    if not arrays:
+        return ""
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **{k: _plain(a) for k, a in arrays.items()})  # type: ignore[arg-type]
+    lines = textwrap.wrap(base64.b64encode(buffer.getvalue()).decode(), 100)
+    packed = "\n".join(f'    "{line}"' for line in lines)
+    return f"CONSTANTS = np.load(io.BytesIO(base64.b64decode(\n{packed}\n)))\n"
+
+
+def _plain(a: np.ndarray) -> np.ndarray:
+    return a.astype(np.float32) if a.dtype.name == "bfloat16" else a
+
+
+BACKENDS.add(
+    "mesh-tf",
+    Backend(
+        writes="a Mesh-TensorFlow program with its mesh_shape and layout_rules", emit=emit, needs_model=True
+    ),
+)

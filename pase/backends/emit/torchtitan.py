@@ -1,0 +1,67 @@
+"""A plan that is equivalent to torchtitan's data and tensor parallelism, as the ``[parallelism]`` section of its TOML.
+
+torchtitan's tensor parallelism splits positions between layers (sequence parallelism) and the vocabulary in the loss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pase.backends.emit.torch_styles import data_style, tensor_style
+from pase.backends.emit.tp_plan import tensor_axis
+from pase.backends.registry import BACKENDS, Backend
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["emit", "to_toml"]
+
+_FILE = """# {model} on {devices} devices, as pase planned it.
+
+[parallelism]
+data_parallel_replicate_degree = {replicate}
+data_parallel_shard_degree = {shard}
+fsdp_reshard_after_forward = "{reshard}"
+tensor_parallel_degree = {tensor}
+context_parallel_degree = 1
+pipeline_parallel_degree = 1
+"""
+
+
+def to_toml(plan: PlanData) -> str:
+    """The TOML text. Raises PaseError if the plan is not equivalent to this parallelism."""
+    target = "torchtitan's"
+    if plan.accumulate > 1 or plan.remat:
+        raise PaseError(
+            "this plan has micro-batches or recomputed blocks, which torchtitan's [parallelism] cannot express; "
+            "plan.torch runs it as it is"
+        )
+    batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    axis = () if pure else (tensor_axis(plan, target),)
+    style = data_style(plan, target, beside=axis)
+    for a in axis:
+        if not tensor_style(plan, target, a, sequence=True):
+            raise PaseError(f"this plan is not {target}: it splits no layer over {a}")
+    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    return _FILE.format(
+        model=plan.model,
+        devices=plan.devices,
+        replicate=style.ways(plan, style.replicate),
+        shard=style.ways(plan, style.shard),
+        reshard="always" if style.gathered else "never",
+        tensor=sizes[axis[0]] if axis else 1,
+    )
+
+
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
+    """Write the TOML. An interrupted write leaves no partial file."""
+    from pase.files.atomic import write_atomically
+
+    write_atomically(path, to_toml(plan))
+    return f"{path}: [parallelism] of a torchtitan TOML"
+
+
+BACKENDS.add("torchtitan", Backend(writes="torchtitan's [parallelism], where the plan is that", emit=emit))

@@ -1,0 +1,68 @@
+"""A plan that is equivalent to tensor parallelism, as a ``tp_plan`` of transformers: {pattern of modules: style}."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pase.backends.emit.torch_styles import TensorStyle, data_style, tensor_style
+from pase.backends.registry import BACKENDS, Backend
+from pase.errors import PaseError
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["emit", "tensor_axis", "to_json"]
+
+
+def tensor_axis(plan: PlanData, target: str) -> str:
+    """The only axis that does not split the batch. Raises PaseError if there is none, or if there are several."""
+    batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
+    others = [a for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True) if n > 1 and a not in batch]
+    if len(others) != 1:
+        raise PaseError(
+            f"this plan is not {target}: {len(others)} axes of its mesh "
+            f"{'×'.join(map(str, plan.mesh.sizes))} do not split the batch, but "
+            "tensor parallelism has only one such axis"
+        )
+    return others[0]
+
+
+def to_json(plan: PlanData) -> dict[str, TensorStyle]:
+    """{"layers.*.self_attn.q_proj": "colwise", …}. Raises PaseError if the plan is not equivalent to tensor
+    parallelism.
+    """
+    target = "a tp_plan"
+    axis = tensor_axis(plan, target)
+    data = data_style(plan, target, beside=(axis,))
+    if data.shard:
+        raise PaseError(
+            "a tp_plan cannot express this plan: parameters or their state are also split over "
+            f"{', '.join(data.shard)}; plan.torch runs it as it is, and emit --to torchtitan may express it"
+        )
+    out: dict[str, TensorStyle] = {}
+    for path, style in tensor_style(plan, target, axis, sequence=False).items():
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
+        if out.setdefault(pattern, style) != style:
+            raise PaseError(
+                f"this plan is not a tp_plan: '{path}' is {style}, but others of '{pattern}' are {out[pattern]}"
+            )
+    if not out:
+        raise PaseError(f"this plan is not a tp_plan: it splits no layer over {axis}")
+    return out
+
+
+def emit(plan: PlanData, path: Path, *, model: object) -> str:
+    """Write the tp_plan as JSON. An interrupted write leaves no partial file."""
+    from pase.files.atomic import write_atomically
+
+    data = to_json(plan)
+    write_atomically(path, json.dumps(data, indent=1) + "\n")
+    ways = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))[tensor_axis(plan, "a tp_plan")]
+    copies = "" if ways == plan.devices else f", each of {plan.devices // ways} parts of the batch"
+    return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
+
+
+BACKENDS.add("tp-plan", Backend(writes="a tp_plan of transformers, where the plan is that", emit=emit))

@@ -1,0 +1,408 @@
+"""``plan.jax.check``: whether the gradient of a plan's step is the slope of its own loss.
+
+All runs on the plan's devices, in its layouts: the lines' directions have the layouts of gradients, and no array is
+whole on a device or on the host, except in the unsharded step that is the reference where it fits on one device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.jax.doubts import doubts
+from pase.plan.gradient_check import GradientCheck, GradientDifference, GradientReference
+from pase.plan.gradient_lines import gradient_check
+from pase.plan.gradient_steps import JITTER, POINTS, AlongLine, Line, uphill_factors, zero_scales
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Sharding
+
+    from pase.frontends.jax.frontend import TracedJax
+
+__all__ = ["CheckedProgram", "JaxSteps", "check_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedProgram:
+    """A plan's program as the check runs it.
+
+    run: (params, *batch) -> (what the user's function returns, the loss first; gradients of the trained leaves), on
+    trees of arrays as placed. params, batch: these trees. owners: for each array among the trained leaves (a leaf may
+    be cut into several), the parameter's number in ``names``. own_shapes: for each of them, its shape without the
+    plan's padding. one: whether all arrays are on one mesh, so that one program computes on all of them. lowering: in
+    words.
+    """
+
+    run: Callable[..., tuple[Tree, Tree]]
+    params: Tree
+    batch: tuple[Tree, ...]
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    own_shapes: tuple[tuple[int, ...], ...]
+    one: bool
+    lowering: str
+    coarsest: float
+    """The spacing of numbers above 1 in the coarsest dtype that it computes in."""
+
+
+def check_of(
+    program: CheckedProgram,
+    traced: TracedJax,
+    devices: int,
+    reference: Callable[[JaxSteps], GradientReference | str],
+    remarks: list[str],
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None] | None,
+) -> GradientCheck:
+    """Run the check. reference: from the steps at their first point; a text says why there is none. It may add to the
+    remarks."""
+    told = say if say is not None else (lambda text: None)
+    told("the step near the given parameters")
+    steps = JaxSteps(program=program, seed=seed)
+    told("another program to compare with")
+    found = reference(steps)
+    return gradient_check(
+        steps,
+        found,
+        doubts(traced),
+        model=traced.graph.name,
+        devices=devices,
+        lowering=program.lowering,
+        remarks=remarks,
+        seed=seed,
+        most_lines=most_lines,
+        say=told,
+    )
+
+
+class JaxSteps:
+    """The steps of one program along lines (``GradientSteps``)."""
+
+    def __init__(self, *, program: CheckedProgram, seed: int) -> None:
+        import jax
+
+        self.program, self.count = program, 0
+        flat, self._tree = jax.tree.flatten(program.params)
+        self._trained = [k for k, x in enumerate(flat) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+        self._all = flat
+        self._given = given = [flat[k] for k in self._trained]
+        self.start = self._moved_randomly(seed)
+        self.results, self.gradient_tree = self._step(self.start)
+        self.jittered = math.isfinite(float(self.results[0]))
+        if not self.jittered:
+            self.start = given
+            self.results, self.gradient_tree = self._step(self.start)
+        self.gradients = _leaves(self.gradient_tree)
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.program.names
+
+    @property
+    def coarsest(self) -> float:
+        return self.program.coarsest
+
+    @cached_property
+    def loss(self) -> float:
+        """PaseError if it is not the same on every device."""
+        low, high = _extremes(self.results[0])
+        found = float(self.results[0])
+        if high - low > 32 * self._loss_eps * abs(found):
+            raise PaseError(
+                f"the loss of this step differs from device to device, from {low:.8g} to {high:.8g}: please report it "
+                f"with the plan (plan.save)"
+            )
+        return found
+
+    @cached_property
+    def copies(self) -> tuple[GradientDifference, ...]:
+        import jax
+
+        shardings = [x.sharding for x in self.gradients]
+
+        def of(some: Sequence[int]) -> list[tuple[Array, Array]]:
+            check = jax.jit(
+                lambda xs: [_copies_apart(x, shardings[k]) for k, x in zip(some, xs, strict=True)]
+            )
+            return check([self.gradients[k] for k in some])  # type: ignore[no-any-return]
+
+        every = range(len(shardings))
+        found = of(every) if self.program.one else [pair for k in every for pair in of([k])]
+        apart, largest = np.zeros(len(self.names)), np.zeros(len(self.names))
+        for i, (d, size) in zip(self.program.owners, found, strict=True):
+            apart[i], largest[i] = np.maximum(apart[i], float(d)), np.maximum(largest[i], float(size))
+        norms = self.gradient_norms
+        noise = np.where(norms > 0, self.gradient_noise, 0.0) * norms
+        return tuple(
+            GradientDifference(
+                name=name, difference=float(d), largest=float(r), noise=float(n), eps=self.coarsest
+            )
+            for name, d, r, n in zip(self.names, apart, largest, noise, strict=True)
+        )
+
+    def along(self, line: Line) -> AlongLine:
+        """The step at nine points."""
+        toward = self._direction(line)
+        losses, slopes = [self.loss], [self._summed(self._dots(self.gradients, toward))]
+        for k in range(1, POINTS):
+            results, grads = self._step(self.at(toward, k / (POINTS - 1)))
+            losses.append(float(results[0]))
+            slopes.append(self._summed(self._dots(_leaves(grads), toward)))
+        moved = np.sqrt(self._summed(self._squares(toward)))
+        reach = self.gradient_norms * moved
+        if line.direction == "random":
+            reach = reach / np.sqrt(self._elements)
+        return AlongLine(
+            losses=np.array(losses),
+            slopes=np.array(slopes),
+            reach=reach,
+            loss_eps=self._loss_eps,
+            slope_eps=self.program.coarsest,
+        )
+
+    @cached_property
+    def gradient_norms(self) -> np.ndarray:
+        """At the first point, by parameter."""
+        return np.sqrt(self._summed(self._squares(self.gradients)))
+
+    def at(self, toward: Sequence[Array], share: float) -> list[Array]:
+        """The trained arrays at a point of a line, in the plan's layouts."""
+        return self._each(
+            "moved", _moved, self.start, self.start, toward, [np.float32(share)] * len(self.start)
+        )
+
+    def whole(self, mine: Sequence[Array]) -> Tree:
+        """The parameters with these trained arrays."""
+        import jax
+
+        flat = list(self._all)
+        for k, x in zip(self._trained, mine, strict=True):
+            flat[k] = x
+        return jax.tree.unflatten(self._tree, flat)
+
+    def _step(self, mine: Sequence[Array]) -> tuple[list[Array], Tree]:
+        """(What the function returns, leaf by leaf; gradients)."""
+        self.count += 1
+        results, grads = self.program.run(self.whole(mine), *self.program.batch)
+        return _leaves(results), grads
+
+    @cached_property
+    def _loss_eps(self) -> float:
+        import jax
+
+        return float(jax.numpy.finfo(self.results[0].dtype).eps)
+
+    def _moved_randomly(self, seed: int) -> list[Array]:
+        toward = self._random("jitter", self._given, self._given, [JITTER] * len(self._given), seed + 7)
+        return self._each(
+            "moved", _moved, self._given, self._given, toward, [np.float32(1)] * len(self._given)
+        )
+
+    @cached_property
+    def gradient_noise(self) -> np.ndarray:
+        """How much of the gradients changes when every parameter moves by one unit in its last place."""
+        import jax.numpy as jnp
+
+        units = [float(jnp.finfo(x.dtype).eps) for x in self.start]
+        toward = self._random("random", self.gradients, self.start, units, 11)
+        other = self._step(self.at(toward, 1.0))[1]
+        return np.sqrt(
+            self._summed(self._each("apart", _apart_by, None, self.gradients, _leaves(other)))
+        ) / np.where(self.gradient_norms > 0, self.gradient_norms, 1.0) + np.where(
+            self.gradient_norms > 0, 0.0, np.inf
+        )
+
+    def _random(
+        self, name: str, like: Sequence[Array], start: Sequence[Array], sizes: Sequence[float], seed: int
+    ) -> list[Array]:
+        keys = [np.array([seed, k], np.uint32) for k in range(len(sizes))]
+        by = [np.float32(x) for x in sizes]
+        return self._each(name, _randomly, like, start, self._given, by, keys, self._scales, self._own)
+
+    def _direction(self, line: Line) -> list[Array]:
+        moved = set(line.moved)
+        if line.direction == "random":
+            sizes = [line.size if i in moved else 0.0 for i in self.program.owners]
+            return self._random("random", self.gradients, self.start, sizes, line.seed)
+        factors = uphill_factors(line.size, self._given_squares, self._elements, self.gradient_norms)
+        of = [np.float32(factors[i] if i in moved else 0.0) for i in self.program.owners]
+        return self._each("uphill", _uphill, self.gradients, self.start, self.gradients, of, self._own)
+
+    @cached_property
+    def _scales(self) -> list[np.float32]:
+        """How far zeros move, relative to the size of a line."""
+        scales = zero_scales(self._given_squares, self._elements)
+        return [np.float32(scales[i]) for i in self.program.owners]
+
+    @cached_property
+    def _given_squares(self) -> np.ndarray:
+        return self._summed(self._each("given", _square, None, self._given))
+
+    @cached_property
+    def _own(self) -> list[tuple[int, ...]]:
+        return list(self.program.own_shapes)
+
+    @cached_property
+    def _elements(self) -> np.ndarray:
+        """By parameter, without padding."""
+        return self._summed([float(math.prod(shape)) for shape in self.program.own_shapes])
+
+    def _summed(self, of: Sequence[Array | float]) -> np.ndarray:
+        """Numbers of arrays summed by parameter."""
+        out = np.zeros(len(self.program.names))
+        for i, x in zip(self.program.owners, of, strict=True):
+            out[i] += float(x)
+        return out
+
+    def _dots(self, grads: Sequence[Array], toward: Sequence[Array]) -> list[Array]:
+        return self._each("dot", _dot, None, grads, toward)
+
+    def _squares(self, of: Sequence[Array]) -> list[Array]:
+        return self._each("square", _square, None, of)
+
+    @cached_property
+    def _compiled(self) -> dict[str, Callable[..., list[Array]]]:
+        return {}
+
+    def _each(
+        self, name: str, fn: Callable[..., Array], like: Sequence[Array] | None, *columns: Sequence[Tree]
+    ) -> list[Array]:
+        """fn on each array; its results have the layouts of ``like``. One program if all are on one mesh."""
+        import jax
+
+        as_ = None if like is None else [x.sharding for x in like]
+        static = [k for k, c in enumerate(columns) if c is self._own]
+        given = [c for k, c in enumerate(columns) if k not in static]
+        own = self._own if static else [None] * len(columns[0])
+        if name not in self._compiled:
+            if self.program.one:
+
+                def on_all(*cols: Sequence[Array]) -> list[Array]:
+                    return [fn(*xs) if o is None else fn(*xs, o) for o, *xs in zip(own, *cols, strict=True)]
+
+                self._compiled[name] = jax.jit(on_all) if as_ is None else jax.jit(on_all, out_shardings=as_)
+            else:
+                self._compiled[name] = _apart(fn, own, as_)
+        return self._compiled[name](*given)
+
+
+def _apart(
+    fn: Callable[..., Array], own: Sequence[tuple[int, ...] | None], shardings: Sequence[Sharding] | None
+) -> Callable[..., list[Array]]:
+    """As ``fn`` on all arrays of one mesh, for arrays on several."""
+    import jax
+
+    each = []
+    for k, o in enumerate(own):
+        mine = fn if o is None else (lambda *xs, o=o: fn(*xs, o))
+        each.append(jax.jit(mine) if shardings is None else jax.jit(mine, out_shardings=shardings[k]))
+    return lambda *columns: [f(*xs) for f, *xs in zip(each, *columns, strict=True)]
+
+
+def _copies_apart(x: Array, sharding: Sharding) -> tuple[Array, Array]:
+    """(How far the copies of an array's parts on different devices are apart; its largest element), both in absolute
+    value. XLA takes copies to be equal, so that only a program that each device runs by itself can tell."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    largest = jnp.max(jnp.abs(x), initial=0)
+    if not isinstance(sharding, NamedSharding):
+        return jnp.zeros_like(largest), largest
+    mesh, spec = sharding.mesh, sharding.spec
+    split = set(jax.tree.leaves(tuple(spec)))
+    free = tuple(a for a in mesh.axis_names if a not in split and mesh.shape[a] > 1)
+    if not free:
+        return jnp.zeros_like(largest), largest
+
+    def apart(mine: Array) -> Array:
+        parts = [mine.real, mine.imag] if jnp.iscomplexobj(mine) else [mine]
+        furthest = [jnp.max(jax.lax.pmax(p, free) - jax.lax.pmin(p, free), initial=0) for p in parts]
+        return jax.lax.pmax(jnp.max(jnp.stack(furthest)), tuple(mesh.axis_names))
+
+    check = jax.shard_map(apart, mesh=mesh, in_specs=(spec,), out_specs=PartitionSpec(), check_vma=False)
+    return check(x), largest
+
+
+def _extremes(x: Array) -> tuple[float, float]:
+    """Of the copies of a number on this process's devices."""
+    found = [float(shard.data) for shard in x.addressable_shards]
+    return min(found), max(found)
+
+
+def _wide(x: Array) -> Array:
+    """In 32 bits at least."""
+    import jax.numpy as jnp
+
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _moved(x: Array, toward: Array, share: Array) -> Array:
+    return (_wide(x) + share * _wide(toward)).astype(x.dtype)
+
+
+def _to_end(x: Array, toward: Array, own: tuple[int, ...]) -> Array:
+    """The direction from x to a point that the dtype has; padding stays."""
+    import jax
+    import jax.numpy as jnp
+
+    for dim, (n, there) in enumerate(zip(own, x.shape, strict=True)):
+        if n < there:
+            toward = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < n, toward, 0)
+    end = (_wide(x) + toward).astype(x.dtype)
+    # Else the compiler may leave the rounding out.
+    return (_wide(jax.lax.optimization_barrier(end)) - _wide(x)).astype(x.dtype)
+
+
+def _randomly(x: Array, given: Array, size: Array, key: Array, scale: Array, own: tuple[int, ...]) -> Array:
+    import jax
+    import jax.numpy as jnp
+
+    seeded = jax.random.fold_in(jax.random.key(key[0]), key[1])
+    each, sign = jax.random.split(seeded)
+    by = jax.random.uniform(each, x.shape, jnp.float32, 0.5, 1.0)
+    far = jnp.abs(_wide(given))
+    far = jnp.where(far > 0, far, scale) * by * size
+    if jnp.iscomplexobj(x):
+        turn = jax.random.uniform(sign, x.shape, jnp.float32, 0.0, 2 * np.pi)
+        return _to_end(x, far * jnp.exp(1j * turn), own)
+    return _to_end(x, far * jnp.where(jax.random.bernoulli(sign, 0.5, x.shape), 1, -1), own)
+
+
+def _uphill(x: Array, gradient: Array, factor: Array, own: tuple[int, ...]) -> Array:
+    import jax.numpy as jnp
+
+    return _to_end(x, factor * jnp.conj(_wide(gradient)), own)
+
+
+def _dot(gradient: Array, toward: Array) -> Array:
+    """Re Σ g·D: for a complex parameter, jax.grad returns the derivative by its real part less i times the other."""
+    import jax.numpy as jnp
+
+    return jnp.sum(jnp.real(_wide(gradient) * _wide(toward)))
+
+
+def _apart_by(x: Array, other: Array) -> Array:
+    return _square(_wide(x) - _wide(other))
+
+
+def _leaves(tree: Tree) -> list[Array]:
+    import jax
+
+    found: list[Array] = jax.tree.leaves(tree)
+    return found
+
+
+def _square(x: Array) -> Array:
+    import jax.numpy as jnp
+
+    return jnp.sum(jnp.square(jnp.abs(_wide(x))))

@@ -1,0 +1,299 @@
+"""What ``plan.jax.check`` runs of each kind of plan: of one program, and in stages; and a step that runs it first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
+from pase.backends.jax.check_reference import StepNumbers, Unsharded, compared, rounded_differently
+from pase.backends.jax.pipeline.arrays import is_cut
+from pase.backends.jax.spmd.values import NotByHand
+from pase.frontends.jax.leaves import arrays, static
+from pase.frontends.jax.types import Jaxpr
+from pase.frontends.jax.versions import jaxprs_inside
+from pase.plan.gradient_check import GradientCheck, GradientReference
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+
+    from pase.backends.jax.pipeline.placement import StageHomes
+    from pase.backends.jax.plan import JaxPlan
+    from pase.backends.jax.spmd.lower import Lowering
+
+__all__ = ["Against", "CheckedStep", "check_plan", "check_stages"]
+
+Against = Literal["auto", "unsharded", "lowering", "none"]
+"""What gradients are compared with, besides the slope of the loss: the unsharded step; another lowering of the plan;
+nothing. auto: the unsharded step if one device has the memory for it, else another lowering."""
+
+_WORDS = {"manual": "lowered by hand", "annotated": "lowered by XLA's partitioner"}
+
+_ONE_LOWERING = "stages have one lowering"
+
+
+def check_plan(
+    plan: JaxPlan,
+    params: Tree,
+    batch: tuple[Tree, ...],
+    mesh: JaxMesh,
+    ways: Sequence[Lowering],
+    against: Against,
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None] | None,
+) -> GradientCheck:
+    """Check a plan without stages. ways: lowerings, tried in order."""
+    remarks: list[str] = []
+    if plan.delays and ways[0] != "annotated":
+        remarks.append(
+            "the plan's bucket plan sends or applies gradients in later steps; what was checked is the step that "
+            "applies each gradient at once"
+        )
+    placed, *placed_batch = _placed(plan, params, batch, mesh)
+    way, run = _lowered(plan, mesh, ways, (placed, *placed_batch))
+    program = _program(plan, run, placed, tuple(placed_batch), _WORDS[way])
+    return check_of(
+        program,
+        plan.traced,
+        plan.logical_mesh.devices,
+        partial(_reference, plan, mesh, way, against, (params, *batch), remarks),
+        remarks,
+        seed,
+        most_lines,
+        say,
+    )
+
+
+def _program(
+    plan: JaxPlan,
+    run: Callable[..., tuple[Tree, Tree]],
+    params: Tree,
+    batch: tuple[Tree, ...],
+    lowering: str,
+) -> CheckedProgram:
+    import jax
+
+    traced = plan.traced
+    leaves = jax.tree.leaves(params)
+    mine = [k for k, x in enumerate(leaves) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
+    return CheckedProgram(
+        run=run,
+        params=params,
+        batch=batch,
+        names=tuple(traced.param_paths[k] for k in mine),
+        owners=tuple(range(len(mine))),
+        own_shapes=tuple(tuple(traced.unpadded.get(traced.param_paths[k], leaves[k].shape)) for k in mine),
+        one=True,
+        lowering=lowering,
+        coarsest=_coarsest(traced.jaxpr.jaxpr),
+    )
+
+
+def _coarsest(jaxpr: Jaxpr) -> float:
+    """The spacing of numbers above 1 in the coarsest floating-point dtype of a program."""
+    import jax.numpy as jnp
+
+    def dtypes(j: Jaxpr) -> Iterator[np.dtype]:
+        for v in (*j.invars, *(v for eqn in j.eqns for v in eqn.outvars)):
+            yield v.aval.dtype
+        for eqn in j.eqns:
+            for inner in jaxprs_inside(eqn):
+                yield from dtypes(inner)
+
+    found = {d for d in dtypes(jaxpr) if jnp.issubdtype(d, jnp.inexact)}
+    return max(float(jnp.finfo(d).eps) for d in found)
+
+
+def _placed(plan: JaxPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh) -> tuple[Tree, ...]:
+    """The arrays of both in the plan's layouts. Those that are there already are not copied."""
+    import jax
+
+    given = arrays(plan.padded((params, *batch)))
+    plan.checked(given, full=True)
+    wanted = plan._in_shardings(mesh)
+
+    def there(x: Tree, sharding: Tree) -> bool:
+        return isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim)
+
+    if all(jax.tree.leaves(jax.tree.map(there, given, wanted))):
+        return given
+    return arrays(plan.device_put(params, *batch, mesh=mesh))
+
+
+def _lowered(
+    plan: JaxPlan, mesh: JaxMesh, ways: Sequence[Lowering], args: tuple[Tree, ...]
+) -> tuple[Lowering, Callable[..., tuple[Tree, Tree]]]:
+    """The first lowering that is possible: (which, the compiled step on arrays as placed)."""
+    *first, last = ways
+    for way in first:
+        try:
+            return way, _compiled(plan, mesh, way, args)
+        except NotByHand as e:
+            warnings.warn(e.left, stacklevel=4)
+    return last, _compiled(plan, mesh, last, args)
+
+
+def _compiled(
+    plan: JaxPlan, mesh: JaxMesh, way: Lowering, args: tuple[Tree, ...]
+) -> Callable[..., tuple[Tree, Tree]]:
+    """f(params, *batch) -> (what the function returns, gradients), the step without its update."""
+    import jax
+
+    with warnings.catch_warnings():
+        if plan.delays:  # the check says so itself
+            warnings.filterwarnings("ignore", message="the plan's bucket plan is not in this step")
+        graded = plan.value_and_grad(mesh, lowering=way)
+
+    def step(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
+        value, grads = graded(params, *batch)
+        return arrays(value), grads
+
+    jitted = jax.jit(
+        step,
+        in_shardings=plan._in_shardings(mesh),
+        out_shardings=(plan._returned(mesh), plan.gradient_shardings(mesh)),
+    )
+    return jitted.lower(*args).compile()  # type: ignore[no-any-return]
+
+
+def _reference(
+    plan: JaxPlan,
+    mesh: JaxMesh,
+    way: Lowering,
+    against: Against,
+    given: tuple[Tree, ...],
+    remarks: list[str],
+    steps: JaxSteps,
+) -> GradientReference | str:
+    """Gradients at the lines' first point by another program; a text says why there is none."""
+    if against == "none":
+        return "not asked for"
+    why = "not asked for"
+    if against in ("auto", "unsharded"):
+        alone = Unsharded(
+            traced=plan.traced,
+            fixed=static(given),
+            batch=arrays(given[1:]),
+            device=mesh.devices.flat[0],
+            micro_batches=plan.accumulate,
+            whole=plan.unpadded,
+        )
+        found = alone.compared(steps, remarks)
+        if not isinstance(found, str) or against == "unsharded":
+            return found
+        why = found
+    other = _by_other_lowering(plan, mesh, way, steps)
+    return other if not isinstance(other, str) else f"{why}; {other}"
+
+
+def _by_other_lowering(
+    plan: JaxPlan, mesh: JaxMesh, way: Lowering, steps: JaxSteps
+) -> GradientReference | str:
+    import jax
+
+    if hasattr(plan, "pipeline"):
+        return "the circular schedule has one lowering"
+    other: Lowering = "annotated" if way == "manual" else "manual"
+    program = steps.program
+    args = (steps.whole(steps.start), *program.batch)
+    try:
+        run = _compiled(replace(plan, once="none", schedule=None), mesh, other, args)
+    except NotByHand:
+        return "this program cannot be lowered by hand"
+    both = [run(*args), run(*rounded_differently(args, program.coarsest))]
+    (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
+    mine = StepNumbers(results=steps.results, gradients=steps.gradients)
+    return compared(steps, plan.traced, f"the plan {_WORDS[other]}", False, mine, theirs, too)
+
+
+def check_stages(
+    homes: StageHomes,
+    graded: Callable[..., tuple[Tree, Tree]],
+    params: Tree,
+    batch: tuple[Tree, ...],
+    placed: tuple[Tree, ...],
+    devices: int,
+    micro_batches: int,
+    against: Against,
+    seed: int,
+    most_lines: int,
+    say: Callable[[str], None] | None,
+) -> GradientCheck:
+    """Check a plan in stages. graded: f(params, *batch) -> (value, gradients). params, batch: as the user has them;
+    placed: both where the plan stores them. devices, micro_batches: of the whole step."""
+    import jax
+
+    pipeline = homes.plan
+    traced = pipeline.traced
+
+    def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
+        value, grads = graded(params, *batch)
+        return arrays(value), grads
+
+    mine, *given = arrays(placed)
+    leaves = [
+        (path, x)
+        for path, x in zip(traced.param_paths, jax.tree.leaves(mine, is_leaf=is_cut), strict=True)
+        if jax.numpy.issubdtype(jax.tree.leaves(x)[0].dtype, jax.numpy.inexact)
+    ]
+    parts = [(i, part) for i, (_, x) in enumerate(leaves) for part in jax.tree.leaves(x)]
+    program = CheckedProgram(
+        run=run,
+        params=mine,
+        batch=tuple(given),
+        names=tuple(path for path, _ in leaves),
+        owners=tuple(i for i, _ in parts),
+        own_shapes=tuple(tuple(x.shape) for _, x in parts),
+        one=False,
+        lowering="in stages",
+        coarsest=_coarsest(traced.jaxpr.jaxpr),
+    )
+    fixed, one = static((params, *batch)), homes.grid.flat[0]
+
+    def reference(steps: JaxSteps) -> GradientReference | str:
+        if against == "none":
+            return "not asked for"
+        if against == "lowering":
+            return _ONE_LOWERING
+        alone = Unsharded(
+            traced=traced,
+            fixed=fixed,
+            batch=arrays(batch),
+            device=one,
+            micro_batches=micro_batches,
+            whole=pipeline.gathered,
+        )
+        found = alone.compared(steps, remarks)
+        return f"{found}; {_ONE_LOWERING}" if isinstance(found, str) else found
+
+    remarks: list[str] = []
+    return check_of(program, traced, devices, reference, remarks, seed, most_lines, say)
+
+
+@dataclass(kw_only=True)
+class CheckedStep:
+    """step(params, opt_state, *batch) of ``train_step(optimizer, check=True)``. All else is the step's own.
+
+    check: (params, *batch) -> the check. result: of the first call; None before it.
+    """
+
+    step: Tree
+    check: Callable[..., GradientCheck]
+    result: GradientCheck | None = None
+
+    def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
+        if self.result is None:
+            found = self.check(params, *batch)
+            found.raise_if_off()
+            self.result = found
+        return self.step(params, opt_state, *batch)
+
+    def __getattr__(self, name: str) -> Tree:
+        return getattr(self.step, name)

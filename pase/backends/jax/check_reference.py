@@ -1,0 +1,264 @@
+"""With what ``plan.jax.check`` compares a plan's gradients: the user's function on one device, or another program."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.backends.jax.check import JaxSteps
+from pase.errors import PaseError
+from pase.files.quantities import bytes_text
+from pase.frontends.jax.blocks import split_inputs
+from pase.frontends.jax.leaves import arrays, combine, value_and_grad
+from pase.frontends.registry import Traced
+from pase.ir import named, simplify
+from pase.machine import Mesh
+from pase.memory.account import memory
+from pase.plan.gradient_check import GradientDifference, GradientReference
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from pase.frontends.jax.frontend import TracedJax
+
+__all__ = ["StepNumbers", "Unsharded", "compared", "rounded_differently", "unsharded_bytes"]
+
+_COPIES = 3
+"""Gradients that are compared at a time, besides the step's own: the plan's, and the reference's twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepNumbers:
+    """What a step returns, leaf by leaf. results: of the user's function, the loss first; gradients: of the trained
+    leaves."""
+
+    results: Sequence[Array]
+    gradients: Sequence[Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsharded:
+    """The user's function on one device, on as many micro-batches as the plan has.
+
+    fixed: the static leaves of the arguments. batch: its arrays, the whole batch. whole: of a tree like parameters as
+    the plan stores it, as the user has it.
+    """
+
+    traced: TracedJax
+    fixed: Tree
+    batch: Tree
+    device: object
+    micro_batches: int
+    whole: Callable[[Tree], Tree]
+
+    def compared(self, steps: JaxSteps, remarks: list[str]) -> GradientReference | str:
+        """With the steps' gradients at their first point; a text says why it cannot be run. Adds to the remarks if
+        micro-batches have another loss than the whole batch."""
+        import jax
+
+        if jax.process_count() > 1:
+            return "the unsharded step needs one process that has all arrays"
+        needed, free = unsharded_bytes(self.traced), _free_bytes(self.device)
+        if needed > free:
+            return f"the unsharded step takes {bytes_text(needed)}, one device has {bytes_text(free)} free"
+        if self._fn is None:
+            return "the plan has the model's trace, not its function"
+        args = (self._here(self.whole(steps.whole(steps.start))), *self._here(self.batch))
+        both = self._both(args, steps.coarsest)
+        if isinstance(both, str):
+            return both
+        mine = StepNumbers(
+            results=steps.results, gradients=self._here(jax.tree.leaves(self.whole(steps.gradient_tree)))
+        )
+        made = compared(steps, self.traced, _kind(self.micro_batches), True, mine, *both)
+        if self.micro_batches > 1 and self.micro_batches * needed <= free:
+            self._remark(args, made, remarks)
+        return made
+
+    def _both(self, args: Tree, coarsest: float) -> tuple[StepNumbers, StepNumbers] | str:
+        """A step's numbers, and those with all inputs rounded differently; a text if XLA needs too much memory."""
+        import jax
+
+        run = jax.jit(self._step).lower(*next(self._micro_batches(args))).compile()
+        stats, free = run.memory_analysis(), _free_bytes(self.device)
+        if stats is not None and stats.temp_size_in_bytes > free:
+            needs = bytes_text(stats.temp_size_in_bytes)
+            return f"XLA takes {needs} for the unsharded step, more than one device has free"
+        return self._numbers(run, args), self._numbers(run, rounded_differently(args, coarsest))
+
+    @cached_property
+    def _fn(self) -> Callable[..., Tree] | None:
+        """As the user wrote it, without padding."""
+        return self.traced.fn if self.traced.written is None else self.traced.written.fn
+
+    def _here(self, tree: Tree) -> Tree:
+        import jax
+
+        return jax.tree.map(lambda x: jax.device_put(jax.numpy.asarray(x), self.device), tree)
+
+    def _step(self, *args: Tree) -> tuple[list[Array], list[Array]]:
+        """(What the function returns; gradients), leaf by leaf."""
+        import jax
+
+        assert self._fn is not None
+        value, grads = value_and_grad(self._fn)(*combine(args, self.fixed))
+        return jax.tree.leaves(arrays(value)), jax.tree.leaves(grads)
+
+    def _micro_batches(self, args: Tree) -> Iterator[tuple[Tree, ...]]:
+        """The arguments with each micro-batch: every k-th example."""
+        import jax
+
+        k = self.micro_batches
+        if k == 1:
+            yield args
+            return
+        params, *batch = args
+        leaves, tree = jax.tree.flatten(tuple(batch))
+        split = split_inputs(self.traced)
+        for i in range(k):
+            mine = [x[i::k] if on else x for x, on in zip(leaves, split, strict=True)]
+            yield params, *jax.tree.unflatten(tree, mine)
+
+    def _numbers(self, run: Callable[..., tuple[list[Array], list[Array]]], args: Tree) -> StepNumbers:
+        """Of a step: the means of losses and gradients over micro-batches, each of which begins with the state that the
+        one before it leaves. Other results than the loss are those of the last micro-batch."""
+        import jax
+        import jax.numpy as jnp
+
+        k, sums = self.micro_batches, None
+        losses: list[Array] = []
+        results: list[Array] = []
+        state: dict[int, Array] = {}
+        for given in self._micro_batches(args):
+            leaves, tree = jax.tree.flatten(given)
+            for i, x in state.items():
+                leaves[i] = x
+            results, gradients = run(*jax.tree.unflatten(tree, leaves))
+            state = {i: results[j] for i, j in self.traced.carried.items()}
+            losses.append(results[0])
+            sums = gradients if sums is None else list(map(jnp.add, sums, gradients))
+        assert sums is not None
+        return StepNumbers(
+            results=[sum(losses[1:], losses[0]) / k, *results[1:]], gradients=[g / k for g in sums]
+        )
+
+    def _remark(self, args: Tree, made: GradientReference, remarks: list[str]) -> None:
+        """Whether the whole batch has another loss."""
+        import jax
+
+        whole = float(jax.jit(lambda *a: self._step(*a)[0][0])(*args))
+        k = self.micro_batches
+        if not abs(whole - made.loss_reference) <= made.loss_allowed:
+            remarks.append(
+                f"the loss of the whole batch at once is {whole:.6g}, the mean over {k} micro-batches is "
+                f"{made.loss_reference:.6g}: it draws random numbers, or is no mean over examples"
+            )
+
+
+def _kind(micro_batches: int) -> str:
+    return "the unsharded step" + (f" in {micro_batches} micro-batches" if micro_batches > 1 else "")
+
+
+def unsharded_bytes(traced: Traced) -> float:
+    """What the unsharded step on the traced batch (a micro-batch) and the compared gradients take on one device, by the
+    plan's own account."""
+    graph = named(simplify(traced.graph))
+    alone = memory(
+        graph, Mesh(names=("all",), sizes=(1,)), {n.name: np.full(1, -1, np.int8) for n in graph.nodes}, "sgd"
+    )
+    return alone.parameters + _COPIES * alone.gradients + alone.activations + alone.buffers
+
+
+def _free_bytes(device: object) -> float:
+    """Of the device's memory; of the host's for host devices."""
+    stats = device.memory_stats()  # type: ignore[attr-defined]
+    if stats and "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
+    return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+def rounded_differently(args: tuple[Tree, ...], coarsest: float) -> tuple[Tree, ...]:
+    """The arguments with every floating-point number moved by one unit in its last place, up or down at random.
+
+    coarsest: the spacing of the coarsest dtype that the program computes in. A number of a finer dtype moves by a unit
+    of it: what the program rounds to eight bits, it rounds differently only then.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    def moved(x: Array, k: int) -> Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        key = jax.random.fold_in(jax.random.key(0), k)
+        up = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), 1, -1)
+        return (x * (1 + up * max(float(jnp.finfo(x.dtype).eps), coarsest)).astype(x.dtype)).astype(x.dtype)
+
+    leaves, tree = jax.tree.flatten(args)
+    jitted = jax.jit(moved, static_argnums=1)
+    return jax.tree.unflatten(  # type: ignore[no-any-return]
+        tree, [jax.device_put(jitted(x, k), x.sharding) for k, x in enumerate(leaves)]
+    )
+
+
+def compared(
+    steps: JaxSteps,
+    traced: TracedJax,
+    kind: str,
+    exact: bool,
+    mine: StepNumbers,
+    theirs: StepNumbers,
+    rounded: StepNumbers,
+) -> GradientReference:
+    """Gradients parameter by parameter, and the state that the step leaves. theirs, rounded: the reference's, also with
+    inputs rounded differently."""
+    paths = (*traced.param_paths, *traced.input_paths)
+
+    def state(of: StepNumbers) -> list[Array]:
+        return [of.results[j] for j in traced.carried.values()]
+
+    there, too = (float(n.results[0]) for n in (theirs, rounded))
+    eps = float(np.finfo(theirs.results[0].dtype).eps)
+    return GradientReference(
+        kind=kind,
+        exact=exact,
+        loss=steps.loss,
+        loss_reference=there,
+        loss_allowed=16 * abs(too - there) + 32 * eps * abs(there),
+        differences=_differences(steps.names, mine.gradients, theirs.gradients, rounded.gradients),
+        state=_differences([paths[i] for i in traced.carried], *map(state, (mine, theirs, rounded))),
+    )
+
+
+def _differences(
+    names: Sequence[str], mine: Sequence[Array], theirs: Sequence[Array], rounded: Sequence[Array]
+) -> tuple[GradientDifference, ...]:
+    import jax
+    import jax.numpy as jnp
+
+    def numbers(x: Array) -> Array:
+        """Integers, booleans and random keys compare as numbers, too."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
+
+    @jax.jit
+    def apart(g: Array, r: Array, other: Array) -> list[Array]:
+        g, r, other = numbers(g), numbers(r), numbers(other)
+        return [jnp.max(jnp.abs(x), initial=0) for x in (g - r, r, other - r)]
+
+    out = []
+    for name, g, r, other in zip(names, mine, theirs, rounded, strict=True):
+        if g.ndim != r.ndim:
+            raise PaseError(f"'{name}' has shape {g.shape} under the plan and {r.shape} in the reference")
+        unpadded = g[tuple(slice(n) for n in r.shape)] if g.shape != r.shape else g
+        off, largest, noise = map(float, apart(jax.device_put(unpadded, r.sharding), r, other))
+        inexact = jnp.issubdtype(r.dtype, jnp.inexact)
+        eps = float(jnp.finfo(r.dtype).eps) if inexact else 0.0
+        out.append(GradientDifference(name=name, difference=off, largest=largest, noise=noise, eps=eps))
+    return tuple(out)

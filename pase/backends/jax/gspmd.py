@@ -1,0 +1,391 @@
+"""The user's function with a plan's constraints in it.
+
+The function itself is not rewritten. Its jaxpr is walked again, equation by equation, in the same way as the frontend
+walked it, and ``with_sharding_constraint`` is applied where ``constraints`` says so. Calls with their own derivative
+rule are kept whole. Loops, branches and rematerialised regions are rebuilt around their constrained bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from pase.backends.jax.ops import attention, convolution, fourier
+from pase.backends.jax.ops.jaxprs import KEPT, boundary, noted, places_only, unmerged
+from pase.frontends.jax.attention import call_of
+from pase.frontends.jax.control import by_platform, on_every_platform
+from pase.frontends.jax.frontend import inlined, inner_jaxpr
+from pase.frontends.jax.rules import SCATTERS
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import evaluate, scan_groups, source_line, value_of
+from pase.ir import Place, PlacePart
+from pase.ir.blocks import Block
+from pase.plan.accesses import Digits, EquationLayouts, Reading
+from pase.plan.constraints import Placement, Route
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+
+    from pase.backends.jax.plan import JaxPlan
+
+__all__ = ["JaxprWalk"]
+
+Copies: TypeAlias = "dict[str, Array]"
+"""Copy -> its value."""
+_SPLIT_BY_PLAN = {"conv_general_dilated": convolution.of_plan, "fft": fourier.of_plan}
+"""Primitive -> the function that splits it as in the plan, for primitives that XLA does not split well."""
+
+
+def _steps_back(read: Placement, kept: Placement) -> tuple[Placement, ...]:
+    """The layouts through which a gradient goes from where its value was read to where it is kept.
+
+    Where a sum is scattered over one axis while other axes change their order or their dim, XLA may take one order of
+    the devices for another, and rows come out in wrong places (JAX 0.10.2: nine of 245 such moves on a 2x2x2 mesh). So
+    the sum is scattered first, with the other axes as they are; or completed first, if an axis changes its dim.
+    """
+    stays = all(set(r) <= set(k) for r, k in zip(read, kept, strict=True))
+    first = (
+        tuple((*r, *(a for a in k if a not in r)) for r, k in zip(read, kept, strict=True)) if stays else read
+    )
+    new = [a for k in kept for a in k if all(a not in r for r in read)]
+    if first == kept or (len(new) == 1 and _without(kept, new[0]) == read):
+        return (kept,)
+    return (first, kept)
+
+
+def _without(placement: Placement, axis: str) -> Placement:
+    return tuple(tuple(a for a in dim if a != axis) for dim in placement)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxprWalk:
+    """One walk over the jaxpr with constraints applied; runs under a JAX trace."""
+
+    plan: JaxPlan
+    mesh: JaxMesh
+    in_branch: bool = False
+    """Whether it walks a branch of a conditional."""
+
+    def _through(self, value: Array, placements: Sequence[Placement]) -> Array:
+        import jax
+
+        # XLA refuses branches whose results have different shardings; results are also the residuals and gradients that
+        # backward needs. A result behind a barrier has no sharding.
+        barrier = jax.lax.optimization_barrier if self.in_branch and placements else lambda x: x
+        value = barrier(value)
+        for placement in placements:
+            value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
+        return barrier(value)
+
+    def _led(self, value: Array, route: Route) -> Array:
+        """The value after a route's layouts."""
+        if route.gradient is None:
+            return self._through(value, route.layouts)
+        return self._gathered(value, route.layouts, route.gradient)
+
+    def defined(self, value: Array, tensor: str | None) -> Array:
+        return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
+
+    def _read(self, value: Array, at: Place, tensor: str | None, copies: Copies) -> Array:
+        """The value as the equation reads it. If it reads a shared copy, the value of that copy."""
+        if tensor in self.plan.slices:
+            value = self.defined(value, tensor)
+        if tensor is None:
+            return value
+        key = Reading(at, tensor)
+        copy = self.plan.copies.get(key)
+        if copy is not None:
+            if copy not in copies:
+                copies[copy] = self.defined(value, copy)
+            value, key = copies[copy], Reading(at, copy)
+        return self._led(value, self.plan.constraints.read.get(key, Route()))
+
+    def _gathered(self, value: Array, through: Sequence[Placement], straight: Placement) -> Array:
+        """The value after these layouts. Its gradient goes directly into the layout in which it is kept, not back the
+        same way.
+        """
+        import jax
+
+        @jax.custom_vjp
+        def gathered(x: Array) -> Array:
+            return self._through(x, through)
+
+        back = _steps_back(through[-1] if through else straight, straight)
+        gathered.defvjp(lambda x: (gathered(x), None), lambda _, g: (self._through(g, back),))
+        return gathered(value)
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], prefix: str, copies: Copies
+    ) -> list[Array]:
+        """Run the equations. copies: those made so far in the body of this loop or rematerialised region."""
+        env: dict[Var, Array] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        self.span(jaxpr, env, 0, len(jaxpr.eqns), prefix, copies)
+        return [value_of(v, env) for v in jaxpr.outvars]
+
+    def span(
+        self, jaxpr: Jaxpr, env: dict[Var, Array], start: int, stop: int, prefix: str, copies: Copies
+    ) -> None:
+        """Run the equations ``start`` … ``stop - 1``; their results go into env (variable -> value)."""
+        i = start
+        while i < stop:
+            block = next((b for b in self.plan.blocks if b.prefix == prefix and b.start == i), None)
+            if block is None:
+                with noted(jaxpr.eqns[i]):
+                    self._one(jaxpr, i, env, prefix, copies)
+                i += 1
+            else:
+                self._again(jaxpr, block, env)
+                i = block.stop
+
+    def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
+        """Run one equation; its results go into env."""
+        from jax.ad_checkpoint import checkpoint_name
+
+        traced = self.plan.traced
+        info = traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        eqn, path = jaxpr.eqns[i], f"{prefix}{i}"
+        at = Place(path)
+        names = traced.operands[at]
+        name = eqn.primitive.name
+        ins = [value_of(v, env) for v in eqn.invars]
+        if inlined(eqn):
+            outs = self._call(eqn, ins, f"{path}.", copies)
+        elif (taken := on_every_platform(eqn)) is not None:
+            outs = self.run(*taken, ins[1:], f"{path}.", copies)
+        elif name == "scan":
+            outs = self._scan(eqn, ins, at, copies)
+        elif name == "while":
+            outs = self._while(eqn, ins, at, copies)
+        elif name == "cond" and not by_platform(eqn):
+            outs = self._cond(eqn, ins, at, copies)
+        else:
+            ins = [self._read(x, at, t, copies) for x, t in zip(ins, names, strict=True)]
+            kernel = self._kernel(eqn, at)
+            if name in SCATTERS:
+                ins[0] = unmerged(ins[0])
+            if name == "dot_general":
+                ins = self._as_split(ins, names, at)
+            if places_only(eqn):
+                outs = ins
+            else:
+                outs = evaluate(eqn, ins, info) if kernel is None else [kernel(*ins)]
+            outs = [self.defined(x, t) for x, t in zip(outs, traced.results[at], strict=True)]
+            if at in self.plan.kept_results:
+                outs = [checkpoint_name(x, KEPT) for x in outs]
+        env.update(zip(eqn.outvars, outs, strict=True))
+
+    def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
+        """A block that backward recomputes; its results go into env."""
+        import jax
+
+        reads, makes = boundary(jaxpr, block)
+
+        def body(*args: Array) -> list[Array]:
+            inside: Copies = {}
+            mine = dict(env) | dict(zip(reads, args, strict=True))
+            for j in range(block.start, block.stop):
+                with noted(jaxpr.eqns[j]):
+                    self._one(jaxpr, j, mine, block.prefix, inside)
+            return [mine[v] for v in makes]
+
+        # If the block is the whole body of a loop, there is nothing to merge with.
+        alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""
+        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+        made = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*[env[v] for v in reads])
+        env.update(zip(makes, made, strict=True))
+
+    def _layouts(self, at: Place) -> EquationLayouts | None:
+        """How the plan splits an equation, but for axes of which the program runs one device's examples."""
+        found, lanes = self.plan.accesses.get(at), self.plan.lanes
+        if found is None or not lanes:
+            return found
+
+        def rest(layouts: Mapping[str, Digits]) -> Mapping[str, Digits]:
+            names = self.plan.logical_mesh.names
+            return {
+                t: tuple(None if a in lanes else d for a, d in zip(names, digits, strict=True))
+                for t, digits in layouts.items()
+            }
+
+        return EquationLayouts(reads=rest(found.reads), writes=rest(found.writes))
+
+    def _as_split(self, ins: Sequence[Array], names: Sequence[str | None], at: Place) -> list[Array]:
+        """A product's operands, constrained to the layouts of the plan also where they have them already.
+
+        XLA propagates layouts of its own choice into what no constraint names, and makes wrong results of products
+        whose operands are then split along other dims than their result (JAX 0.10.2: one of 400 drawn at random).
+        Gradients are not constrained.
+        """
+        import jax
+
+        layouts, axes = self._layouts(at), self.plan.logical_mesh
+        if layouts is None or len(set(names)) < len(names):
+            return list(ins)
+        sizes = dict(zip(axes.names, axes.sizes, strict=True))
+
+        def constrained(x: Array, name: str | None) -> Array:
+            digits = layouts.reads.get(name or "")
+            split = None if digits is None else convolution.placement_of(digits, sizes)
+            if split is None:
+                return x
+            there = jax.custom_jvp(lambda x: self._through(x, (split,)))
+            there.defjvp(lambda xs, tangents: (there(*xs), *tangents))
+            return there(x)
+
+        return list(map(constrained, ins, names))
+
+    def _kernel(self, eqn: Eqn, at: Place) -> Callable[..., Array] | None:
+        """The plan's split of what XLA cannot split: an attention kernel, a grouped convolution or a Fourier transform.
+
+        None if XLA splits the equation.
+        """
+        call, traced, layouts = call_of(eqn), self.plan.traced, self._layouts(at)
+        if call is None:
+            of_plan = _SPLIT_BY_PLAN.get(eqn.primitive.name)
+            if of_plan is None or layouts is None:
+                return None
+            names = traced.operands[at], traced.results[at]
+            return of_plan(eqn, *names, layouts, self.plan.logical_mesh, self.mesh)
+        return attention.of_plan(
+            call,
+            traced.operands[at],
+            [v.aval for v in eqn.invars],
+            layouts,
+            self.plan.logical_mesh,
+            self.mesh,
+            source_line(eqn),
+        )
+
+    def _call(self, eqn: Eqn, ins: Sequence[Array], prefix: str, copies: Copies) -> Sequence[Array]:
+        import jax
+
+        jaxpr, consts = inner_jaxpr(eqn)
+        if eqn.primitive.name not in ("remat", "remat2", "checkpoint"):
+            return self.run(jaxpr, consts, ins, prefix, copies)
+
+        def body(*args: Array) -> list[Array]:
+            return self.run(jaxpr, consts, args, prefix, {})
+
+        p = eqn.params
+        return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
+
+    def _settled(
+        self,
+        at: Place,
+        part: PlacePart,
+        values: Sequence[Array],
+        names: Sequence[str | None],
+        copies: Copies,
+        *which: int,
+    ) -> list[Array]:
+        """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
+        return [
+            self.settled(at.its(part, *which, k), x, name, copies)
+            for k, (x, name) in enumerate(zip(values, names, strict=True))
+        ]
+
+    def settled(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
+        """A value in the layout of this part of a loop."""
+        results = self.plan.traced.results
+        value = self._read(value, at, name, copies)
+        return self.defined(value, results[at][0]) if at in results else value
+
+    def _scan(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+        import jax
+
+        p, results = eqn.params, self.plan.traced.results
+        nc, nk = scan_groups(eqn)
+        names = self.plan.traced.operands[at]
+        consts = self._settled(at, "const", ins[:nc], names[:nc], copies)
+        init = self._settled(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
+        xs = self._settled(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
+
+        def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            return self.turn(eqn, at, consts, carry, x)
+
+        carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
+        return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
+
+    def turn(
+        self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """One turn of a scan: (carries, results that are stacked)."""
+        closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
+        outs = self.plan.traced.results[at.its("outs")]
+        inside: Copies = {}
+        carry = self._settled(at, "carry", carry, [None] * nk, inside)
+        made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
+        carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
+        return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
+
+    def _while(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+        import jax
+
+        p, results = eqn.params, self.plan.traced.results
+        nc, nb = p["cond_nconsts"], p["body_nconsts"]
+        cond, body = p["cond_jaxpr"], p["body_jaxpr"]
+        names, outs = self.plan.traced.operands[at], results[at.its("outs")]
+        asks = self._settled(at, "ask", ins[:nc], names[:nc], copies)
+        consts = self._settled(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
+        init = self._settled(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
+
+        each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
+
+        def asked(carry: Sequence[Array]) -> Array:
+            return self.run(cond.jaxpr, cond.consts, [*asks, *carry], f"{at.path}.c.", {})[0]
+
+        def goes_on(carry: Sequence[Array]) -> Array:
+            return asked(carry).any() if each else asked(carry)
+
+        def turn(carry: Sequence[Array]) -> list[Array]:
+            inside: Copies = {}
+            carry = self._settled(at, "carry", carry, [None] * len(carry), inside)
+            made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{at.path}.b.", inside)
+            if each:
+                on = asked(carry)
+                made = [
+                    self._held(at.its("y", k), on, *both, inside)
+                    for k, both in enumerate(zip(made, carry, strict=True))
+                ]
+            return self._settled(at, "carry", made, outs, inside)
+
+        carry = jax.lax.while_loop(goes_on, turn, init)
+        return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
+
+    def _held(self, at: Place, on: Array, new: Array, before: Array, copies: Copies) -> Array:
+        """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
+        import jax
+        import jax.numpy as jnp
+
+        traced = self.plan.traced
+        read = zip((on, new, before), traced.operands[at], strict=True)
+        on, new, before = (self._read(x, at, t, copies) for x, t in read)
+        on = jax.lax.broadcast_in_dim(on, new.shape, range(on.ndim))
+        return self.defined(jnp.where(on, new, before), traced.results[at][0])
+
+    def _cond(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
+        import jax
+
+        traced = self.plan.traced
+        index, *operands = ins
+
+        walk = replace(self, in_branch=True)
+
+        def branch(k: int, closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+            def run(*args: Array) -> list[Array]:
+                inside: Copies = {}
+                outs = walk.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
+                keys = [at.its("out", k, j) for j in range(len(outs))]
+                names = [traced.operands[key][0] for key in keys]
+                outs = walk._settled(at, "out", outs, names, inside, k)
+                left = [traced.results[key][0] for key in keys]
+                return [walk._read(x, at, t, inside) for x, t in zip(outs, left, strict=True)]
+
+            return run
+
+        branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
+        made = jax.lax.switch(index, branches, *operands)
+        return [self.defined(x, t) for x, t in zip(made, traced.results[at], strict=True)]

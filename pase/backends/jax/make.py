@@ -1,0 +1,62 @@
+"""A plan in JAX's terms, from the plan and the model that it was compiled from."""
+
+from __future__ import annotations
+
+from pase.backends.jax.plan import JaxPlan
+from pase.frontends.jax.arguments import fixed_devices
+from pase.frontends.jax.frontend import TracedJax
+from pase.frontends.jax.modules import ModuleFunction
+from pase.local.bucket_messages import ProgramSchedule
+from pase.plan.buckets import model_of
+from pase.plan.constraints import Constraints
+from pase.plan.types import PlanData
+
+__all__ = ["jax_plan", "modules_of", "traced_by_jax"]
+
+
+def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
+    """The model on one of the plan's micro-batches, or of so many. Raises PaseError if the plan was loaded without it,
+    or if it is not a JAX program."""
+    from pase.frontends.jax.blocks import micro
+
+    traced = plan.traced_as(
+        TracedJax,
+        "loss_fn, params, batch",
+        "there is no JAX program to constrain: use 'pase emit' to write the plan for other frameworks",
+    )
+    return micro(traced, micro_batches or plan.accumulate)
+
+
+def modules_of(plan: PlanData) -> ModuleFunction | None:
+    """The plan's function if it takes Flax NNX modules."""
+    return plan.traced.modules if isinstance(plan.traced, TracedJax) else None
+
+
+def jax_plan(plan: PlanData) -> JaxPlan:
+    """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
+    pipeline. (For a pipeline, see ``in_stages``.)"""
+    plan.check_emitted()
+    traced = traced_by_jax(plan)
+    names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}
+    return JaxPlan(
+        traced=traced,
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
+        once=plan.once,
+        accesses=plan.accesses,
+        strategy=plan.strategy,
+        schedule=ProgramSchedule.of(plan),
+        gathers_ahead=plan.beside is not None,
+        model=model_of(plan),
+        devices=fixed_devices(plan.traced.shardings)
+        if "fixed" in plan.provenance and isinstance(plan.traced, TracedJax)
+        else None,
+        logical_mesh=plan.mesh,
+        constraints=Constraints(
+            storage={names[p]: t.storage for p, t in (*plan.parameters.items(), *plan.inputs.items())},
+            state={names[p]: t.state for p, t in plan.parameters.items() if t.state is not None},
+            define=plan.define,
+            read=plan.read,
+            copies=plan.copies,
+        ),
+    )

@@ -1,0 +1,278 @@
+"""A plan in JAX for a function of Flax NNX modules: what ``plan.jax`` has, for the user's own objects.
+
+Modules are updated in place, as by ``nnx.jit``: a step writes the new parameters and the next values of all other
+Variables into the module that it was given, and returns it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.check_plans import Against, CheckedStep
+from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.steps.stepper import global_array
+from pase.errors import PaseError, install_line
+from pase.frontends.jax.frontend import TracedJax
+from pase.frontends.jax.leaves import trained
+from pase.frontends.jax.modules import Advanced, ModuleFunction, has_modules, without_variables
+from pase.machine import Mesh
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from optax import GradientTransformation
+
+    from pase.backends.jax.steps.delayed import DelayedStepper
+    from pase.backends.jax.steps.stepper import Stepper
+    from pase.local.types import LocalProgram
+    from pase.plan.gradient_check import GradientCheck
+
+__all__ = ["JaxModulePlan", "ModuleStepper", "of_modules"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxModulePlan:
+    """The plan in JAX, as returned by ``plan.jax``, of a function of Flax NNX modules.
+
+    Gradients are of the ``nnx.Param`` of the first argument and have the form that ``nnx.value_and_grad`` gives them.
+    """
+
+    inner: JaxPlan
+    """The plan of the pure function: ``pase.frontends.jax.modules``."""
+    modules: ModuleFunction
+
+    @property
+    def traced(self) -> TracedJax:
+        return self.inner.traced
+
+    @property
+    def logical_mesh(self) -> Mesh:
+        return self.inner.logical_mesh
+
+    @property
+    def program(self) -> LocalProgram:
+        """The local program: what each device computes and sends."""
+        return self.inner.program
+
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
+        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: all of jax.devices())."""
+        return self.inner.mesh(devices)
+
+    def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
+        """How arguments are stored: NamedShardings, in an ``nnx.State`` for the model; None for modules elsewhere.
+        Warns if no function of the plan was made, which contains the rest of the plan."""
+        params, *batch, state = self.inner.in_shardings(mesh)
+        return self.modules.as_states(params, state), *batch
+
+    def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
+        """How gradients are kept, in their form; None for what is not trained."""
+        return self.modules.with_variables(self.inner.gradient_shardings(mesh))
+
+    def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
+        """Shardings of the optimizer's state, as ``init`` makes it."""
+        return self._as_made(optimizer, self.inner.state_shardings(_transformation(optimizer), mesh))
+
+    def device_put(self, *args: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
+        """Modules and batch, or the first of them, in the plan's layouts. The modules are new ones."""
+        import jax
+
+        opened = self.modules.open(*args)
+        if self.traced.padding:
+            if len(args) < len(self.modules.frames):
+                raise PaseError(
+                    "a plan with padded dims places all arguments at once: device_put(model, *batch)"
+                )
+            params, *batch, state = self.inner.device_put(*opened.arguments, mesh=mesh)
+            return self.modules.rebuilt(params, batch, state)
+        where, *_, held = self.inner._in_shardings(mesh)
+        params, *batch = self.inner.device_put(opened.params, *opened.batch, mesh=mesh)
+        state = jax.tree.map(global_array, opened.state, self.modules.first(len(args), where, held))
+        return self.modules.rebuilt(params, batch, state)
+
+    def init(self, optimizer: GradientTransformation, model: Tree, mesh: JaxMesh | None = None) -> Tree:
+        """The optimizer's state for the trained parameters, in the plan's layouts. It has the form of
+        ``optimizer.init(nnx.state(model, nnx.Param))``, which works too."""
+        opened = self.modules.open(model)
+        return self._as_made(optimizer, self.inner.init(_transformation(optimizer), opened.params, mesh))
+
+    def _as_made(self, optimizer: GradientTransformation, state: Tree) -> Tree:
+        """The optimizer's state as it makes it of Variables."""
+        import jax
+
+        params = self.modules.with_variables(trained(self.inner._shapes()[0]))
+        form = jax.tree.structure(jax.eval_shape(optimizer.init, params))
+        return jax.tree.unflatten(form, jax.tree.leaves(state))
+
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
+        """The user's function under the plan, of one micro-batch. It updates the modules that it is given."""
+        run = self.inner.loss(mesh, lowering=lowering)
+        return lambda *args: self._advanced(args, run)
+
+    def _advanced(self, args: Sequence[Tree], run: Callable[..., Tree]) -> Tree:
+        """What the user's function returns, and the modules updated. run: the pure function."""
+        opened = self.modules.open_all(args)
+        out, advanced = self.modules.returned(run(*opened.arguments), self.traced.has_aux)
+        self.modules.update(opened.modules, advanced)
+        return out
+
+    def value_and_grad(
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., tuple[Tree, Tree]]:
+        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads), as ``nnx.value_and_grad``: the Variables that
+        the function writes are updated in the modules, and ``nnx.Optimizer.update(model, grads)`` takes the gradients.
+        """
+        run = self.inner.value_and_grad(mesh, lowering=lowering)
+
+        def graded(*args: Tree) -> tuple[Tree, Tree]:
+            opened = self.modules.open_all(args)
+            value, grads = run(*opened.arguments)
+            out, advanced = self.modules.returned(value, self.traced.has_aux)
+            self.modules.update(opened.modules, advanced)
+            return out, self.modules.with_variables(grads)
+
+        return graded
+
+    def check(
+        self,
+        model: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: Lowering = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step computes the gradient of the loss, as ``check`` of a function of arrays. Every step of the
+        check begins with the module's state as it is, random streams included, and leaves it so."""
+        opened = self.modules.open_all((model, *batch))
+        return self.inner.check(
+            *opened.arguments,
+            mesh=mesh,
+            lowering=lowering,
+            against=against,
+            seed=seed,
+            most_lines=most_lines,
+            progress=progress,
+        )
+
+    def train_step(
+        self,
+        optimizer: GradientTransformation,
+        mesh: JaxMesh | None = None,
+        *,
+        donate: bool = True,
+        lowering: Lowering = "auto",
+        check: bool = False,
+    ) -> ModuleStepper:
+        """step(model, opt_state, *batch) -> (model, opt_state, loss) for any optax optimizer. If the loss function
+        returns more, the last result is (loss, aux). The model is updated in place and returned; so are other modules
+        among the arguments. The arrays that they had are donated, as is opt_state. check: at the first call, first run
+        ``check``, and raise PaseError if a gradient is off.
+        """
+        pure = _transformation(optimizer)
+        step = self.inner.train_step(pure, mesh, donate=donate, lowering=lowering, check=check)
+        return ModuleStepper(plan=self, inner=step)
+
+    def lower_train_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Tree:
+        """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan."""
+        return self.inner.lower_train_step(_transformation(optimizer), mesh, lowering=lowering)
+
+    def step(
+        self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
+    ) -> Callable[..., Tree]:
+        """f(model, *inputs) -> what the function returns, jitted under the plan, for mode="inference". The Variables
+        that it writes, such as caches, are updated in the modules; donate: the arrays that they had are overwritten."""
+        run = self.inner.step(mesh, donate=donate, lowering=lowering)
+        return lambda *args: self._advanced(args, run)
+
+    @cached_property
+    def apply(self) -> Callable[..., Tree]:
+        """A model that is not trained, over all of jax.devices(): apply(model, *inputs)."""
+        return self.step(donate=False)
+
+    def unpadded(self, model: Tree) -> Tree:
+        """The model, or gradients, without the plan's padding."""
+        if not has_modules(model):
+            return self.modules.with_variables(self.inner.unpadded(without_variables(model)))
+        opened = self.modules.open(model)
+        return self.modules.rebuilt(self.inner.unpadded(opened.params), (), opened.state)[0]
+
+    def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
+        """The model from an orbax checkpoint of ``nnx.state(model)`` (of ``StandardCheckpointer``): parameters and all
+        other Variables, read directly into the plan's layouts. Raises PaseError if the checkpoint is missing, or is of
+        another model."""
+        import jax
+
+        try:
+            import orbax.checkpoint as ocp
+        except ModuleNotFoundError as e:
+            raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
+        (where, *_, held), (params, *_, state) = self.inner._in_shardings(mesh), self.inner._shapes()
+
+        def wanted(x: Tree, sharding: Tree) -> Tree:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        target = self.modules.as_states(
+            jax.tree.map(wanted, params, where), jax.tree.map(wanted, state, held)
+        )
+        try:
+            with ocp.StandardCheckpointer() as checkpointer:
+                found = checkpointer.restore(path, target)
+        except (OSError, ValueError, KeyError) as e:
+            raise PaseError(f"cannot restore the model of '{self.traced.graph.name}' from {path}: {e}") from e
+        return self.modules.of_states(found)
+
+
+def of_modules(plan: JaxPlan) -> JaxPlan | JaxModulePlan:
+    """The plan as given; if its function takes Flax NNX modules, the plan for those."""
+    modules = plan.traced.modules
+    return plan if modules is None else JaxModulePlan(inner=plan, modules=modules)
+
+
+def _transformation(optimizer: GradientTransformation) -> GradientTransformation:
+    if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
+        raise PaseError(
+            f"the optimizer is an optax transformation, not {type(optimizer).__name__}: for nnx.Optimizer(model, tx, "
+            f"wrt=nnx.Param) give tx; to keep the nnx.Optimizer, write the step with plan.jax.value_and_grad()"
+        )
+    return optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleStepper:
+    """A jitted train step on modules; ``JaxModulePlan.train_step`` describes its call."""
+
+    plan: JaxModulePlan
+    inner: Stepper | DelayedStepper | CheckedStep
+    """The step on arrays."""
+
+    def __call__(self, model: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
+        import jax
+
+        modules = self.plan.modules
+        opened = modules.open_all((model, *batch))
+        given = without_variables(opt_state)
+        params, state, value = self.inner(opened.params, given, *opened.batch, opened.state)
+        out, advanced = modules.returned(value, self.plan.traced.has_aux)
+        held = None if advanced is None else advanced.state
+        modules.update(opened.modules, Advanced(state=held, params=params))
+        forms: tuple[Tree, Tree] = jax.tree.structure(given), jax.tree.structure(state)
+        if forms[0] == forms[1]:
+            state = jax.tree.unflatten(jax.tree.structure(opt_state), jax.tree.leaves(state))
+        (updated,) = modules.closed(opened.modules, params)
+        return updated, state, out
+
+    def lower(self, model: Tree, opt_state: Tree, *batch: Tree) -> Tree:
+        """Lower on arrays or shapes, without running. Call ``.compile()`` on the result to compile it."""
+        opened = self.plan.modules.open_all((model, *batch))
+        return self.inner.lower(opened.params, without_variables(opt_state), *opened.batch, opened.state)

@@ -1,0 +1,398 @@
+"""A plan's attention at run time: each device computes its part with the requested kernel, under shard_map.
+
+XLA cannot split a kernel, so the plan's split is written out here. Parts of the batch and of the heads are separate
+attentions. Parts of the queries see all keys; a causal part skips the keys after it. The gradients of keys and values
+are summed over the parts that read them. If queries and keys are split in the same way, the parts form a ring
+(``ring_attention``). A device that lacks the kernel runs the definition instead, split in the same way, with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.ops.attention_kernels import (
+    Attended,
+    AttentionFunctions,
+    CuDNN,
+    Flash,
+    Reference,
+    merged,
+)
+from pase.backends.jax.ops.jaxprs import KEPT
+from pase.backends.jax.ops.ring_attention import RingAttention
+from pase.frontends.jax.attention import AttentionCall
+from pase.frontends.jax.types import Aval
+from pase.ir import SourceLine
+from pase.machine import Mesh
+from pase.plan.accesses import Digits, EquationLayouts
+from pase.pytree import Tree
+from pase.tables.layouts import contiguous_axes
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
+
+__all__ = ["AttentionSplit", "kernel_for", "of_plan", "on_a_device"]
+
+AxisNames = tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSplit:
+    """The mesh axes that split each dim of an attention, major to minor.
+
+    ring: axes that split queries and keys in the same way. Either a ring or a split of the queries alone is used.
+    """
+
+    batch: AxisNames = ()
+    queries: AxisNames = ()
+    ring: AxisNames = ()
+    heads: AxisNames = ()
+    groups: AxisNames = ()
+
+    @property
+    def of_queries(self) -> PartitionSpec:
+        """PartitionSpec of [b, q, kv heads, group, d]; without the last entry, also of the sums."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(self.batch, self.ring or self.queries, self.heads, self.groups)
+
+    @property
+    def of_keys(self) -> PartitionSpec:
+        """PartitionSpec of [b, s, kv heads, d]."""
+        from jax.sharding import PartitionSpec
+
+        return PartitionSpec(self.batch, self.ring, self.heads)
+
+
+def split_of(
+    q: Digits, k: Digits, call: AttentionCall, shapes: Sequence[tuple[int, ...]], sizes: Mapping[str, int]
+) -> AttentionSplit | None:
+    """The split that the layouts of queries and keys express; None if a part is not contiguous.
+
+    shapes: of queries and keys. sizes: of the mesh's axes, in order.
+    """
+    batch, position, head, _ = call.order
+    kv_heads = shapes[1][head]
+    found: dict[str, list[tuple[int, int]]] = {f.name: [] for f in fields(AttentionSplit)}
+    for axis, (of_q, of_k) in enumerate(zip(q, k, strict=True)):
+        if of_q is None and of_k is None:
+            continue
+        if of_q is None or of_q[0] not in (batch, position, head):
+            return None
+        name = {batch: "batch", position: "ring" if of_k else "queries", head: "heads" if of_k else "groups"}[
+            of_q[0]
+        ]
+        blocks = of_q[1] // kv_heads if name == "groups" else of_q[1]
+        found[name].append((blocks, axis))
+    names, out = tuple(sizes), {}
+    for name, digits in found.items():
+        axes = contiguous_axes(digits, tuple(sizes.values()))
+        if axes is None:
+            return None
+        out[name] = tuple(names[a] for a in axes)
+    return AttentionSplit(**out)
+
+
+def kernel_for(call: AttentionCall, platform: str, dtype: np.dtype, source: SourceLine) -> AttentionFunctions:
+    """The kernel that the call requests. If the platform lacks it, the definition, with a warning.
+
+    XLA has no kernel for a ring. There, cuDNN's kernel is used if it takes the dtype.
+    """
+    fits = call.asked == "cudnn" or (call.asked == "xla" and dtype.itemsize == 2)
+    if fits and platform == "gpu":
+        return CuDNN()
+    if call.asked == "flash" and platform == "tpu":
+        assert call.blocks is not None  # the call names them
+        return Flash(blocks=call.blocks)
+    if call.asked != "xla":
+        _said(call, f"which {platform} devices lack", source)
+    return Reference()
+
+
+def _platform(mesh: JaxMesh) -> str:
+    """What the devices are. The mesh inside of a region that is manual over some axes has no devices, but may say what
+    they are; if it does not, they are those that JAX compiles for."""
+    import jax
+
+    if not isinstance(mesh, jax.sharding.AbstractMesh):
+        return mesh.devices.flat[0].platform
+    said = mesh.abstract_device
+    return jax.default_backend() if said is None or said.platform is None else said.platform
+
+
+def _said(call: AttentionCall, why: str, source: SourceLine) -> None:
+    whose = {"cudnn": "cuDNN's kernel", "flash": "Pallas' kernel for TPUs"}[call.asked]
+    warnings.warn(
+        f"the attention at {source or 'an unknown line'} asks for {whose}, {why}: it runs as two "
+        "products and a softmax that keep its scores in memory, and costs more than the kernel that the plan priced",
+        stacklevel=3,
+    )
+
+
+def of_plan(
+    call: AttentionCall,
+    reads: Sequence[str | None],
+    avals: Sequence[Aval],
+    layouts: EquationLayouts | None,
+    axes: Mesh,
+    mesh: JaxMesh,
+    source: SourceLine,
+) -> Callable[..., Array] | None:
+    """The attention as a function of q, k, v, split as in the plan.
+
+    None if XLA is to split it: the call requests XLA's own implementation (and is not a ring), has a bias or a mask, or
+    has parts that are not contiguous. reads, avals: names and avals of its operands. axes: the plan's, of which the
+    layouts are; the mesh may have others, such as that of stages.
+    """
+    split = _split(call, reads, [a.shape for a in avals], layouts, axes, mesh)
+    if call.asked == "xla" and (split is None or not split.ring):
+        return None
+    if split is None:
+        _said(call, "which here is not split with what else it reads, or not into such parts", source)
+        return None
+    kernel = kernel_for(call, _platform(mesh), avals[0].dtype, source)
+    run = _DeviceShare(
+        kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh
+    ).differentiable()
+    return _ordered(call, run)
+
+
+def on_a_device(
+    call: AttentionCall,
+    operands: Sequence[tuple[tuple[int, ...], Digits]],
+    mesh: JaxMesh,
+    source: SourceLine,
+    dtype: np.dtype,
+) -> Callable[..., Array] | None:
+    """The attention as a function of one device's parts, within a ``shard_map``; None if its split cannot be written
+    out.
+
+    The gradients of keys and values are summands, one from each part of queries and groups that reads them. operands:
+    shapes and layouts of all operands.
+    """
+    (q, of_q), (k, of_k), *_ = operands
+    split = split_of(of_q, of_k, call, (q, k), dict(mesh.shape))
+    if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
+        return None
+    if len(operands) > 3:  # by JAX's own definition
+        return None if split.ring or (call.causal and split.queries) else _beside(call)
+    kernel = kernel_for(call, _platform(mesh), dtype, source)
+    local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
+    return _ordered(call, local.on_a_device())
+
+
+def _beside(call: AttentionCall) -> Callable[..., Array]:
+    """Attention with a bias or a mask, which come after queries, keys and values."""
+    import jax
+
+    def attention(q: Array, k: Array, v: Array, *beside: Array) -> Array:
+        masks = [x for x in beside if x.dtype == bool]
+        bias = next((x for x in beside if x.dtype != bool), None)
+        return jax.nn.dot_product_attention(
+            q,
+            k,
+            v,
+            bias=bias,
+            mask=masks[0] if masks else None,
+            is_causal=call.causal,
+            scale=call.scale,
+            implementation="xla",
+        )
+
+    return attention
+
+
+def _ordered(call: AttentionCall, run: Callable[..., Array]) -> Callable[..., Array]:
+    """``run``, which takes [b, q, kv heads, group, d] and [b, s, kv heads, d], applied to arrays in the call's dim
+    order.
+    """
+    order = tuple(
+        sorted(range(4), key=lambda i: call.order[i])
+    )  # where each dim of (b, q, h, d) goes back to
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (x.transpose(call.order) for x in (q, k, v))
+        b, t, _, d = q.shape
+        kv_heads = k.shape[2]
+        out = run(q.reshape(b, t, kv_heads, -1, d), k, v)
+        return out.reshape(b, t, -1, v.shape[-1]).transpose(order)
+
+    return attention
+
+
+def _split(
+    call: AttentionCall,
+    reads: Sequence[str | None],
+    shapes: Sequence[tuple[int, ...]],
+    layouts: EquationLayouts | None,
+    axes: Mesh,
+    mesh: JaxMesh,
+) -> AttentionSplit | None:
+    """The plan's split, if it can be written out. None with a bias or a mask, or for a tensor that is read twice."""
+    if layouts is None or len(reads) != 3 or reads[0] in (None, *reads[1:]):
+        return None
+    q, k = (layouts.reads.get(name or "") for name in reads[:2])
+    if q is None or k is None:
+        return None
+    split = split_of(q, k, call, shapes, dict(zip(axes.names, axes.sizes, strict=True)))
+    unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
+    if split is None or (call.causal and split.queries and unequal):
+        return None
+    outside = set(mesh.manual_axes)  # of a region around it, whose devices have their parts already
+    left = ((f.name, tuple(a for a in getattr(split, f.name) if a not in outside)) for f in fields(split))
+    return AttentionSplit(**dict(left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeviceShare:
+    """What each device computes and returns."""
+
+    kernel: AttentionFunctions
+    split: AttentionSplit
+    causal: bool
+    scale: float
+    mesh: JaxMesh
+
+    def differentiable(self) -> Callable[..., Array]:
+        """f(q, k, v) on whole arrays, with its own derivative rule, because kernels have none for a split attention."""
+        import jax
+        from jax.ad_checkpoint import checkpoint_name
+
+        of_q, of_k = self.split.of_queries, self.split.of_keys
+
+        def mapped(fn: Callable[..., Tree], ins: Sequence[PartitionSpec], outs: Tree) -> Callable[..., Tree]:
+            axes = set(self.mesh.axis_names) - set(self.mesh.manual_axes)
+            return jax.shard_map(
+                fn, mesh=self.mesh, in_specs=ins, out_specs=outs, axis_names=axes, check_vma=False
+            )
+
+        left = (of_q, of_k, of_k, of_q)  # queries, keys, values and the sums' logarithms
+        forward = mapped(self._forward, left[:3], (of_q, left))
+        backward = mapped(self._backward, (*left, of_q, of_q), left[:3])
+
+        @jax.custom_vjp
+        def attention(q: Array, k: Array, v: Array) -> Array:
+            return forward(q, k, v)[0]
+
+        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+            # Named, so that a policy that keeps the result need not run the kernel again for its sums.
+            result, (q, k, v, sums) = forward(q, k, v)
+            result, sums = checkpoint_name(result, KEPT), checkpoint_name(sums, KEPT)
+            return result, (q, k, v, sums, result)
+
+        attention.defvjp(kept, lambda given, gradient: backward(*given, gradient))
+        return attention
+
+    def on_a_device(self) -> Callable[..., Array]:
+        """f(q, k, v) on this device's parts. Its gradients of keys and values are summands."""
+        import jax
+
+        @jax.custom_vjp
+        def attention(q: Array, k: Array, v: Array) -> Array:
+            return self._forward(q, k, v)[0]
+
+        def kept(q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+            result, left = self._forward(q, k, v)
+            return result, (*left, result)
+
+        def pulled(given: tuple[Array, ...], gradient: Array) -> tuple[Array, Array, Array]:
+            q, k, v, sums, result = given
+            return self._summands(q, k, v, sums, result, gradient)
+
+        attention.defvjp(kept, pulled)
+        return attention
+
+    def _parts(self) -> int:
+        return math.prod(self.mesh.shape[a] for a in self.split.queries) if self.causal else 1
+
+    def _ring(self) -> RingAttention | None:
+        axes = self.split.ring
+        if not axes:
+            return None
+        devices = math.prod(self.mesh.shape[a] for a in axes)
+        return RingAttention(
+            kernel=self.kernel, axes=axes, devices=devices, causal=self.causal, scale=self.scale
+        )
+
+    def _forward(self, q: Array, k: Array, v: Array) -> tuple[Array, tuple[Array, ...]]:
+        """(result, residuals for backward)"""
+        import jax
+
+        if (ring := self._ring()) is not None:
+            return ring.forward(q, k, v)
+
+        def part(i: int) -> Callable[[], tuple[Array, Array]]:
+            return lambda: self._part_forward(i, q, k, v)
+
+        if self._parts() == 1:
+            result, sums = self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
+        else:
+            here = jax.lax.axis_index(self.split.queries)
+            result, sums = jax.lax.switch(here, [part(i) for i in range(self._parts())])
+        return result, (q, k, v, sums)
+
+    def _part_forward(self, i: int, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+        """The i-th part of the queries: all keys before it, and its own keys under the mask."""
+        own = slice(i * q.shape[1], (i + 1) * q.shape[1])
+        done = self.kernel.forward(q, k[:, own], v[:, own], causal=True, scale=self.scale)
+        if i == 0:
+            return done
+        before = slice(0, own.start)
+        return merged(
+            done, self.kernel.forward(q, k[:, before], v[:, before], causal=False, scale=self.scale)
+        )
+
+    def _backward(
+        self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        """Gradients of q, k and v, summed over the parts that read keys and values."""
+        import jax
+
+        dq, dk, dv = self._summands(q, k, v, sums, result, gradient)
+        over = (*self.split.queries, *self.split.groups)
+        return (dq, jax.lax.psum(dk, over), jax.lax.psum(dv, over)) if over else (dq, dk, dv)
+
+    def _summands(
+        self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        import jax
+
+        if (ring := self._ring()) is not None:
+            dq, *of_keys = ring.backward(q, k, v, sums, result, gradient)
+        elif self._parts() == 1:
+            done = Attended(q, k, v, result, sums)
+            dq, *of_keys = self.kernel.backward(done, gradient, causal=self.causal, scale=self.scale)
+        else:
+
+            def part(i: int) -> Callable[[], tuple[Array, Array, Array]]:
+                return lambda: self._part_backward(i, q, k, v, result, sums, gradient)
+
+            dq, *of_keys = jax.lax.switch(
+                jax.lax.axis_index(self.split.queries), [part(i) for i in range(self._parts())]
+            )
+        dk, dv = of_keys
+        return dq, dk, dv
+
+    def _part_backward(
+        self, i: int, q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array
+    ) -> tuple[Array, Array, Array]:
+        import jax.numpy as jnp
+
+        own = slice(i * q.shape[1], (i + 1) * q.shape[1])
+        done = Attended(q, k[:, own], v[:, own], result, sums)
+        dq, dk, dv = self.kernel.backward(done, gradient, causal=True, scale=self.scale)
+        if i:
+            before = slice(0, own.start)
+            done = Attended(q, k[:, before], v[:, before], result, sums)
+            more, *first = self.kernel.backward(done, gradient, causal=False, scale=self.scale)
+            dq = dq + more
+            dk, dv = (jnp.concatenate(pair, axis=1) for pair in zip(first, (dk, dv), strict=True))
+        after = ((0, 0), (0, k.shape[1] - own.stop), (0, 0), (0, 0))
+        return dq, jnp.pad(dk, after), jnp.pad(dv, after)

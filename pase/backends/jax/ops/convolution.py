@@ -1,0 +1,116 @@
+"""A plan's grouped convolutions at run time: each device computes its own examples and groups, under shard_map.
+
+XLA's partitioner (jaxlib 0.10.2) gathers the operands of a grouped convolution, images included, and every device
+computes the whole: eight times the work on eight devices. If each group has one channel in and one out, it does split
+it. But of any grouped convolution it multiplies the filter's gradient by the size of each mesh axis that splits nothing
+while another axis splits images. Images and groups do not exchange data, so the plan's split is written out here. If
+several devices read one part of the weights, its gradient is summed over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.frontends.jax.types import Eqn
+from pase.frontends.jax.versions import source_line
+from pase.machine import Mesh
+from pase.plan.accesses import Digits, EquationLayouts
+from pase.plan.constraints import Placement
+from pase.tables.layouts import contiguous_axes
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
+
+__all__ = ["of_plan", "placement_of", "spec_of"]
+
+
+def of_plan(
+    eqn: Eqn,
+    reads: Sequence[str | None],
+    makes: Sequence[str],
+    layouts: EquationLayouts,
+    axes: Mesh,
+    mesh: JaxMesh,
+) -> Callable[..., Array] | None:
+    """The equation as a function of its operands, split as in the plan.
+
+    None if XLA is to split it: it has no groups, its windows are split, or nothing is. reads, makes: names of its
+    operands and results. axes: the plan's, which the layouts are of; the mesh may have others, such as that of stages.
+    Raises PaseError if XLA would be wrong.
+    """
+    if len(set(reads)) != 2:
+        return None
+    groups, numbers = eqn.params["feature_group_count"], eqn.params["dimension_numbers"]
+    if groups == 1 or eqn.params["batch_group_count"] != 1:
+        return None
+    x, w = (layouts.reads.get(name or "") for name in reads)
+    out = layouts.writes.get(makes[0])
+    if x is None or w is None or out is None or all(d is None for d in out):
+        return None
+    by_group = numbers.lhs_spec[1], numbers.rhs_spec[0], numbers.out_spec[1]
+    parts, idle, mapped, sizes = 1, False, True, dict(zip(axes.names, axes.sizes, strict=True))
+    for axis, digits in zip(sizes, zip(x, w, out, strict=True), strict=True):
+        dims = tuple(None if d is None else d[0] for d in digits)
+        if dims == by_group:
+            parts *= sizes[axis]
+        elif dims == (None, None, None):
+            idle = idle or sizes[axis] > 1
+        else:
+            mapped = mapped and dims in _apart(eqn)
+    specs = [spec for digits in (x, w, out) if (spec := spec_of(digits, sizes)) is not None]
+    if mapped and len(specs) == 3 and groups % parts == 0:
+        return _mapped(eqn, groups // parts, specs, mesh)
+    if idle:
+        raise PaseError(
+            f"the grouped convolution at {source_line(eqn)} is split over {x} and leaves a mesh axis idle: XLA's "
+            f"partitioner would multiply its filter's gradient. Use lowering='manual', or another mesh"
+        )
+    return None
+
+
+def _apart(eqn: Eqn) -> list[tuple[int, None, int]]:
+    """(dim of the operand, none of the filter, dim of the result) along which results do not share elements: images,
+    and places along which the filter has one element."""
+    p, numbers = eqn.params, eqn.params["dimension_numbers"]
+    filters = eqn.invars[1].aval.shape
+    found = [(numbers.lhs_spec[0], None, numbers.out_spec[0])]
+    moved = zip(p["window_strides"], p["padding"], p["lhs_dilation"], strict=True)
+    for k, how in enumerate(moved, 2):
+        if filters[numbers.rhs_spec[k]] == 1 and how == (1, (0, 0), 1):
+            found.append((numbers.lhs_spec[k], None, numbers.out_spec[k]))
+    return found
+
+
+def _mapped(eqn: Eqn, groups: int, specs: Sequence[PartitionSpec], mesh: JaxMesh) -> Callable[..., Array]:
+    import jax
+
+    def part(x: Array, w: Array) -> Array:
+        return eqn.primitive.bind(x, w, **{**eqn.params, "feature_group_count": groups})
+
+    return jax.shard_map(part, mesh=mesh, in_specs=tuple(specs[:2]), out_specs=specs[2], check_vma=False)
+
+
+def spec_of(digits: Digits, sizes: Mapping[str, int]) -> PartitionSpec | None:
+    """A layout as a PartitionSpec; None if an axis selects parts that are not contiguous."""
+    from jax.sharding import PartitionSpec
+
+    found = placement_of(digits, sizes)
+    return None if found is None else PartitionSpec(*found)
+
+
+def placement_of(digits: Digits, sizes: Mapping[str, int]) -> Placement | None:
+    """A layout as the axes of each dim, up to the last that is split; None if an axis selects parts that are not
+    contiguous."""
+    names, last = tuple(sizes), max((d[0] for d in digits if d is not None), default=-1)
+    parts = []
+    for dim in range(last + 1):
+        held = ((d[1], axis) for axis, d in enumerate(digits) if d is not None and d[0] == dim)
+        axes = contiguous_axes(held, tuple(sizes.values()))
+        if axes is None:
+            return None
+        parts.append(tuple(names[a] for a in axes))
+    return tuple(parts)

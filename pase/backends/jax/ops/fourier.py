@@ -1,0 +1,58 @@
+"""Fourier transforms at run time: all dims that are not transformed are one dim.
+
+XLA for CPUs (jaxlib 0.10.2) may give an fft with two or more batch dims an operand whose batch dims lie in another
+order than the shape says, and its runtime then refuses to run the program (RET_CHECK in fft_thunk.cc). With one batch
+dim in front of the transformed ones there is no other order, in the transpose of the transform, too. Under annotations,
+the batch dims may be split over different axes, so that merging them would move data: each device merges its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.ops.convolution import spec_of
+from pase.frontends.jax.types import Eqn
+from pase.machine import Mesh
+from pase.plan.accesses import EquationLayouts
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+
+__all__ = ["of_plan", "transformed"]
+
+
+def transformed(eqn: Eqn, x: Array) -> Array:
+    """The fft of an array, whole or a part along its batch dims, with its batch dims merged."""
+    batch = x.shape[: x.ndim - len(eqn.params["fft_lengths"])]
+    if len(batch) < 2:
+        return eqn.primitive.bind(x, **eqn.params)
+    out = eqn.primitive.bind(x.reshape(-1, *x.shape[len(batch) :]), **eqn.params)
+    return out.reshape(*batch, *out.shape[1:])
+
+
+def of_plan(
+    eqn: Eqn,
+    reads: Sequence[str | None],
+    makes: Sequence[str],
+    layouts: EquationLayouts,
+    axes: Mesh,
+    mesh: JaxMesh,
+) -> Callable[..., Array] | None:
+    """The equation as a function of its operand, split as in the plan. None if XLA is to split it: the plan has no
+    layout for it. reads, makes: names of its operand and result. axes: the plan's, which the layouts are of."""
+    import jax
+
+    read, made = layouts.reads.get(reads[0] or ""), layouts.writes.get(makes[0])
+    if read is None or made is None:
+        return None
+    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    before, after = spec_of(read, sizes), spec_of(made, sizes)
+    if before is None or after is None:
+        return None
+
+    def part(x: Array) -> Array:
+        return transformed(eqn, x)
+
+    return jax.shard_map(part, mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False)

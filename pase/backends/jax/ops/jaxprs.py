@@ -1,0 +1,75 @@
+"""Equations of a jaxpr: what a block of them reads and makes, and those that a plan takes the place of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import is_literal, source_line
+from pase.ir.blocks import Block
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["KEPT", "boundary", "noted", "of_operand", "places_only", "unmerged"]
+
+KEPT = "pase_kept"
+"""The name of results that are kept for backward if only cheap work is recomputed. The policy asks for this name."""
+
+_NOTE = "pase was at"
+
+
+def boundary(jaxpr: Jaxpr, block: Block) -> tuple[list[Var], list[Var]]:
+    """Variables that a block of equations reads from outside, and variables that it makes for use outside."""
+    mine = jaxpr.eqns[block.start : block.stop]
+    made = dict.fromkeys(v for e in mine for v in e.outvars)
+    reads = dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in made)
+    after = [v for e in jaxpr.eqns[block.stop :] for v in e.invars] + list(jaxpr.outvars)
+    wanted = {v for v in after if not is_literal(v)}
+    return list(reads), [v for v in made if v in wanted]
+
+
+def places_only(eqn: Eqn) -> bool:
+    """Whether an equation only says on which devices its operands are to lie, which is the plan's to say.
+
+    A device_put to another kind of memory is not one of them.
+    """
+    import jax
+
+    def same_memory(to: object) -> bool:
+        kind = getattr(to, "memory_kind", None)
+        return not isinstance(to, jax.memory.Space) and kind in (None, "device")
+
+    if eqn.primitive.name == "device_put":
+        return all(map(same_memory, eqn.params["devices"]))
+    return eqn.primitive.name == "sharding_constraint"
+
+
+def unmerged(x: Array) -> Array:
+    """The operand of a scatter on a part of an array, behind a barrier.
+
+    XLA merges a slice that makes the part with the one that a single update reads, as if the update were inside. One
+    that is outside, and is dropped, then writes another row over the part's first or last (JAX 0.10.2, on a CPU).
+    """
+    import jax
+
+    return jax.lax.optimization_barrier(x)
+
+
+@contextmanager
+def noted(eqn: Eqn) -> Iterator[None]:
+    """An error that is raised inside says in a note which equation it was, and where the user wrote it."""
+    try:
+        yield
+    except Exception as e:
+        if not any(n.startswith(_NOTE) for n in getattr(e, "__notes__", ())):
+            e.add_note(f"{_NOTE} '{eqn.primitive.name}' at {source_line(eqn) or 'an unknown line'}")
+        raise
+
+
+def of_operand(eqn: Eqn, i: int) -> Eqn:
+    """The part of an equation that makes result i from operand i alone."""
+    each = {k: (eqn.params[k][i],) for k in ("devices", "srcs", "copy_semantics") if k in eqn.params}
+    return eqn.replace(invars=[eqn.invars[i]], outvars=[eqn.outvars[i]], params=eqn.params | each)

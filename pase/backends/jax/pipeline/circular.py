@@ -1,0 +1,266 @@
+"""A pipelined plan in JAX as one program, the circular schedule: one scan whose every turn runs all stages at once.
+
+The stages are stacked along a mesh axis of their own, ``stage``. In a turn each rank runs its stage on the micro-batch
+that it has (``vmap`` over the stacked stages), then activations move on by one rank (a roll of the stack, which XLA
+turns into a permutation). What comes before and after the layers runs before and after the scan, with the micro-batches
+spread over the ranks. ``jax.grad`` goes through all of it. (praxis, layers/pipeline.py, LayerwiseShardablePipelined.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.pipeline.stages import Stage, StageWeight, stages_of
+from pase.backends.jax.pipeline.unreduced import Lanes, lanes_of
+from pase.backends.jax.plan import JaxPlan
+from pase.backends.jax.spmd.lower import Lowering
+from pase.backends.jax.steps.micro_batches import micro_batch_stack, stacked_outs
+from pase.errors import PaseError
+from pase.frontends.jax.blocks import loop_line, loops_of, split_inputs, why_no_program
+from pase.frontends.jax.contexts import in_any_context
+from pase.machine import Mesh
+from pase.plan.constraints import Placement
+from pase.plan.pipeline import PipelinePlan
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
+
+
+__all__ = ["JaxCircular", "circular_of"]
+
+STAGE = "stage"
+"""The mesh axis of the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxCircular(JaxPlan):
+    """A plan whose schedule is circular, as returned by ``plan.jax``. Parameters keep the model's own pytree: stacks of
+    layers are split over the ranks, the others are on all of them. ``split``: the model on one rank's mesh."""
+
+    pipeline: PipelinePlan
+    split: JaxPlan
+
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
+        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux)."""
+        _annotated(lowering)
+        self._functions.append("loss")
+        return in_any_context(_CircularLoss(plan=self, mesh=self.mesh() if mesh is None else mesh))
+
+    def value_and_grad(
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., Tree]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads), laid out as in ``gradient_shardings``."""
+        _annotated(lowering)
+        self._functions.append("value_and_grad")
+        mesh = self.mesh() if mesh is None else mesh
+        return in_any_context(self.graded(_CircularLoss(plan=self, mesh=mesh), mesh))
+
+    def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+        _annotated(lowering)
+        return ("annotated",)
+
+    def gathered(self, tree: Tree) -> Tree:
+        """A tree of parameters, gradients or an optimizer's state on the host, as of a plan in stages."""
+        import jax
+        import numpy as np
+
+        return jax.tree.map(np.asarray, tree)
+
+    @cached_property
+    def by_lane(self) -> Lanes | None:
+        """Where gradients are summed over the batch's devices once a step, and not in each turn."""
+        return lanes_of(self.pipeline, (self.split,), None)
+
+    @cached_property
+    def stages(self) -> tuple[Stage, Stage, Stage]:
+        """What comes before the layers, a rank's layers, and what comes after; of one lane, if there are lanes."""
+        return _stages_of(self.split if self.by_lane is None else self.by_lane.splits[0], self.pipeline)
+
+
+def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
+    """A circular pipeline in JAX's terms. split: the model on one micro-batch, on one rank's mesh. Raises PaseError if
+    it cannot be one program."""
+    p, traced = pipeline, split.traced
+    if p.chunks > 1 or p.micro_batches % p.degree:
+        raise PaseError(
+            f"the circular schedule runs as one program with one stage on each rank and a multiple of {p.degree} "
+            f"micro-batches, not with {p.chunks} and {p.micro_batches}"
+        )
+    if len(set(p.cuts)) > 1 or len({s.strategy for s in p.stages}) > 1:
+        raise PaseError(
+            f"the circular schedule runs one stage's program on all ranks, but these have {p.cuts} blocks in "
+            f"{len({s.strategy for s in p.stages})} splits: choose another schedule"
+        )
+    leaf, inner, c = split.leaf_names(), split.logical_mesh, split.constraints
+    stacks = {leaf[w.leaf] for w in _stages_of(split, p)[1].weights if w.rows is not None}
+
+    def over_ranks(name: str, where: Placement) -> Placement:
+        return ((STAGE,), *where[1:]) if name in stacks else where
+
+    stored = {name: over_ranks(name, c.storage.get(name, ())) for name in {*c.storage, *stacks}}
+    return JaxCircular(
+        traced=traced,
+        logical_mesh=Mesh(names=(STAGE, *inner.names), sizes=(p.degree, *inner.sizes)),
+        constraints=replace(
+            c, storage=stored, state={name: over_ranks(name, where) for name, where in c.state.items()}
+        ),
+        accumulate=p.micro_batches,
+        blocks=split.blocks,
+        pipeline=p,
+        split=split,
+    )
+
+
+def _annotated(lowering: Lowering) -> None:
+    if lowering == "manual":
+        raise PaseError("the circular schedule does not support lowering='manual' yet")
+
+
+def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
+    """The parts of the program, with equal stages between the ends. Raises PaseError if there are none."""
+    traced = split.traced
+    loops = loops_of(traced, sum(p.cuts))
+    if p.narrow or len(loops) != 1:
+        raise PaseError(
+            f"'{traced.graph.name}' cannot be run as one program: the circular schedule needs one loop over its layers "
+            f"(scan), and it has {len(loops)} of {sum(p.cuts)} turns: write the layers as a loop, or choose another "
+            f"schedule"
+        )
+    first, *layers, last = stages_of(traced, split.leaf_names(), (0, *p.cuts, 0), split.blocks)
+    stacked = [(w.leaf, w.rows is None) for w in layers[0].weights]
+    if len({s.alike for s in layers}) > 1 or any(
+        w.rows is not None and w.rows[0] != k * n
+        for k, (s, n) in enumerate(zip(layers, p.cuts, strict=True))
+        for w in s.weights
+    ):
+        why = why_no_program(traced, sum(p.cuts)) or "is not alike in all stages, which read other values"
+        raise PaseError(
+            f"'{traced.graph.name}' cannot be run as one program: the loop over its layers at "
+            f"{loop_line(traced, sum(p.cuts))} {why}: choose another schedule than circular"
+        )
+    assert all([(w.leaf, w.rows is None) for w in s.weights] == stacked for s in layers)
+    return first, layers[0], last
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _CircularLoss:
+    """loss(params, *batch) on a mesh. Values of stages have leading dims [ranks, lanes] (no lanes: [ranks])."""
+
+    plan: JaxCircular
+    mesh: JaxMesh
+
+    def __call__(self, *args: Tree) -> Tree:
+        import jax
+        import jax.numpy as jnp
+
+        plan, m, p = self.plan, self.plan.accumulate, self.plan.pipeline.degree
+        leaves = plan.checked(args, full=True)
+        n = len(plan.traced.param_paths)
+        batch = [self._micro_batches(i, x) for i, x in enumerate(leaves[n:])]
+        before, layers, after = plan.stages
+
+        def each(stage: Stage, xs: Sequence[Array]) -> list[Array]:
+            """An end of the model on all micro-batches, as many at a time as there are ranks."""
+            weights, run = self._weights(stage, leaves), self._mapped(stage)
+            groups = [self._laid(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
+            mine = [self._laid(batch[i].reshape(m // p, p, *batch[i].shape[1:]), 1) for i in stage.batch]
+            _, outs = jax.lax.scan(lambda _, x: (None, run(weights, x[0], x[1])), None, (mine, groups))
+            return [y.reshape(m, *y.shape[2:]) for y in outs]
+
+        entered = each(before, [])
+        weights, run, turns = self._weights(layers, leaves), self._mapped(layers), m + p - 1
+        rank = jnp.arange(p)
+        # Idle ranks work on real numbers: on zeros a norm's derivative may be infinite, and 0 · inf is not a number.
+        fed = [x[jnp.minimum(jnp.arange(turns), m - 1)] for x in entered]
+        fed = [
+            self._laid(jnp.pad(x[:, None], [(0, 0), (0, p - 1)] + [(0, 0)] * (x.ndim - 1)), 1) for x in fed
+        ]
+        begin = [self._laid(jnp.broadcast_to(x[0], (p, *x.shape[1:])), 0) for x in entered]
+
+        def turn(held: list[Array], given: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+            t, new = given
+            x = [
+                jnp.where((rank == 0).reshape(p, *[1] * (a.ndim - 1)), b, a)
+                for a, b in zip(held, new, strict=True)
+            ]
+            at = jnp.clip(t - rank, 0, m - 1)
+            mine = [self._laid(jnp.take(batch[i], at, axis=0), 0) for i in layers.batch]
+            made = run(weights, mine, x)
+            return [self._laid(jnp.roll(y, 1, axis=0), 0) for y in made], made
+
+        _, made = jax.lax.scan(turn, begin, (jnp.arange(turns), fed))
+        outs = each(after, [y[p - 1 :, p - 1] for y in made])
+        loss, rest = jnp.mean(outs[0]), outs[1:]
+        return stacked_outs(plan, [loss, *rest], []) if plan.traced.has_aux else loss
+
+    def _mapped(self, stage: Stage) -> Callable[..., list[Array]]:
+        """The stage on all ranks, and for each lane."""
+        import jax
+
+        plan, lanes = self.plan, self.plan.by_lane
+        walk = JaxprWalk(plan=plan.split if lanes is None else lanes.splits[0], mesh=self.mesh)
+
+        def run(weights: list[Array], batch: list[Array], entered: list[Array]) -> list[Array]:
+            return stage.run(walk, weights, batch, entered)
+
+        if lanes is not None:
+            run = jax.vmap(run, spmd_axis_name=lanes.axes)
+        mapped: Callable[..., list[Array]] = jax.vmap(run, spmd_axis_name=STAGE)
+        return mapped
+
+    def _weights(self, stage: Stage, leaves: Sequence[Array]) -> list[Array]:
+        """A stage's weights with a part, or a copy, for each rank and lane: gradients are then summed over these after
+        the scan, once, and not in each turn."""
+        return [self._copied(leaves[w.leaf], w) for w in stage.weights]
+
+    def _copied(self, x: Array, w: StageWeight) -> Array:
+        import jax.numpy as jnp
+
+        p = self.plan.pipeline.degree
+        if w.rows is None:
+            x = jnp.broadcast_to(x, (p, *x.shape))
+        else:
+            x = x.reshape(p, x.shape[0] // p, *x.shape[1:])
+        spec = tuple(self._spec(w.leaf))
+        if self.plan.by_lane is not None:
+            x = jnp.broadcast_to(x[:, None], (p, self.plan.by_lane.many, *x.shape[1:]))
+        return self._laid(x, 0, spec if w.rows is None else (None, *spec[1:]))
+
+    def _spec(self, leaf: int) -> PartitionSpec:
+        """A parameter's layout on one rank, for a lane."""
+        plan = self.plan
+        split = plan.split if plan.by_lane is None else plan.by_lane.splits[0]
+        return split.spec(plan.split.constraints.storage.get(split.leaf_names()[leaf], ()))
+
+    def _micro_batches(self, i: int, x: Array) -> Array:
+        """A leaf of the batch, [micro-batches, …], or [micro-batches, lanes, …]: with a copy for each if the leaf has
+        no examples."""
+        import jax
+        import jax.numpy as jnp
+
+        plan, m, lanes = self.plan, self.plan.accumulate, self.plan.by_lane
+        if not split_inputs(plan.traced)[i]:
+            return jnp.broadcast_to(x, (m, *(() if lanes is None else (lanes.many,)), *x.shape))
+        home = jax.tree.leaves(plan._in_shardings(self.mesh)[1:])[i]
+        x = micro_batch_stack(x, m, home, self.mesh)
+        return x if lanes is None else x.reshape(m, lanes.many, x.shape[1] // lanes.many, *x.shape[2:])
+
+    def _laid(self, x: Array, dim: int, rest: Sequence[object] | None = None) -> Array:
+        """The value with this dim over the ranks and the next one over lanes. rest: the layout of the dims after them;
+        None: whatever XLA finds best."""
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        lanes = () if self.plan.by_lane is None else (self.plan.by_lane.axes,)
+        free = PartitionSpec.UNCONSTRAINED
+        many = x.ndim - dim - 1 - len(lanes)
+        tail = [free] * many if rest is None else [*rest, *[None] * (many - len(rest))]
+        spec = PartitionSpec(*[None] * dim, STAGE, *lanes, *tail)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

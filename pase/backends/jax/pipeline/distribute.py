@@ -1,0 +1,270 @@
+"""Run a function on arrays that stay on their several ranks: an optimizer's update of a model in stages.
+
+The function is traced once as a whole. Each equation runs on the ranks that have all of its operands. Operands that no
+single rank has together must be numbers (such as the norm of all gradients), which are sent. There is therefore one
+program for each rank and for each time that numbers are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.pipeline.arrays import Home, joined, on_rank
+from pase.backends.jax.pipeline.programs import flat
+from pase.errors import PaseError
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import function_of, is_dropped, is_literal, literal_array, opened
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+
+__all__ = ["OnRanks"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnRanks:
+    """fn: from flat arrays to flat arrays. given: shapes of its arguments. homes, out_homes: where arrays are.
+
+    parts: for an argument that is a part of a stack, (which stack, which part). laid: layouts that arguments are
+    brought into first. donate: whether the memory of the arguments may be reused.
+    """
+
+    fn: Callable[..., Sequence[Array]]
+    given: tuple[ShapeDtypeStruct, ...]
+    homes: tuple[Home, ...]
+    out_homes: tuple[Home, ...]
+    ranks: int
+    parts: Mapping[int, tuple[str, int]]
+    laid: Mapping[int, Home]
+    donate: bool
+
+    def __call__(self, args: Sequence[Array]) -> list[Array]:
+        jaxpr = self._traced
+        have: dict[tuple[Var, int], Array] = {}
+        for v, x, home in zip(jaxpr.invars, args, self.homes, strict=True):
+            for r in home.ranks:
+                have[v, r] = on_rank(x, home, r)
+        for (_, rank), (reads, makes, run, donated) in self._programs.items():
+            values = [self._at(have, v, rank) for v in reads]
+            kept = [x for x, d in zip(values, donated, strict=True) if not d]
+            made = run([x for x, d in zip(values, donated, strict=True) if d], kept)
+            have.update({(v, rank): x for v, x in zip(makes, made, strict=True)})
+        return [
+            joined([self._out(have, v, r, home) for r in home.ranks], home)
+            for v, home in zip(jaxpr.outvars, self.out_homes, strict=True)
+        ]
+
+    def _out(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, home: Home) -> Array:
+        import jax
+
+        if is_literal(v):
+            return jax.device_put(literal_array(v), home.on(rank))
+        jaxpr, consts = opened(self._closed)
+        if v in jaxpr.constvars:
+            return jax.device_put(consts[jaxpr.constvars.index(v)], home.on(rank))
+        return jax.device_put(self._at(have, v, rank), home.on(rank))
+
+    def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
+        """The value on a rank: its own, or a number from another rank."""
+        import jax
+        from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+        if (v, rank) in have:
+            return have[v, rank]
+        source = next(have[v, r] for r in range(self.ranks) if (v, r) in have)
+        home = self.homes[0]
+        return jax.device_put(source, NamedSharding(Mesh(home.grid[rank], home.names), PartitionSpec()))
+
+    @cached_property
+    def _closed(self) -> ClosedJaxpr:
+        import jax
+
+        closed = flat(jax.make_jaxpr(self.fn)(*self.given))
+        _check_rows(opened(closed)[0], self.parts)
+        return closed
+
+    @property
+    def _traced(self) -> Jaxpr:
+        return opened(self._closed)[0]
+
+    @cached_property
+    def _runs(self) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
+        """(equation -> the ranks that run it, equation -> how often numbers were sent before it)."""
+        jaxpr = self._traced
+        everywhere = frozenset(range(self.ranks))
+        home: dict[Var, frozenset[int]] = {
+            v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.homes, strict=True)
+        }
+        level: dict[Var, int] = {}
+        can: dict[int, frozenset[int]] = {}
+        late: dict[int, int] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            reads = [v for v in eqn.invars if not is_literal(v)]
+            big = [v for v in reads if v.aval.size > 1]
+            ranks = everywhere.intersection(*(home.get(v, everywhere) for v in reads))
+            if not ranks:
+                ranks = everywhere.intersection(*(home.get(v, everywhere) for v in big))
+                if not big:
+                    ranks = frozenset({min(min(home.get(v, everywhere)) for v in reads)})
+            if not ranks:
+                raise PaseError(
+                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on "
+                    "parameters of several stages at once; only scalars, such as a norm, may depend on all of them"
+                )
+            can[i] = ranks
+            late[i] = max(
+                (level.get(v, 0) + (not ranks <= home.get(v, everywhere)) for v in reads), default=0
+            )
+            for v in eqn.outvars:
+                home[v], level[v] = ranks, late[i]
+        need: dict[Var, set[int]] = {}
+        for v, h in zip(jaxpr.outvars, self.out_homes, strict=True):
+            if not is_literal(v):
+                need.setdefault(v, set()).update(h.ranks)
+        out: dict[int, frozenset[int]] = {}
+        for i in reversed(range(len(jaxpr.eqns))):
+            eqn = jaxpr.eqns[i]
+            want = set().union(*(need.get(v, set()) for v in eqn.outvars))
+            if want:
+                here = (want & can[i]) | ({min(can[i])} if want - can[i] else set())
+                out[i] = frozenset(here)
+                for v in eqn.invars:
+                    if not is_literal(v):
+                        need.setdefault(v, set()).update(here)
+        return out, late
+
+    @cached_property
+    def _programs(
+        self,
+    ) -> dict[tuple[int, int], tuple[list[Var], list[Var], Callable[..., list[Array]], list[bool]]]:
+        """(how often numbers were sent, rank) -> (operands, results, the jitted program, what is donated), in order."""
+        jaxpr = self._traced
+        runs, late = self._runs
+        of: dict[tuple[int, int], list[int]] = {}
+        for i, ranks in sorted(runs.items()):
+            for r in ranks:
+                of.setdefault((late[i], r), []).append(i)
+        wanted: dict[Var, set[tuple[int, int] | None]] = {
+            v: {None} for v in jaxpr.outvars if not is_literal(v)
+        }
+        for key, equations in of.items():
+            for v in (v for i in equations for v in jaxpr.eqns[i].invars if not is_literal(v)):
+                wanted.setdefault(v, set()).add(key)
+        return {key: self._program(key, of[key], wanted) for key in sorted(of)}
+
+    def _program(
+        self,
+        key: tuple[int, int],
+        equations: Sequence[int],
+        wanted: Mapping[Var, set[tuple[int, int] | None]],
+    ) -> tuple[list[Var], list[Var], Callable[..., list[Array]], list[bool]]:
+        import jax
+
+        jaxpr = self._traced
+        mine = [jaxpr.eqns[i] for i in equations]
+        made = {v for e in mine for v in e.outvars if not is_dropped(v)}
+        outside = set(jaxpr.constvars) | made
+        reads = list(
+            dict.fromkeys(v for e in mine for v in e.invars if not is_literal(v) and v not in outside)
+        )
+        makes = [v for v in made if wanted.get(v, set()) - {key}]
+        number = {v: i for i, v in enumerate(jaxpr.invars)}
+        donated = [
+            self.donate
+            and v in number
+            and wanted[v] == {key}
+            and self.homes[number[v]].ranks == (key[1],)
+            and v.aval.size > 1
+            for v in reads
+        ]
+        out_home = {v: h for v, h in zip(jaxpr.outvars, self.out_homes, strict=True) if not is_literal(v)}
+        fn = function_of(self._closed, mine, reads, makes)
+        laid = [self.laid.get(number[v]) if v in number else None for v in reads]
+
+        def run(given: Sequence[Array], kept: Sequence[Array]) -> list[Array]:
+            some, others = iter(given), iter(kept)
+            values = [next(some) if d else next(others) for d in donated]
+            return fn(
+                *(
+                    x if h is None else jax.lax.with_sharding_constraint(x, h.on(key[1]))
+                    for x, h in zip(values, laid, strict=True)
+                )
+            )
+
+        shardings = [
+            out_home[v].on(key[1]) if v in out_home and key[1] in out_home[v].ranks else None for v in makes
+        ]
+        return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
+
+
+_RANDOM = ("random_", "threefry", "rng_")
+_OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
+
+
+def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
+    """Raise PaseError if the update of a layer depends on other layers of its stack, except by a sum over all of them,
+    or on random numbers, which depend on how many parts there are and on their shapes.
+
+    Each stage updates only its own layers.
+    """
+    if parts and any(e.primitive.name.startswith(_RANDOM) for e in jaxpr.eqns):
+        raise PaseError(
+            "the optimizer cannot be run in stages: it draws random numbers, and of parameters that are cut into "
+            "stages it would draw others; make each layer a leaf of its own, or choose an optimizer without noise"
+        )
+    rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
+    partly: dict[Var, frozenset[tuple[str, int]]] = {}
+    every = frozenset(parts.values())
+
+    def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+        """Values that are not yet a sum over all parts."""
+        whole = {stack for stack, _ in found if all(p in found for p in every if p[0] == stack)}
+        return frozenset(p for p in found if p[0] not in whole)
+
+    for eqn in jaxpr.eqns:
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        reads = [v for v in eqn.invars if not is_literal(v)]
+        sums = frozenset[tuple[str, int]]().union(*(partly.get(v, frozenset()) for v in reads))
+        stacks = [v for v in reads if v in rows]
+        of = frozenset[tuple[str, int]]().union(*(rows[v] for v in stacks))
+        if sums:
+            if name not in ("add", "add_any", "convert_element_type") or stacks:
+                raise _mixes(name, sums)
+            if rest := left(sums):
+                partly[out] = rest
+        elif stacks:
+            lead = [v.aval.shape[0] for v in stacks if v.aval.ndim]
+            axes = eqn.params.get("axes", ())
+            if name.startswith("reduce") and 0 in axes:
+                if name != "reduce_sum" or len(axes) < stacks[0].aval.ndim:
+                    raise _mixes(name, of)
+                if left(of):
+                    partly[out] = of
+            elif _keeps_rows(eqn, stacks) and all(n == lead[0] for n in lead):
+                rows.update(dict.fromkeys(eqn.outvars, of))
+            else:
+                raise _mixes(name, of)
+
+
+def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
+    """Whether each row of the results depends only on the same row of the stacks."""
+    name, out, first = eqn.primitive.name, eqn.outvars[0].aval, stacks[0].aval
+    if name.startswith("reduce"):
+        return True
+    if name == "broadcast_in_dim":
+        return bool(eqn.params["broadcast_dimensions"][:1] == (0,)) and out.shape[0] == first.shape[0]
+    if name in _OF_ROWS:
+        return bool(out.shape[:1] == first.shape[:1])
+    return bool(out.shape == first.shape) and not name.startswith(("cum", "sort", "rev", "dot_", "conv_"))
+
+
+def _mixes(name: str, parts: frozenset[tuple[str, int]]) -> PaseError:
+    stack = min(stack for stack, _ in parts)
+    return PaseError(
+        f"the optimizer cannot be run in stages: its '{name}' makes the update of each layer of '{stack}' depend on "
+        "the others, which are in other stages; make each layer a leaf of its own, or choose an "
+        "optimizer that updates elements independently"
+    )

@@ -1,0 +1,105 @@
+"""A plan in stages for a function of Flax NNX modules that writes no Variables.
+
+A model in stages lies on several groups of devices, with stacks of layers cut between them. So it is no module that
+could be called: ``device_put`` makes a ``StagedModel`` of it, and ``gathered`` makes a module again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.pipeline.circular import JaxCircular
+from pase.backends.jax.pipeline.plan import JaxPipeline
+from pase.backends.jax.pipeline.replicas import JaxReplicas
+from pase.backends.jax.spmd.lower import Lowering
+from pase.frontends.jax.modules import ModuleFunction
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Device as JaxDevice
+    from optax import GradientTransformation
+
+__all__ = ["StagedModel", "StagedModulePlan", "staged_of_modules"]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedModel:
+    """A model's arrays on the devices of its stages."""
+
+    params: Tree
+    state: Tree
+    """Variables that are only read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedModulePlan:
+    """The plan in JAX, as returned by ``plan.jax``, of a function of Flax NNX modules in stages. In place of the model
+    its functions take what ``device_put`` returns."""
+
+    inner: JaxPipeline | JaxCircular | JaxReplicas
+    """The plan of the pure function: ``pase.frontends.jax.modules``."""
+    modules: ModuleFunction
+
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> Tree:
+        """The jax.sharding.Mesh of the stages; of replicas on several groups of devices, one for each."""
+        return self.inner.mesh(devices)
+
+    def device_put(self, *args: Tree, mesh: Tree = None) -> tuple[Tree, ...]:
+        """The model, as a ``StagedModel``, and the batch, where the plan stores them."""
+        params, *batch, state = self.inner.device_put(*self.modules.open_all(args).arguments, mesh=mesh)
+        return StagedModel(params, state), *batch
+
+    def gathered(self, tree: Tree) -> Tree:
+        """A ``StagedModel`` as a module, or an optimizer's state without cuts. The arrays are on the host."""
+        if not isinstance(tree, StagedModel):
+            return self.inner.gathered(tree)
+        params, state = self.inner.gathered(tree.params), self.inner.gathered(tree.state)
+        return self.modules.rebuilt(params, (), self.modules.first(1, params, state))[0]
+
+    def init(self, optimizer: GradientTransformation, model: StagedModel, mesh: Tree = None) -> Tree:
+        """The optimizer's state for the trained parameters, on the ranks that have them."""
+        return self.inner.init(optimizer, model.params, mesh)
+
+    def loss(self, mesh: Tree = None) -> Callable[..., Tree]:
+        """loss(model, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
+        run = self.inner.loss(mesh)
+        return lambda model, *batch: self._value(run(model.params, *batch, model.state))
+
+    def value_and_grad(self, mesh: Tree = None) -> Callable[..., tuple[Tree, Tree]]:
+        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads)."""
+        run = self.inner.value_and_grad(mesh)
+
+        def graded(model: StagedModel, *batch: Tree) -> tuple[Tree, Tree]:
+            value, grads = run(model.params, *batch, model.state)
+            return self._value(value), grads
+
+        return graded
+
+    def train_step(
+        self,
+        optimizer: GradientTransformation,
+        mesh: Tree = None,
+        *,
+        donate: bool = True,
+        lowering: Lowering = "auto",
+    ) -> Callable[..., tuple[Tree, Tree, Tree]]:
+        """step(model, opt_state, *batch) -> (model, opt_state, loss) for an optax optimizer."""
+        run = self.inner.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+
+        def step(model: StagedModel, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
+            params, opt_state, value = run(model.params, opt_state, *batch, model.state)
+            return StagedModel(params, model.state), opt_state, self._value(value)
+
+        return step
+
+    def _value(self, value: Tree) -> Tree:
+        return self.modules.returned(value, isinstance(value, tuple))[0]
+
+
+def staged_of_modules(
+    plan: JaxPipeline | JaxCircular | JaxReplicas, modules: ModuleFunction | None
+) -> JaxPipeline | JaxCircular | JaxReplicas | StagedModulePlan:
+    """The plan as given; if its function takes Flax NNX modules, the plan for those."""
+    return plan if modules is None else StagedModulePlan(inner=plan, modules=modules)

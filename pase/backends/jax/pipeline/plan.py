@@ -1,0 +1,341 @@
+"""A pipelined plan in JAX: each stage runs on its rank's devices, in the order of the schedule's list of actions.
+
+One process controls all devices. Calls return at once, and devices work through their queues. The order of the calls is
+that of the schedule. Transfers are copies between the ranks' meshes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Never
+
+from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
+from pase.backends.jax.pipeline.arrays import is_cut, merged, registered
+from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
+from pase.backends.jax.pipeline.optimizer import StagedOptimizer
+from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.run import RunningStages
+from pase.backends.jax.pipeline.stages import Stage, stages_of
+from pase.backends.jax.pipeline.unreduced import Lanes, lanes_of
+from pase.backends.jax.plan import JaxPlan
+from pase.errors import PaseError
+from pase.frontends.jax.blocks import blocks_of
+from pase.frontends.jax.contexts import without_mesh
+from pase.frontends.jax.leaves import arrays, trained, untrained
+from pase.ir import named, simplify
+from pase.ir.blocks import Block, accumulated, rematerialised
+from pase.ir.narrow import UnitChain, chain_of
+from pase.machine import Mesh
+from pase.machine.jax_devices import as_linked
+from pase.pipeline.types import Schedule
+from pase.plan.accesses import access_states, equation_layouts
+from pase.plan.constraints import constraints
+from pase.plan.pipeline import PipelinePlan
+from pase.pytree import Tree
+from pase.tables.itemize import config_of
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from optax import GradientTransformation
+
+    from pase.backends.jax.pipeline.arrays import StackCut
+    from pase.frontends.jax.frontend import TracedJax
+    from pase.plan.gradient_check import GradientCheck
+
+__all__ = ["JaxPipeline", "StagedStep", "one_program_of", "pipeline_of"]
+
+
+_OF_ONE_PROGRAM = frozenset(
+    {
+        "apply",
+        "gradient_shardings",
+        "in_shardings",
+        "lower_train_step",
+        "restore",
+        "specs",
+        "state_shardings",
+        "step",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxPipeline:
+    """A pipelined plan in JAX, as returned by ``plan.jax``.
+
+    Parameters keep the model's own pytree, on the ranks that read them. A stack of layers that belongs to several
+    stages is a ``StackCut`` in it.
+    """
+
+    pipeline: PipelinePlan
+    splits: tuple[JaxPlan, ...]
+    """The model under each of the pipeline's strategies, on one rank's mesh; the model is that of a micro-batch."""
+    _made: dict[JaxMesh, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        import jax
+
+        registered()
+        if jax.process_count() > 1:
+            raise PaseError(
+                "one process that sees all devices must run the stages: for several processes compile with "
+                "pipeline='none'"
+            )
+
+    @property
+    def traced(self) -> TracedJax:
+        return self.splits[0].traced
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.pipeline.actions()
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        again = [b for s in self.splits for b in s.blocks]
+        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again, self.chain)
+
+    @cached_property
+    def chain(self) -> UnitChain | None:
+        """The units between which the model is cut; None if it is cut between equal blocks."""
+        if not self.pipeline.narrow:
+            return None
+        found = chain_of(simplify(self.traced.graph), blocks_of(self.traced))
+        if found.units != sum(self.pipeline.cuts):
+            raise PaseError(
+                f"the plan cuts '{self.traced.graph.name}' into {sum(self.pipeline.cuts)} units, but this model has "
+                f"{found.units}: compile it again"
+            )
+        return found
+
+    @cached_property
+    def lanes(self) -> Lanes | None:
+        """Where gradients are summed over the batch's devices once a step, and not at each micro-batch."""
+        return lanes_of(self.pipeline, self.splits, self.chain)
+
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
+        """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
+        import jax
+        import numpy as np
+
+        inner = self.splits[0].logical_mesh
+        many = self.pipeline.degree * inner.devices
+        found = jax.devices() if devices is None else devices
+        if len(found) < many:
+            raise PaseError(
+                f"the plan is for {many} devices, but JAX sees {len(found)}: on a CPU, set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={many} before JAX starts, or compile for fewer"
+            )
+        grid = np.array(as_linked(found)[:many], dtype=object).reshape(self.pipeline.degree, *inner.sizes)
+        return jax.sharding.Mesh(grid, ("stage", *inner.names))
+
+    @without_mesh()
+    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
+        """Parameters and batch where the plan stores them. Parameters keep the model's own pytree, with stacks cut."""
+        import jax
+
+        def mine(
+            x: Tree,
+        ) -> Tree:  # the step donates its arguments: none may share memory with the caller's arrays
+            return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
+
+        placed = self.on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
+        return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
+
+    def gathered(self, tree: Tree) -> Tree:
+        """A tree of parameters, gradients or an optimizer's state in the model's own form, without cuts.
+
+        The arrays are on the host, for a checkpoint that any plan can read.
+        """
+        import jax
+        import numpy as np
+
+        def whole(x: Array | StackCut) -> np.ndarray:
+            return np.concatenate([np.asarray(p) for p in x.parts]) if is_cut(x) else np.asarray(x)
+
+        return jax.tree.map(whole, tree, is_leaf=is_cut)
+
+    @without_mesh()
+    def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
+        """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
+        return StagedOptimizer(homes=self.on(mesh).homes, optimizer=optimizer).init(params)
+
+    def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
+        """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
+        return self.on(mesh).loss
+
+    def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads). The gradients are where the trained leaves are.
+
+        It runs the stages, and cannot be jitted as a whole.
+        """
+        return self.on(mesh).value_and_grad
+
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: str = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step in stages computes the gradient of the model's loss, as ``check`` of a plan without."""
+        _in_stages(lowering)
+        running = self.on(mesh)
+        homes = running.homes
+        placed = homes.placed(arrays((params, *batch)))
+        return check_stages(
+            homes,
+            running.value_and_grad,
+            params,
+            batch,
+            tuple(placed),
+            homes.grid.size,
+            self.pipeline.micro_batches,
+            against,
+            seed,
+            most_lines,
+            progress,
+        )
+
+    def train_step(
+        self,
+        optimizer: GradientTransformation,
+        mesh: JaxMesh | None = None,
+        *,
+        donate: bool = True,
+        lowering: str = "auto",
+        check: bool = False,
+    ) -> StagedStep | CheckedStep:
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
+
+        If the loss function returns more, the last result is (loss, aux). Arguments are moved to where the plan stores
+        them; params and opt_state are donated. Raises PaseError for an optimizer whose update of one stage needs arrays
+        of another. check: at the first call, first run ``check``, and raise PaseError if a gradient is off.
+        """
+        plain = self.staged_step(optimizer, mesh, donate, lowering)
+        return (
+            CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
+            if check
+            else plain
+        )
+
+    def staged_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None, donate: bool, lowering: str
+    ) -> StagedStep:
+        """``train_step`` without its check."""
+        _in_stages(lowering)
+        running = self.on(mesh)
+        return StagedStep(
+            running=running,
+            optimizer=StagedOptimizer(homes=running.homes, optimizer=optimizer),
+            donate=donate,
+        )
+
+    def __getattr__(self, name: str) -> Never:
+        if name in _OF_ONE_PROGRAM:
+            raise PaseError(
+                f"plan.jax.{name} exists only for plans without stages, and this one is a "
+                f"pipeline ({self.pipeline}). It has "
+                f"device_put, init, train_step, value_and_grad, loss and gathered"
+            )
+        raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
+
+    @without_mesh()
+    def on(self, mesh: JaxMesh | None) -> RunningStages:
+        """The stages on a mesh from ``mesh``, compiled once."""
+        made = self.mesh() if mesh is None else mesh
+        if made not in self._made:
+            homes = StageHomes(plan=self, grid=made.devices)
+            if homes.copied:
+                some = ", ".join(homes.copied[:3]) + (", …" if len(homes.copied) > 3 else "")
+                warnings.warn(
+                    f"several stages read {some}: each of their ranks holds all of it. If these are layers, write "
+                    f"them as a loop (scan) or as leaves of their own",
+                    stacklevel=3,
+                )
+            self._made[made] = RunningStages(homes=homes)
+        return self._made[made]
+
+
+def _in_stages(lowering: str) -> None:
+    if lowering == "manual":
+        raise PaseError(f"stages do not support lowering='{lowering}' yet")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedStep:
+    """A training step in stages; ``train_step`` describes its call."""
+
+    running: RunningStages
+    optimizer: StagedOptimizer
+    donate: bool
+
+    @without_mesh()
+    def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
+        mine, *given = self.placed(params, *batch)
+        value, grads = self.running.value_and_grad(mine, *given)
+        return *self.updated(mine, opt_state, grads), value
+
+    def placed(self, params: Tree, *batch: Tree) -> list[Tree]:
+        """The arrays of both where the plan stores them."""
+        return self.running.homes.placed(arrays((params, *batch)))
+
+    def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """(parameters, state) after the update. params: as placed."""
+        state = self.optimizer.placed(opt_state)
+        updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
+        return merged(updated, untrained(params), self.running.homes.plan.traced.kept[0]), state
+
+
+def pipeline_of(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+) -> JaxPipeline:
+    """A pipeline in JAX's terms, stage by stage. traced: the model on one micro-batch. logical_mesh: of one rank.
+    remat: what is computed again where the pipeline does not say it."""
+    many = range(len(pipeline.strategies))
+    splits = tuple(_split(traced, pipeline, logical_mesh, remat, i) for i in many)
+    return JaxPipeline(pipeline=pipeline, splits=splits)
+
+
+def one_program_of(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
+) -> JaxCircular:
+    """As ``pipeline_of``, for a schedule that runs as one program."""
+    return circular_of(_split(traced, pipeline, logical_mesh, remat, pipeline.stages[0].strategy), pipeline)
+
+
+def _split(
+    traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...], i: int
+) -> JaxPlan:
+    """The model on one rank's mesh, by one of the pipeline's strategies."""
+    if traced.mode != "train":
+        raise PaseError(
+            f"the plan was compiled with mode='{traced.mode}', but stages run only a loss and its gradients"
+        )
+    if traced.carried:
+        raise PaseError(
+            "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
+        )
+    strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, remat)
+    m = pipeline.micro_batches
+    graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
+    configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}
+    states = access_states(graph, logical_mesh, configs)
+    return JaxPlan(
+        traced=traced,
+        accumulate=m,
+        blocks=blocks,
+        accesses=equation_layouts(graph, states),
+        strategy=strategy,
+        logical_mesh=logical_mesh,
+        constraints=constraints(graph, logical_mesh, states),
+    )

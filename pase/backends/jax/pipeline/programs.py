@@ -1,0 +1,373 @@
+"""The programs of one stage: forward, and backward in one or two parts, cut from one jaxpr by its data dependencies.
+
+Forward and the gradients of the stage's inputs and weights are traced as one jaxpr, whose equations are then divided.
+What the results need runs in forward. Of the rest, what the gradients of the inputs need is backward's first part (I),
+and the remainder is its second part (W). Values that cross from one part to the next are kept in between. What depends
+on weights alone (casts, gathers) is computed once per step, or again in each part. What depends on neither weights nor
+activations, and views of weights, are computed again in each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TypeVar
+
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import evaluate, function_of, is_literal, opened, value_of
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.sharding import NamedSharding
+
+    from pase.backends.jax.pipeline.unreduced import Lanes
+
+__all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
+
+Item = TypeVar("Item")
+_VIEWS = frozenset({"slice", "squeeze", "reshape", "broadcast_in_dim", "transpose", "dynamic_slice", "rev"})
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+    "closed_call": "call_jaxpr",
+}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageProgram:
+    """A jitted part. It takes the values of ``reads`` and returns those of ``makes``.
+
+    If it also takes sums of gradients, before the other values, it returns the sums with its own gradients added.
+    """
+
+    reads: tuple[Var, ...]
+    makes: tuple[Var, ...]
+    run: Callable[..., Tree]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePrograms:
+    """backward: one program, or its two parts. The last of them adds to the sums of the weights' gradients.
+
+    weights, batch, entered, cotangents: variables of the stage's inputs. micro: of the micro-batch's number. leaves: of
+    its outputs. ``entered_gradients``: of the gradients of its inputs, None for an input that has none.
+    """
+
+    prepare: StageProgram
+    forward: StageProgram
+    backward: tuple[StageProgram, ...]
+    weights: tuple[Var, ...]
+    batch: tuple[Var, ...]
+    micro: Var
+    entered: tuple[Var, ...]
+    cotangents: tuple[Var, ...]
+    leaves: tuple[Var, ...]
+    entered_gradients: tuple[Var | None, ...]
+
+
+def stage_programs(
+    fn: Callable[..., list[Array]],
+    part: Callable[[Sequence[Array], Array], list[Array]],
+    weights: Sequence[ShapeDtypeStruct],
+    batch: Sequence[ShapeDtypeStruct],
+    entered: Sequence[ShapeDtypeStruct],
+    *,
+    gradient_shardings: Sequence[NamedSharding | None],
+    splits_backward: bool,
+    once: bool,
+    lanes: Lanes | None = None,
+) -> StagePrograms:
+    """Make the programs of fn(weights, part(batch, micro), entered) -> what leaves.
+
+    weights, batch, entered: their shapes; the weights also have shardings. gradient_shardings: for each weight, None if
+    it is not trained. once: casts and gathers of weights run once per step. lanes: fn and the shapes of entered are of
+    one of them; all that part returns, enters and leaves has a part for each.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    trained = [s is not None for s in gradient_shardings]
+    smooth = [_inexact(x) for x in entered]
+    kept = [s for s in gradient_shardings if s is not None]
+    many = () if lanes is None else (lanes.many,)
+    given = jax.eval_shape(part, list(batch), 0)
+    taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
+    out = jax.eval_shape(fn, list(weights), taken, list(entered))
+    returned = [_inexact(x) for x in out]
+    inside = kept if lanes is None else [lanes.of_lane(s) for s in kept]
+    gradients = _gradients(fn, trained, smooth, returned, inside)
+
+    def joint(
+        weights: Sequence[Array],
+        batch: Sequence[Array],
+        micro: Array,
+        entered: Sequence[Array],
+        cotangents: Sequence[Array],
+    ) -> Tree:
+        run = gradients
+        if lanes is not None:
+            run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=lanes.axes)
+        return run(weights, part(batch, micro), entered, cotangents)
+
+    def every(x: ShapeDtypeStruct) -> ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*many, *x.shape), x.dtype)
+
+    cotangents = [every(x) for x, on in zip(out, returned, strict=True) if on]
+    micro = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (list(weights), list(batch), micro, [every(x) for x in entered], cotangents)
+    closed: ClosedJaxpr = jax.make_jaxpr(joint)(*args)
+    if splits_backward:
+        closed = flat(closed)
+    groups = [len(weights), len(batch), 1, len(entered), len(cotangents)]
+    w, b, (number,), x, ct = _grouped(opened(closed)[0].invars, groups)
+    y, dx, dw = _grouped(opened(closed)[0].outvars, [len(out), sum(smooth), sum(trained)])
+    cut = Cutting(
+        closed=closed,
+        weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
+        batch={*b, number},
+        activations={*x, *ct},
+        once=once,
+    )
+    prepare, forward, backward = cut.programs(
+        y, dx, dw, kept if lanes is None else [lanes.stacked(s) for s in kept], 2 if splits_backward else 1
+    )
+    return StagePrograms(
+        prepare=prepare,
+        forward=forward,
+        backward=backward,
+        weights=tuple(w),
+        batch=tuple(b),
+        micro=number,
+        entered=tuple(x),
+        cotangents=tuple(ct),
+        leaves=tuple(y),
+        entered_gradients=tuple(_spread([not on for on in smooth], dx)),
+    )
+
+
+def _gradients(
+    fn: Callable[..., list[Array]],
+    trained: Sequence[bool],
+    smooth: Sequence[bool],
+    returned: Sequence[bool],
+    shardings: Sequence[NamedSharding],
+) -> Callable[..., Tree]:
+    """f(weights, batch, entered, cotangents) -> (what leaves, gradients of what entered, those of trained weights).
+
+    fn: of (weights, batch, entered). smooth, returned: which of what enters and leaves has gradients. shardings: of the
+    gradients of weights.
+    """
+    import jax
+
+    def gradients(
+        weights: Sequence[Array],
+        mine: Sequence[Array],
+        entered: Sequence[Array],
+        cotangents: Sequence[Array],
+    ) -> Tree:
+        def of(some: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            outs = fn(_merged(trained, some, weights), mine, _merged(smooth, x, entered))
+            return [y for y, on in zip(outs, returned, strict=True) if on], [
+                y for y, on in zip(outs, returned, strict=True) if not on
+            ]
+
+        outs, pull, fixed = jax.vjp(of, _only(trained, weights), _only(smooth, entered), has_aux=True)
+        into_weights, into_entered = pull(cotangents)
+        into_weights = [
+            jax.lax.with_sharding_constraint(g, s) for g, s in zip(into_weights, shardings, strict=True)
+        ]
+        return _merged(returned, outs, _spread(returned, fixed)), into_entered, into_weights
+
+    return gradients
+
+
+@dataclass(kw_only=True)
+class Cutting:
+    """Divides a jaxpr's equations into parts. weights: variable -> its sharding, if known. batch, activations:
+    variables.
+    """
+
+    closed: ClosedJaxpr
+    weights: Mapping[Var, NamedSharding | None]
+    batch: set[Var]
+    activations: set[Var]
+    once: bool
+    producer: dict[Var, int] = field(default_factory=dict)
+    heavy: set[Var] = field(default_factory=set)
+    """Made from activations, or from weights and the batch: computed in only one part."""
+    prepared: set[Var] = field(default_factory=set)
+    """Made from weights alone, and computed once per step."""
+
+    def __post_init__(self) -> None:
+        where = dict(self.weights)
+        of_weights, of_batch = set(self.weights), set(self.batch)
+        self.heavy |= self.activations
+        for i, eqn in enumerate(opened(self.closed)[0].eqns):
+            reads = {v for v in eqn.invars if not is_literal(v)}
+            makes = list(eqn.outvars)
+            self.producer.update(dict.fromkeys(makes, i))
+            if reads & of_weights:
+                of_weights.update(makes)
+            if reads & of_batch:
+                of_batch.update(makes)
+            if reads & self.heavy or (reads & of_weights and reads & of_batch):
+                self.heavy.update(makes)
+            elif reads & of_weights and self.once and not self._is_view(eqn, where):
+                self.prepared.update(makes)
+
+    def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
+        """Whether it is free to recompute: a view, or a constraint to the layout that the value already has."""
+        name, out = eqn.primitive.name, eqn.outvars[0]
+        source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
+        if name == "sharding_constraint":
+            where[out] = eqn.params["sharding"]
+            return source is not None and source.is_equivalent_to(where[out], out.aval.ndim)
+        if source is not None:
+            kept = _sliced_sharding(eqn, source)
+            if kept is not None:
+                where[out] = kept
+        return name in _VIEWS
+
+    def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
+        """(equations that the targets need, the given values and inputs that they read)."""
+        left, seen = [v for v in targets if not is_literal(v)], set[Var]()
+        equations, reads = set[int](), dict[Var, None]()
+        eqns = opened(self.closed)[0].eqns
+        constants = set(opened(self.closed)[0].constvars)
+        while left:
+            v = left.pop()
+            if v in seen or v in constants:
+                continue
+            seen.add(v)
+            i = self.producer.get(v)
+            if v in given or i is None:
+                reads[v] = None
+            elif i not in equations:
+                equations.add(i)
+                left += [u for u in eqns[i].invars if not is_literal(u)]
+        return sorted(equations), reads
+
+    def programs(
+        self,
+        y: Sequence[Var],
+        dx: Sequence[Var],
+        dw: Sequence[Var],
+        sums: Sequence[NamedSharding],
+        parts: int,
+    ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
+        """(what is computed once, forward, the parts of backward). sums: shardings of the sums of gradients."""
+        eqns = opened(self.closed)[0].eqns
+        targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
+        given, made = set(self.prepared), list[set[Var]]()
+        for ts in targets:
+            equations, _ = self.needed(ts, given)
+            made.append({v for i in equations for v in eqns[i].outvars} & self.heavy)
+            given |= made[-1]
+        given = set(self.prepared)
+        found = []
+        for k, ts in enumerate(targets):
+            wanted = list(ts)
+            for later in range(k + 1, len(targets)):  # what is kept for later parts
+                _, reads = self.needed(targets[later], self.prepared.union(*made[:later]))
+                wanted += [v for v in reads if v in made[k] and v not in wanted]
+            found.append((wanted, *self.needed(wanted, given)))
+            given |= made[k]
+        used = dict.fromkeys(v for _, _, reads in found for v in reads if v in self.prepared)
+        prepare = self._program(list(used), *self.needed(used, set()))
+        out = [self._program(*part) for part in found[:-1]]
+        wanted, equations, reads = found[-1]
+        out.append(self._summing(wanted, equations, reads, len(dw), sums))
+        return prepare, out[0], tuple(out[1:])
+
+    def _function(
+        self, makes: Sequence[Var], equations: Sequence[int], reads: Sequence[Var]
+    ) -> Callable[..., list[Array]]:
+        eqns = opened(self.closed)[0].eqns
+        return function_of(self.closed, [eqns[i] for i in equations], reads, makes)
+
+    def _program(self, makes: Sequence[Var], equations: Sequence[int], reads: Iterable[Var]) -> StageProgram:
+        import jax
+
+        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
+        return StageProgram(reads=inputs, makes=tuple(makes), run=jax.jit(lambda values: fn(*values)))
+
+    def _summing(
+        self,
+        makes: Sequence[Var],
+        equations: Sequence[int],
+        reads: Iterable[Var],
+        many: int,
+        sums: Sequence[NamedSharding],
+    ) -> StageProgram:
+        """The program that adds the last ``many`` of its results to sums."""
+        import jax
+
+        fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
+        others = len(makes) - many
+
+        def run(so_far: Sequence[Array], values: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+            outs = fn(*values)
+            return [a + g for a, g in zip(so_far, outs[others:], strict=True)], outs[:others]
+
+        jitted = jax.jit(run, donate_argnums=0, out_shardings=(list(sums), [None] * others))
+        return StageProgram(reads=inputs, makes=tuple(makes[:others]), run=jitted)
+
+
+def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
+    """The sharding of a weight's row, or of its cast; None if it is not known."""
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    name, spec = eqn.primitive.name, tuple(source.spec)
+    if name == "convert_element_type" or (name == "slice" and (not spec or spec[0] is None)):
+        return source if eqn.invars[0].aval.shape[1:] == eqn.outvars[0].aval.shape[1:] else None
+    if name == "squeeze" and tuple(eqn.params["dimensions"]) == (0,):
+        return NamedSharding(source.mesh, PartitionSpec(*spec[1:]))
+    return None
+
+
+def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The jaxpr with calls and rematerialised regions inlined, so that their contents can be divided."""
+    import jax
+
+    def run(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
+        info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        for eqn in jaxpr.eqns:
+            ins = [value_of(v, env) for v in eqn.invars]
+            called = _CALLS.get(eqn.primitive.name)
+            outs = evaluate(eqn, ins, info) if called is None else run(*opened(eqn.params[called]), ins)
+            env.update(zip(eqn.outvars, outs, strict=True))
+        return [value_of(v, env) for v in jaxpr.outvars]
+
+    jaxpr, consts = opened(closed)
+    return jax.make_jaxpr(lambda *args: run(jaxpr, consts, args))(*closed.in_avals)
+
+
+def _inexact(x: ShapeDtypeStruct) -> bool:
+    import jax.numpy as jnp
+
+    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _only(on: Sequence[bool], values: Sequence[Item]) -> list[Item]:
+    return [x for x, is_on in zip(values, on, strict=True) if is_on]
+
+
+def _merged(on: Sequence[bool], some: Sequence[Item], every: Sequence[Item]) -> list[Item]:
+    """``every``, with the entries that are on replaced by ``some``."""
+    turn = iter(some)
+    return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
+
+
+def _spread(on: Sequence[bool], others: Sequence[Item]) -> list[Item | None]:
+    """The entries that are on, in their places, and None in the others."""
+    turn = iter(others)
+    return [None if is_on else next(turn) for is_on in on]
+
+
+def _grouped(values: Sequence[Item], sizes: Sequence[int]) -> list[list[Item]]:
+    turn = iter(values)
+    return [[next(turn) for _ in range(n)] for n in sizes]

@@ -1,0 +1,335 @@
+"""A plan of replicas in JAX: each runs its share of the micro-batches on its own devices, and all update alike.
+
+The devices of a plan of unequal groups are in the order of the machine's groups. A replica is a pipelined plan of its
+own, perhaps of one rank. The mean of the gradients is weighted by the shares; the first replica's devices form it, so
+that all replicas update from the same numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
+from pase.backends.jax.make import traced_by_jax
+from pase.backends.jax.pipeline.arrays import StackCut, is_cut
+from pase.backends.jax.pipeline.circular import JaxCircular
+from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.plan import JaxPipeline, StagedStep, one_program_of, pipeline_of
+from pase.backends.jax.pipeline.run import RunningStages
+from pase.errors import PaseError
+from pase.frontends.jax.blocks import split_inputs
+from pase.frontends.jax.leaves import arrays
+from pase.machine import Mesh
+from pase.machine.jax_devices import as_linked
+from pase.pipeline.registry import SCHEDULES
+from pase.plan.types import PlanData
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding
+    from optax import GradientTransformation
+
+    from pase.plan.gradient_check import GradientCheck
+
+__all__ = ["JaxReplicas", "Replicated", "in_stages"]
+
+
+@dataclass(frozen=True, eq=False)
+class Replicated:
+    """A tree that each replica has a copy or, of the batch, a share of. It is a pytree node."""
+
+    parts: tuple[Tree, ...]
+
+
+_KNOWN: list[bool] = []
+
+
+def _registered() -> None:
+    import jax
+
+    if not _KNOWN:
+        jax.tree_util.register_dataclass(Replicated, ["parts"], [])
+        _KNOWN.append(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxReplicas:
+    """A plan of replicas in JAX, as returned by ``plan.jax``. replicas: in the order of their devices.
+
+    Parameters, gradients and state are ``Replicated``: the replica's own tree, as its pipeline has it, for each.
+    """
+
+    replicas: tuple[JaxPipeline, ...]
+
+    def __post_init__(self) -> None:
+        _registered()
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """How many of the step's micro-batches each replica runs."""
+        return tuple(r.pipeline.micro_batches for r in self.replicas)
+
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> tuple[JaxMesh, ...]:
+        """Each replica's mesh, one after the other over ``devices`` (default: all of jax.devices())."""
+        import jax
+
+        found = as_linked(jax.devices() if devices is None else devices)
+        many = [r.pipeline.degree * r.splits[0].logical_mesh.devices for r in self.replicas]
+        if len(found) < sum(many):
+            raise PaseError(
+                f"the plan is for {sum(many)} devices ({' + '.join(map(str, many))}), but JAX sees {len(found)}: on a "
+                f"CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={sum(many)} before JAX starts"
+            )
+        starts = [0, *itertools.accumulate(many)]
+        return tuple(
+            r.mesh(found[a:b]) for r, (a, b) in zip(self.replicas, itertools.pairwise(starts), strict=True)
+        )
+
+    def device_put(
+        self, params: Tree, *batch: Tree, mesh: Sequence[JaxMesh] | None = None
+    ) -> tuple[Tree, ...]:
+        """Parameters on every replica, and each one's share of the batch."""
+        meshes, shared = self._meshes(mesh), self._shared(batch)
+        placed = [
+            r.device_put(params, *mine, mesh=m)
+            for r, m, mine in zip(self.replicas, meshes, shared, strict=True)
+        ]
+        return tuple(Replicated(x) for x in zip(*placed, strict=True))
+
+    def gathered(self, tree: Tree) -> Tree:
+        """A tree of parameters, gradients or an optimizer's state in the model's own form, on the host."""
+        return self.replicas[0].gathered(tree.parts[0] if isinstance(tree, Replicated) else tree)
+
+    def init(
+        self, optimizer: GradientTransformation, params: Tree, mesh: Sequence[JaxMesh] | None = None
+    ) -> Tree:
+        """The optimizer's state of every replica."""
+        copies = _copies(params, len(self.replicas))
+        meshes = self._meshes(mesh)
+        made = zip(self.replicas, copies, meshes, strict=True)
+        return Replicated(tuple(r.init(optimizer, p, m) for r, p, m in made))
+
+    def loss(self, mesh: Sequence[JaxMesh] | None = None) -> Callable[..., Tree]:
+        """loss(params, *batch) -> the mean over all micro-batches, or (the mean, aux). Runs forward only."""
+        running = self._on(mesh)
+
+        def run(params: Tree, *batch: Tree) -> Tree:
+            given = zip(running, _copies(params, len(running)), self._shared(batch), strict=True)
+            return self._value([r.loss(p, *mine) for r, p, mine in given])
+
+        return run
+
+    def value_and_grad(self, mesh: Sequence[JaxMesh] | None = None) -> Callable[..., tuple[Tree, Tree]]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads), over all micro-batches."""
+        running = self._on(mesh)
+
+        def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
+            given = zip(running, _copies(params, len(running)), self._shared(batch), strict=True)
+            found = [
+                r.value_and_grad(p, *mine) for r, p, mine in given
+            ]  # every replica's calls, before any wait
+            return self._value([v for v, _ in found]), self._mean([g for _, g in found], running)
+
+        return run
+
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: Sequence[JaxMesh] | None = None,
+        lowering: str = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that the step of all replicas computes the gradient of the model's loss, as ``check`` of a plan in
+        stages. The points of lines are made on the first replica and copied to the others through the host."""
+        running, first = self._on(mesh), self.replicas[0]
+        given = self._shared(batch)
+        mine = running[0].homes.placed(arrays((_copies(params, len(running))[0], *given[0])))
+
+        def graded(params: Tree, *_: Tree) -> tuple[Tree, Tree]:
+            others = [first.gathered(params)] * (len(running) - 1)
+            each = zip(running, [params, *others], given, strict=True)
+            found = [r.value_and_grad(p, *share) for r, p, share in each]
+            return self._value([v for v, _ in found]), self._mean([g for _, g in found], running).parts[0]
+
+        return check_stages(
+            running[0].homes,
+            graded,
+            first.gathered(params) if isinstance(params, Replicated) else params,
+            batch,
+            tuple(mine),
+            sum(r.homes.grid.size for r in running),
+            sum(self.shares),
+            against if not any(isinstance(x, Replicated) for x in batch) else "none",
+            seed,
+            most_lines,
+            progress,
+        )
+
+    def train_step(
+        self,
+        optimizer: GradientTransformation,
+        mesh: Sequence[JaxMesh] | None = None,
+        *,
+        donate: bool = True,
+        lowering: str = "auto",
+        check: bool = False,
+    ) -> Callable[..., tuple[Tree, Tree, Tree]]:
+        """step(params, opt_state, *batch) -> (params, opt_state, loss), as of a pipelined plan."""
+        meshes = self._meshes(mesh)
+        if check:
+            plain = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+            return CheckedStep(step=plain, check=partial(self.check, mesh=mesh, lowering=lowering))
+        steps = [
+            r.staged_step(optimizer, m, donate, lowering) for r, m in zip(self.replicas, meshes, strict=True)
+        ]
+        return _ReplicatedStep(replicas=self, steps=tuple(steps))
+
+    def _meshes(self, mesh: Sequence[JaxMesh] | None) -> Sequence[JaxMesh]:
+        return self.mesh() if mesh is None else mesh
+
+    def _on(self, mesh: Sequence[JaxMesh] | None) -> list[RunningStages]:
+        return [r.on(m) for r, m in zip(self.replicas, self._meshes(mesh), strict=True)]
+
+    @cached_property
+    def _divided(self) -> list[bool]:
+        return split_inputs(self.replicas[0].traced)
+
+    def _shared(self, batch: Sequence[Tree]) -> list[tuple[Tree, ...]]:
+        """Each replica's share of a batch; one that ``device_put`` placed is shared already. Micro-batch i has every
+        m-th example."""
+        import jax
+
+        if any(isinstance(x, Replicated) for x in batch):
+            return list(zip(*(x.parts for x in batch), strict=True))
+        total = sum(self.shares)
+        leaves, tree = jax.tree.flatten(tuple(arrays(tuple(batch))))
+        starts = [0, *itertools.accumulate(self.shares)]
+        if len(leaves) != len(self._divided):
+            raise PaseError(
+                f"the batch has {len(leaves)} arrays; the plan was compiled for {len(self._divided)}"
+            )
+
+        def part(x: Array, divided: bool, first: int, stop: int) -> Array:
+            if not divided:
+                return x
+            if not x.shape or x.shape[0] % total:
+                raise PaseError(f"a batch of shape {x.shape} is not {total} equal micro-batches")
+            return x.reshape(-1, total, *x.shape[1:])[:, first:stop].reshape(-1, *x.shape[1:])
+
+        return [
+            jax.tree.unflatten(tree, [part(x, on, a, b) for x, on in zip(leaves, self._divided, strict=True)])
+            for a, b in itertools.pairwise(starts)
+        ]
+
+    def _value(self, values: Sequence[Tree]) -> Tree:
+        """The mean of the losses, by shares; what else the function returns is stacked by micro-batch."""
+        import jax
+        import jax.numpy as jnp
+
+        total = sum(self.shares)
+        here = jax.tree.leaves(values[0])[0].sharding
+        flat = [[jax.device_put(x, here) for x in jax.tree.leaves(v)] for v in values]
+        loss = sum(f[0] * (k / total) for f, k in zip(flat, self.shares, strict=True))
+        rest = [
+            jnp.concatenate([x[None] if k == 1 else x for x, k in zip(xs, self.shares, strict=True)])
+            for xs in zip(*(f[1:] for f in flat), strict=True)
+        ]
+        out: Tree = jax.tree.unflatten(jax.tree.structure(values[0]), [loss, *rest])
+        return out
+
+    def _mean(self, grads: Sequence[Tree], running: Sequence[RunningStages]) -> Replicated:
+        """The mean of the replicas' gradients by shares, for each replica where it updates its parameters."""
+        import jax
+
+        total = sum(self.shares)
+        first = running[0].homes
+        moved = [grads[0], *(_as_of(g, first) for g in grads[1:])]
+        parts = [k / total for k in self.shares]
+        mean = jax.tree.map(lambda *gs: sum(g * p for g, p in zip(gs, parts, strict=True)), *moved)
+        return Replicated((_as_of(mean, first), *(_as_of(mean, r.homes) for r in running[1:])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReplicatedStep:
+    """A training step of all replicas."""
+
+    replicas: JaxReplicas
+    steps: tuple[StagedStep, ...]
+
+    def __call__(self, params: Tree, opt_state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
+        many, shared = len(self.steps), self.replicas._shared(batch)
+        copies = zip(self.steps, _copies(params, many), shared, strict=True)
+        mine = [s.placed(p, *share) for s, p, share in copies]
+        running = [s.running for s in self.steps]
+        found = [r.value_and_grad(*m) for r, m in zip(running, mine, strict=True)]
+        means = self.replicas._mean([g for _, g in found], running)
+        states = _copies(opt_state, many)
+        done = [
+            s.updated(m[0], state, g)
+            for s, m, state, g in zip(self.steps, mine, states, means.parts, strict=True)
+        ]
+        updated, changed = (Replicated(x) for x in zip(*done, strict=True))
+        return updated, changed, self.replicas._value([v for v, _ in found])
+
+
+def _copies(tree: Tree, many: int) -> tuple[Tree, ...]:
+    """Each replica's own tree; the model's own tree is every replica's."""
+    return tree.parts if isinstance(tree, Replicated) else (tree,) * many
+
+
+def _as_of(grads: Tree, homes: StageHomes) -> Tree:
+    """Gradients of any replica where another one, which may be cut elsewhere, updates its parameters."""
+    import jax
+
+    found = jax.tree.leaves(grads, is_leaf=is_cut)
+    at = iter(found)
+    have = {i: next(at) for i in dict.fromkeys(w.leaf for w in homes.trained_parts)}
+    return homes.tree(
+        lambda w: homes.updated_as[w].put(_rows(have[w.leaf], w.rows, homes.updated_as[w].sharding))
+    )
+
+
+def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: NamedSharding) -> Array:
+    """The rows of a leaf of any cut, on some devices; None: all of them."""
+    import jax
+    import jax.numpy as jnp
+
+    parts: tuple[Array, ...] = (x,) if not isinstance(x, StackCut) else x.parts
+    if rows is None:
+        return jnp.concatenate([jax.device_put(p, to) for p in parts]) if len(parts) > 1 else parts[0]
+    starts = [0, *itertools.accumulate(p.shape[0] for p in parts)]
+    mine = [
+        jax.device_put(p[max(rows[0] - a, 0) : rows[1] - a], to)
+        for p, (a, b) in zip(parts, itertools.pairwise(starts), strict=True)
+        if rows[0] < b and a < rows[1]
+    ]
+    return mine[0] if len(mine) == 1 else jnp.concatenate(mine)
+
+
+def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
+    """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
+    p = plan.pipeline
+    assert p is not None
+    if not p.replicas:
+        of = one_program_of if SCHEDULES[p.schedule].lockstep else pipeline_of
+        return of(traced_by_jax(plan), p, plan.mesh, plan.remat)
+    traced = traced_by_jax(plan, sum(r.micro_batches for r in p.replicas))
+    return JaxReplicas(
+        replicas=tuple(
+            pipeline_of(
+                traced, r.pipeline, Mesh(names=tuple(r.mesh), sizes=tuple(r.mesh.values())), plan.remat
+            )
+            for r in p.replicas
+        )
+    )

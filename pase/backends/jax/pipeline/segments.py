@@ -1,0 +1,284 @@
+"""A traced model as a list of pieces, from which the stages of a pipeline are built.
+
+A piece reads and makes values: a single equation, a written-out block as a whole, or a single turn of the loop over
+layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pase.errors import PaseError
+from pase.frontends.jax.blocks import blocks_of, loops_of
+from pase.frontends.jax.frontend import TracedJax, inlined, inner_jaxpr
+from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import is_dropped, is_literal, literal_array, scan_groups, value_of
+from pase.ir import Place, PlacePart
+from pase.ir.blocks import Block
+from pase.ir.narrow import UnitChain
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from pase.backends.jax.gspmd import Copies, JaxprWalk
+
+__all__ = ["TURNS", "PieceList", "StageEnv", "StageKey", "StagePiece", "StageRows", "variables"]
+
+StageKey: TypeAlias = Any
+"""A value: a variable of a jaxpr, an intermediate value of a loop (place, turn, which), or ``StageRows``."""
+StageEnv = dict[StageKey, Tree]
+
+
+@dataclass(frozen=True)
+class StageRows:
+    """The part of a stack, read by the loop over layers at ``loop``, that the turns of one stage read."""
+
+    of: StageKey
+    loop: str
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePiece:
+    """run: reads its inputs from the environment and writes its results there. block: the index of its block (or unit);
+    -1 before the blocks, and their number after them. by_rows: how it can run on only the rows of stacks that a loop's
+    turns read, by the loop's path.
+    """
+
+    reads: tuple[StageKey, ...]
+    makes: tuple[StageKey, ...]
+    block: int
+    run: Callable[[JaxprWalk, StageEnv, Copies], None]
+    by_rows: Callable[[str], StagePiece] | None = None
+
+
+@dataclass(kw_only=True)
+class PieceList:
+    """The program's pieces, in order. blocks: how many equal ones it has, or units of the chain."""
+
+    traced: TracedJax
+    blocks: int
+    again: Sequence[Block]
+    chain: UnitChain | None = None
+    names: dict[StageKey, str] = field(default_factory=dict)
+    constants: dict[StageKey, Tree] = field(default_factory=dict)
+    avals: dict[StageKey, Aval] = field(default_factory=dict)
+    loops: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Path of a loop over layers -> the blocks, [first, end), that are its turns; else the blocks are ``runs``."""
+    runs: dict[tuple[str, int], int] = field(default_factory=dict)
+    """(prefix, first equation) of a written-out block -> the equation after its last."""
+    reverse: dict[str, bool] = field(default_factory=dict)
+    """Path of a loop over layers -> whether its first turn reads the last rows."""
+    _met: int = -1
+    _bodies: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chain is not None:
+            self.loops = dict(self.chain.loops)
+            return
+        loops = loops_of(self.traced, self.blocks)
+        if len(loops) == 1:
+            self.loops = {loops[0]: (0, self.blocks)}
+            return
+        found = blocks_of(self.traced)
+        if loops or len(found) != self.blocks or len({b.prefix for b in found}) != 1:
+            raise PaseError(
+                f"'{self.traced.graph.name}' cannot be run in stages: it needs {self.blocks} equal "
+                f"blocks in a row, and has {len(loops)} such loops and {len(found)} such blocks written out"
+            )
+        self.runs = {(b.prefix, b.start): b.stop for b in found}
+
+    def pieces(self) -> list[StagePiece]:
+        closed = self.traced.jaxpr
+        self.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        return list(self._of(closed.jaxpr, ""))
+
+    def _holds_blocks(self, path: str) -> bool:
+        """Whether the call at this path has blocks, or several units, inside."""
+        within = f"{path}."
+        if any(p.startswith(within) for p in (*self.loops, *(p for p, _ in self.runs))):
+            return True
+        at = {} if self.chain is None else self.chain.at
+        return len({unit for p, unit in at.items() if p.startswith(within)}) > 1
+
+    def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[StagePiece]:
+        i = 0
+        while i < len(jaxpr.eqns):
+            eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
+            if self.chain is not None:
+                self._met = self._unit(path)
+            if path in self.loops:
+                yield from self._turns(eqn, Place(path))
+            elif inlined(eqn) and self._holds_blocks(path):
+                inner, consts = inner_jaxpr(eqn)
+                self.constants.update(zip(inner.constvars, consts, strict=True))
+                yield from map(self._alias, eqn.invars, inner.invars)
+                yield from self._of(inner, f"{path}.")
+                yield from map(self._alias, inner.outvars, eqn.outvars)
+            else:
+                is_block = (prefix, i) in self.runs
+                if is_block:
+                    stop, self._met = self.runs[prefix, i], self._met + 1
+                    self._bodies += 1
+                else:
+                    stop = max(
+                        (b.stop for b in self.again if (b.prefix, b.start) == (prefix, i)), default=i + 1
+                    )
+                yield self._span(jaxpr, prefix, i, stop, is_block)
+            i = stop
+
+    def _unit(self, path: str) -> int:
+        """Of an equation of a chain: its own, or that of an equation inside of it; -1 if it has none."""
+        assert self.chain is not None
+        within = (unit for p, unit in self.chain.at.items() if p.startswith(f"{path}."))
+        return self.chain.at.get(path, max(within, default=-1))
+
+    def _here(self) -> int:
+        """The place of a piece that is not a block: before, between, or after the blocks."""
+        if self.chain is not None:
+            return self._met
+        return self.blocks if self._bodies == self.blocks else self._met
+
+    def _alias(self, source: StageKey, target: StageKey) -> StagePiece:
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            env[target] = value_of(source, env)
+
+        self.avals[target] = target.aval
+        if not is_literal(source) and source in self.names:
+            self.names[target] = self.names[source]
+        return StagePiece(reads=variables([source]), makes=variables([target]), block=self._here(), run=run)
+
+    def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
+        """Equations of one list, as one piece."""
+        mine = jaxpr.eqns[start:stop]
+        makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
+        reads = tuple(
+            dict.fromkeys(v for v in variables([v for e in mine for v in e.invars]) if v not in makes)
+        )
+        for i, e in enumerate(mine, start):
+            for v, name in zip(e.outvars, self.traced.results[Place(f"{prefix}{i}")], strict=True):
+                self.names[v], self.avals[v] = name, v.aval
+
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            walk.span(jaxpr, env, start, stop, prefix, copies)
+
+        at_rows = self._here()
+
+        @cache
+        def on_rows(loop: str) -> StagePiece:
+            def some(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+                inner: StageEnv = {v: env[StageRows(v, loop) if v.aval.shape else v] for v in reads}
+                walk.span(jaxpr, inner, start, stop, prefix, {})
+                env.update({StageRows(v, loop): inner[v] for v in makes})
+
+            return StagePiece(
+                reads=tuple(StageRows(v, loop) if v.aval.shape else v for v in reads),
+                makes=tuple(StageRows(v, loop) for v in makes),
+                block=at_rows,
+                run=some,
+            )
+
+        by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(mine[0]) else None
+        block = self._met if is_block else self._here()
+        return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
+
+    def _turns(self, eqn: Eqn, at: Place) -> Iterator[StagePiece]:
+        """The loop over layers: its operands as the body takes them, its turns, its results."""
+        nc, nk = scan_groups(eqn)
+        path, (begin, end) = at.path, self.loops[at.path]
+        many, reverse = end - begin, bool(eqn.params["reverse"])
+        self.reverse[path] = reverse
+        if self.chain is not None:
+            self._met = begin
+        operands, names = list(eqn.invars), self.traced.operands[at]
+        consts: list[StageKey] = [(at.path, "const", k) for k in range(nc)]
+        stacks = [(at.path, "xs", k) for k in range(len(operands) - nc - nk)]
+        carry: list[list[StageKey]] = [[(at.path, "carry", t, k) for k in range(nk)] for t in range(many + 1)]
+        made = eqn.params["jaxpr"].jaxpr.outvars
+        for keys in carry:
+            for k, key in enumerate(keys):
+                self.avals[key] = made[k].aval
+                self.names[key] = self.traced.results[at.its("carry", k)][0]
+        parts: list[tuple[PlacePart, int, StageKey]] = [("const", k, key) for k, key in enumerate(consts)]
+        parts += [("carry", k, key) for k, key in enumerate(carry[0])]
+        for (part, k, key), var, name in zip(parts, operands, names, strict=False):
+            yield self._settled(at.its(part, k), var, var, key, key, name)
+        for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
+            rows = StageRows(var, path), StageRows(key, path)
+            yield self._settled(at.its("xs", k), var, rows[0], key, rows[1], name)
+        ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(many)]
+        for t in range(many):
+            self._met = begin + t
+            for k, key in enumerate(ys[t]):
+                self.avals[key] = made[nk + k].aval
+            yield self._turn(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
+        self._bodies = self.blocks
+        results = self.traced.results[at]
+        for k, var in enumerate(eqn.outvars):
+            if not is_dropped(var):
+                turns = ys[::-1] if reverse else ys
+                last = [carry[-1][k]] if k < nk else [y[k - nk] for y in turns]
+                yield self._result(var, last, results[k], k >= nk)
+
+    def _settled(
+        self, at: Place, var: Var, reads: StageKey, key: StageKey, makes: StageKey, name: str | None
+    ) -> StagePiece:
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            env[makes] = walk.settled(at, literal_array(var) if is_literal(var) else env[reads], name, copies)
+
+        self.avals[key] = var.aval
+        return StagePiece(
+            reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run
+        )
+
+    def _turn(
+        self,
+        eqn: Eqn,
+        at: Place,
+        t: int,
+        reads: tuple[Sequence[StageKey], Sequence[StageKey], Sequence[StageKey]],
+        makes: tuple[Sequence[StageKey], Sequence[StageKey]],
+    ) -> StagePiece:
+        consts, carry, stacks = reads
+        path, (begin, end) = at.path, self.loops[at.path]
+
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            first, stop = env[TURNS]
+            row = min(stop, end) - begin - 1 - t if self.reverse[path] else begin + t - max(first, begin)
+            x = [env[StageRows(key, path)][row] for key in stacks]
+            carried, ys = walk.turn(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
+            env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
+
+        return StagePiece(
+            reads=(*consts, *carry, *(StageRows(key, path) for key in stacks)),
+            makes=(*makes[0], *makes[1]),
+            block=begin + t,
+            run=run,
+        )
+
+    def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> StagePiece:
+        def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
+            import jax.numpy as jnp
+
+            values = [env[key] for key in reads]
+            env[var] = walk.defined(jnp.stack(values) if stacked else values[0], name)
+
+        self.names[var], self.avals[var] = name, var.aval
+        block = self.blocks if self.chain is None else self._met
+        return StagePiece(reads=tuple(reads), makes=(var,), block=block, run=run)
+
+
+TURNS = ("turns",)
+"""The key in the environment for the first of a stage's turns, and the end."""
+_ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
+
+
+def _elementwise(eqn: Eqn) -> bool:
+    """Whether each row of the result depends only on the same row of the operands."""
+    shapes = {v.aval.shape for v in (*eqn.invars, *eqn.outvars)} - {()}
+    return eqn.primitive.name in _ELEMENTWISE and len(shapes) == 1
+
+
+def variables(values: Sequence[StageKey]) -> tuple[StageKey, ...]:
+    return tuple(v for v in values if not is_literal(v))

@@ -1,0 +1,88 @@
+"""Stages whose gradients are summed over the batch's devices once a step, not at each micro-batch.
+
+XLA sums the gradient of a weight where it is made. Here each group of devices that has its own examples (a lane) keeps
+a sum of its own: a stage runs for one lane's examples, under ``vmap`` over the lanes, and the lanes' sums become one
+after the last micro-batch. This holds for the losses that micro-batches hold for: the mean over the examples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.pipeline.stages import Stage, stages_of
+from pase.backends.jax.plan import JaxPlan
+from pase.frontends.jax.blocks import batch_size, micro
+from pase.ir import named, simplify
+from pase.ir.blocks import rematerialised
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+    from pase.ir.narrow import UnitChain
+    from pase.plan.pipeline import PipelinePlan
+
+__all__ = ["Lanes", "lanes_of"]
+
+_BATCH = "b"
+"""The letter of the batch's first dim (``pase.ir.names.named``)."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Lanes:
+    """axes: of the mesh, over which only the batch is split. many: their devices. splits, stages: those of the
+    pipeline, for the examples of one lane."""
+
+    axes: tuple[str, ...]
+    many: int
+    splits: tuple[JaxPlan, ...]
+    stages: tuple[Stage, ...]
+
+    def stacked(self, sharding: NamedSharding) -> NamedSharding:
+        """The layout of an array with one part for each lane, each laid out so, but for the lanes' axes."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        spec = self.of_lane(sharding).spec
+        return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *spec))
+
+    def of_lane(self, sharding: NamedSharding) -> NamedSharding:
+        """The layout without the lanes' axes."""
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        spec = [tuple(a for a in _tuple(axes) if a not in self.axes) for axes in sharding.spec]
+        return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
+
+
+def lanes_of(p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None) -> Lanes | None:
+    """A pipeline's lanes; None if it sums at each micro-batch, or if no axis splits the batch alone. of: the model
+    under each of its strategies. chain: the units between which it is cut, if these are not equal blocks."""
+    traced = of[0].traced
+    if p.micro_batches == 1 or traced.has_aux or any(s.weights == "each" for s in p.stages):
+        return None
+    mesh = of[0].logical_mesh
+    used = {s.strategy for s in p.stages}
+    axes = tuple(a for a in mesh.names if all(_splits_batch(of[i], a) for i in used))
+    many = math.prod(mesh.sizes[mesh.names.index(a)] for a in axes)
+    if many == 1 or batch_size(traced) % many:
+        return None
+    small = micro(traced, many)
+    splits = tuple(replace(s, traced=small, lanes=frozenset(axes)) for s in of)
+    again = [b for s in splits for b in s.blocks]
+    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again, chain)
+    return Lanes(axes=axes, many=many, splits=splits, stages=stages)
+
+
+def _splits_batch(split: JaxPlan, axis: str) -> bool:
+    """Whether the axis splits the batch, and nothing else that is computed. Parameters may be stored split over it."""
+    graph = named(simplify(rematerialised(split.traced.graph, split.blocks)))
+    stored = {n.name for n in graph.nodes if n.kind == "parameter"}
+    computed = [dims for name, dims in split.strategy.items() if name not in stored]
+    return any(axis in dims.get(_BATCH, ()) for dims in computed) and not any(
+        axis in axes for dims in computed for dim, axes in dims.items() if dim != _BATCH
+    )
+
+
+def _tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)

@@ -1,0 +1,501 @@
+"""A plan as JAX shardings: the user's function with the plan's constraints in it, and a train step.
+
+The constrained function is the user's own, walked again equation by equation: ``gspmd``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.check_plans import Against, CheckedStep, check_plan
+from pase.backends.jax.checkpoints import restored
+from pase.backends.jax.generation import part_of, threaded_arguments
+from pase.backends.jax.gspmd import JaxprWalk
+from pase.backends.jax.padding import with_padding, without_padding
+from pase.backends.jax.spmd.lower import Lowering, Manual, by_hand_or_not, lowered, lowerings
+from pase.backends.jax.spmd.placement import waits
+from pase.backends.jax.steps.delayed import DelayedStepper, delayed_step
+from pase.backends.jax.steps.gather_once import graded_once
+from pase.backends.jax.steps.layouts import returned, state_shardings
+from pase.backends.jax.steps.micro_batches import summed, writes_parameters
+from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype
+from pase.backends.jax.steps.train import Training
+from pase.errors import PaseError
+from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
+from pase.frontends.jax.frontend import TracedJax
+from pase.frontends.jax.leaves import arrays, combine, trained, untrained
+from pase.ir import Place, named, simplify
+from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
+from pase.local.bucket_messages import ProgramSchedule
+from pase.local.forms import in_forms
+from pase.local.lower import program_of
+from pase.local.types import LocalProgram
+from pase.machine import CostModel, Mesh
+from pase.machine.jax_devices import as_linked
+from pase.plan.accesses import EquationLayouts, Reading
+from pase.plan.constraints import Constraints, Placement
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from jax import Array
+    from jax import Device as JaxDevice
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding, PartitionSpec
+    from optax import GradientTransformation
+
+    from pase.plan.gradient_check import GradientCheck
+
+__all__ = ["JaxPlan", "Lowering"]
+
+_STORAGE_ALONE = (
+    "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
+    "to XLA, and took up to 31 times the cycles. The other half: plan.jax.train_step(optimizer), or, for a step of "
+    "your own, in plan.jax.value_and_grad() or plan.jax.loss() (made first); plan.jax.device_put places arrays"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxPlan:
+    """The plan in JAX, as returned by ``plan.jax``."""
+
+    traced: TracedJax
+    """The model on one micro-batch."""
+    logical_mesh: Mesh
+    constraints: Constraints
+    accumulate: int = 1
+    """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
+    blocks: tuple[Block, ...] = ()
+    """Equations that backward recomputes."""
+    once: Once = "none"
+    """Which transfers of parameters happen once per step. Unless there are none, the plan is lowered by hand."""
+    _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
+    accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
+    """Path of an equation -> the layouts in which it reads and writes."""
+    strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+    """Node -> iteration dim -> the mesh axes that split it."""
+    lanes: frozenset[str] = frozenset()
+    """Axes that no layout names: the program runs for the examples of one of their devices
+    (``pase.backends.jax.pipeline.unreduced``)."""
+    schedule: ProgramSchedule | None = None
+    """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
+    gathers_ahead: bool = False
+    """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
+    across: bool = False
+    """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
+    model: CostModel | None = None
+    """Prices the forms of moves (``pase.local.forms``) in steps lowered by hand."""
+    devices: tuple[JaxDevice, ...] | None = None
+    """Those of the user's mesh, in its order, if the plan keeps arrays as they lie on it."""
+
+    @cached_property
+    def program(self) -> LocalProgram:
+        """The local program: what each device computes and sends."""
+        raw = rematerialised(self.traced.graph, self.blocks)
+        graph = accumulated(named(simplify(raw)), self.accumulate, self.once)
+        made = program_of(graph, self.logical_mesh, self.strategy)
+        if (s := self.schedule) is not None and self.delays:
+            made = s.placed_later(made, partial(waits, made, self.traced, self.blocks), across=self.across)
+        elif s is not None and self.once == "none":
+            made = s.placed(made)
+        return made if self.model is None else in_forms(made, self.model)
+
+    @property
+    def delays(self) -> bool:
+        """Whether a step that is lowered by hand sends or applies gradients in later steps
+        (``pase.backends.jax.steps.delayed``)."""
+        if self.schedule is None or self.once != "none" or self.accumulate > 1:
+            return False
+        return self.schedule.delayed or (self.across and self.schedule.crosses)
+
+    @cached_property
+    def kept_results(self) -> frozenset[Place]:
+        """Equations whose results are kept for backward, in blocks where only cheap work is recomputed."""
+        return kept_results(self.traced.graph, self.blocks)
+
+    def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
+        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: ``self.devices`` or all)."""
+        import jax
+        import numpy as np
+
+        m, own = self.logical_mesh, self.devices if devices is None else None
+        found = as_linked(jax.devices() if devices is None else devices) if own is None else own
+        if len(found) < m.devices:
+            raise PaseError(
+                f"the plan is for {m.devices} devices, but JAX sees {len(found)}: on a CPU, set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
+            )
+        grid = np.array(found[: m.devices], dtype=object).reshape(m.sizes)
+        return jax.sharding.Mesh(grid, m.names)
+
+    def sharding(self, placement: Placement, mesh: JaxMesh) -> NamedSharding:
+        from jax.sharding import NamedSharding
+
+        return NamedSharding(mesh, self.spec(placement))
+
+    def spec(self, placement: Placement) -> PartitionSpec:
+        """The PartitionSpec of a placement."""
+        from jax.sharding import PartitionSpec
+
+        left = [tuple(a for a in axes if a not in self.lanes) for axes in placement]
+        return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in left])
+
+    def leaf_names(self) -> list[str]:
+        """Tensor names of the function's inputs, in the order of its leaves."""
+        graph = self.traced.graph
+        leaves = [n.ops[0].writes[0].tensor for n in graph.nodes if n.kind in ("parameter", "input")]
+        return leaves[: len(self.traced.param_paths) + len(self.traced.input_paths)]
+
+    @cached_property
+    def copies(self) -> dict[Reading, str]:
+        """Reading of a tensor -> the copy that this equation reads."""
+        of = self.constraints.copies
+        return {Reading(r.at, of[r.tensor]): r.tensor for r in self.constraints.read if r.tensor in of}
+
+    @cached_property
+    def slices(self) -> frozenset[str]:
+        """The slices that loops take from stacks. They are constrained where they are read, within any rematerialised
+        region. If they were constrained before it, backward would keep each of them in addition to its stack."""
+        results = self.traced.results
+        return frozenset(made[0] for at, made in results.items() if at.part == "x")
+
+    @cached_property
+    def specs(self) -> tuple[PartitionSpec, ...]:
+        """(params, *batch) pytrees of PartitionSpec: how parameters are stored, and how the batch arrives."""
+        import jax
+
+        storage = self.constraints.storage
+        flat = [self.spec(storage.get(t, ())) for t in self.leaf_names()]
+        return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
+
+    def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
+        """(params, *batch) pytrees of NamedSharding: how arguments are stored, for use with a function of this plan in
+        jax.jit(in_shardings=…). Warns if no such function was made, because the functions contain the rest of the plan.
+        """
+        if not self._functions:
+            warnings.warn(_STORAGE_ALONE, stacklevel=2)
+        return self._in_shardings(mesh)
+
+    def _in_shardings(self, mesh: JaxMesh | None = None) -> tuple[NamedSharding, ...]:
+        import jax
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        mesh = mesh if mesh is not None else self.mesh()
+        return jax.tree.map(
+            lambda s: NamedSharding(mesh, s), self.specs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
+
+    def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
+        """Pytree of NamedSharding like params: how gradients and optimizer state are kept, which may be split further
+        than the parameters. None for a parameter that is not trained."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        c = self.constraints
+        names = self.leaf_names()[: len(self.traced.param_paths)]
+        params = self._shapes()[0]
+        flat = [
+            self.sharding(c.state.get(t, c.storage.get(t, ())), mesh) if trained(a) is not None else None
+            for t, a in zip(names, jax.tree.leaves(params), strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(params), flat)
+
+    def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
+        """The user's function: loss(params, *batch) -> scalar, or (scalar, aux). For a step in micro-batches, it takes
+        one micro-batch. For a model that is not trained, it returns what the model returns.
+
+        A loss is annotated unless ``lowering="manual"``, so that it can be differentiated and transformed in any way.
+        """
+        mesh = mesh if mesh is not None else self.mesh()
+        self._functions.append("loss")
+        if lowering == "auto" and self.traced.mode == "train":
+            lowering = "annotated"
+        made = lowered(lowering, mesh, Manual(plan=self, mesh=mesh).loss, self._constrained(mesh))
+        return in_any_context(made)
+
+    def _constrained(self, mesh: JaxMesh) -> Callable[..., Tree]:
+        """The user's function with constraints."""
+        import jax
+
+        closed = self.traced.jaxpr
+
+        def constrained(*args: Tree) -> Tree:
+            leaves = self.checked(args)
+            walk = JaxprWalk(plan=self, mesh=mesh)
+            leaves = [walk.defined(x, t) for x, t in zip(leaves, self.leaf_names(), strict=True)]
+            outs = walk.run(closed.jaxpr, closed.consts, leaves, "", {})
+            out = combine(jax.tree.unflatten(self.traced.out_tree, outs), self.traced.kept_out)
+            return out[0] if self.traced.mode == "train" and not self.traced.has_aux else out
+
+        return constrained
+
+    @cached_property
+    def prefill(self) -> Stepper:
+        """For a ``pase.Generation``, over all of jax.devices(): prefill(params, *prompt) -> (token, cache), in the
+        layouts that decode expects. For other devices, use ``generation.part_of``."""
+        return part_of(self, "prefill", self.mesh())
+
+    @cached_property
+    def decode(self) -> Stepper:
+        """For a ``pase.Generation``: decode(params, token, cache) -> (token, cache). The cache is donated."""
+        return part_of(self, "decode", self.mesh())
+
+    def padded(self, args: tuple[Tree, ...], full: bool = True) -> tuple[Tree, ...]:
+        """(params, *batch) with zeros in the plan's padding, where that is missing. full: of the whole batch, or of a
+        micro-batch."""
+        if not self.traced.padding:  # every step asks
+            return args
+        return with_padding(self.traced, args, self._wide_shapes(full))
+
+    def unpadded(self, params: Tree) -> Tree:
+        """Parameters, or a tree like them such as gradients, without the plan's padding."""
+        return without_padding(self.traced, params)
+
+    def _wide_shapes(self, full: bool) -> list[tuple[int, ...]]:
+        """Shapes of the arguments' leaves, with padding."""
+        n = len(self.traced.param_paths)
+        return [*(tuple(a.shape) for a in self.traced.jaxpr.in_avals[:n]), *self.input_shapes(full)]
+
+    def checked(self, args: Tree, full: bool = False) -> list[Array]:
+        """The arguments' arrays, leaf by leaf, with the plan's padding. full: of the whole batch, or of a micro-batch.
+        Raises PaseError if they are not those of the plan."""
+        import jax
+
+        leaves, tree = jax.tree.flatten(arrays(args))
+        if tree != self.traced.in_tree:
+            raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
+        leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full))
+        paths = (*self.traced.param_paths, *self.traced.input_paths)
+        dtypes = [a.dtype for a in self.traced.jaxpr.in_avals]
+        for leaf, shape, dtype, path in zip(leaves, self._wide_shapes(full), dtypes, paths, strict=True):
+            got = shape_and_dtype(leaf)
+            for what, is_, was in zip(("shape", "dtype"), got, (shape, dtype), strict=True):
+                if is_ != was:
+                    raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+        return leaves
+
+    def value_and_grad(
+        self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Callable[..., Tree]:
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
+        gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
+        stacked, except that values that ``carry`` threads are those of the last micro-batch."""
+        self._require_mode("train", "gradients")
+        mesh = mesh if mesh is not None else self.mesh()
+        self._functions.append("value_and_grad")
+        annotated = lowerings(lowering, mesh)[0] == "annotated"
+        if self.schedule is not None and (self.once != "none" or annotated or self.schedule.delayed):
+            warnings.warn(
+                "the plan's bucket plan is not in this step: messages are placed only where a step is lowered by hand, "
+                "and gathers and sums run in each micro-batch; gradients that are applied in later steps wait only in "
+                "plan.jax.train_step, without micro-batches",
+                stacklevel=2,
+            )
+        manual, kept = Manual(plan=self, mesh=mesh), self.gradient_shardings(mesh)
+        graded = self.graded(self._constrained(mesh), mesh)
+        if self.once != "none":
+            if lowering == "annotated":
+                raise PaseError(
+                    f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
+                    f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
+                )
+            each, more = summed(self, graded, kept, mesh), ", which sends at each micro-batch"
+            once = partial(graded_once, manual)
+            return in_any_context(once() if lowering == "manual" else by_hand_or_not(once, each, more))
+        made = lowered(lowering, mesh, manual.value_and_grad, graded)
+        return in_any_context(summed(self, made, kept, mesh))
+
+    def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
+        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
+        import jax
+
+        kept, aux = self.gradient_shardings(mesh), self.traced.has_aux
+
+        def graded(params: Tree, *batch: Tree) -> Tree:
+            rest = untrained(arrays(params))
+
+            def of(mine: Tree) -> Tree:
+                return fn(combine(mine, rest, params), *batch)
+
+            value, grads = jax.value_and_grad(of, has_aux=aux)(trained(arrays(params)))
+            return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
+
+        return graded
+
+    def _require_mode(self, mode: str, what: str) -> None:
+        if self.traced.mode != mode:
+            raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
+
+    def input_shapes(self, full: bool) -> list[tuple[int, ...]]:
+        """Shapes of the batch's leaves: those of the whole batch, or of a micro-batch."""
+        from pase.frontends.jax.blocks import split_inputs
+
+        shapes = [a.shape for a in self.traced.jaxpr.in_avals[len(self.traced.param_paths) :]]
+        if not full or self.accumulate == 1:
+            return shapes
+        split = split_inputs(self.traced)
+        return [(s[0] * self.accumulate, *s[1:]) if on else s for s, on in zip(shapes, split, strict=True)]
+
+    @without_mesh()
+    def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
+        """Shardings of the optimizer's state. State that mirrors a parameter is stored like its gradient."""
+        mesh = mesh if mesh is not None else self.mesh()
+        params = trained(self._shapes()[0])
+        return state_shardings(optimizer, params, self.gradient_shardings(mesh), mesh)
+
+    @without_mesh()
+    def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
+        """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
+        trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays that are elsewhere.)"""
+        import jax
+
+        shardings = self.state_shardings(optimizer, mesh)
+        return jax.jit(optimizer.init, out_shardings=shardings)(
+            trained(untyped(arrays(self.padded((params,))[0])))
+        )
+
+    def _shapes(self) -> tuple[Tree, ...]:
+        import jax
+
+        given = self.traced.jaxpr.in_avals
+        avals = [
+            jax.ShapeDtypeStruct(s, a.dtype) for s, a in zip(self._wide_shapes(True), given, strict=True)
+        ]
+        return tuple(jax.tree.unflatten(self.traced.in_tree, avals))
+
+    def train_step(
+        self,
+        optimizer: GradientTransformation,
+        mesh: JaxMesh | None = None,
+        *,
+        donate: bool = True,
+        lowering: Lowering = "auto",
+        check: bool = False,
+    ) -> Stepper | DelayedStepper | CheckedStep:
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
+        returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients in later steps
+        (DeFT's), so does the step, with a warning; what it returns as opt_state then holds the gradients that wait.
+
+        Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
+        trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
+        with several processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
+
+        check: at the first call, first run ``check`` on its arguments, and raise PaseError if a gradient is off.
+        """
+        if check:
+            step = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
+            return CheckedStep(step=step, check=partial(self.check, mesh=mesh, lowering=lowering))
+        self._require_mode("train", "gradients; plan.jax.step() and plan.jax.apply are what it has")
+        mesh = mesh if mesh is not None else self.mesh()
+        training = Training(plan=self, optimizer=optimizer, mesh=mesh, donate=donate)
+        ways = lowerings(lowering, mesh)
+        if not self.delays or ways[0] == "annotated":
+            return training.plain(self.value_and_grad(mesh, lowering=lowering))
+
+        if writes_parameters(self):
+            raise PaseError(
+                "the loss function writes parameters, and the bucket plan applies gradients in later steps: make the "
+                "bucket plan without delayed updates"
+            )
+
+        def instead() -> Stepper:
+            return training.plain(self.value_and_grad(mesh, lowering="annotated"))
+
+        self._functions.append("train_step")
+        return delayed_step(training, Manual(plan=self, mesh=mesh), instead if ways[1:] else None)
+
+    def _returned(self, mesh: JaxMesh) -> Tree:
+        """Shardings of what the function returns."""
+        return returned(self.traced, self._in_shardings(mesh), mesh)
+
+    def step(
+        self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
+    ) -> Stepper:
+        """The model itself, jitted under the plan. For mode="step", it is the user's own train step(params, opt_state,
+        *batch); for mode="inference", f(params, *inputs). Values that are passed in again (a train step's state, or
+        what ``carry`` threads, such as a KV cache) are donated and returned in their input layouts."""
+        if self.traced.mode == "train":
+            raise PaseError("the plan is for a loss: use plan.jax.train_step(optimizer)")
+        mesh = mesh if mesh is not None else self.mesh()
+        fn, kept = self.loss(mesh, lowering=lowering), self.traced.kept_out
+        return Stepper(
+            run=lambda *args: arrays(fn(*args)),
+            in_shardings=self._in_shardings(mesh),
+            out_shardings=self._returned(mesh),
+            donate=threaded_arguments(self) if donate else (),
+            whole=lambda out: combine(out, kept),
+            padded=self.padded,
+        )
+
+    @cached_property
+    def apply(self) -> Stepper:
+        """A model that is not trained, over all of jax.devices(): apply(params, *inputs). Its arguments are not
+        donated; ``step()`` donates the threaded ones."""
+        return self.step(donate=False)
+
+    def lower_train_step(
+        self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
+    ) -> Tree:
+        """The train step lowered from shapes alone; with delayed updates the first one. Call ``.compile()`` on it to
+        see what XLA makes of the plan."""
+        import jax
+
+        mesh = mesh if mesh is not None else self.mesh()
+        shapes = self._shapes()
+        state = jax.eval_shape(optimizer.init, trained(shapes[0]))
+        return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
+
+    def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
+        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts:
+        each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
+        found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
+        return combine(found, self.traced.kept[0])
+
+    @without_mesh()
+    def check(
+        self,
+        params: Tree,
+        *batch: Tree,
+        mesh: JaxMesh | None = None,
+        lowering: Lowering = "auto",
+        against: Against = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Callable[[str], None] | None = None,
+    ) -> GradientCheck:
+        """Check that a step under this plan computes the gradient of the model's loss (``docs/check.md``).
+
+        Along lines of parameters, near the given ones, the loss must change by the integral of the gradient. Both come
+        from the plan's own step, so this works at any size. Besides, gradients are compared with those of another
+        program (``against``). print() of the result names each parameter that is off. seed: of the lines.
+        most_lines: of eight steps each; parameters that are not reached are undecided. progress: called with a line of
+        text at each piece of work. Neither parameters nor batch are changed or donated.
+        """
+        self._require_mode("train", "gradients")
+        mesh = mesh if mesh is not None else self.mesh()
+        ways = self._lowerings(lowering, mesh)
+        return check_plan(
+            self, untyped(params), untyped(batch), mesh, ways, against, seed, most_lines, progress
+        )
+
+    def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+        if self.once != "none" and lowering == "auto":  # XLA would send once per micro-batch
+            return ("manual",)
+        return lowerings(lowering, mesh)
+
+    @without_mesh()
+    def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
+        """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""
+        import jax
+
+        shardings = self._in_shardings(mesh)
+        given = untyped(arrays(self.padded((params, *batch))))
+        shardings = shardings[: len(given)]
+        placed = tuple(jax.tree.map(global_array, x, s) for x, s in zip(given, shardings, strict=True))
+        return tuple(combine(x, kept) for x, kept in zip(placed, self.traced.kept[: len(given)], strict=True))

@@ -1,0 +1,1 @@
+"""The local program of a plan, run by JAX inside one ``shard_map``."""

@@ -1,0 +1,62 @@
+"""One equation on one device: the input of the rules in ``rules``, and the registry of these rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from pase.frontends.jax.types import Eqn
+from pase.local.types import Extents, LocalOp, LocalOperand, LocalResult
+from pase.machine import Mesh
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+
+    from pase.frontends.jax.versions import DebugInfo
+
+__all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
+
+
+class NotLowered(Exception):
+    """Why an equation cannot be run on parts. It becomes a PaseError that names the equation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCall:
+    """An equation as one op of the local program.
+
+    operands: for each input; None for a number. results: for each output; None if another op makes it. shapes: shapes
+    of the outputs on this device. devices: JAX's mesh.
+    """
+
+    eqn: Eqn
+    op: LocalOp
+    mesh: Mesh
+    devices: JaxMesh
+    info: DebugInfo
+    operands: tuple[LocalOperand | None, ...]
+    results: tuple[LocalResult | None, ...]
+    shapes: tuple[Extents | None, ...]
+
+    @property
+    def shape(self) -> Extents:
+        """The shape of its first result."""
+        return next(s for s in self.shapes if s is not None)
+
+    def whole(self, i: int = 0) -> Extents:
+        """The shape of an input on all devices."""
+        return tuple(self.eqn.invars[i].aval.shape)
+
+
+Rule: TypeAlias = "Callable[[LocalCall, Sequence[Array]], Sequence[Array]]"
+
+LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
+"""Primitive -> how it runs on parts, if that differs from the whole."""
+
+
+def split_dims(call: LocalCall, ins: Sequence[Array], i: int = 0) -> set[int]:
+    """Dims of an input that are split, so that this device has only a part."""
+    return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

@@ -1,0 +1,233 @@
+"""Calls with their own derivative rule on one device: the rule's forward and backward programs, on parts.
+
+The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and residuals, and backward to the
+gradients. Each is traced by itself and split according to its operands' layouts (``pase.local.follow``), and is then a
+local program of its own. For such a call, the plan gives the layouts of its operands, its results and the gradients of
+both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.spmd.collectives import moved
+from pase.backends.jax.spmd.values import Cache, DeviceValue
+from pase.frontends.jax.frontend import INLINED, inner_jaxpr, trace
+from pase.frontends.jax.rules import RULES, Elementwise
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr
+from pase.frontends.jax.versions import called, evaluate, is_dropped, opened, pulled_back, value_of
+from pase.ir import Place
+from pase.local.follow import followed
+from pase.local.lower import between, local_program
+from pase.local.types import Layout, LocalOperand, local_shape
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from pase.backends.jax.spmd.interpreter import LocalWalk
+
+__all__ = ["call_with_rule"]
+
+
+def call_with_rule(
+    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+) -> list[DeviceValue]:
+    """A ``custom_jvp`` or ``custom_vjp`` call on this device, with gradients for some of its results."""
+    import jax
+
+    call = _RuledCall.of(walk, eqn, ins, at)
+    read = [call.as_read(i, cache) for i in range(len(ins))]
+    homes = [call.home(i, read[i], cache) for i in range(len(ins)) if call.trained[i]]
+    ahead, back, smooth = pulled_back(eqn, call.trained)
+    kept: list[DeviceValue] = []
+
+    def forward(arrays: Sequence[Array]) -> tuple[list[Array], list[Array | None]]:
+        values = [replace(h, array=x) for h, x in zip(read, arrays, strict=True)]
+        outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
+        kept[:] = outs[len(smooth) :]
+        made = [h.array for h in outs[: len(smooth)]]
+        return made, [call.shadow(n, x) for n, x in zip(call.results, made, strict=True)]
+
+    def backward(
+        held: Sequence[Array], gradients: tuple[Sequence[Array], Sequence[Array | None]]
+    ) -> tuple[list[Array], None]:
+        given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
+        for g, beside, n, on in zip(*gradients, call.results, smooth, strict=True):
+            if on:
+                given.append(DeviceValue(array=g if beside is None else beside, layout=call.gradient_of(n)))
+        found = _ran(walk, back, given, [layout for _, layout in homes])
+        return [h.array for h in found], None
+
+    run = jax.custom_vjp(lambda _, arrays: forward(arrays))
+    run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in kept]), backward)
+    made, shadows = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
+    found = {
+        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), shadow=s)
+        for n, x, s in zip(call.results, made, shadows, strict=True)
+    }
+    # None where nothing reads it.
+    return [found.get(n, DeviceValue(array=None, tensor=n)) for n in walk.traced.results[at]]  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RuledCall:
+    """What the plan says about such a call. trained: which operands have gradients.
+
+    results: names of the results that are used. reads: for each operand, how the first op inside reads it. hands: for
+    each operand with a gradient, how a rule for vector-Jacobian products returns it.
+    """
+
+    walk: LocalWalk
+    eqn: Eqn
+    ins: Sequence[DeviceValue]
+    trained: list[bool]
+    results: list[str]
+    reads: list[LocalOperand | None]
+    hands: list[LocalOperand]
+
+    @classmethod
+    def of(cls, walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
+        tensors, program = walk.traced.graph.tensors, walk.program
+        ops = [op for op in program.at.get(at, ()) if op.op.kind != "copy"]
+        forward = [o for op in ops if op.op.kind != "gradient" for o in op.operands]
+
+        def read(h: DeviceValue) -> LocalOperand | None:
+            return next((o for o in forward if h.tensor and program.original(o.tensor) == h.tensor), None)
+
+        names = zip(walk.traced.results[at], eqn.outvars, strict=True)
+        return cls(
+            walk=walk,
+            eqn=eqn,
+            ins=ins,
+            trained=[h.tensor is not None and tensors[h.tensor].needs_grad for h in ins],
+            results=[n for n, v in names if not is_dropped(v)],
+            reads=[read(h) for h in ins],
+            hands=[op.operands[1] for op in ops if op.op.kind == "gradient"],
+        )
+
+    def as_read(self, i: int, cache: Cache) -> DeviceValue:
+        """An operand in the layout in which the call reads it."""
+        wanted = self.reads[i]
+        return self.ins[i] if wanted is None else self.walk.brought(self.ins[i], wanted, cache)
+
+    def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
+        """(what receives the gradient of an operand that has one, the layout in which it is returned)."""
+        h, program = self.ins[i], self.walk.program
+        handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
+        if handed is not None:
+            return self.walk.carrier(h, handed, cache), handed.gradient
+        wanted = self.reads[i]
+        if wanted is None:
+            raise self.walk.refusal(self.eqn, f"nothing in it reads '{h.tensor}', which has a gradient")
+        if read.shadow is not None:
+            return read.shadow, program.result(wanted.tensor).gradient
+        return read.array, wanted.gradient
+
+    def made_as(self, name: str) -> Layout:
+        """The layout in which a result is made."""
+        program = self.walk.program
+        return program.result(name).layout if name in program.maker else (None,) * len(program.mesh.names)
+
+    def gradient_of(self, name: str) -> Layout:
+        """The layout in which a result's gradient arrives."""
+        program = self.walk.program
+        if name not in program.maker:
+            return (None,) * len(program.mesh.names)
+        return program.result(name).gradient
+
+    def shadow(self, name: str, made: Array) -> Array | None:
+        """The part of a result in the layout in which its gradient arrives, if that splits it further."""
+        program = self.walk.program
+        if name not in program.maker:
+            return None
+        r = program.result(name)
+        if local_shape(r.shape, r.layout, program.mesh) == local_shape(r.shape, r.gradient, program.mesh):
+            return None
+        moves = between(r.layout, r.gradient, program.mesh)
+        if not all(m.free for m in moves):
+            raise self.walk.refusal(self.eqn, f"its result '{name}' and its gradient are split differently")
+        return moved(made, moves, r.shape, "sum", program.mesh)
+
+
+def _ran(
+    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
+) -> list[DeviceValue]:
+    """Run a program on values in their layouts. Its first results get the layouts ``wants``; the others are only
+    summed.
+    """
+    mesh, jaxpr = walk.program.mesh, opened(closed)[0]
+    whole: Layout = (None,) * len(mesh.names)
+    lie = [whole if h.layout is None else h.layout for h in values]
+    pairs = zip(jaxpr.invars, lie, strict=True)
+    ways = {(tuple(v.aval.shape), layout) for v, layout in pairs if math.prod(v.aval.shape) > 1}
+    if len(ways) == 1 and _pointwise(jaxpr, next(iter(ways))[0]):
+        ((shape, layout),) = ways
+        arrays = _on_parts(closed, [h.array for h in values], local_shape(shape, layout, mesh))
+        outs = [
+            DeviceValue(array=x, layout=layout if tuple(v.aval.shape) == shape else whole)
+            for x, v in zip(arrays, jaxpr.outvars, strict=True)
+        ]
+        inner = walk
+    else:
+        inner, outs = _traced(walk, closed, values, lie)
+    return [
+        inner.led(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
+        for k, (h, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
+    ]
+
+
+def _traced(
+    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
+) -> tuple[LocalWalk, list[DeviceValue]]:
+    """The program as a separate local program, and its results' layouts for values in these layouts."""
+    import jax
+
+    mesh, jaxpr = walk.program.mesh, opened(closed)[0]
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in jaxpr.invars]
+    traced = trace(lambda leaves: called(closed)(*leaves), shapes, name="rule", mode="inference")
+    names = [n.ops[0].writes[0].tensor for n in traced.graph.nodes if n.kind == "parameter"]
+    configs = followed(traced.graph, mesh, dict(zip(names, lie, strict=True)))
+    program = local_program(traced.graph, mesh, configs)
+    inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
+    args = [
+        inner.led(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
+        for h, n, have, v in zip(values, names, lie, shapes, strict=True)
+    ]
+    return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", Cache())
+
+
+def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
+    """Whether it computes pointwise, on arrays of one shape and on numbers. Then it does not matter which points a
+    device has.
+    """
+
+    def alike(eqn: Eqn) -> bool:
+        if eqn.primitive.name in INLINED:
+            return _pointwise(inner_jaxpr(eqn)[0], shape)
+        made = all(tuple(v.aval.shape) == shape or math.prod(v.aval.shape) == 1 for v in eqn.outvars)
+        spread = eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.invars[0].aval.shape) == 1
+        return made and (spread or isinstance(RULES.get(eqn.primitive.name), Elementwise))
+
+    return all(map(alike, jaxpr.eqns))
+
+
+def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...]) -> list[Array]:
+    """A pointwise program on parts of this shape."""
+    import jax
+
+    jaxpr, consts = opened(closed)
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arrays), strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [value_of(v, env) for v in eqn.invars]
+        if eqn.primitive.name in INLINED:
+            outs = _on_parts(eqn.params[INLINED[eqn.primitive.name]], ins, here)
+        elif eqn.primitive.name == "broadcast_in_dim" and math.prod(eqn.params["shape"]) > 1:
+            outs = [jax.numpy.broadcast_to(jax.numpy.reshape(ins[0], ()), here)]
+        else:
+            outs = evaluate(eqn, ins, info)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [value_of(v, env) for v in jaxpr.outvars]

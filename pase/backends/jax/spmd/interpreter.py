@@ -1,0 +1,499 @@
+"""A local program run by JAX: the user's jaxpr is walked again, and each equation runs on one device's part.
+
+Everything runs inside one ``shard_map`` over the whole mesh. Between equations, each edge of the program is one
+function with its own derivative: forward makes the plan's moves, and backward makes the moves that the plan has for the
+gradient. Nothing else communicates, and nothing is left to a partitioner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
+from pase.backends.jax.spmd import rules
+from pase.backends.jax.spmd.collectives import moved, part, summed, there_and_back
+from pase.backends.jax.spmd.control import local_cond, local_scan, local_while
+from pase.backends.jax.spmd.custom_rules import call_with_rule
+from pase.backends.jax.spmd.messages import BodyMessages
+from pase.backends.jax.spmd.placement import REMATERIALISED, given_form, message_bodies
+from pase.backends.jax.spmd.prefetch import PARAMETER
+from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotByHand, faults_at, packed, unpacked
+from pase.errors import PaseError
+from pase.frontends.jax.control import by_platform, on_every_platform
+from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
+from pase.frontends.jax.rules import BY_OPERAND
+from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import at_line, is_literal, literal_array, source_line
+from pase.ir import Place
+from pase.ir.blocks import Block
+from pase.local.lower import between
+from pase.local.types import (
+    Combine,
+    Layout,
+    LocalMove,
+    LocalOp,
+    LocalOperand,
+    LocalProgram,
+    LocalTransfer,
+    local_shape,
+)
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+
+    from pase.frontends.jax.versions import DebugInfo
+
+__all__ = ["LocalWalk"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWalk:
+    """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
+
+    kept: equations in these blocks whose results are kept for backward. devices: JAX's mesh. arrivals: parameters that
+    the step gathers once; None if each is gathered where it is read.
+    """
+
+    program: LocalProgram
+    traced: TracedJax
+    blocks: Sequence[Block]
+    kept: frozenset[Place]
+    devices: JaxMesh
+    arrivals: Arrivals | None = None
+
+    @property
+    def _finds_arrivals(self) -> bool:
+        """Whether this walk only finds the gathered parameters, so that nothing needs to run again."""
+        return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
+
+    def within(self, what: str) -> LocalWalk:
+        """The walk inside of a construct out of which nothing can be gathered."""
+        if self.arrivals is None:
+            return self
+        barred = replace(self.arrivals, given=None, found={}, wide={}, barred=what)
+        return replace(self, arrivals=barred)
+
+    def _arriving(self, key: str, number: int, make: Callable[[], Tree], value: DeviceValue) -> Tree:
+        """The result of a transfer, or of the gradient's way back through it."""
+        if self.arrivals is None or number not in self.arrivals.numbers:
+            return make()
+        t = self.program.transfers[number]
+        op = next(op for op in self.program.ops if op.node == t.src)
+        stored = self.traced.graph.tensors[op.results[0].tensor].dtype
+        return self.arrivals.of(key, t, stored, make, value)
+
+    @cached_property
+    def _scheduled(self) -> Mapping[str | None, Sequence[int]]:
+        """Body -> the transfers that its messages carry."""
+        if self.program.delayed or self.arrivals is not None:
+            return {}
+        return message_bodies(self.program, self.traced, self.blocks)
+
+    @cached_property
+    def _info(self) -> DebugInfo:
+        return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+
+    def leaf(self, array: Array, tensor: str, shadow: Array | None = None) -> DeviceValue:
+        """A parameter or an input in its storage layout."""
+        return DeviceValue(
+            array=array, tensor=tensor, layout=self.program.result(tensor).layout, shadow=shadow
+        )
+
+    def run(
+        self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[DeviceValue], prefix: str, cache: Cache
+    ) -> list[DeviceValue]:
+        """Run the equations. cache: of the body that contains them."""
+        from jax.ad_checkpoint import checkpoint_name
+
+        env: dict[Var, DeviceValue] = {
+            v: DeviceValue(array=c) for v, c in zip(jaxpr.constvars, consts, strict=True)
+        }
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for h in args:
+            cache.values.setdefault(h.tensor or "", h)
+
+        def value(var: Var) -> DeviceValue:
+            return DeviceValue(array=literal_array(var)) if is_literal(var) else env[var]
+
+        def one(i: int, cache: Cache) -> None:
+            eqn = jaxpr.eqns[i]
+            at = Place(f"{prefix}{i}")
+            with faults_at(lambda _: self._named_at(eqn, at)), at_line(eqn):
+                outs = self._equation(eqn, [value(v) for v in eqn.invars], at, cache)
+            if at in self.kept:
+                outs = [replace(h, array=checkpoint_name(h.array, KEPT)) for h in outs]
+            env.update(zip(eqn.outvars, outs, strict=True))
+
+        i = 0
+        while i < len(jaxpr.eqns):
+            block = next((b for b in self.blocks if b.prefix == prefix and b.start == i), None)
+            if block is None or self._finds_arrivals:
+                one(i, cache)
+                i += 1
+                continue
+            self._again(jaxpr, block, env, one)
+            i = block.stop
+        return [value(v) for v in jaxpr.outvars]
+
+    def _again(
+        self, jaxpr: Jaxpr, block: Block, env: dict[Var, DeviceValue], one: Callable[[int, Cache], None]
+    ) -> None:
+        """A rematerialised block of equations."""
+        import jax
+
+        reads, makes = boundary(jaxpr, block)
+        given = [env[v] for v in reads]
+        outside = dict(env)
+        made: list[DeviceValue] = []
+
+        def body(*arrays: Tree) -> list[Tree]:
+            inside = Cache(body=block.region.path)
+            for v, h in zip(reads, unpacked(given, arrays), strict=True):
+                env[v] = inside.values[h.tensor or ""] = h
+            for j in range(block.start, block.stop):
+                one(j, inside)
+            made[:] = [env[v] for v in makes]
+            return packed(made)
+
+        alone = block.stop - block.start == len(jaxpr.eqns) and block.prefix != ""  # a loop's body
+        keeps = jax.checkpoint_policies.save_only_these_names(KEPT) if block.again == "light" else None
+        arrays = jax.checkpoint(body, prevent_cse=not alone, policy=keeps)(*packed(given))
+        env.clear()
+        env.update(outside)
+        env.update(zip(makes, unpacked(made, arrays), strict=True))
+
+    def _equation(
+        self, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    ) -> Sequence[DeviceValue]:
+        name = eqn.primitive.name
+        if inlined(eqn):
+            return self._call(eqn, ins, f"{at.path}.", cache)
+        if (taken := on_every_platform(eqn)) is not None:
+            return self.run(*taken, ins[1:], f"{at.path}.", cache)
+        if by_platform(eqn):
+            self._check_whole(eqn, ins, "each platform has code of its own for it")
+        if name == "scan":
+            return local_scan(self, eqn, ins, at, cache)
+        if name == "while":
+            return local_while(self, eqn, ins, at, cache)
+        if name == "cond" and not by_platform(eqn):
+            return local_cond(self, eqn, ins, at, cache)
+        if name in KEPT_WHOLE:
+            tensors = self.traced.graph.tensors
+            if any(n and tensors[n].needs_grad for n in self.traced.results[at]):
+                return call_with_rule(self, eqn, ins, at, cache)
+            return self._call(eqn, ins, f"{at.path}.", cache)
+        names = self.traced.results[at]
+        if name in BY_OPERAND and len(names) > 1:
+            return self._by_operand(eqn, names, ins, cache)
+        return self._made(eqn, names, ins, cache)
+
+    def _made(
+        self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+    ) -> list[DeviceValue]:
+        """The results of an equation, all of which depend on data or none."""
+        made: dict[str, DeviceValue] = {}
+        for op in self._makers(names):
+            made.update(self.op_on_part(op, eqn, names, ins, cache))
+        if not made:
+            return self._constant(eqn, names, ins)
+        if unknown := [n for n in names if n not in made]:
+            raise self.refusal(eqn, f"the plan has no op that makes {', '.join(unknown)}")
+        return [made[n] for n in names]
+
+    def _check_whole(self, eqn: Eqn, ins: Sequence[DeviceValue], why: str) -> None:
+        """Refuse an equation that only a whole array may go through if one of its operands is split."""
+        for h in ins:
+            if h.layout is not None and any(s is not None for s in h.layout):
+                raise self.refusal(eqn, f"{why}, and its operand '{h.tensor}' is split")
+
+    def _by_operand(
+        self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+    ) -> list[DeviceValue]:
+        """Each result from the operand in its place, in that operand's layout; constants may be among them."""
+        import jax
+
+        made = [
+            self._made(of_operand(eqn, i), [n], [h], cache)[0]
+            for i, (n, h) in enumerate(zip(names, ins, strict=True))
+        ]
+        if eqn.primitive.name == "optimization_barrier":  # each result waits for all operands
+            return unpacked(made, jax.lax.optimization_barrier(packed(made)))
+        return made
+
+    def _makers(self, names: Sequence[str]) -> list[LocalOp]:
+        """The ops that make these tensors, each once. Constants have none."""
+        found = {id(op): op for n in names if (op := self.program.maker.get(n)) is not None}
+        return list(found.values())
+
+    def _constant(self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
+        """A value that does not depend on data, whole on every device; each reader takes its part of it."""
+        if not names:
+            raise self.refusal(eqn, "the plan has no layout for its results")
+        self._check_whole(eqn, ins, "the plan knows no data in it")
+        outs = rules.plainly(eqn, [h.array for h in ins], self._info)
+        return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
+
+    def op_on_part(
+        self, op: LocalOp, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
+    ) -> dict[str, DeviceValue]:
+        """Tensor -> what one op of an equation computes."""
+        wanted = self.matched(op, ins)
+        self._named(eqn, lambda: rules.check_sums(self.program, ins, wanted))
+        read = [
+            self._seen(op, eqn, h, cache) if w is None else self.brought(h, w, cache)
+            for h, w in zip(ins, wanted, strict=True)
+        ]
+        for h in read:
+            made = self.program.maker.get(h.tensor or "")
+            if made is not None and made.node not in self.program.parameters:
+                cache.begun.setdefault(op.node, h.array)
+        place = {n: k for k, n in enumerate(names)}
+        results = [next((r for r in op.results if r.tensor == n), None) for n in names]
+
+        def evaluated(arrays: Sequence[Array], gradient: bool) -> list[Array]:
+            call = rules.LocalCall(
+                eqn=eqn,
+                op=op,
+                mesh=self.program.mesh,
+                devices=self.devices,
+                info=self._info,
+                operands=tuple(wanted),
+                results=tuple(results),
+                shapes=tuple(
+                    None if r is None else self._local(r.shape, r.gradient if gradient else r.layout)
+                    for r in results
+                ),
+            )
+            return self._named(eqn, lambda: rules.evaluate(call, arrays))
+
+        outs = evaluated([h.array for h in read], False)
+        shadows: Sequence[Array | None] = [None] * len(outs)
+        if any(h.shadow is not None for h in read):
+            shadows = evaluated([h.array if h.shadow is None else h.shadow for h in read], True)
+        return {
+            r.tensor: DeviceValue(
+                array=outs[place[r.tensor]], tensor=r.tensor, layout=r.layout, shadow=shadows[place[r.tensor]]
+            )
+            for r in results
+            if r is not None
+        }
+
+    def _seen(self, op: LocalOp, eqn: Eqn, value: DeviceValue, cache: Cache) -> DeviceValue:
+        """A value that an op does not read directly. The op may read a form of it that another op of the equation
+        made; a stacked value, for example, has one more dim. It is then moved in that form and converted back."""
+        layout = value.layout
+        if value.tensor is None or layout is None:
+            return value
+        for view in self.program.at.get(op.op.eqn, ()):
+            (given,), made = self.matched(view, [value]), view.results[:1]
+            wanted = [o for o in op.operands for r in made if self.program.original(o.tensor) == r.tensor]
+            if given is None or not wanted:
+                continue
+            if [n for n in given.shape if n > 1] != [n for n in wanted[0].shape if n > 1]:
+                break
+            value = self.brought(value, given, cache)
+            seen = DeviceValue(
+                array=value.array.reshape(self._local(made[0].shape, made[0].layout)),
+                tensor=made[0].tensor,
+                layout=made[0].layout,
+                shadow=None
+                if value.shadow is None
+                else value.shadow.reshape(self._local(made[0].shape, made[0].gradient)),
+            )
+            arrived = self.brought(seen, wanted[0], cache)
+            held = iter(n for n, whole in zip(arrived.array.shape, wanted[0].shape, strict=True) if whole > 1)
+            return replace(
+                arrived, array=arrived.array.reshape([1 if n == 1 else next(held) for n in given.shape])
+            )
+        if not any(layout):
+            return value
+        raise self.refusal(eqn, f"it reads '{value.tensor}', which is split, and the plan does not say how")
+
+    def matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
+        """For each value, which operand of the op it is; None for a number."""
+        left = list(op.operands)
+        out: list[LocalOperand | None] = [None] * len(ins)
+        for named in (True, False):  # constants of a jaxpr have no names: they are the remaining ones
+            for i, h in enumerate(ins):
+                if (h.tensor is not None) != named:
+                    continue
+                k = next((k for k, o in enumerate(left) if self._is(o, h)), None)
+                if k is not None:
+                    out[i] = left.pop(k)
+        return out
+
+    def _is(self, operand: LocalOperand, value: DeviceValue) -> bool:
+        """Whether this value is what the op reads there."""
+        if value.tensor is not None:
+            return self.program.original(operand.tensor) == value.tensor
+        return operand.constant and operand.shape == tuple(getattr(value.array, "shape", ()))
+
+    def brought(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
+        """The value in the layout in which an op reads it."""
+        if value.layout is None:  # does not depend on data, whole on every device
+            array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
+            return replace(value, array=array, layout=wanted.layout)
+        if wanted.transfer is not None:
+            array = self._transferred(value, wanted.transfer, cache)
+            return replace(value, array=array, layout=wanted.layout, shadow=None)
+        if value.layout != wanted.layout:
+            raise NotByHand(
+                f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node, which is a "
+                f"defect of pase.local"
+            )
+        if not wanted.summed:
+            return value
+
+        def back(g: Array) -> Array:
+            return summed(g, wanted.summed)
+
+        return replace(value, array=there_and_back(value.array, value.shadow, lambda x: x, back), shadow=None)
+
+    def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Array:
+        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
+        from that.
+        """
+        if number in cache.arrived:
+            return cache.arrived[number]
+        t = self.program.transfers[number]
+        if (messages := self._messages(cache)) is not None and number in messages.given:
+            cache.arrived[number] = messages.arrived(number)
+        else:
+            cache.arrived[number] = self._arriving(
+                str(number),
+                number,
+                lambda: self._sent(self._out_of_copy(value, t, cache), t),
+                value,
+            )
+        return cache.arrived[number]
+
+    def _messages(self, cache: Cache) -> BodyMessages | None:
+        """The messages of a body."""
+        if cache.messages is None and cache.body in self._scheduled:
+            given = {
+                k: given_form(self, self.program.transfers[k].tensor, cache)
+                for k in self._scheduled[cache.body]
+            }
+            cache.messages = BodyMessages(
+                program=self.program,
+                given={k: h for k, h in given.items() if h is not None},
+                begun=cache.begun,
+            )
+        return cache.messages
+
+    def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
+        """The start of a transfer: the value, or the copy of it that the transfer uses."""
+        if t.tensor not in self.program.originals:
+            return value
+        (copy,) = self.program.maker[t.tensor].operands
+        assert copy.transfer is not None
+        return replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
+
+    def _moved(
+        self, x: Array, moves: Sequence[LocalMove], shape: tuple[int, ...], combine: Combine, what: str
+    ) -> Array:
+        import jax
+
+        try:
+            # Profiles and compiled programs name what is sent.
+            with jax.named_scope(what), faults_at(lambda _: f"the move of {what}"):
+                return moved(x, moves, shape, combine, self.program.mesh)
+        except NotByHand:
+            raise
+        except PaseError as e:
+            raise NotByHand(f"{what} cannot be moved by hand: {e}") from None
+
+    def _sent(
+        self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Array], Array] | None = None
+    ) -> Array:
+        """Send the value. instead: what the value becomes if it is not moved."""
+        shape = self.program.result(t.tensor).shape
+
+        def there(x: Array) -> Array:
+            what = f"{t.tensor} for {t.dst}"
+            if t.src in self.program.parameters:
+                what = PARAMETER + what
+            return self._moved(x, t.forward, shape, t.combine, what)
+
+        def back(g: Array) -> Array:
+            what = f"gradient of {t.tensor} from {t.dst}"
+            return self._moved(g, t.backward or (), shape, "sum", what)
+
+        return there_and_back(
+            value.array, value.shadow, instead or there, None if t.backward is None else back
+        )
+
+    def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Array:
+        """Zeros in the layout in which an op returns the value's gradient. From there, the gradient moves as in the
+        plan.
+        """
+        import jax.numpy as jnp
+
+        here = self._local(handed.shape, handed.gradient)
+
+        def zeros(x: Array) -> Array:
+            return jnp.zeros(here, x.dtype)
+
+        if handed.transfer is None:
+            return there_and_back(value.array, value.shadow, zeros, lambda g: g)
+        t = self.program.transfers[handed.transfer]
+        return self._arriving(
+            f"{handed.transfer} back",
+            handed.transfer,
+            lambda: self._sent(self._out_of_copy(value, t, cache), t, zeros),
+            value,
+        )
+
+    def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
+        """A value with this whole shape in another layout; None: the same layout, but summed."""
+        mesh = self.program.mesh
+        have = (None,) * len(mesh.names) if value.layout is None else value.layout
+        if want is None:
+            want = tuple(None if s == "partial" else s for s in have)
+        op = self.program.maker.get(value.tensor or "")
+        combine: Combine = "sum" if op is None else op.combine
+        what = f"{value.tensor or 'a value'} of a derivative rule"
+        array = self._moved(value.array, between(have, want, mesh), shape, combine, what)
+        return replace(value, array=array, layout=want, shadow=None)
+
+    def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
+        return local_shape(shape, layout, self.program.mesh)
+
+    def refusal(self, eqn: Eqn, why: str) -> NotByHand:
+        """The error for an equation that cannot be lowered."""
+        return NotByHand(f"{self._named_at(eqn)} cannot be lowered by hand: {why}")
+
+    def _named_at(self, eqn: Eqn, at: Place | None = None) -> str:
+        """The equation's primitive and the user's line. at: whose ops know the line if JAX has lost it."""
+        ops = () if at is None else self.program.at.get(at, ())
+        line = source_line(eqn) or next((op.op.source for op in ops), None) or "an unknown line"
+        return f"'{eqn.primitive.name}' at {line}"
+
+    def _named(self, eqn: Eqn, run: Callable[[], Tree]) -> Tree:
+        """A rule's reason for refusing an equation, with the equation's name and line."""
+        try:
+            return run()
+        except rules.NotLowered as e:
+            raise self.refusal(eqn, str(e)) from None
+
+    def _call(self, eqn: Eqn, ins: Sequence[DeviceValue], prefix: str, cache: Cache) -> Sequence[DeviceValue]:
+        import jax
+
+        jaxpr, consts = inner_jaxpr(eqn)
+        if eqn.primitive.name not in REMATERIALISED or self._finds_arrivals:
+            return self.run(jaxpr, consts, ins, prefix, cache)
+        made: list[DeviceValue] = []
+
+        def body(*arrays: Tree) -> list[Tree]:
+            made[:] = self.run(jaxpr, consts, unpacked(ins, arrays), prefix, Cache(body=prefix))
+            return packed(made)
+
+        p = eqn.params
+        arrays = jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*packed(ins))
+        return unpacked(made, arrays)

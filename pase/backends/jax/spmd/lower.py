@@ -1,0 +1,385 @@
+"""A plan's loss and gradients as one ``shard_map`` over the whole mesh: the local program, run on each device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+from pase.backends.jax.spmd.collectives import moved
+from pase.backends.jax.spmd.interpreter import LocalWalk
+from pase.backends.jax.spmd.prefetch import gathers_ahead
+from pase.backends.jax.spmd.values import (
+    Arrivals,
+    Cache,
+    DeviceValue,
+    NotByHand,
+    besides_equations,
+    faults_at,
+)
+from pase.errors import PaseError
+from pase.frontends.jax.frontend import inner_jaxpr
+from pase.frontends.jax.leaves import combine
+from pase.frontends.jax.types import Var
+from pase.frontends.jax.versions import is_literal, literal_array
+from pase.ir import Place
+from pase.local.lower import between
+from pase.local.parts import placement, to_whole
+from pase.local.types import Layout, LocalOp, LocalProgram, LocalResult, local_shape
+from pase.local.verify import verify_program
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from typing import Never
+
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import PartitionSpec
+
+    from pase.backends.jax.plan import JaxPlan
+
+__all__ = ["Lowering", "Manual", "by_hand_or_not", "lowered", "lowerings"]
+
+Lowering = Literal["annotated", "manual", "auto"]
+"""What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
+can split the whole program, else XLA. On TPUs auto is XLA: which forms of moves its compiler keeps there is not known
+well enough (``docs/tpu-witness.md``)."""
+
+
+def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
+    """The ways to lower on these devices, tried in order until one can lower the whole program."""
+    if lowering != "auto":
+        return (lowering,)
+    tpu = mesh.devices.flat[0].platform == "tpu"
+    return ("annotated",) if tpu else ("manual", "annotated")
+
+
+def lowered(
+    lowering: Lowering,
+    mesh: JaxMesh,
+    by_hand: Callable[[], Callable[..., Tree]],
+    annotated: Callable[..., Tree],
+) -> Callable[..., Tree]:
+    """The one of two functions that ``lowering`` asks for on these devices."""
+    first, *rest = lowerings(lowering, mesh)
+    if first == "annotated":
+        return annotated
+    return by_hand_or_not(by_hand, annotated) if rest else by_hand()
+
+
+def by_hand_or_not(
+    by_hand: Callable[[], Callable[..., Tree]], annotated: Callable[..., Tree], instead: str = ""
+) -> Callable[..., Tree]:
+    """The function lowered by hand or, with a warning, by annotations where that is refused or fails.
+
+    by_hand: makes the first. instead: what the warning says besides.
+    """
+    return _ByHandOrNot(by_hand=by_hand, annotated=annotated, instead=instead)
+
+
+@dataclass(kw_only=True, eq=False)
+class _ByHandOrNot:
+    """A function that is lowered by hand if all of it can be, and otherwise by annotations.
+
+    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered, or what failed.
+    by_hand: makes the function that is. refused: it was found out before. instead: what else is then different.
+    """
+
+    by_hand: Callable[[], Callable[..., Tree]]
+    annotated: Callable[..., Tree]
+    instead: str = ""
+    refused: bool = False
+
+    @cached_property
+    def _lowered(self) -> Callable[..., Tree]:
+        with faults_at(besides_equations):
+            return self.by_hand()
+
+    def __call__(self, *args: Tree) -> Tree:
+        if self.refused:
+            return self.annotated(*args)
+        try:
+            return self._lowered(*args)
+        except NotByHand as e:
+            why = e.left
+        self.refused = True
+        made = self.annotated(*args)  # an error of the user's program is raised here once more, as it is
+        warnings.warn(why + self.instead, stacklevel=2)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manual:
+    """The functions of a JAX plan that is lowered by hand, on a JAX mesh."""
+
+    plan: JaxPlan
+    mesh: JaxMesh
+
+    @cached_property
+    def program(self) -> LocalProgram:
+        with faults_at(lambda _: "the plan"):
+            made = self.plan.program
+            try:
+                verify_program(made)
+            except PaseError as e:
+                raise NotByHand(f"{e}, which is a defect of pase.local") from None
+        return made
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return self.plan.leaf_names()
+
+    @cached_property
+    def _walk(self) -> LocalWalk:
+        return LocalWalk(
+            program=self.program,
+            traced=self.plan.traced,
+            blocks=self.plan.blocks,
+            kept=self.plan.kept_results,
+            devices=self.mesh,
+        )
+
+    def loss(self) -> Callable[..., Tree]:
+        """f(params, *batch) -> the result of the user's function. Do not differentiate it; use ``value_and_grad``."""
+        import jax
+
+        run = jax.custom_vjp(self.mapped(lambda *leaves: self.forward(leaves, {}), self.returns()))
+
+        def refuse(*_: Tree) -> Never:
+            trained = self.plan.traced.mode == "train"
+            raise PaseError(
+                "a function that is lowered by hand cannot be differentiated: use "
+                + ("plan.jax.value_and_grad(), or " if trained else "")
+                + "lowering='annotated'"
+            )
+
+        run.defvjp(refuse, refuse)
+
+        def whole(*args: Tree) -> Tree:
+            return self.value(run(*self.plan.checked(args)))
+
+        return whole
+
+    def value_and_grad(self) -> Callable[..., Tree]:
+        """f(params, *batch) -> (the result of the user's function, gradients of the trained leaves)."""
+        import jax
+
+        def local(*leaves: Array) -> Tree:
+            def of(carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
+                outs = self.forward(leaves, carriers)
+                return outs[0], outs
+
+            differentiated = jax.value_and_grad(of, has_aux=True)
+            if self.plan.gathers_ahead:
+                differentiated = gathers_ahead(differentiated)
+            (_, outs), grads = differentiated(self.carriers(leaves))
+            return outs, [grads[i] for i in self.trained]
+
+        run = self.mapped(local, (self.returns(), self.gradient_specs()))
+
+        def graded(params: Tree, *batch: Tree) -> Tree:
+            outs, grads = run(*self.plan.checked((params, *batch)))
+            return self.value(outs), self.gradients(grads)
+
+        return graded
+
+    def gradients(self, grads: Sequence[Array]) -> Tree:
+        """Gradients of the trained leaves, as a tree like params."""
+        import jax
+
+        found = dict(zip(self.trained, grads, strict=True))
+        leaves = [found.get(i) for i in range(len(self._names))]
+        return jax.tree.unflatten(self.plan.traced.in_tree, leaves)[0]
+
+    def value(self, outs: Sequence[Array]) -> Tree:
+        """The user's function's result, from its leaves."""
+        import jax
+
+        traced = self.plan.traced
+        out = combine(jax.tree.unflatten(traced.out_tree, outs), traced.kept_out)
+        return out[0] if traced.mode == "train" and not traced.has_aux else out
+
+    def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Array]]:
+        """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of its input leaves."""
+        closed = self.plan.traced.jaxpr
+        eqn, names = closed.jaxpr.eqns[number], self._names
+        each = len(closed.jaxpr.outvars) // len(self.plan.traced.programs)
+        mine = range(number * each, (number + 1) * each)
+
+        def local(*leaves: Array) -> list[Array]:
+            env = {
+                v: DeviceValue(array=c) for v, c in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+            }
+            env |= {
+                closed.jaxpr.invars[i]: self._walk.leaf(x, names[i])
+                for i, x in zip(given, leaves, strict=True)
+            }
+
+            def value(var: Var) -> DeviceValue:
+                return DeviceValue(array=literal_array(var)) if is_literal(var) else env[var]
+
+            cache = Cache()
+            inner, consts = inner_jaxpr(eqn)
+            prefix = self.plan.traced.programs[number]
+            outs = self._walk.run(inner, consts, [value(v) for v in eqn.invars], prefix, cache)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            return [
+                self._out(
+                    self._walk, value(closed.jaxpr.outvars[j]), self._end(j), cache, differentiated=False
+                )
+                for j in mine
+            ]
+
+        returns = self.returns()
+        return self.mapped(local, [returns[j] for j in mine], given)
+
+    def mapped(
+        self,
+        fn: Callable[..., Tree],
+        outs: Tree,
+        given: Sequence[int] | None = None,
+        stacked: Collection[int] = (),
+        more: Sequence[Tree] = (),
+    ) -> Callable[..., Tree]:
+        """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: which of them are
+        stacked micro-batches. more: PartitionSpecs of what it takes behind the leaves."""
+        import jax
+        from jax.sharding import PartitionSpec
+
+        leaves = range(len(self._names)) if given is None else given
+        one = [self._spec(self.program.result(self._names[i]).layout, self._shape(i)) for i in leaves]
+        ins = tuple(
+            PartitionSpec(None, *spec) if i in stacked else spec for i, spec in zip(leaves, one, strict=True)
+        )
+
+        def traced(*given: Tree) -> Tree:
+            with faults_at(besides_equations):
+                return fn(*given)
+
+        return jax.jit(
+            jax.shard_map(traced, mesh=self.mesh, in_specs=(*ins, *more), out_specs=outs, check_vma=False)
+        )
+
+    def _shape(self, i: int) -> tuple[int, ...]:
+        return tuple(self.plan.traced.jaxpr.in_avals[i].shape)
+
+    @cached_property
+    def trained(self) -> list[int]:
+        """The leaves of params that have gradients."""
+        import jax
+
+        avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
+        return [i for i, a in enumerate(avals) if jax.numpy.issubdtype(a.dtype, jax.numpy.inexact)]
+
+    def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
+        where = placement(layout, len(shape), self.program.mesh)
+        if where is None:
+            raise NotByHand(
+                f"the layout {layout} does not consist of contiguous parts, which is a defect of pase.local"
+            )
+        return self.plan.spec(where)
+
+    def gradient_specs(self) -> list[PartitionSpec]:
+        """PartitionSpecs of the trained leaves' gradients."""
+        return [
+            self._spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained
+        ]
+
+    def carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
+        """The arrays through which gradients are taken: the parameter, in the gradient's storage layout if that is
+        another (``LocalResult.carrier``)."""
+        return {i: self._carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained}
+
+    def _carrier(self, x: Array, r: LocalResult) -> Array:
+        import jax
+
+        mesh = self.program.mesh
+        if r.layout == r.gradient:
+            return x
+        if r.carrier == "zeros":
+            return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
+        return moved(x, between(r.layout, r.gradient, mesh), r.shape, "sum", mesh)
+
+    def forward(
+        self, leaves: Sequence[Array], carriers: dict[int, Array], arrivals: Arrivals | None = None
+    ) -> list[Array]:
+        """The model's result on one device. carriers: see there. arrivals: parameters that were gathered before."""
+        walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
+        values = []
+        for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
+            r = self.program.result(name)
+            own = carriers.get(i)
+            beside = r.layout != r.gradient
+            values.append(walk.leaf(x if own is None or beside else own, name, own if beside else None))
+        cache = Cache(body="")
+        outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
+        ends = [self._end(j) for j in range(len(outs))]
+        pairs = enumerate(zip(outs, ends, strict=True))
+        return [self._out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
+
+    def _out(
+        self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
+    ) -> Array:
+        """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array.
+
+        differentiated: whether it is the loss. What brings other results together has no derivative (``pmax``).
+        """
+        import jax
+
+        if op is not None:
+            return walk.brought(value, op.operands[0], cache).array
+        if value.layout is None:
+            return value.array
+        shape = self.program.result(value.tensor or "").shape
+        if placement(value.layout, len(shape), self.program.mesh) is not None:
+            return value.array
+        made = self.program.maker[value.tensor or ""]
+        return moved(
+            value.array if differentiated else jax.lax.stop_gradient(value.array),
+            to_whole(value.layout, self.program.mesh),
+            shape,
+            made.combine,
+            self.program.mesh,
+        )
+
+    def returns(self) -> list[PartitionSpec]:
+        """PartitionSpecs of the model's results."""
+        specs = []
+        for j, aval in enumerate(self.plan.traced.jaxpr.out_avals):
+            op, name = self._end(j), self._out_names[j]
+            layout: Layout = (None,) * len(self.program.mesh.names)
+            if op is not None:
+                layout = op.operands[0].layout
+            elif name in self.program.maker:
+                layout = self.program.result(name or "").layout
+            where = placement(layout, len(aval.shape), self.program.mesh)
+            specs.append(self.plan.spec(where or ()))
+        return specs
+
+    @cached_property
+    def _out_names(self) -> list[str | None]:
+        """For each result of the model, its name in the traced graph; None for a number."""
+        jaxpr, results = self.plan.traced.jaxpr.jaxpr, self.plan.traced.results
+        names = dict(zip(jaxpr.invars, self._names, strict=True))
+        for i, eqn in enumerate(jaxpr.eqns):
+            names |= zip(eqn.outvars, results[Place(str(i))], strict=True)
+        return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
+
+    def _end(self, j: int) -> LocalOp | None:
+        """The op that takes a result of the model: that of the output, or of the leaf that gets it as next value."""
+        traced = self.plan.traced
+        into = {of: leaf for leaf, of in traced.carried.items()}
+        if (
+            programs := traced.programs
+        ):  # the last one's results are the next values, and each returns the same
+            each = len(traced.jaxpr.out_avals) // len(programs)
+            into = {k * each + of % each: leaf for of, leaf in into.items() for k in range(len(programs))}
+        if j in into:
+            at = self.program.maker[self._names[into[j]]].op.eqn
+            found = self.program.takers.get(at, ())
+            if programs:
+                found = tuple(op for op in found if op.op.scope[0].path == programs[j // each])
+            return found[0] if found else None
+        return self.program.outputs.get(self._out_names[j] or "")

@@ -1,0 +1,228 @@
+"""Messages of a local program in JAX: transfers of parameters that are joined, cut and sent in one order.
+
+In each body (the model, a loop's turn, a rematerialised region), the parameters' gradients come together at one
+function with its own derivative, which sends them message by message. Forward, messages are sent up to the one that a
+reader waits for. A message starts from the result of the one before it on its link, so the compiler can neither reorder
+nor combine them; what it may do is run one beside computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.spmd.collectives import after, from_wire, moved, on_wire, sent, there_and_back
+from pase.backends.jax.spmd.values import DeviceValue, NotByHand
+from pase.errors import PaseError
+from pase.local.types import (
+    Extents,
+    LocalMessage,
+    LocalMove,
+    LocalPiece,
+    LocalProgram,
+    MoveWay,
+    TransferPart,
+    local_shape,
+)
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["JOINED", "BodyMessages", "Sending"]
+
+JOINED = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+@dataclass(kw_only=True)
+class Sending:
+    """Values on their way: parts of some transfers, there or back.
+
+    values: part of a transfer -> its value after the moves so far. done: how many of its moves. messages: those not
+    yet sent. begun: node -> a value that it reads. last: (link, how often it runs) -> what its last message
+    brought. parts: (part, stage) -> the columns that arrived, by their first byte.
+    """
+
+    program: LocalProgram
+    way: MoveWay
+    values: dict[TransferPart, Array]
+    messages: list[LocalMessage]
+    begun: Mapping[str, Array] = field(default_factory=dict)
+    done: dict[TransferPart, int] = field(default_factory=dict)
+    last: dict[tuple[str, float], Array] = field(default_factory=dict)
+    parts: dict[tuple[TransferPart, int], dict[int, Array]] = field(default_factory=dict)
+
+    def shape(self, part: TransferPart) -> Extents:
+        """The whole tensor's."""
+        return self.program.result(self.program.transfers[part[0]].tensor).shape
+
+    def _move(self, p: LocalPiece) -> LocalMove:
+        return self.program.stages(p.transfer, self.way)[p.stage]
+
+    def _moved(self, part: TransferPart, moves: Sequence[LocalMove]) -> None:
+        t = self.program.transfers[part[0]]
+        combine = t.combine if self.way == "there" else "sum"
+        mesh, shape = self.program.mesh, self.shape(part)
+        self.values[part] = moved(self.values[part], moves, shape, combine, mesh)
+        self.done[part] = self.done.get(part, 0) + len(moves)
+
+    def _freely(self, part: TransferPart) -> None:
+        """The moves that send nothing, up to the next that does."""
+        rest = self.program.moves(part[0], self.way)[self.done.get(part, 0) :]
+        ahead = next((i for i, m in enumerate(rest) if m.nbytes and not m.free), len(rest))
+        self._moved(part, rest[:ahead])
+
+    def finished(self, part: TransferPart) -> Array:
+        """The value where it is read, after all messages that carry any of it."""
+        while any(p.part == part for m in self.messages for p in m.pieces):
+            self.send()
+        self._moved(part, self.program.moves(part[0], self.way)[self.done.get(part, 0) :])
+        return self.values[part]
+
+    def send(self) -> None:
+        """Send the next message."""
+        import jax
+
+        message = self.messages.pop(0)
+        names = ", ".join(dict.fromkeys(self.program.transfers[p.transfer].tensor for p in message.pieces))
+        try:
+            with jax.named_scope(f"message {message.way} of {names}"):
+                self._send(message)
+        except NotByHand:
+            raise
+        except PaseError as e:
+            raise NotByHand(f"the messages that carry '{names}' cannot be sent by hand: {e}") from None
+
+    def _send(self, message: LocalMessage) -> None:
+        alike: dict[object, list[LocalPiece]] = {}
+        for p in message.pieces:
+            self._freely(p.part)
+            move = self._move(p)
+            if move.kind not in JOINED and p.begin:
+                continue  # it was sent whole with its first piece
+            whole = p.nbytes == move.nbytes
+            alone = move.kind not in JOINED or (whole and len(message.pieces) == 1)
+            alike.setdefault(p if alone else self.values[p.part].dtype, []).append(p)
+        for key, pieces in alike.items():
+            self._one(message, pieces, alone=isinstance(key, LocalPiece))
+
+    def _one(self, message: LocalMessage, pieces: Sequence[LocalPiece], alone: bool) -> None:
+        """One collective, of a whole tensor or of columns of several."""
+        import jax.numpy as jnp
+
+        mesh, first, move = self.program.mesh, pieces[0].part, self._move(pieces[0])
+        if alone:
+            self.values[first] = self._late(self.values[first], message)
+            self._moved(first, [move])
+            self.last[self._queue(message)] = self.values[first]
+            return
+        columns, spans = [], []
+        for p in pieces:
+            move = self._move(p)
+            rows = on_wire(self.values[p.part], move, self.shape(p.part), mesh)
+            begin, end = (round(b * rows.shape[1] / move.nbytes) for b in (p.begin, p.begin + p.nbytes))
+            columns.append(rows[:, begin:end])
+            spans.append(end - begin)
+        arrived = sent(self._late(jnp.concatenate(columns, axis=1), message), move)
+        self.last[self._queue(message)] = arrived
+        at = 0
+        for p, span in zip(pieces, spans, strict=True):
+            self.parts.setdefault((p.part, p.stage), {})[p.begin] = arrived[:, at : at + span]
+            at += span
+        for p in {(p.part, p.stage): p for p in pieces}.values():
+            self._arrived(p)
+
+    def _queue(self, message: LocalMessage) -> tuple[str, float]:
+        """What sends messages one after another. Behind one that runs again in backward, another would, too."""
+        if self.program.delayed:
+            return message.link, 0.0
+        return message.link, self.program.runs(message.pieces[0].transfer, message.way)
+
+    def _late(self, x: Array, message: LocalMessage) -> Array:
+        """x once the link is free and the node has begun that the message waits for."""
+        for earlier in (self.last.get(self._queue(message)), self.begun.get(message.after)):
+            x = x if earlier is None else after(x, earlier)
+        return x
+
+    def _arrived(self, p: LocalPiece) -> None:
+        """Put a piece's tensor together once all of its pieces have come."""
+        import jax.numpy as jnp
+
+        if any((q.part, q.stage) == (p.part, p.stage) for m in self.messages for q in m.pieces):
+            return
+        held = self.parts.pop((p.part, p.stage))
+        rows = jnp.concatenate([held[b] for b in sorted(held)], axis=1)
+        self.values[p.part] = from_wire(rows, self._move(p), self.shape(p.part), self.program.mesh)
+        self.done[p.part] += 1
+
+
+@dataclass(kw_only=True)
+class BodyMessages:
+    """The messages of one body. given: number of a transfer -> the value that it starts from, for all that messages
+    carry here. begun: node -> a value that it reads, of the nodes so far."""
+
+    program: LocalProgram
+    given: Mapping[int, DeviceValue]
+    begun: Mapping[str, Array]
+
+    def arrived(self, transfer: int) -> Array:
+        """The value of a transfer where it is read; its gradient goes back with the messages."""
+        value = self._there.finished((transfer, None))
+        if transfer not in self._gradients:
+            return value
+        return there_and_back(value, self._gradients[transfer], lambda x: x, lambda g: g)
+
+    @cached_property
+    def _there(self) -> Sending:
+        import jax
+
+        start: dict[TransferPart, Array] = {
+            (k, None): jax.lax.stop_gradient(h.array) for k, h in self.given.items()
+        }
+        return Sending(
+            program=self.program, way="there", values=start, messages=self._mine("there"), begun=self.begun
+        )
+
+    def _mine(self, way: MoveWay) -> list[LocalMessage]:
+        """The messages one way, without pieces of transfers that are not in this body."""
+        found = []
+        for m in self.program.messages:
+            pieces = tuple(p for p in m.pieces if p.transfer in self.given)
+            if m.way == way and pieces:
+                found.append(LocalMessage(way=way, link=m.link, pieces=pieces, after=m.after))
+        return found
+
+    @cached_property
+    def _gradients(self) -> dict[int, Array]:
+        """Transfer -> what takes its readers' gradient: zeros, whose derivative sends the messages back."""
+        import jax
+        import jax.numpy as jnp
+
+        trained = {
+            k: h.array if h.shadow is None else h.shadow
+            for k, h in self.given.items()
+            if self.program.transfers[k].backward is not None
+        }
+
+        def zeros(xs: Mapping[int, Array]) -> dict[int, Array]:
+            return {k: jnp.zeros(self._left(k), x.dtype) for k, x in xs.items()}
+
+        def back(_: None, gradients: dict[int, Array]) -> tuple[dict[int, Array]]:
+            sending = Sending(
+                program=self.program,
+                way="back",
+                values={(k, None): g for k, g in gradients.items()},
+                messages=self._mine("back"),
+            )
+            return ({k: sending.finished((k, None)) for k in gradients},)
+
+        joined = jax.custom_vjp(zeros)
+        joined.defvjp(lambda xs: (zeros(xs), None), back)
+        return joined(trained)  # type: ignore[no-any-return]
+
+    def _left(self, transfer: int) -> Extents:
+        """The local shape in which the gradient leaves its readers."""
+        reader = self.program.readers[transfer][0]
+        operand = next(o for o in reader.operands if o.transfer == transfer)
+        return local_shape(operand.shape, operand.gradient, self.program.mesh)

@@ -1,0 +1,268 @@
+"""Gathers of a loop's next turn, started one turn ahead, in a program that is lowered by hand.
+
+A loop's body is a program of its own, so what a turn gathers cannot begin before the turn does. What its first products
+read would then have nothing beside it, in forward and again in backward. So the loop is turned by a part of a turn,
+after differentiation, which serves both passes alike: before the loop the first turn's parameters are gathered, a turn
+begins with its own and gathers those of the next, and the last turn stands behind the loop. As many gathers run as
+before. The other gathers of a turn stay in it, beside its products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.spmd.collectives import after
+from pase.backends.jax.spmd.placement import REMATERIALISED
+from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import (
+    closed,
+    evaluate,
+    function_of,
+    is_literal,
+    opened,
+    scan_groups,
+    scope,
+    value_of,
+    without_dead_code,
+    without_effects,
+)
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+
+    from pase.frontends.jax.versions import DebugInfo
+
+__all__ = ["PARAMETER", "gathers_ahead"]
+
+PARAMETER = "parameter "
+"""How the scope begins in which a parameter is brought to its readers."""
+
+_MESSAGE = "message there of "
+_BROUGHT = ("all_gather", "all_to_all", "ppermute")
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def gathers_ahead(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+    """The function, with the parameters that its loops read first gathered one turn ahead. fn: differentiated already;
+    from pytrees of arrays to one."""
+    import jax
+
+    def ahead(*given: Tree) -> Tree:
+        program, out = jax.make_jaxpr(fn, return_shape=True)(*given)
+        made = _run(without_dead_code(program), jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(out), made)
+
+    return ahead
+
+
+def _run(program: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> list[Array]:
+    """The program, its loops turned. inside: of a loop's body, where regions that run again for backward stand equation
+    by equation: forward is in another loop, so nothing can be taken from there instead."""
+    jaxpr, consts = opened(program)
+    env: dict[Var, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+
+    for eqn in jaxpr.eqns:
+        outs = _equation(eqn, [value_of(v, env) for v in eqn.invars], jaxpr, inside)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [value_of(v, env) for v in jaxpr.outvars]
+
+
+def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Sequence[Array]:
+    import jax
+
+    info, name = around.debug_info._replace(arg_names=None, result_paths=None), eqn.primitive.name
+    if any(map(_brings, _bodies(eqn))):
+        if name == "scan":
+            nc, nk = scan_groups(eqn)
+            numbers = {v for e in around.eqns if not _reads(e) for v in e.outvars}
+            zeros = [is_literal(v) or v in numbers for v in eqn.invars[nc : nc + nk]]
+            return _TurnedScan(eqn=eqn, zeros=zeros).run(ins, info)
+        if name in ("jit", "pjit") or (name in REMATERIALISED and inside):
+            return _run(closed(eqn.params["jaxpr"]), ins, inside)
+        if name in REMATERIALISED:
+            inner = jax.make_jaxpr(lambda *xs: _run(closed(eqn.params["jaxpr"]), xs))(*ins)
+            if not inner.consts:
+                eqn = eqn.replace(params=eqn.params | {"jaxpr": inner.jaxpr})
+    return evaluate(eqn, ins, info)
+
+
+def _bodies(eqn: Eqn) -> Iterator[Jaxpr]:
+    """The programs inside of an equation."""
+    for given in eqn.params.values():
+        for one in given if isinstance(given, tuple | list) else (given,):
+            if hasattr(one, "jaxpr") or hasattr(one, "eqns"):
+                yield opened(one)[0]
+
+
+def _brings(jaxpr: Jaxpr) -> bool:
+    """Does it, or anything inside of it, bring a parameter to its readers?"""
+    return any(_is_brought(e) or any(map(_brings, _bodies(e))) for e in jaxpr.eqns)
+
+
+def _is_brought(eqn: Eqn) -> bool:
+    where = scope(eqn)
+    return eqn.primitive.name in _BROUGHT and (PARAMETER in where or _MESSAGE in where)
+
+
+def _is_product(eqn: Eqn) -> bool:
+    inner = [e for b in _bodies(eqn) for e in b.eqns]
+    return eqn.primitive.name in (*_PRODUCTS, "scan", "while", "cond") or any(map(_is_product, inner))
+
+
+def _reruns(jaxpr: Jaxpr) -> bool:
+    """Is any of it run again for backward?"""
+    return any(e.params.get("differentiated", False) or any(map(_reruns, _bodies(e))) for e in jaxpr.eqns)
+
+
+def _reads(eqn: Eqn) -> list[Var]:
+    return [v for v in eqn.invars if not is_literal(v)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TurnParts:
+    """A loop's body in two parts. ahead: (constants, slices) -> what the turn's first readers get gathered. rest:
+    (constants, carry, slices, that) -> what the body makes."""
+
+    ahead: Callable[..., list[Array]]
+    rest: Callable[..., list[Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TurnedScan:
+    """A scan whose body brings parameters to their readers. zeros: which values of the first carry are numbers."""
+
+    eqn: Eqn
+    zeros: Sequence[bool]
+
+    @cached_property
+    def _again(self) -> bool:
+        return _reruns(self.eqn.params["jaxpr"].jaxpr)
+
+    def run(self, ins: Sequence[Array], info: DebugInfo) -> Sequence[Array]:
+        """What the scan makes. ins: constants, the first carry, stacks. info: the debug info of the program around."""
+        import jax
+
+        p = self.eqn.params
+        body = jax.make_jaxpr(lambda *xs: _run(p["jaxpr"], xs, inside=True))(*_one(p["jaxpr"]))
+        turn = self._turn(body) if p["length"] > 1 and without_effects(body.jaxpr) else None
+        if turn is not None:
+            return self._turned(turn, ins)
+        if body.consts:
+            return evaluate(self.eqn, ins, info)
+        return evaluate(self.eqn.replace(params=p | {"jaxpr": body}), ins, info)
+
+    def _turn(self, body: ClosedJaxpr) -> _TurnParts | None:
+        """The two parts of a turn; None if nothing is gathered ahead of it."""
+        jaxpr, (nc, nk) = body.jaxpr, scan_groups(self.eqn)
+        slices = jaxpr.invars[nc + nk :]
+        behind = jaxpr.invars[nc : nc + nk] if self._again else []
+        ahead = _first(jaxpr, [*jaxpr.constvars, *jaxpr.invars[:nc]], slices, behind)
+        if not ahead:
+            return None
+        chosen = {id(e) for e in ahead}
+        rest = [e for e in jaxpr.eqns if id(e) not in chosen]
+        read = {v for e in rest for v in _reads(e)} | {v for v in jaxpr.outvars if not is_literal(v)}
+        held = [v for e in ahead for v in e.outvars if v in read]
+        needed = set(held)
+        before: list[Eqn] = []
+        for e in reversed(jaxpr.eqns):
+            if needed & set(e.outvars):
+                before.insert(0, e)
+                needed.update(_reads(e))
+        return _TurnParts(
+            ahead=function_of(body, before, [*jaxpr.invars[:nc], *slices], held),
+            rest=function_of(body, rest, [*jaxpr.invars, *held], jaxpr.outvars),
+        )
+
+    def _turned(self, turn: _TurnParts, ins: Sequence[Array]) -> Sequence[Array]:
+        """The loop, turned by what is gathered ahead."""
+        import jax
+        import jax.numpy as jnp
+
+        p, (nc, nk) = self.eqn.params, scan_groups(self.eqn)
+        consts, init, stacks = ins[:nc], ins[nc : nc + nk], ins[nc + nk :]
+        length = p["length"]
+        made = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.eqn.outvars[nk:]]
+
+        def at(k: Array | int) -> Array | int:
+            return length - 1 - k if p["reverse"] else k
+
+        def slices(k: Array | int) -> list[Array]:
+            return [jax.lax.dynamic_index_in_dim(x, at(k), keepdims=False) for x in stacks]
+
+        def apart(k: Array | int, carry: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
+            """Constants and slices of a turn. Outside of a loop, as is what forward did there, they wait."""
+            if not isinstance(k, int) and length > 2:  # a loop of one turn is none
+                return consts, slices(k)
+            return self._apart(consts, carry), self._apart(slices(k), carry)
+
+        def whole(k: Array | int, carry: Sequence[Array], held: Sequence[Array], ys: Sequence[Array]) -> Tree:
+            same, mine = apart(k, carry)
+            outs = turn.rest(*same, *carry, *mine, *held)
+            put = jax.lax.dynamic_update_index_in_dim
+            return outs[:nk], [put(all_, y, at(k), 0) for all_, y in zip(ys, outs[nk:], strict=True)]
+
+        def gathered(k: Array | int, carry: Sequence[Array]) -> list[Array]:
+            same, mine = apart(k, carry)
+            return turn.ahead(*same, *mine)
+
+        def body(state: Tree, k: Array) -> Tree:
+            carry, held, ys = state
+            following = gathered(k + 1, carry)
+            carry, ys = whole(k, carry, held, ys)
+            return (carry, following, ys), None
+
+        start = (list(init), gathered(0, init), made)
+        (carry, held, ys), _ = jax.lax.scan(body, start, jnp.arange(length - 1), unroll=p["unroll"])
+        carry, ys = whole(length - 1, carry, held, ys)
+        return [*carry, *ys]
+
+    def _apart(self, values: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
+        """Values that the compiler cannot know to be those of forward, in a loop that runs some of it again: they are
+        there once the carry is."""
+        import jax.numpy as jnp
+
+        late = [x for x, zero in zip(carry, self.zeros, strict=True) if not zero] if self._again else []
+        return [reduce(after, late, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in values]
+
+
+def _one(body: ClosedJaxpr) -> list[ShapeDtypeStruct]:
+    import jax
+
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in body.in_avals]
+
+
+def _first(jaxpr: Jaxpr, constants: Sequence[Var], slices: Sequence[Var], behind: Sequence[Var]) -> list[Eqn]:
+    """The equations of a body that bring parameters, out of its slices, to readers which wait for no product of the
+    turn. behind: what of the carry is used after the products that the turn runs again, if there are any."""
+    known, sliced = {*constants, *slices}, set(slices)
+    late: set[Var] = set()  # behind a product of the turn
+    brought: set[Var] = set()
+    moves: list[Eqn] = []
+    for e in jaxpr.eqns:
+        reads = set(_reads(e))
+        if reads <= known and without_effects(e):
+            known.update(e.outvars)
+            if _is_product(e):
+                late.update(behind)
+        if reads & sliced:
+            sliced.update(e.outvars)
+        if reads & late or _is_product(e):
+            late.update(e.outvars)
+        if _is_brought(e) and reads <= known and reads & sliced:
+            moves.append(e)
+            brought.update(e.outvars)
+        elif reads and reads <= brought:  # seen in another way
+            brought.update(e.outvars)
+    soon: set[Var] = set()
+    for e in reversed(jaxpr.eqns):
+        reads = set(_reads(e))
+        if soon & set(e.outvars) and (reads <= brought or _is_brought(e)):
+            soon |= reads
+        elif not (reads <= brought or reads & late or any(e is m for m in moves)):
+            soon |= reads & brought
+    return [e for e in moves if soon & set(e.outvars)]

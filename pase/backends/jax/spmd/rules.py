@@ -1,0 +1,321 @@
+"""One equation on one device: the equations that differ from running on whole arrays.
+
+Most primitives do the same on a part as on the whole, once their size parameters are those of the part. Primitives that
+depend on the position of the part have a rule here: lookups and scattered updates by index, arrays made by position,
+maxima over several devices, attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.ops.fourier import transformed
+from pase.backends.jax.ops.jaxprs import places_only, unmerged
+from pase.backends.jax.spmd.call import LOCAL_RULES, LocalCall, NotLowered, split_dims
+from pase.backends.jax.spmd.collectives import first, part, places_of, summed, there_and_back
+from pase.backends.jax.spmd.generated import random_part
+from pase.backends.jax.spmd.halo import WINDOWED
+from pase.errors import PaseError
+from pase.frontends.jax.attention import call_of
+from pase.frontends.jax.rules import SCATTERS
+from pase.frontends.jax.types import Eqn
+from pase.frontends.jax.versions import evaluate as plain
+from pase.frontends.jax.versions import source_line
+from pase.local.types import Extents, LocalOperand, LocalProgram, LocalResult
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.lax import GatherScatterMode
+    from jax.typing import DTypeLike
+
+    from pase.backends.jax.spmd.values import DeviceValue
+    from pase.frontends.jax.versions import DebugInfo
+
+__all__ = ["LocalCall", "NotLowered", "check_sums", "evaluate", "plainly"]
+
+
+def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """The equation's results on this device. Raises NotLowered if it cannot run on parts."""
+    op, name = call.op.op, call.eqn.primitive.name
+    if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
+        raise NotLowered(
+            "a dim along which its window moves is split, and no rule says what neighbours exchange"
+        )
+    rule = {"generate": _generated, "attention": _attention}.get(op.kind) or LOCAL_RULES.get(name) or _alike
+    try:
+        outs = rule(call, ins)
+    except (TypeError, ValueError) as e:
+        if isinstance(e, PaseError):
+            raise
+        raise NotLowered(f"JAX refuses it on parts, {str(e).splitlines()[0]}") from e
+    for x, shape in zip(outs, call.shapes, strict=True):
+        if shape is not None and tuple(x.shape) != shape:
+            raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
+    return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
+
+
+def check_sums(
+    program: LocalProgram, values: Sequence[DeviceValue], operands: Sequence[LocalOperand | None]
+) -> None:
+    """Raises NotLowered if the gradient of an operand is a sum over devices whose summands have eight bits: on one
+    device a product adds in the dtype of its result, and only the sum is rounded."""
+    import jax.numpy as jnp
+
+    for h, o in zip(values, operands, strict=True):
+        dtype = getattr(h.array, "dtype", None)
+        if o is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        back = o.transfer is not None and program.transfers[o.transfer].backward is not None
+        if jnp.finfo(dtype).bits <= 8 and (o.summed or (back and "partial" in o.gradient)):
+            raise NotLowered(
+                f"the gradient of '{o.tensor}' is a sum over devices, and each would round its summand to {dtype}"
+            )
+
+
+def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
+    """Sum immediately, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
+    import jax
+
+    over, combine = result.summed, call.op.combine
+    if not over and "partial" not in result.layout:
+        return x
+    if combine != "sum" and call.eqn.primitive.name not in EXTREMES:
+        raise NotLowered("no collective combines its partial results")
+    if not over or combine != "sum":
+        return x  # the edge sums it; a maximum's own rule has joined it
+    if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
+        return summed(x, over)
+    return there_and_back(x, None, lambda x: summed(x, over), lambda g: g)
+
+
+def plainly(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Array]:
+    """The equation itself, on whole arrays."""
+    return list(ins) if places_only(eqn) else plain(eqn, ins, info)
+
+
+_SIZES: dict[str, Callable[[Mapping[str, object], Extents, Sequence[Extents]], dict[str, object]]] = {
+    "broadcast_in_dim": lambda p, out, ins: {"shape": out},
+    "reshape": lambda p, out, ins: {"new_sizes": out},
+    "dynamic_slice": lambda p, out, ins: {"slice_sizes": out},
+}
+"""Primitive -> the values of its size parameters on a part."""
+
+
+def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Array]) -> Eqn:
+    """The equation with the sizes of the parts."""
+    sizes = _SIZES.get(eqn.primitive.name)
+    if sizes is None or out is None:
+        return eqn
+    return eqn.replace(params={**eqn.params, **sizes(eqn.params, out, [x.shape for x in ins])})
+
+
+def _alike(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """The same on a part as on the whole."""
+    out = next((s for s in call.shapes if s is not None), None)
+    return plain(_resized(call.eqn, out, ins), ins, call.info)
+
+
+def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """Arrays made by position: only this device's part is made, or the whole is made, and it takes its part."""
+    if call.eqn.primitive.name == "random_bits" and (bits := random_part(call, ins)) is not None:
+        return [bits]
+    made = plain(call.eqn, ins, call.info)
+    return [
+        x if r is None else part(x, r.shape, r.layout, call.mesh)
+        for x, r in zip(made, call.results, strict=True)
+    ]
+
+
+@LOCAL_RULES.register("fft")
+def _fft(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    return [transformed(call.eqn, ins[0])]
+
+
+@LOCAL_RULES.register("slice")
+def _slice(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """Dims that are split are either kept whole, or sliced in the same way in all parts."""
+    p, whole, here = call.eqn.params, call.whole(), ins[0].shape
+    start, limit = (
+        [at * n // all_ for at, n, all_ in zip(p[k], here, whole, strict=True)]
+        for k in ("start_indices", "limit_indices")
+    )
+    changed = p | {"start_indices": tuple(start), "limit_indices": tuple(limit)}
+    return plain(call.eqn.replace(params=changed), ins, call.info)
+
+
+@LOCAL_RULES.register("sharding_constraint", "device_put")
+def _placed(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """The plan has its own layouts, so those that the program asks for are ignored."""
+    return plainly(call.eqn, ins, call.info)
+
+
+@LOCAL_RULES.register("shard_map")
+def _by_hand(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    raise NotLowered("it has a mesh of its own")
+
+
+EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "pmax", "pmin")
+"""Primitives whose partial results are joined by this rule. The last two are over an axis of ``vmap``."""
+
+
+@LOCAL_RULES.register(*EXTREMES)
+def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
+
+    If the edge joins the parts, backward finds these elements again. Whether any, or all, is a maximum of booleans.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    (x,), axes = ins, tuple(call.eqn.params["axes"])
+    (r,) = call.op.results
+    if not split_dims(call, ins) & set(axes):
+        return plain(call.eqn, ins, call.info)
+    later = tuple(name for name, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial")
+    over, combine = r.summed or later, call.op.combine
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        here = plain(call.eqn, [x], call.info)[0]
+        return [here if later else summed(here, over, combine)]
+
+    @jax.custom_vjp
+    def extreme(x: Array) -> Array:
+        here = plain(call.eqn, [x], call.info)[0]
+        return here if later else summed(here, over, combine)
+
+    def forward(x: Array) -> tuple[Array, tuple[Array, Array]]:
+        top = extreme(x)
+        return top, (x, top)
+
+    def backward(kept: tuple[Array, Array], g: Array) -> tuple[Array]:
+        x, top = kept
+        top = summed(top, over, combine) if later else top
+        reached = (x == jnp.expand_dims(top, axes)).astype(g.dtype)
+        shares = summed(reached.sum(axes), over)
+        return (reached * jnp.expand_dims(g / shares, axes),)
+
+    extreme.defvjp(forward, backward)
+    return [extreme(x)]
+
+
+@LOCAL_RULES.register("gather")
+def _gather(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """Each device looks up the rows that it has of a split dim and takes zero for others. Then the rows are summed."""
+    import jax
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    x, ids = ins
+    p, whole = call.eqn.params, call.whole()
+    d, operand = p["dimension_numbers"], call.operands[0]
+    sizes = tuple(
+        n if size == all_ else size for size, n, all_ in zip(p["slice_sizes"], x.shape, whole, strict=True)
+    )
+    looked_up = sorted(split_dims(call, ins) & set(d.start_index_map))
+    changed = p | {"slice_sizes": sizes}
+    if not looked_up or operand is None:
+        return plain(call.eqn.replace(params=changed), ins, call.info)
+    if any(p["slice_sizes"][dim] != 1 for dim in looked_up):
+        raise NotLowered("it looks up more than one element at a time of a split dim")
+    here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, p["mode"])
+    out = plain(call.eqn.replace(params=changed | {"mode": Mode.CLIP}), [x, here], call.info)[0]
+    batch = [i for i in range(out.ndim) if i not in d.offset_dims]
+
+    def over_rows(flags: Array) -> Array:
+        return jax.lax.broadcast_in_dim(flags, out.shape, batch)
+
+    out = jnp.where(over_rows(mine), out, jnp.zeros((), out.dtype))
+    if inside is not None:  # out of bounds: the fill value, on one device
+        fill = p["fill_value"]
+        if fill is None:
+            fill = jnp.nan if jnp.issubdtype(out.dtype, jnp.inexact) else _filler(out.dtype)
+        axes = [
+            name
+            for name, s in zip(call.mesh.names, operand.layout, strict=True)
+            if isinstance(s, tuple) and s[0] in looked_up
+        ]
+        out = jnp.where(over_rows(~inside & first(axes)), jnp.asarray(fill, out.dtype), out)
+    return [out]
+
+
+def _filler(dtype: DTypeLike) -> int:
+    """JAX's fill value for out-of-bounds lookups: the least value of signed integers, the largest of unsigned ones."""
+    import numpy as np
+
+    if np.dtype(dtype) == np.bool_:
+        return True
+    info = np.iinfo(dtype)
+    return info.min if info.min < 0 else info.max
+
+
+def _local_ids(
+    call: LocalCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
+) -> tuple[Array, Array, Array | None]:
+    """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    operand = call.operands[0]
+    assert operand is not None
+    columns = [ids[..., k] for k in range(ids.shape[-1])]
+    mine = jnp.ones(ids.shape[:-1], bool)
+    inside: Array = jnp.ones(ids.shape[:-1], bool)
+    for k, dim in enumerate(index_map):
+        extent = operand.shape[dim]
+        if mode == Mode.CLIP:
+            columns[k] = jnp.clip(columns[k], 0, extent - 1)
+        inside &= (columns[k] >= 0) & (columns[k] < extent)
+        if dim in dims:
+            columns[k], here = places_of(columns[k], dim, operand.shape, operand.layout, call.mesh)
+            mine &= here
+    fills = mode == Mode.FILL_OR_DROP
+    return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
+
+
+@LOCAL_RULES.register(*SCATTERS)
+def _scatter(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """Each device applies the updates that fall in its part.
+
+    If the result is a partial sum, the array that the updates are added to counts only on the first device.
+    """
+    import jax.numpy as jnp
+    from jax.lax import GatherScatterMode as Mode
+
+    x, ids, updates = ins
+    p = call.eqn.params
+    d = p["dimension_numbers"]
+    (r,) = call.op.results
+    partial = [n for n, s in zip(call.mesh.names, r.layout, strict=True) if s == "partial"] or list(r.summed)
+    if partial and call.op.combine == "sum":
+        x = jnp.where(first(partial), x, jnp.zeros((), x.dtype))
+    fallen = sorted(split_dims(call, ins) & set(d.scatter_dims_to_operand_dims))
+    if not fallen:
+        return plain(call.eqn, [x, ids, updates], call.info)
+    if set(fallen) - set(d.inserted_window_dims):
+        raise NotLowered("it updates more than one element at a time of a split dim")
+    here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
+    nowhere = jnp.asarray(max(x.shape), here.dtype)
+    here = jnp.where(mine[..., None], here, nowhere)
+    x = unmerged(x)
+    return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
+
+
+def _attention(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+    """A device's batch, heads and queries, with the kernel that the program requests."""
+    from pase.backends.jax.ops import attention
+
+    asked = call_of(call.eqn)
+    assert asked is not None  # the frontend makes no others
+    read = [(o.shape, o.layout) for o in call.operands if o is not None]
+    if len(read) != len(ins) or any("partial" in layout for _, layout in read):
+        raise NotLowered("one of its operands is a number")
+    run = attention.on_a_device(
+        asked,
+        read,  # type: ignore[arg-type]
+        call.devices,
+        source_line(call.eqn),
+        ins[0].dtype,
+    )
+    if run is None:
+        raise NotLowered("attention on a part of its heads or queries is not a part of the attention")
+    return [run(*ins)]

@@ -1,0 +1,1 @@
+"""Train steps under a plan: in micro-batches, with parameters gathered once, with updates in later steps."""

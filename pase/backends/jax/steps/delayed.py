@@ -1,0 +1,431 @@
+"""A train step whose gradients are sent or applied in later steps, merged and delayed, as DeFT's bucket plans say.
+
+The step's state has in it the gradients that wait: on each device its own, not summed over devices, added up over the
+steps of an update. Messages are sent in the step that the plan has them sent in, joined and cut as it says. Those of
+earlier steps' gradients depend on nothing of this step, so that they may run beside all of it. When an update is due,
+the sums go back through the views and casts of their parameters, their mean is taken, and the optimizer is called;
+otherwise it is not. Each iteration of the plan's period is a program of its own. What a plan without delays sends
+during the next forward may be sent by the next step, which then applies the update before its own forward: the numbers
+are those of the plain step.
+
+One walk finds the parameters in the form that their readers need, as in a step that gathers once (``gather_once``); the
+gradients of these are what waits. Gradients that no message carries are summed in their own step and wait as sums.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.spmd.messages import Sending
+from pase.backends.jax.spmd.prefetch import gathers_ahead
+from pase.backends.jax.spmd.values import Arrivals, NotByHand, besides_equations, faults_at
+from pase.backends.jax.steps.updates import (
+    DelayedIteration,
+    OpenUpdate,
+    UpdateSums,
+    WaitingGradients,
+    fit_into,
+    key_of_part,
+    parts_of,
+    settled,
+    summed_at_once,
+    waiting_bytes,
+    waiting_keys,
+)
+from pase.frontends.jax.contexts import without_mesh
+from pase.frontends.jax.leaves import arrays
+from pase.frontends.jax.versions import called, without_dead_code
+from pase.ir import named, simplify
+from pase.local.types import LocalProgram, TransferPart, local_shape
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from pase.backends.jax.spmd.lower import Manual
+    from pase.backends.jax.steps.stepper import Stepper
+    from pase.backends.jax.steps.train import Training
+
+__all__ = ["DelayedState", "DelayedStepper", "delayed_step"]
+
+_INSTEAD, _FINISH = "instead", "finish"
+_OWN = "; each step applies its own gradients"
+_NAMED = 3
+"""How many parameters a warning names."""
+
+
+@dataclass(kw_only=True)
+class DelayedState:
+    """What a delayed step passes to the next: the optimizer's state, the gradients that wait (by open update, the
+    oldest first), and how many steps were made. It is a pytree of arrays and one number."""
+
+    optimizer: Tree
+    waiting: tuple[WaitingGradients, ...] = ()
+    iteration: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ReadParameters:
+    """Parameters in the form that their readers need. arrive: the gathers, from the arrays that carry the gradients;
+    what messages bring is given as it is stored. begin: what takes the gradients. tree: of a walk's ``Arrivals``.
+    places: of each, the number of the transfer and of the loops around it. wide: the dtypes in which gradients are
+    added."""
+
+    program: LocalProgram
+    arrive: Callable[[dict[int, Tree]], list[Tree]]
+    begin: Callable[[dict[int, Tree]], list[Tree]]
+    tree: Tree
+    places: list[tuple[int, int]]
+    wide: list[str]
+
+    @classmethod
+    def of(cls, manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]) -> _ReadParameters:
+        import jax
+
+        program = manual.program
+        numbers = frozenset(number for number, _ in parts_of(program))
+        brought = {p.transfer for m in program.messages if m.way == "there" for p in m.pieces}
+        forms: list[Tree] = []
+
+        def finding(own: dict[int, Array], begins: bool) -> list[Tree]:
+            arrivals = Arrivals(numbers=numbers, begins=True)
+            manual.forward(leaves, own, arrivals)
+            found = jax.tree_util.tree_flatten_with_path(
+                arrivals.found, is_leaf=lambda x: isinstance(x, tuple)
+            )
+            forms[:] = [*found, jax.tree.leaves(arrivals.wide)]
+            return [of[1 if begins else 2 if int(path[-1].key) in brought else 0] for path, of in found[0]]
+
+        programs = [
+            without_dead_code(jax.make_jaxpr(lambda own, k=k: finding(own, k))(carriers))
+            for k in (False, True)
+        ]
+        places = [(int(path[-1].key), len(path) - 1) for path, _ in forms[0]]
+        if lost := numbers - {number for number, _ in places}:
+            tensors = ", ".join(sorted(program.transfers[k].tensor for k in lost))
+            raise NotByHand(f"gradients of {tensors} are to wait for later steps, and nothing reads them")
+        return cls(
+            program=program,
+            arrive=lambda own: called(programs[0])(*jax.tree.leaves(own)),
+            begin=lambda own: called(programs[1])(*jax.tree.leaves(own)),
+            tree=forms[1],
+            places=places,
+            wide=forms[2],
+        )
+
+    def arrived(self, carriers: dict[int, Array]) -> list[Array]:
+        """The parameters where they are read, after the messages that bring some of them."""
+        found = self.arrive(carriers)
+        messages = [m for m in self.program.messages if m.way == "there"]
+        brought = {p.transfer for m in messages for p in m.pieces}
+        parts = self.parts(found)
+        sending = Sending(
+            program=self.program,
+            way="there",
+            values={part: x for part, x in parts.items() if part[0] in brought},
+            messages=messages,
+        )
+        return self.joined(
+            {part: sending.finished(part) if part[0] in brought else x for part, x in parts.items()}, found
+        )
+
+    def parts(self, values: Sequence[Array]) -> dict[TransferPart, Array]:
+        """Each parameter's array, or of a loop each turn's."""
+        out: dict[TransferPart, Array] = {}
+        for (number, loops), x in zip(self.places, values, strict=True):
+            turns = [turn for n, turn in parts_of(self.program) if n == number]
+            rows = x.reshape(-1, *x.shape[loops:])
+            if len(turns) != len(rows):
+                raise NotByHand(
+                    f"'{self.program.transfers[number].tensor}' is read {len(rows)} times, and its gradient waits "
+                    f"{len(turns)} times, which is a defect of pase.local"
+                )
+            out |= {(number, None if turns == [None] else k): row for k, row in enumerate(rows)}
+        return out
+
+    def joined(self, parts: Mapping[TransferPart, Array], like: Sequence[Array]) -> list[Array]:
+        """The inverse of ``parts``, in the loops and dtypes of these."""
+        import jax.numpy as jnp
+
+        out = []
+        for (number, loops), x in zip(self.places, like, strict=True):
+            turns = sorted((part for part in parts if part[0] == number), key=key_of_part)
+            rows = jnp.stack([parts[part] for part in turns])
+            out.append(rows.reshape(*x.shape[:loops], *rows.shape[1:]).astype(x.dtype))
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DeviceStep:
+    """One iteration on one device."""
+
+    manual: Manual
+    iteration: DelayedIteration
+
+    @property
+    def program(self) -> LocalProgram:
+        return self.manual.program
+
+    @cached_property
+    def summed_here(self) -> list[int]:
+        """The trained leaves of which some gradient is in no message."""
+        rest, names = summed_at_once(self.program), self.manual.plan.leaf_names()
+        return [i for i in self.manual.trained if self.program.maker[names[i]].node in rest]
+
+    def before(self, *given: Tree) -> Tree:
+        """From the parameters and what waits, the gradients of the update that is applied before this iteration."""
+        import jax
+        import jax.numpy as jnp
+
+        *params, held = given
+        specs = self.manual.plan.traced.jaxpr.in_avals[len(params) :]
+        names = self.manual.plan.leaf_names()[len(params) :]
+        layouts = [self.program.result(name).layout for name in names]
+        batch = [
+            jnp.zeros(local_shape(a.shape, layout, self.program.mesh), a.dtype)
+            for a, layout in zip(specs, layouts, strict=True)
+        ]
+        leaves = [
+            *params,
+            *batch,
+        ]  # the walk reads a batch; what parameters are moved from does not depend on it
+        carriers = self.manual.carriers(leaves)
+        found = _ReadParameters.of(self.manual, leaves, carriers)
+        _, due = settled(self.iteration, self.iteration.overdue, jax.tree.map(lambda x: x[0], held))
+        assert due is not None
+        return self._applied(due, found, carriers)
+
+    def __call__(self, *given: Tree) -> Tree:
+        """(results, the gradients that wait after it, gradients of the trained leaves if an update is due)."""
+        import jax
+
+        *leaves, held = given
+        carriers = self.manual.carriers(leaves)
+        found = _ReadParameters.of(self.manual, leaves, carriers)
+        outs, there, own = self._graded(leaves, carriers, found)
+        kept, due = settled(
+            self.iteration,
+            self.iteration.current,
+            jax.tree.map(lambda x: x[0], held),
+            lambda u, mine: self._merged(u, mine, found.parts(there), own, found),
+        )
+        grads = [] if due is None else self._applied(due, found, carriers)
+        return outs, jax.tree.map(lambda x: x[None], kept), grads
+
+    def _graded(
+        self,
+        leaves: Sequence[Array],
+        carriers: dict[int, Array],
+        found: _ReadParameters,
+    ) -> tuple[list[Array], list[Array], dict[int, Array]]:
+        """(results, gradients of what arrived, gradients of the parameters that came in no such way)."""
+        import jax
+
+        numbers = frozenset(number for number, _ in found.places)
+
+        def of(mine: Sequence[Array], own: dict[int, Array]) -> tuple[Array, list[Tree]]:
+            given = Arrivals(numbers=numbers, given=jax.tree.unflatten(found.tree, mine))
+            outs = self.manual.forward(leaves, own, given)
+            return outs[0], outs
+
+        differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
+        if self.manual.plan.gathers_ahead:
+            differentiated = gathers_ahead(differentiated)
+        (_, outs), (there, own) = differentiated(found.arrived(carriers), carriers)
+        return outs, there, own
+
+    def _merged(
+        self,
+        u: OpenUpdate,
+        held: WaitingGradients,
+        new: Mapping[TransferPart, Array],
+        own: Mapping[int, Array],
+        found: _ReadParameters,
+    ) -> WaitingGradients:
+        """The update's gradients with those of this iteration. While more are to come, they are added in the dtype in
+        which their parameter is stored."""
+        wide = {number: w for (number, _), w in zip(found.places, found.wide, strict=True)}
+        before = held.get("values", {})
+        values: dict[tuple[int, ...], Array] = {}
+        for part, g in new.items():
+            total = g.astype(wide[part[0]]) if u.last > u.first else g
+            if key_of_part(part) in before:
+                total = before[key_of_part(part)] + total
+            values[key_of_part(part)] = total.astype(g.dtype) if u.last == self.iteration.number else total
+        earlier = held.get("sums", {})
+        sums: dict[tuple[int, ...], Array] = {
+            (i,): own[i] + earlier[i,] if (i,) in earlier else own[i] for i in self.summed_here
+        }
+        return {"values": values, "columns": {}, "sums": sums}
+
+    def _applied(self, due: UpdateSums, found: _ReadParameters, carriers: dict[int, Array]) -> list[Array]:
+        """The mean gradient of the update's iterations, of each trained leaf."""
+        import jax
+
+        begins, back = jax.vjp(found.begin, carriers)
+        (total,) = back(found.joined(due.parts, begins))
+        own = due.own
+        whole = [total[i] + own[i,] if (i,) in own else total[i] for i in self.manual.trained]
+        return [(g / due.batches).astype(g.dtype) for g in whole]
+
+
+def delayed_step(
+    training: Training, manual: Manual, instead: Callable[[], Stepper] | None = None
+) -> DelayedStepper | Stepper:
+    """The step of a plan whose bucket plan delays updates. Warns that its numbers are meant to differ from the
+    synchronous step's, and says what DeFT's Preserver expects of them. instead: as in ``DelayedStepper``."""
+    schedule = manual.plan.schedule
+    assert schedule is not None
+    _registered()
+    try:
+        _ = manual.program
+    except NotByHand as e:
+        if instead is None:
+            raise
+        warnings.warn(f"{e.left}{_OWN}", stacklevel=3)
+        return instead()
+    if schedule.delayed:
+        warnings.warn(f"{schedule.later()}; {_what_waits(manual)}", stacklevel=3)
+    return DelayedStepper(training=training, manual=manual, instead=instead)
+
+
+def _what_waits(manual: Manual) -> str:
+    nbytes = waiting_bytes(manual.program, named(simplify(manual.plan.traced.graph)))
+    said = f"up to {nbytes / 1e6:.3g} MB of gradients wait on each device"
+    own = [f"'{node}'" for node in sorted(summed_at_once(manual.program))]
+    if own:
+        more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
+        said += (
+            f". No message carries all gradients of {', '.join(own[:_NAMED])}{more}, which a branch, a while loop, a "
+            f"derivative rule or a cast of a whole stack joins with others: these are summed in their own step, and "
+            f"then wait"
+        )
+    return said
+
+
+@cache
+def _registered() -> None:
+    """Register ``DelayedState`` with JAX, once JAX is imported."""
+    import jax
+
+    jax.tree_util.register_dataclass(
+        DelayedState, data_fields=["optimizer", "waiting", "iteration"], meta_fields=[]
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedStepper:
+    """step(params, state, *batch) -> (params, state, loss), with delayed updates. Begin with the optimizer's state,
+    ``plan.jax.init(optimizer, params)``, and then pass what the step returns, a ``DelayedState``.
+
+    instead: makes the step that is taken if the program cannot be lowered by hand; None: that is an error.
+    """
+
+    training: Training
+    manual: Manual
+    instead: Callable[[], Stepper] | None = None
+    _made: dict[object, Stepper] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @without_mesh()
+    def __call__(self, params: Tree, state: Tree, *batch: Tree) -> Tree:
+        given = state if isinstance(state, DelayedState) else DelayedState(optimizer=state)
+        if _INSTEAD in self._made:
+            return self._made[_INSTEAD](params, state, *batch)
+        try:
+            with faults_at(besides_equations):
+                step = self.at(given.iteration)
+            params, optimizer, waiting, value = step(params, given.optimizer, given.waiting, *batch)
+        except NotByHand as e:
+            if self.instead is None or given.iteration:
+                raise
+            warnings.warn(f"{e.left}{_OWN}", stacklevel=2)
+            self._made[_INSTEAD] = self.instead()
+            return self._made[_INSTEAD](params, state, *batch)
+        after = DelayedState(optimizer=optimizer, waiting=waiting, iteration=int(given.iteration) + 1)
+        return params, after, value
+
+    def at(self, iteration: int) -> Stepper:
+        """The program of an iteration: step(params, optimizer's state, waiting, *batch) -> (params, optimizer's state,
+        waiting, loss)."""
+        made = DelayedIteration(program=self.manual.program, number=int(iteration))
+        if made.key not in self._made:
+            self._made[made.key] = self._program(made)
+        return self._made[made.key]
+
+    @without_mesh()
+    def lower(self, params: Tree, state: Tree, *batch: Tree, iteration: int = 0) -> Tree:
+        """Lower the program of an iteration on arrays or shapes, without running those before it. state: the
+        optimizer's. Call ``.compile()`` on the result."""
+        import jax
+
+        waiting: Tree = ()
+        for n in range(int(iteration)):
+            run = self.at(n).run
+            *_, waiting, _ = jax.eval_shape(run, arrays(params), state, waiting, *arrays(batch))
+        return self.at(iteration).lower(params, state, waiting, *batch)
+
+    def finish(self, params: Tree, state: DelayedState) -> tuple[Tree, Tree]:
+        """(parameters, optimizer's state) after the last step: once what the next one would have sent and applied
+        before its forward is."""
+        import jax
+
+        iteration = DelayedIteration(program=self.manual.program, number=int(state.iteration))
+        if not iteration.overdue:
+            return params, state.optimizer
+        key = (_FINISH, iteration.key)
+        if key not in self._made:
+            shardings = self.training.shardings()
+            self._made[key] = jax.jit(self._before(iteration), out_shardings=shardings)  # type: ignore[assignment]
+        return self._made[key](params, state.optimizer, list(state.waiting[: len(iteration.overdue)]))  # type: ignore[no-any-return]
+
+    def _before(self, iteration: DelayedIteration) -> Callable[..., Tree]:
+        """f(params, optimizer's state, waiting) -> both after the update that is applied before this iteration."""
+        import jax
+        from jax.sharding import PartitionSpec
+
+        manual, n = self.manual, len(self.manual.plan.traced.param_paths)
+        apart = PartitionSpec(manual.program.mesh.names)
+        early = manual.mapped(
+            _DeviceStep(manual=manual, iteration=iteration).before,
+            manual.gradient_specs(),
+            given=range(n),
+            more=(apart,),
+        )
+
+        def before(params: Tree, opt_state: Tree, waiting: Tree) -> Tree:
+            grads = manual.gradients(early(*jax.tree.leaves(arrays(params)), waiting))
+            return self.training.updated(params, opt_state, grads)
+
+        return before
+
+    def _program(self, iteration: DelayedIteration) -> Stepper:
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        manual = self.manual
+        step = _DeviceStep(manual=manual, iteration=iteration)
+        apart = PartitionSpec(manual.program.mesh.names)
+        due, late = iteration.applies, len(iteration.overdue)
+        grads_as = manual.gradient_specs() if due else []
+        before = self._before(iteration) if late else None
+        run = manual.mapped(step, (manual.returns(), apart, grads_as), more=(apart,))
+
+        def stepped(params: Tree, opt_state: Tree, waiting: Tree, *batch: Tree) -> Tree:
+            if before is not None:
+                params, opt_state = before(params, opt_state, list(waiting[:late]))
+            outs, left, grads = run(*manual.plan.checked((params, *batch)), list(waiting[late:]))
+            if due:
+                params, opt_state = self.training.updated(params, opt_state, manual.gradients(grads))
+            return arrays(params), opt_state, tuple(left), arrays(manual.value(outs))
+
+        def shardings(updates: Sequence[OpenUpdate], sent: bool) -> Tree:
+            """Of the gradients that wait, before or after this iteration's messages."""
+            where = NamedSharding(manual.mesh, apart)
+            made = [waiting_keys(iteration, u, step.summed_here, sent=sent) for u in updates]
+            return tuple({what: dict.fromkeys(of, where) for what, of in keys.items()} for keys in made)
+
+        held, left = shardings(iteration.held, False), shardings(iteration.left, True)
+        return self.training.stepper(stepped, [held], [left], overwrites=fit_into(held, left))

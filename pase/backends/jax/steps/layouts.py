@@ -1,0 +1,58 @@
+"""Layouts of what a step returns, and of an optimizer's state."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+    from optax import GradientTransformation
+
+    from pase.frontends.jax.frontend import TracedJax
+
+__all__ = ["returned", "state_shardings"]
+
+
+def returned(traced: TracedJax, arrive: tuple[Tree, ...], mesh: JaxMesh) -> Tree:
+    """Shardings of what the function returns. The loss is whole; values for the next call have their input layout; the
+    others are XLA's choice, None. arrive: shardings of its arguments."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    leaves = jax.tree.leaves(arrive)
+    flat: list[NamedSharding | None] = [None] * len(traced.jaxpr.out_avals)
+    for i, j in traced.carried.items():
+        flat[j] = leaves[i]
+    if traced.mode == "train":
+        flat[0] = NamedSharding(mesh, PartitionSpec())
+    out = jax.tree.unflatten(traced.out_tree, flat)
+    return out[0] if traced.mode == "train" and not traced.has_aux else out
+
+
+def state_shardings(optimizer: GradientTransformation, params: Tree, gradients: Tree, mesh: JaxMesh) -> Tree:
+    """Shardings of an optimizer's state. State that mirrors a parameter is stored like its gradient. params: shapes of
+    the trained leaves; gradients: their shardings."""
+    import jax
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    state = jax.eval_shape(optimizer.init, params)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def masked(leaf: object) -> bool:
+        return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
+
+    def like(leaf: Tree, param: Tree, sharding: Tree) -> Tree:
+        return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole
+
+    return optax.tree_map_params(
+        optimizer,
+        like,
+        state,
+        params,
+        gradients,
+        transform_non_params=lambda _: whole,
+        is_leaf=masked,
+    )

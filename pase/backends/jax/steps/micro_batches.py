@@ -1,0 +1,115 @@
+"""A step in micro-batches: loss and gradients of one micro-batch at a time, summed in a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pase.frontends.jax.leaves import arrays, combine, trained
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import Mesh as JaxMesh
+    from jax.sharding import NamedSharding
+
+    from pase.backends.jax.plan import JaxPlan
+
+__all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of", "writes_parameters", "written"]
+
+
+def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
+    """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, computed one at a time.
+
+    graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    if plan.accumulate == 1:
+        return graded
+    k, arrives = plan.accumulate, jax.tree.leaves(plan._in_shardings(mesh)[1:])
+    split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
+    threads, n = threads_of(plan), len(plan.traced.param_paths)
+
+    def constrained(grads: Tree) -> Tree:
+        return jax.tree.map(jax.lax.with_sharding_constraint, grads, kept)
+
+    def mean(params: Tree, *batch: Tree) -> Tree:
+        leaves, tree = jax.tree.flatten(arrays(batch))
+        weights, form = jax.tree.flatten(arrays(params))
+        stacked = [
+            micro_batch_stack(x, k, s, mesh) for x, s, on in zip(leaves, arrives, split, strict=True) if on
+        ]
+
+        def body(so_far: Tree, mine: Tree) -> Tree:
+            total, loss, states = so_far
+            # Without the barrier, gathers of parameters move out of the loop, and the parameters stay gathered.
+            here, mine = jax.lax.optimization_barrier((weights, mine))
+            turn = iter(mine)
+            whole = [*here, *(next(turn) if on else x for x, on in zip(leaves, split, strict=True))]
+            for (i, _), state in zip(threads, states, strict=True):
+                whole[n + i] = state
+            given = combine(jax.tree.unflatten(form, whole[:n]), params)
+            value, grads = graded(given, *combine(jax.tree.unflatten(tree, whole[n:]), batch))
+            total = constrained(jax.tree.map(jnp.add, total, grads))
+            outs = jax.tree.leaves(arrays(value))
+            return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
+
+        zeros = constrained(jax.tree.map(jnp.zeros_like, trained(arrays(params))))
+        loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
+        (grads, loss, states), rest = jax.lax.scan(
+            body, (zeros, loss, [(*weights, *leaves)[n + i] for i, _ in threads]), stacked
+        )
+        grads = jax.tree.map(lambda g: g / k, grads)
+        return (stacked_outs(plan, [loss / k, *rest], states) if plan.traced.has_aux else loss / k), grads
+
+    return mean
+
+
+def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) -> Array:
+    """An array of the batch as k stacked micro-batches."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    # Every k-th example: each device then has all that it needs of each micro-batch.
+    x = jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)
+    spec = PartitionSpec(None, *sharding.spec)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
+    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next. Parameters that
+    the function writes are counted backwards from the batch: -1 is the last."""
+    n = len(plan.traced.param_paths)
+    return [(i - n, j) for i, j in sorted(plan.traced.carried.items())]
+
+
+def writes_parameters(plan: JaxPlan) -> bool:
+    """Whether the loss function writes parameters, as modules with spectral norm do."""
+    return any(i < 0 for i, _ in threads_of(plan))
+
+
+def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
+    """The parameters as the loss function leaves them. value: what it returned."""
+    import jax
+
+    if not writes_parameters(plan):
+        return params
+    leaves, tree = jax.tree.flatten(arrays(params))
+    outs = jax.tree.leaves(arrays(value))
+    for i, j in threads_of(plan):
+        if i < 0:
+            leaves[i] = outs[j]
+    return combine(jax.tree.unflatten(tree, leaves), params)
+
+
+def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
+    """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
+    import jax
+
+    last = list(outs)
+    for (_, j), state in zip(threads_of(plan), states, strict=True):
+        last[j] = state
+    return combine(jax.tree.unflatten(plan.traced.out_tree, last), plan.traced.kept_out)

@@ -1,0 +1,302 @@
+"""The local program of a tree of parameters alone: where they are stored, how they are gathered and their gradients
+summed over the data axes, and a bucket plan's messages for that.
+
+It is for models that pase did not compile. A tensor of the scheduling problem is one collective of one parameter, or of
+one layer of a stacked one; several in a row are stages. Parameters whose stages do not lead from where they are stored
+to where they are read, and their gradients back, are moved by themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.ir import Op, functions
+from pase.local.bucket_messages import iterations_late, outside_messages, with_updates
+from pase.local.lower import between
+from pase.local.types import (
+    Layout,
+    LocalMessage,
+    LocalMove,
+    LocalOp,
+    LocalOperand,
+    LocalPiece,
+    LocalProgram,
+    LocalResult,
+    LocalTransfer,
+    MoveWay,
+)
+from pase.local.verify import verify_program
+from pase.machine import Mesh
+from pase.plan.constraints import Placement
+from pase.schedule.plan import BucketPlan
+from pase.schedule.types import ScheduleProblem, Transfer
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = ["ParameterProgram", "StoredParameter", "parameter_program"]
+
+_NAME = re.compile(
+    r"^(?P<path>.*?)(\[(?P<turn>\d+)\])?(?P<grad>\.grad)?"
+    r"(\.(?P<kind>all_reduce|reduce_scatter|all_gather|all_to_all|permute)(\.\d+)?(?P<again>\.again\d+)?)?$"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredParameter:
+    """A parameter: its path in the tree, its whole shape, and the mesh axes that split each dim."""
+
+    path: str
+    shape: tuple[int, ...]
+    placement: Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterProgram:
+    """local: a transfer for each parameter, or for each layer of a stacked one. numbers: of each parameter's."""
+
+    local: LocalProgram
+    numbers: Sequence[tuple[int, ...]]
+
+    @cached_property
+    def carried(self) -> frozenset[int]:
+        """The transfers that messages carry."""
+        return frozenset(p.transfer for m in self.local.messages for p in m.pieces)
+
+    def parts(self, leaves: Sequence[Array]) -> dict[int, Array]:
+        """Each transfer's array, of those of the parameters."""
+        out: dict[int, Array] = {}
+        for mine, x in zip(self.numbers, leaves, strict=True):
+            out |= {mine[0]: x} if len(mine) == 1 else dict(zip(mine, x, strict=True))
+        return out
+
+    def joined(self, parts: Mapping[int, Array]) -> list[Array]:
+        """The inverse of ``parts``."""
+        import jax.numpy as jnp
+
+        every = ([parts[k] for k in mine] for mine in self.numbers)
+        return [one[0] if len(one) == 1 else jnp.stack(one) for one in every]
+
+
+@dataclass(kw_only=True)
+class _Chains:
+    """The stages of a parameter, or of its layers: by turn (None: of all of it) and way, the numbers of tensors."""
+
+    of: dict[tuple[int | None, MoveWay], list[int]] = field(default_factory=dict)
+    broken: bool = False
+
+    @property
+    def turns(self) -> list[int | None]:
+        """The layers that have gradients of their own."""
+        return sorted({turn for turn, way in self.of if way == "back"}, key=lambda t: -1 if t is None else t)
+
+
+def parameter_program(
+    problem: ScheduleProblem,
+    plan: BucketPlan,
+    stored: Sequence[StoredParameter],
+    *,
+    mesh: Mesh,
+    data_axes: tuple[str, ...],
+    across: bool = False,
+    lenient: bool = False,
+) -> ParameterProgram:
+    """The program of these parameters under a bucket plan.
+
+    data_axes: those over which the batch is split. across: what the plan sends during the next forward is sent in the
+    next step. lenient: the problem need not name every parameter. Raises PaseError if the problem names a tensor that
+    is not a parameter, or leaves one out.
+    """
+    make = _ParametersToMove(problem, stored, mesh, data_axes)
+    if lost := [p.path for p in stored if not lenient and p.path not in make.chains]:
+        raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
+    for p in stored:
+        make.add(p)
+    messages: list[LocalMessage] = []
+    for message, late in zip(plan.messages, iterations_late(problem, plan, across=across), strict=True):
+        ways: dict[MoveWay, list[LocalPiece]] = {"there": [], "back": []}
+        for piece in message.pieces:
+            if piece.tensor in make.places:
+                way, number, stage = make.places[piece.tensor]
+                ways[way].append(
+                    LocalPiece(transfer=number, stage=stage, begin=piece.offset, nbytes=piece.nbytes)
+                )
+        messages += outside_messages(problem, message, late, ways)
+    program = LocalProgram(
+        name=problem.name,
+        mesh=mesh,
+        ops=(*make.made, *make.read),
+        transfers=tuple(make.transfers),
+        messages=tuple(messages),
+    )
+    program = with_updates(program, plan)
+    verify_program(program)
+    return ParameterProgram(local=program, numbers=make.numbers)
+
+
+class _ParametersToMove:
+    """A program in the making. places: tensor of the problem -> (way, transfer, stage)."""
+
+    def __init__(
+        self, problem: ScheduleProblem, stored: Sequence[StoredParameter], mesh: Mesh, data: tuple[str, ...]
+    ) -> None:
+        self.problem, self.mesh, self.data = problem, mesh, [mesh.names.index(a) for a in data]
+        self.made: list[LocalOp] = []
+        self.read: list[LocalOp] = []
+        self.transfers: list[LocalTransfer] = []
+        self.numbers: list[tuple[int, ...]] = []
+        self.places: dict[int, tuple[MoveWay, int, int]] = {}
+        self.chains = self._chains([p.path for p in stored])
+
+    def _chains(self, paths: Sequence[str]) -> dict[str, _Chains]:
+        found: dict[str, _Chains] = {}
+        for i, t in enumerate(self.problem.tensors):
+            m = _NAME.match(t.name)
+            assert m is not None  # the pattern takes any text
+            exact = t.name in paths
+            path = t.name if exact else m["path"]
+            if path not in paths:
+                raise PaseError(
+                    f"tensor '{t.name}' of '{self.problem.name}' is not a parameter; there are {', '.join(paths)}"
+                )
+            mine = found.setdefault(path, _Chains())
+            again = not exact and m["again"] is not None  # what was gathered for forward is kept
+            if not again and self._axes(t):
+                turn = None if exact or m["turn"] is None else int(m["turn"])
+                way: MoveWay = "there" if t.kind == "all_gather" else "back"
+                mine.of.setdefault((turn, way), []).append(i)
+        return found
+
+    def _axes(self, t: Transfer) -> tuple[int, ...]:
+        """The data axes that a tensor is sent over. A sum over other axes is that of the function's own devices."""
+        return tuple(a for a in self.data if not t.axes.names or self.mesh.names[a] in t.axes.names)
+
+    def add(self, p: StoredParameter) -> None:
+        """Add a parameter: as its stages say, layer by layer, or by itself."""
+        chains = self.chains.get(p.path, _Chains())
+        layered = chains.turns == [*range(p.shape[0] if p.shape else 0)] and not any(p.placement[:1])
+        turns = chains.turns if layered or chains.turns == [None] else []
+        shape, place = (p.shape[1:], p.placement[1:]) if layered else (p.shape, p.placement)
+        moves = [self._moves(chains, turn, place) for turn in turns]
+        if not moves or None in moves:
+            stored, read = self._ends(p.placement)
+            self._one(
+                p.path, p.shape, p.placement, between(stored, read, self.mesh), self._summed(p.placement)
+            )
+            self.numbers.append((len(self.transfers) - 1,))
+            return
+        first = len(self.transfers)
+        for turn, (there, back) in zip(turns, moves, strict=True):  # type: ignore[misc]
+            for way in ("there", "back"):
+                for stage, i in enumerate(chains.of.get((turn, way), ())):
+                    self.places[i] = (way, len(self.transfers), stage)
+            self._one(p.path if turn is None else f"{p.path}[{turn}]", shape, place, there, back)
+        self.numbers.append(tuple(range(first, len(self.transfers))))
+
+    def _ends(self, place: Placement) -> tuple[Layout, Layout]:
+        """(where it is stored, where it is read): without the data axes, over which the function is split by hand."""
+        read = tuple(tuple(a for a in axes if self.mesh.names.index(a) not in self.data) for axes in place)
+        return self._laid_out(place), self._laid_out(read)
+
+    def _laid_out(self, place: Placement) -> Layout:
+        out: list[tuple[int, int] | None] = [None] * len(self.mesh.names)
+        for dim, axes in enumerate(place):
+            blocks = 1
+            for a in map(self.mesh.names.index, axes):
+                blocks *= self.mesh.sizes[a]
+                out[a] = dim, blocks
+        return tuple(out)
+
+    def _partial(self, layout: Layout) -> Layout:
+        """The same, of summands over the data axes."""
+        return tuple("partial" if a in self.data else s for a, s in enumerate(layout))
+
+    def _summed(self, place: Placement) -> tuple[LocalMove, ...]:
+        """The moves of a gradient, from how the function leaves it to where it is stored."""
+        stored, read = self._ends(place)
+        return between(self._partial(read), stored, self.mesh)
+
+    def _moves(
+        self, chains: _Chains, turn: int | None, place: Placement
+    ) -> tuple[tuple[LocalMove, ...], tuple[LocalMove, ...]] | None:
+        """(the moves there, and back) that its stages are; None if they do not lead from one end to the other.
+
+        Before and behind the stages come the moves that change only other axes: where data axes are the more major
+        ones of a dim, what is gathered over them is not in one piece.
+        """
+        stored, read = self._ends(place)
+        gathered = tuple(None if a in self.data else s for a, s in enumerate(stored))
+        there = self._staged(chains.of.get((turn, "there"), ()), stored, gathered, stored)
+        back = self._staged(chains.of.get((turn, "back"), ()), self._partial(stored), stored, stored)
+        if there is None or back is None:
+            return None
+        behind = between(gathered, read, self.mesh)
+        ahead = between(self._partial(read), self._partial(stored), self.mesh)
+        return (*there, *behind), (*ahead, *back)
+
+    def _staged(
+        self, tensors: Sequence[int], now: Layout, goal: Layout, stored: Layout
+    ) -> list[LocalMove] | None:
+        """The moves of these tensors, one after another, from a layout; None if they do not end in the goal."""
+        out: list[LocalMove] = []
+        for n, t in enumerate(map(self.problem.tensors.__getitem__, tensors)):
+            axes = self._axes(t)
+            after = tuple(
+                s if a not in axes else None if t.kind == "all_gather" else stored[a]
+                for a, s in enumerate(now)
+            )
+            beyond = t.kind != "all_reduce" and {*t.axes.names} - {self.mesh.names[a] for a in axes}
+            fits = {
+                "all_gather": all(now[a] is not None for a in axes),
+                "reduce_scatter": all(now[a] == "partial" and stored[a] is not None for a in axes),
+                "all_reduce": all(now[a] == "partial" and stored[a] is None for a in axes),
+            }
+            follows = n == 0 or tensors[n - 1] in t.follows
+            if beyond or not fits.get(t.kind) or not follows or len(t.follows) > 1:
+                return None
+            names = tuple(self.mesh.names[a] for a in sorted(axes))
+            out.append(LocalMove(kind=t.kind, axes=names, before=now, after=after, nbytes=t.nbytes))  # type: ignore[arg-type]
+            now = after
+        return out if now == goal else None
+
+    def _one(
+        self,
+        tensor: str,
+        shape: tuple[int, ...],
+        place: Placement,
+        there: Sequence[LocalMove],
+        back: Sequence[LocalMove],
+    ) -> None:
+        """A transfer from the parameter to the function, and of its gradient."""
+        stored, read = self._ends(place)
+        made = LocalResult(tensor=tensor, shape=shape, layout=stored, gradient=stored)
+        taken = LocalOperand(
+            tensor=tensor,
+            shape=shape,
+            layout=read,
+            gradient=self._partial(read),
+            transfer=len(self.transfers),
+        )
+        leaf = Op(
+            name="parameter", kind="parameter", function=functions.BY_KIND["parameter"], reads=(), writes=()
+        )
+        use = Op(name="function", kind="output", function=functions.BY_KIND["output"], reads=(), writes=())
+        self.made.append(LocalOp(node=tensor, op=leaf, operands=(), results=(made,), combine="sum"))
+        self.read.append(LocalOp(node="function", op=use, operands=(taken,), results=(), combine="sum"))
+        self.transfers.append(
+            LocalTransfer(
+                tensor=tensor,
+                src=tensor,
+                dst="function",
+                combine="sum",
+                forward=tuple(there),
+                backward=tuple(back),
+                phase="forward",
+                runs=(1.0, 1.0),
+            )
+        )

@@ -1,0 +1,97 @@
+"""What every train step under a plan shares: the layouts of its arguments and results, and the optimizer's update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.jax.steps.micro_batches import written
+from pase.backends.jax.steps.stepper import Stepper
+from pase.frontends.jax.leaves import arrays, combine, trained, untrained
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh as JaxMesh
+    from optax import GradientTransformation
+
+    from pase.backends.jax.plan import JaxPlan
+
+__all__ = ["Training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """An optimizer under a plan, on a JAX mesh. donate: parameters and states are the step's to overwrite."""
+
+    plan: JaxPlan
+    optimizer: GradientTransformation
+    mesh: JaxMesh
+    donate: bool
+
+    @cached_property
+    def _updated_as(self) -> Tree:
+        return self.plan.gradient_shardings(self.mesh)
+
+    def plain(self, graded: Callable[..., Tree]) -> Stepper:
+        """The step that applies its own gradients. graded: f(params, *batch) -> (value, gradients)."""
+
+        def step(params: Tree, opt_state: Tree, *batch: Tree) -> Tree:
+            value, grads = graded(params, *batch)
+            return *self.updated(written(self.plan, params, value), opt_state, grads), arrays(value)
+
+        return self.stepper(step)
+
+    def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
+        """(parameters, optimizer's state) after one update. Each device updates the part that it has the state of;
+        ``stepper``'s layouts then gather the parameters."""
+        import jax
+        import optax
+
+        def kept(tree: Tree) -> Tree:
+            return jax.tree.map(jax.lax.with_sharding_constraint, tree, self._updated_as)
+
+        mine = kept(trained(params))
+        updates, opt_state = self.optimizer.update(grads, opt_state, mine)
+        return combine(kept(optax.apply_updates(mine, updates)), untrained(params)), opt_state
+
+    def shardings(self) -> tuple[Tree, Tree]:
+        """Of parameters and of the optimizer's state."""
+        stored = self.plan._in_shardings(self.mesh)[0]
+        return stored, self.plan.state_shardings(self.optimizer, self.mesh)
+
+    def stepper(
+        self,
+        run: Callable[..., Tree],
+        held: Sequence[Tree] = (),
+        left: Sequence[Tree] = (),
+        overwrites: bool = False,
+    ) -> Stepper:
+        """A jitted step(params, opt_state, *held, *batch) -> (params, opt_state, *left, value). held, left: shardings
+        of what it takes and returns beside. overwrites: whether what it takes is the step's to overwrite, too."""
+        arrive = self.plan._in_shardings(self.mesh)[1:]
+        stored, state = self.shardings()
+        fixed, fixed_out = self.plan.traced.kept[0], self.plan.traced.kept_out
+
+        def whole(out: Tree) -> Tree:
+            params, *others, value = out
+            return (
+                combine(params, fixed),
+                *others,
+                combine(value, fixed_out) if self.plan.traced.has_aux else value,
+            )
+
+        def padded(args: tuple[Tree, ...]) -> tuple[Tree, ...]:
+            beside = args[1 : 2 + len(held)]
+            params, *batch = self.plan.padded((args[0], *args[2 + len(held) :]))
+            return params, *beside, *batch
+
+        return Stepper(
+            run=run,
+            in_shardings=(stored, state, *held, *arrive),
+            out_shardings=(stored, state, *left, self.plan._returned(self.mesh)),
+            donate=tuple(range(2 + overwrites * len(held))) if self.donate else (),
+            whole=whole,
+            padded=padded,
+        )

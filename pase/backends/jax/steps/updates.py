@@ -1,0 +1,277 @@
+"""Gradients that wait for later steps: which updates are open in an iteration, what was sent of each, and what is sent
+now.
+
+A gradient waits on its device, unsummed, added up over the steps of its update. Messages are sent in the step that the
+local program has them sent in, joined and cut as it says. When an update is due, its sums are complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
+
+from pase.backends.jax.spmd.messages import JOINED, Sending
+from pase.ir import Graph
+from pase.local.types import LocalMessage, LocalProgram, TransferPart, local_shape
+
+if TYPE_CHECKING:
+    from jax import Array
+
+__all__ = [
+    "DelayedIteration",
+    "OpenUpdate",
+    "UpdateSums",
+    "WaitingGradients",
+    "fit_into",
+    "key_of_part",
+    "parts_of",
+    "settled",
+    "summed_at_once",
+    "waiting_bytes",
+    "waiting_keys",
+]
+
+WaitingGradients: TypeAlias = "dict[str, dict[tuple[int, ...], Array]]"
+"""The open gradients of an update, of each device in the first dim: "values", by transfer and turn (-1: no loop);
+"columns", what has come of those that are cut, by transfer, turn, stage and first byte; "sums", by parameter, of
+gradients that no message carries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenUpdate:
+    """An update of a run. update: its number in the period. The mean gradient of iterations first to last is applied
+    after iteration ``at``, counted from the begin of the run. behind: in the program of the iteration after that,
+    before anything else, since some of its messages are sent there."""
+
+    update: int
+    first: int
+    last: int
+    at: int
+    behind: bool = False
+
+    @property
+    def due(self) -> int:
+        """The iteration whose program applies it."""
+        return self.at + self.behind
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelayedIteration:
+    """One iteration of a run."""
+
+    program: LocalProgram
+    number: int
+
+    @cached_property
+    def updates(self) -> tuple[OpenUpdate, ...]:
+        """Those that are open in it, the oldest first; the last one takes its gradients."""
+        p, found = self.program, []
+        newest = self.number // p.period
+        behind = [p.behind(k) for k in range(len(p.updates))]
+        reach = max(u.at + late for u, late in zip(p.updates, behind, strict=True))
+        for period in range(max(newest - reach // p.period, 0), newest + 1):
+            for k, u in enumerate(p.updates):
+                first, last, at = (i + period * p.period for i in (u.first, u.last, u.at))
+                made = OpenUpdate(update=k, first=first, last=last, at=at, behind=behind[k])
+                if first <= self.number <= made.due:
+                    found.append(made)
+        return tuple(found)
+
+    @property
+    def overdue(self) -> tuple[OpenUpdate, ...]:
+        """Those that are completed and applied before the rest of it."""
+        return tuple(u for u in self.updates if u.behind and u.due == self.number)
+
+    @property
+    def current(self) -> tuple[OpenUpdate, ...]:
+        """The others that are open in it."""
+        return self.updates[len(self.overdue) :]
+
+    @property
+    def applies(self) -> bool:
+        """Whether an update is applied at its end."""
+        return any(u.due == self.number for u in self.current)
+
+    @property
+    def held(self) -> tuple[OpenUpdate, ...]:
+        """Those that have gradients of earlier iterations."""
+        return tuple(u for u in self.updates if u.first < self.number)
+
+    @property
+    def left(self) -> tuple[OpenUpdate, ...]:
+        """Those that are open after it."""
+        return tuple(u for u in self.updates if u.due > self.number)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for iterations that are the same program."""
+        return tuple((u.update, self.number - u.first) for u in self.updates)
+
+    def messages(self, u: OpenUpdate) -> tuple[list[LocalMessage], list[LocalMessage], list[LocalMessage]]:
+        """The update's messages: (those sent before this iteration, in it, and later), each in order."""
+        found: tuple[list[LocalMessage], ...] = ([], [], [])
+        for m in self.program.messages:
+            if m.way == "back" and m.update == u.update:
+                when = u.last + m.late
+                found[(when > self.number) - (when < self.number) + 1].append(m)
+        return found  # type: ignore[return-value]
+
+
+def parts_of(program: LocalProgram) -> list[TransferPart]:
+    """What waits in each update."""
+    found = (p.part for m in program.messages if m.way == "back" and m.update == 0 for p in m.pieces)
+    return list(dict.fromkeys(found))
+
+
+def summed_at_once(program: LocalProgram) -> frozenset[str]:
+    """The nodes of parameters of which some gradient is in no message: it is summed in its own step, and then waits."""
+    carried = {number for number, _ in parts_of(program)}
+    rest = {t.src for k, t in enumerate(program.transfers) if k not in carried and t.backward is not None}
+    return program.parameters & rest
+
+
+def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
+    """Bytes of gradients that a device holds between steps, at most: those that other gradients are added to in the
+    dtypes in which their parameters are stored, others as they are sent."""
+    stored = {op.node: op.results[0] for op in program.ops if op.op.kind == "parameter"}
+    added = whole = 0
+    for number, _ in parts_of(program):
+        t, sent = program.transfers[number], program.stages(number, "back")[0].nbytes
+        whole += sent
+        added += sent // graph.tensors[t.tensor].itemsize * graph.tensors[stored[t.src].tensor].itemsize
+    for node in summed_at_once(program):
+        r = stored[node]
+        own = math.prod(local_shape(r.shape, r.gradient, program.mesh)) * graph.tensors[r.tensor].itemsize
+        added, whole = added + own, whole + own
+    steady = (max(u.at for u in program.updates) + 1) // program.period + 1
+    numbers = range(steady * program.period, (steady + 1) * program.period)
+    left = {n: DelayedIteration(program=program, number=n).left for n in numbers}
+    return max(sum(added if u.last > n else whole for u in updates) for n, updates in left.items())
+
+
+def columns_of(program: LocalProgram, sent: Sequence[LocalMessage]) -> set[tuple[int, ...]]:
+    """The pieces that have come of moves that other messages carry the rest of, as keys of ``WaitingGradients``."""
+    came: dict[tuple[TransferPart, int], dict[int, int]] = {}
+    for m in sent:
+        for p in m.pieces:
+            came.setdefault((p.part, p.stage), {})[p.begin] = p.nbytes
+    out: set[tuple[int, ...]] = set()
+    for (part, stage), pieces in came.items():
+        move = program.stages(part[0], "back")[stage]
+        if move.kind in JOINED and sum(pieces.values()) < move.nbytes:
+            out |= {(*key_of_part(part), stage, begin) for begin in pieces}
+    return out
+
+
+def moves_done(program: LocalProgram, part: TransferPart, sent: Sequence[LocalMessage]) -> int:
+    """How many of a gradient's moves are done once these messages are sent."""
+    done, moves = 0, program.moves(part[0], "back")
+    at = [i for i, m in enumerate(moves) if m.nbytes and not m.free]
+    for stage, i in enumerate(at):
+        pieces = [p for m in sent for p in m.pieces if (p.part, p.stage) == (part, stage)]
+        if pieces:
+            whole = moves[i].kind not in JOINED or sum(p.nbytes for p in pieces) == moves[i].nbytes
+            done = i + whole
+    return done
+
+
+def key_of_part(part: TransferPart) -> tuple[int, int]:
+    """A key of ``WaitingGradients``."""
+    return part[0], -1 if part[1] is None else part[1]
+
+
+def _part(key: Sequence[int]) -> TransferPart:
+    return key[0], None if key[1] < 0 else key[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateSums:
+    """A complete update on one device. parts: summed, where the parameter is stored, as a sum over its iterations.
+    own: by parameter, of gradients that no message carries."""
+
+    update: OpenUpdate
+    parts: dict[TransferPart, Array]
+    own: dict[tuple[int, ...], Array]
+
+    @property
+    def batches(self) -> int:
+        """Over how many iterations they are summed."""
+        return self.update.last - self.update.first + 1
+
+
+def settled(
+    iteration: DelayedIteration,
+    updates: Sequence[OpenUpdate],
+    held: Sequence[WaitingGradients],
+    merged: Callable[[OpenUpdate, WaitingGradients], WaitingGradients] | None = None,
+) -> tuple[list[WaitingGradients], UpdateSums | None]:
+    """On one device, send the iteration's messages for these updates: (what still waits, the update that is due).
+
+    held: what waits of the first of them. merged: an update's gradients with those of this iteration.
+    """
+    last: dict[tuple[str, float], Array] = {}
+    kept: list[WaitingGradients] = []
+    due = None
+    for k, u in enumerate(updates):
+        mine: WaitingGradients = held[k] if k < len(held) else {}
+        if merged is not None and u.last >= iteration.number:
+            mine = merged(u, mine)
+        sending = _sending(iteration, u, mine, last)
+        for _ in iteration.messages(u)[1]:
+            sending.send()
+        if u.due == iteration.number:
+            parts = {part: sending.finished(part) for part in map(_part, mine["values"])}
+            due = UpdateSums(update=u, parts=parts, own=mine["sums"])
+            continue
+        columns: dict[tuple[int, ...], Array] = {
+            (*key_of_part(part), stage, begin): x
+            for (part, stage), came in sending.parts.items()
+            for begin, x in came.items()
+        }
+        values: dict[tuple[int, ...], Array] = {key_of_part(part): x for part, x in sending.values.items()}
+        kept.append({"values": values, "columns": columns, "sums": mine["sums"]})
+    return kept, due
+
+
+def _sending(
+    iteration: DelayedIteration, u: OpenUpdate, mine: WaitingGradients, last: dict[tuple[str, float], Array]
+) -> Sending:
+    """The update's gradients, as far as they have come. last: shared by the updates that are sent in a step."""
+    sent, now, later = iteration.messages(u)
+    parts: dict[tuple[TransferPart, int], dict[int, Array]] = {}
+    for key, x in mine["columns"].items():
+        parts.setdefault((_part(key), key[2]), {})[key[3]] = x
+    values = {_part(key): x for key, x in mine["values"].items()}
+    return Sending(
+        program=iteration.program,
+        way="back",
+        values=values,
+        messages=[*now, *later],
+        done={part: moves_done(iteration.program, part, sent) for part in values},
+        last=last,
+        parts=parts,
+    )
+
+
+def waiting_keys(
+    iteration: DelayedIteration, u: OpenUpdate, own: Sequence[int], *, sent: bool
+) -> dict[str, list[tuple[int, ...]]]:
+    """The keys of an update's ``WaitingGradients`` before (or, sent, after) the iteration's messages. own: the
+    parameters of which some gradient is in no message."""
+    before, now, _ = iteration.messages(u)
+    gone = [*before, *now] if sent else before
+    return {
+        "values": [key_of_part(part) for part in parts_of(iteration.program)],
+        "columns": sorted(columns_of(iteration.program, gone)),
+        "sums": [(i,) for i in own],
+    }
+
+
+def fit_into(held: Sequence[WaitingGradients], left: Sequence[WaitingGradients]) -> bool:
+    """Whether the gradients that wait after a step can take the memory of those that waited before it."""
+    came, come = (Counter(key for u in some for key in u["columns"]) for some in (held, left))
+    return len(held) <= len(left) and came <= come

@@ -1,0 +1,1 @@
+"""Mesh-TensorFlow programs: how they are made, checked and run."""

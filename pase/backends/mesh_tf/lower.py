@@ -1,0 +1,342 @@
+"""From a source's ops to statements of a Mesh-TensorFlow program: the part that all frontends share.
+
+A rule takes the program and an op, and makes the values of the op's outputs. A table of names is enough for most ops
+(``UNARY``, ``BINARY``, ``REDUCE`` of ``tf_ops`` and ``jax_ops``). Rules are built from the functions in this file.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from pase.backends.mesh_tf.names import MeshTfDim, TensorDims, flat
+from pase.backends.mesh_tf.program import MeshTfProgram, MeshTfValue, SourceOp
+from pase.errors import PaseError
+from pase.ir import functions
+
+__all__ = [
+    "MeshTfRules",
+    "apply",
+    "binary",
+    "concat",
+    "cut",
+    "lookup",
+    "nests",
+    "reduce",
+    "refuse",
+    "same",
+    "select",
+    "single",
+    "squeezed",
+    "unary",
+]
+
+MeshTfRule = Callable[[MeshTfProgram, SourceOp], "MeshTfValue | Sequence[MeshTfValue | None]"]
+
+
+@dataclass(kw_only=True)
+class MeshTfRules:
+    """A frontend's ops: names for the simple ones, and functions for the rest."""
+
+    file: str
+    """Where to add an op."""
+    unary: dict[str, str]
+    """op -> a Mesh-TF function, or a TensorFlow function to be applied to slices ("tf.…")."""
+    binary: dict[str, str]
+    reduce: dict[str, str]
+    views: frozenset[str]
+    """Ops that their access maps describe completely: ops that move no element, and products."""
+    axes: Callable[[SourceOp], tuple[Sequence[int], bool]]
+    """The dims that an op of ``reduce`` reduces over, and whether they stay."""
+    rules: dict[str, MeshTfRule] = field(default_factory=dict)
+    instead: dict[str, str] = field(default_factory=dict)
+    """Of ops that Mesh-TF has no form for: why, and what to do."""
+
+    def rule(self, *names: str) -> Callable[[MeshTfRule], MeshTfRule]:
+        def register(f: MeshTfRule) -> MeshTfRule:
+            self.rules.update(dict.fromkeys(names, f))
+            return f
+
+        return register
+
+    def missing(self, name: str) -> str:
+        """Why an op has no translation, and what to do."""
+        add = f"this op has no Mesh-TensorFlow translation; add one to backends/{self.file}"
+        return self.instead.get(name, add)
+
+    @property
+    def known(self) -> list[str]:
+        return sorted(self.all)
+
+    @property
+    def all(self) -> set[str]:
+        return {*self.unary, *self.binary, *self.reduce, *self.views, *self.rules}
+
+
+def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
+    """Add the op to the program."""
+    p.heading(op)
+    name = op.name
+    made: MeshTfValue | Sequence[MeshTfValue | None]
+    if name in rules.rules:
+        made = rules.rules[name](p, op)
+    elif name in rules.unary:
+        made = unary(p, op, rules.unary[name])
+    elif name in rules.binary:
+        made = binary(p, op, rules.binary[name])
+    elif name in rules.reduce:
+        made = reduce(p, op, rules.reduce[name], *rules.axes(op))
+    elif name in rules.views:
+        made = nests(p, op)
+    else:
+        raise refuse(op, rules.missing(op.name))
+    p.settle(op, [made] if isinstance(made, MeshTfValue) else made)
+
+
+def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:
+    """Raise one PaseError that lists all ops that have no translation."""
+    unknown = {op.name: op for op in reversed(ops) if op.name not in rules.all}
+    if unknown:
+        refused = (str(refuse(op, rules.missing(name))) for name, op in sorted(unknown.items()))
+        raise PaseError("; ".join(refused))
+
+
+def refuse(op: SourceOp, why: str) -> PaseError:
+    return PaseError(f"{op.where} cannot be in a Mesh-TensorFlow program: {why}")
+
+
+# --- elementwise
+
+
+def call(fn: str, *args: str, dtype: str = "") -> str:
+    """mtf functions are called directly; TensorFlow functions run on slices."""
+    if not fn.startswith("tf."):
+        return f"{fn}({', '.join(args)})"
+    return f"ops.cwise({', '.join((fn, *args))}{f', dtype=tf.{dtype}' if dtype else ''})"
+
+
+def unary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
+    x = p.arg(op, 0)
+    if fn in ("", "same"):
+        return x
+    return p.let(call(fn, x.code), x.order, x.dims, op.dtypes[0])
+
+
+_INFIX = {"mtf.add": "+", "mtf.sub": "-", "mtf.multiply": "*", "mtf.divide": "/"}
+_BOOLEAN = frozenset(
+    {"mtf.equal", "mtf.not_equal", "mtf.less", "mtf.less_equal", "mtf.greater", "mtf.greater_equal"}
+)
+
+
+def binary(p: MeshTfProgram, op: SourceOp, fn: str) -> MeshTfValue:
+    """Two operands that broadcast as in numpy. Dims of size 1 are left out."""
+    a, b = p.scalar(op, 0), p.scalar(op, 1)
+    out = len(op.shapes[0])
+    infix = _INFIX.get(fn)
+    if (a is not None and b is None) or (b is not None and a is None):
+        x = p.arg(op, 1 if a is not None else 0)
+        if infix is not None and not (a is not None and infix == "/"):
+            code = f"{a} {infix} {x.code}" if a is not None else f"{x.code} {infix} {b}"
+        elif fn == "mtf.divide":
+            code = f"{a} * mtf.reciprocal({x.code})" if a != "1.0" else f"mtf.reciprocal({x.code})"
+        else:
+            literal = f"mtf.constant(mesh, {a or b}, shape={p.shape(x.order)}, dtype=tf.{x.dtype})"
+            code = call(
+                fn, *((literal, x.code) if a is not None else (x.code, literal)), dtype=_dtype(fn, op)
+            )
+        return p.let(code, x.order, _aligned(x.dims, out), op.dtypes[0])
+    x, y = p.arg(op, 0), p.arg(op, 1)
+    xd, yd = _aligned(x.dims, out), _aligned(y.dims, out)
+    dims = tuple(g or h for g, h in zip(xd, yd, strict=True))
+    order = (
+        x.order if set(y.order) <= set(x.order) else y.order if set(x.order) <= set(y.order) else flat(dims)
+    )
+    if infix is not None and set(order) in (set(x.order), set(y.order)) and x.order == order:
+        return p.let(f"{x.code} {infix} {y.code}", order, dims, op.dtypes[0])
+    if fn.startswith("tf."):
+        wide = sorted((x, y), key=lambda v: -len(v.order))
+        order = (*wide[0].order, *(d for d in wide[1].order if d not in wide[0].order))
+        return p.let(call(fn, x.code, y.code, dtype=_dtype(fn, op)), order, dims, op.dtypes[0])
+    return p.let(f"{fn}({x.code}, {y.code}, output_shape={p.shape(order)})", order, dims, op.dtypes[0])
+
+
+def _dtype(fn: str, op: SourceOp) -> str:
+    return "" if op.inputs[0].dtype == op.dtypes[0] else op.dtypes[0]
+
+
+def _aligned(dims: TensorDims, rank: int) -> TensorDims:
+    return ((),) * (rank - len(dims)) + dims
+
+
+def select(p: MeshTfProgram, op: SourceOp, condition: int, yes: int, no: int) -> MeshTfValue:
+    """Select (``where``). All three operands broadcast."""
+    parts = [p.arg(op, k) for k in (condition, yes, no)]
+    out = len(op.shapes[0])
+    dims: TensorDims = ((),) * out
+    for x in parts:
+        dims = tuple(g or h for g, h in zip(dims, _aligned(x.dims, out), strict=True))
+    order: tuple[MeshTfDim, ...] = ()
+    for x in sorted(parts, key=lambda v: -len(v.order)):
+        order += tuple(d for d in x.order if d not in order)
+    return p.let(f"ops.where({', '.join(x.code for x in parts)})", order, dims, op.dtypes[0])
+
+
+def same(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """A value under another name: a loop carry, an element put into a list, or the result of a call."""
+    given = op.inputs[0]
+    if given.value is not None:
+        return p.constant(given.value, p.written(op.outputs[0]), given.dtype)
+    return p.held(op, given.tensor)
+
+
+def pick(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, k: int) -> MeshTfValue:
+    """Element k of a dim, without the dim."""
+    part = cut(p, op, x, axis, k, 1)
+    return replace(part, dims=(*part.dims[:axis], *part.dims[axis + 1 :]))
+
+
+def take(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """One element of a list that is a stacked tensor."""
+    return pick(p, op, p.held(op, op.inputs[0].tensor), 0, int(op.attrs["index"]))
+
+
+def stack(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """All elements of a list. Some may be known, as what a loop's first turn returns of its first carry."""
+    like = next(p.held(op, i.tensor) for i in op.inputs if i.value is None)
+    xs = [
+        p.held(op, i.tensor) if i.value is None else p.constant(i.value, like.dims, like.dtype)
+        for i in op.inputs
+    ]
+    return concat(p, op, [replace(x, dims=((), *x.dims)) for x in xs], 0)
+
+
+# --- what access maps say
+
+
+def nests(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """The op as its frontend's loop nests: views, and products that are summed over dims that the result lacks."""
+    made: MeshTfValue | None = None
+    for node, nest in p.nests(op):
+        xs = [p.read(op, node, a) for a in nest.reads]
+        (write,) = nest.writes
+        dims = p.dims(node, write)
+        if nest.kind == "view":
+            made = p.viewed(xs[0], dims)
+        elif nest.kind == "matmul" or nest.function is functions.SUM:
+            code = f"mtf.einsum([{', '.join(x.code for x in xs)}], output_shape={p.shape(flat(dims))})"
+            made = p.let(code, flat(dims), dims, op.dtypes[0])
+        else:
+            raise refuse(op, f"its loop nest '{nest.name}' is neither a view nor a product")
+        p.keep(write.tensor, made)
+    if made is None:  # nothing moves and nothing is computed
+        made = _seen_with_ones(p, op)
+    return made
+
+
+def _seen_with_ones(p: MeshTfProgram, op: SourceOp) -> MeshTfValue:
+    """The operand of an op that the plan's graph does not contain: its result, or that but for dims of one element."""
+    x = p.arg(op, 0)
+    (wanted, *_), moves = op.shapes, op.name.lower() == "transpose"
+    if x.shape == wanted and not moves:
+        return x
+    kept = [g for g in x.dims if g]
+    if moves or [math.prod(d.size for d in g) for g in kept] != [n for n in wanted if n > 1]:
+        raise refuse(op, "the plan's graph does not contain its result")
+    left = iter(kept)
+    return replace(x, dims=tuple(() if n == 1 else next(left) for n in wanted))
+
+
+def reduce(p: MeshTfProgram, op: SourceOp, fn: str, axes: Sequence[int], keep: bool) -> MeshTfValue:
+    """A reduction over tensor dims. keep: whether they stay, with size 1."""
+    x = p.arg(op, 0)
+    dims = tuple(() if i in axes else g for i, g in enumerate(x.dims) if keep or i not in axes)
+    order = tuple(d for d in x.order if d in set(flat(dims)))
+    if len(order) == len(x.order):
+        return replace(x, dims=dims)
+    return p.let(f"{fn}({x.code}, output_shape={p.shape(order)})", order, dims, x.dtype)
+
+
+# --- parts of tensors
+
+
+def single(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int) -> tuple[MeshTfValue, MeshTfDim]:
+    """The value with tensor dim ``axis`` as one dim that is not split, added with size 1 if it is missing."""
+    group = x.dims[axis]
+    if len(group) == 1 and group[0].axis is None:
+        return x, group[0]
+    extent = x.shape[axis]
+    new = p.names.fresh(extent)
+    dims = (*x.dims[:axis], (new,), *x.dims[axis + 1 :])
+    if extent > 1:
+        return p.to(x, dims), new
+    order = flat(dims)
+    x = p.ordered(x, flat(x.dims))
+    return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype), new
+
+
+def squeezed(p: MeshTfProgram, x: MeshTfValue) -> MeshTfValue:
+    """Dims of size 1 are left out."""
+    dims = tuple(tuple(d for d in g if d.size > 1) for g in x.dims)
+    if flat(dims) == flat(x.dims):
+        return x
+    order = tuple(d for d in x.order if d.size > 1)
+    return p.let(f"mtf.reshape({x.code}, {p.shape(order)})", order, dims, x.dtype)
+
+
+def cut(p: MeshTfProgram, op: SourceOp, x: MeshTfValue, axis: int, begin: int, size: int) -> MeshTfValue:
+    """Elements begin … begin + size of one tensor dim. The dim is not split, or cut between its major parts."""
+    extent = x.shape[axis]
+    if begin == 0 and size == extent:
+        return x
+    group = x.dims[axis]
+    inner = int(np.prod([d.size for d in group[1:]], dtype=np.int64))
+    if len(group) > 1 and group[0].axis is None and begin % inner == 0 and size % inner == 0:
+        part, rest = group[0], group[1:]
+        begin, size = begin // inner, size // inner
+    else:
+        x, part = single(p, op, x, axis)
+        rest = ()
+    kept = MeshTfDim(part.base, size, None)
+    code = f'mtf.slice({x.code}, {begin}, {size}, "{p.names.name(part)}")'
+    order = tuple(kept if d == part else d for d in x.order)
+    dims = tuple((kept, *rest) if i == axis else g for i, g in enumerate(x.dims))
+    p.dim(kept)
+    return squeezed(p, p.let(code, order, dims, x.dtype))
+
+
+def concat(p: MeshTfProgram, op: SourceOp, xs: Sequence[MeshTfValue], axis: int) -> MeshTfValue:
+    """Concatenate along a tensor dim that is not split."""
+    if len(xs) == 1:
+        return xs[0]
+    made: list[MeshTfValue] = []
+    first: TensorDims | None = None
+    base = p.names.fresh(1).base
+    for x in xs:
+        part = MeshTfDim(base, x.shape[axis])
+        rest = x.dims if first is None else first
+        first = rest
+        dims = (*rest[:axis], (part,), *rest[axis + 1 :])
+        if x.shape[axis] > 1:
+            y = p.to(x, dims)
+        else:
+            x = p.to(x, (*rest[:axis], (), *rest[axis + 1 :]))
+            x = p.ordered(x, flat(x.dims))
+            y = p.let(f"mtf.reshape({x.code}, {p.shape(flat(dims))})", flat(dims), dims, x.dtype)
+        made.append(p.ordered(y, flat(dims)))
+    assert first is not None
+    whole = MeshTfDim(base, sum(x.shape[axis] for x in xs))
+    dims = (*first[:axis], (whole,), *first[axis + 1 :])
+    code = f'mtf.concat([{", ".join(y.code for y in made)}], "{p.names.name(whole)}")'
+    return p.let(code, flat(dims), dims, xs[0].dtype)
+
+
+def lookup(
+    p: MeshTfProgram, op: SourceOp, table: MeshTfValue, ids: MeshTfValue, axis: int, dims: TensorDims
+) -> MeshTfValue:
+    """Look up rows of ``table`` along ``axis`` by index. dims: of the result."""
+    over = table.dims[axis]
+    code = f"ops.lookup({table.code}, {ids.code}, {p.shape(over)}, {p.shape(flat(dims))})"
+    return p.let(code, flat(dims), dims, table.dtype)

@@ -1,0 +1,49 @@
+"""The backends that write a plan to a file in another program's terms.
+
+A backend is a module ``backends/emit/<name>.py``, which is found automatically. It registers one ``Backend`` in
+``BACKENDS`` and imports its framework only inside functions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from pase.plan.types import PlanData
+
+__all__ = ["BACKENDS", "Backend", "Emit", "emit"]
+
+
+class Emit(Protocol):
+    def __call__(self, plan: PlanData, path: Path, *, model: object) -> str:
+        """Write ``path`` completely or not at all, and return one line that says what was written.
+
+        model: what the plan was compiled from (for example, a file's path), as given by the user, otherwise as named in
+        the plan. Raises PaseError if the target cannot express something; nothing is left out silently.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    writes: str
+    """What it writes, in a few words."""
+    emit: Emit
+    needs_model: bool = False
+    """Whether the file is made from the model's own ops. If so, the plan must have its model."""
+    stages: bool = False
+    """Whether it writes something that only a pipelined plan has."""
+
+
+BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends.emit")
+
+
+def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str:
+    """Write the plan for another program. Raises PaseError if no backend has that name, or it cannot express it."""
+    backend = BACKENDS[to]
+    if not backend.stages:
+        plan.check_emitted()
+    return backend.emit(plan, Path(path), model=plan.model if model is None else model)

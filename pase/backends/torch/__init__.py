@@ -1,0 +1,1 @@
+"""A plan run by PyTorch: ``plan.torch``."""

@@ -1,0 +1,76 @@
+"""The buffers of a module in a step on one rank: what enters it, and what it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.values import RankValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pase.backends.torch.plan import ParallelModule
+    from pase.backends.torch.spmd.interpreter import Body
+    from pase.frontends.torch.export.module import TorchProgram
+
+__all__ = ["StepBuffers"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBuffers:
+    """What depends on data (``mutated``) is a DTensor and flows through the plan; every rank has the whole of the rest,
+    and works out the next values of its ``counters`` itself.
+
+    What enters a step and is written by it is copied: autograd may have saved it, and it is written before backward.
+    """
+
+    step: ParallelModule
+
+    @property
+    def _program(self) -> TorchProgram:
+        return self.step.plan.traced.program
+
+    def constants(self) -> dict[str, Tensor]:
+        """Placeholder -> buffer that does not depend on data, with the value that it has before the step."""
+        split, counted = (set(x.values()) for x in (self._program.mutated, self._program.counters))
+        out = {}
+        for node, path in self._program.buffers.items():
+            if path not in split:
+                x = self.step.buffer(path).to(self.step.device)
+                out[node] = x.clone() if path in counted else x
+        return out
+
+    def entering(self) -> dict[str, RankValue]:
+        """Buffers that depend on data, with the values of the last step."""
+        plan, split, out = self.step.plan, set(self._program.mutated.values()), {}
+        for node, path in self._program.buffers.items():
+            if path in split and node in plan.leaves:
+                r = plan.program.result(plan.leaves[node])
+                x = self.step.buffer(path).to_local().clone()
+                out[r.tensor] = RankValue(array=x, tensor=r.tensor, shape=r.shape, layout=r.layout)
+        return out
+
+    @property
+    def written(self) -> list[str]:
+        """Paths of the buffers that the step writes."""
+        return [*self._program.mutated.values(), *self._program.counters.values()]
+
+    def leaving(self, body: Body) -> dict[str, Tensor]:
+        """Path -> the next value of a buffer that the step writes."""
+        program, leaves = self._program, self.step.plan.leaves
+        tensor = {path: leaves[node] for node, path in program.buffers.items() if node in leaves}
+        nodes = {n.name: n for n in program.graph.graph.nodes}
+        split = {
+            path: self.step.walk.next_value(tensor[path], self.step.value(node), body)
+            for node, path in program.mutated.items()
+        }
+        return split | {path: body.constants.of(nodes[n]) for n, path in program.counters.items()}
+
+    def write_back(self, new: Mapping[str, Tensor]) -> None:
+        """Store the next values of buffers."""
+        split = set(self._program.mutated.values())
+        for path, x in new.items():
+            held = self.step.buffer(path)
+            (held.to_local() if path in split else held).copy_(x)

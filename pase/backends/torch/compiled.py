@@ -1,0 +1,129 @@
+"""A micro-batch's forward and backward on one rank as one graph, compiled by ``torch.compile``.
+
+The walk over the exported graph is traced on fake tensors, with its collectives, which are PyTorch's functional ones.
+What is compiled is therefore the local program that runs without compilation, too. Random values, which follow from the
+step's number, are drawn before each run and given to the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.rules import SEED, SEEDS_APART, seeded
+from pase.errors import PaseError
+from pase.frontends.torch.lower import place_of, source_of
+from pase.frontends.torch.values import arguments
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+    from torch.fx import GraphModule
+    from torch.fx import Node as FxNode
+
+__all__ = ["CompiledStep", "added", "compiled"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """run: the graph. draws: for each random tensor that it is given behind its other arguments, the seed that it
+    follows from in the first step, and a function that draws it. name: the model's.
+
+    Raises PaseError if torch.compile cannot compile the graph."""
+
+    name: str
+    run: Callable[..., Sequence[Tree]]
+    draws: Sequence[tuple[int, Callable[[], Tensor]]]
+    device: torch.device
+
+    def __call__(self, given: Sequence[Tensor], step: int) -> Sequence[Tree]:
+        from torch._dynamo.exc import TorchDynamoException
+
+        drawn = []
+        for first, draw in self.draws:
+            with seeded(first + step * SEEDS_APART, self.device):
+                drawn.append(draw())
+        try:
+            return self.run(*given, *drawn)
+        except TorchDynamoException as e:
+            raise PaseError(
+                f"torch.compile cannot compile the step of '{self.name}': use compile=False. It says: "
+                f"{' '.join(str(e).split())[:300]}"
+            ) from e
+
+
+def compiled(
+    joint: Callable[..., Sequence[Tree]],
+    given: Sequence[Tensor],
+    backend: str,
+    name: str,
+    device: torch.device,
+) -> CompiledStep:
+    """``joint``, the first step, as one compiled graph. given: its arguments, of which shapes and dtypes count. name:
+    the model's.
+
+    Raises PaseError if it draws random values that no seed of ours decides, or if there is no such backend.
+    """
+    import torch
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.traceback import preserve_node_meta
+
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        raise PaseError(f"torch.compile has no backend '{backend}'; there are: {known}")
+    with preserve_node_meta():
+        graph = make_fx(joint, tracing_mode="fake")(*(x.detach() for x in given))
+    draws = list(_taken_out(graph, name))
+    run = torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)
+    return CompiledStep(name=name, run=run, draws=draws, device=device)
+
+
+def _taken_out(graph: GraphModule, name: str) -> Iterator[tuple[int, Callable[[], Tensor]]]:
+    """Makes arguments of the random values that a graph draws. It could only draw the same ones in each step."""
+    import torch
+
+    last = [n for n in graph.graph.nodes if n.op == "placeholder"][-1]
+    found: dict[int, FxNode] = {}
+    for n in list(graph.graph.nodes):
+        random = torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())
+        if not random or arguments(n.target, n.args, n.kwargs).get("dropout_p") == 0.0:
+            continue
+        seed = (n.meta.get("custom") or {}).get(SEED)
+        if n.all_input_nodes or seed is None:
+            raise PaseError(
+                f"{place_of(n, name, source_of(n).place)} draws random values inside of it (such as dropout in "
+                f"attention), and a compiled step would draw others on each rank: set its dropout to 0, or use "
+                f"compile=False"
+            )
+        if seed not in found:  # else it is drawn again, by what is computed again
+            with graph.graph.inserting_after(last):
+                last = found[seed] = graph.graph.placeholder(f"drawn_{n.name}")
+            yield seed, partial(n.target, *n.args, **n.kwargs)
+        n.replace_all_uses_with(found[seed])
+        graph.graph.erase_node(n)
+    for n in graph.graph.nodes:  # of regions that are computed again nothing is left to decide
+        n.meta = {"val": n.meta["val"]} if "val" in n.meta else {}
+    graph.recompile()
+
+
+def added(parameter: DTensor, gradient: Tensor) -> None:
+    """Add this rank's part of a gradient to a parameter's ``grad``, which is its own: a sum hands one tensor to both of
+    its operands, and what is broadcast has one number in many places."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if parameter.grad is not None:
+        parameter.grad.to_local().add_(gradient)  # type: ignore[attr-defined]
+        return
+    parameter.grad = DTensor.from_local(
+        gradient.clone(memory_format=torch.contiguous_format),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,195 @@
+"""Messages between the stages of a pipeline: from a rank to the one with the same place in another stage's mesh.
+
+A channel carries one kind of message from one rank to another, and has a process group of its own: a library that sends
+in order never waits for what goes the other way. Messages of a channel arrive in the order in which their sender makes
+them, and wait here until they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pase.backends.torch.spmd.process_groups import STAGE, AxisGroups
+from pase.local.types import local_shape
+from pase.pipeline.types import Kind
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup, Work
+
+    from pase.backends.torch.pipeline.plan import TorchPipeline
+
+__all__ = ["Letter", "StageLinks"]
+
+Errand = Literal["there", "back", "weight", "sum"]
+"""Activations to the next stage; their gradients to the one before; a parameter to a stage that reads it and does not
+store it; and its gradient."""
+Channel = tuple[Errand, int, int]
+"""(errand, from which rank, to which)."""
+
+
+class Letter(NamedTuple):
+    """A message from stage src to stage dst, of a micro-batch or of a parameter."""
+
+    errand: Errand
+    src: int
+    dst: int
+    what: int | str
+
+
+@dataclass(kw_only=True)
+class StageLinks:
+    """The messages of this rank. rank: which of the pipeline's it is in; inner: its place in the mesh of a stage,
+    counted through. channels: those that it is an end of."""
+
+    plan: TorchPipeline
+    groups: AxisGroups
+    device: torch.device
+    rank: int
+    inner: int
+    channels: dict[Channel, ProcessGroup]
+    coming: dict[Channel, Iterator[Letter]] = field(default_factory=dict)
+    arrived: dict[Letter, Sequence[Tensor]] = field(default_factory=dict)
+    under_way: list[tuple[Work | None, Tensor]] = field(default_factory=list)
+
+    @staticmethod
+    def of(plan: TorchPipeline, groups: AxisGroups, device: torch.device) -> StageLinks:
+        """Every rank must call it: it makes the groups of all channels."""
+        import torch.distributed as dist
+
+        rank_of, size = plan.schedule.rank_of, groups.mesh.devices
+        needed: set[Channel] = set()
+        for k in range(len(rank_of) - 1):
+            needed |= {("there", rank_of[k], rank_of[k + 1]), ("back", rank_of[k + 1], rank_of[k])}
+        for t, k in plan.borrowed:
+            home = rank_of[plan.homes[t]]
+            needed |= {("weight", home, rank_of[k]), ("sum", rank_of[k], home)}
+        rank, inner = divmod(dist.get_rank(), size)
+        channels = {}
+        for errand, a, b in sorted(needed):
+            for at in range(size) if a != b else ():
+                group = dist.new_group([a * size + at, b * size + at])
+                if at == inner and rank in (a, b):
+                    channels[errand, a, b] = group
+        made = StageLinks(plan=plan, groups=groups, device=device, rank=rank, inner=inner, channels=channels)
+        made._connect()
+        return made
+
+    def _connect(self) -> None:
+        """Send a number along every channel, in one order for all ranks: a library may connect two ranks at the first
+        message, and wait for both, which a schedule's order does not expect."""
+        import torch
+
+        for errand, a, b in self.channels:
+            x = torch.zeros(1, device=self.device)
+            if self.rank == a:
+                self._sent(x, (errand, a, b))
+            else:
+                self._came(x, (errand, a, b))
+        self.end()
+
+    def _sent(self, x: Tensor, channel: Channel) -> None:
+        import torch.distributed as dist
+
+        to = channel[2] * self.groups.mesh.devices + self.inner
+        self.under_way.append((dist.isend(x, to, group=self.channels[channel]), x))
+
+    def _came(self, x: Tensor, channel: Channel) -> None:
+        import torch.distributed as dist
+
+        dist.recv(x, channel[1] * self.groups.mesh.devices + self.inner, group=self.channels[channel])
+
+    def begin(self) -> None:
+        """Before a step."""
+        self.coming = {c: self._letters(*c) for c in self.channels if c[2] == self.rank}
+
+    def end(self) -> None:
+        """After a step: all messages have left."""
+        for work, _ in self.under_way:
+            if work is not None:
+                work.wait()
+        self.under_way.clear()
+
+    def _letters(self, errand: Errand, a: int, b: int) -> Iterator[Letter]:
+        """What comes along a channel, in the order in which it is sent."""
+        plan, rank_of = self.plan, self.plan.schedule.rank_of
+        if errand in ("weight", "sum"):
+            for t, k in plan.borrowed:
+                src, dst = (plan.homes[t], k) if errand == "weight" else (k, plan.homes[t])
+                if (rank_of[src], rank_of[dst]) == (a, b) and (errand == "weight" or plan.trains(t)):
+                    yield Letter(errand, src, dst, t)
+            return
+        for action in plan.schedule.orders[a]:
+            dst = action.stage + (1 if errand == "there" else -1)
+            wanted = (Kind.FORWARD,) if errand == "there" else (Kind.BACKWARD, Kind.INPUT)
+            if action.kind in wanted and 0 <= dst < len(rank_of) and rank_of[dst] == b:
+                yield Letter(errand, action.stage, dst, action.micro)
+
+    def send(self, letter: Letter, tensors: Sequence[Tensor]) -> None:
+        """From a stage that this rank has."""
+        a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
+        if a == b:
+            self.arrived[letter] = tensors
+            return
+        self.under_way = [(w, x) for w, x in self.under_way if w is not None and not w.is_completed()]
+        for x in tensors:
+            self._sent(x.contiguous(), (letter.errand, a, b))
+
+    def receive(self, letter: Letter) -> Sequence[Tensor]:
+        """What was sent to a stage that this rank has. What came before it on the same channel is kept."""
+        a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
+        while letter not in self.arrived:
+            came = next(self.coming[letter.errand, a, b])
+            tensors = self.blank(came)
+            for x in tensors:
+                self._came(x, (letter.errand, a, b))
+            self.arrived[came] = tensors
+        return self.arrived.pop(letter)
+
+    def blank(self, letter: Letter) -> list[Tensor]:
+        """Empty tensors for what a message holds."""
+        import torch
+
+        plan = self.plan
+        if letter.errand == "there":
+            laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].leaves]
+        elif letter.errand == "back":
+            laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].enters if plan.comes_back(t)]
+        else:
+            home = letter.src if letter.errand == "weight" else letter.dst
+            laid = [plan.laid(home, str(letter.what))]
+        out = []
+        for r in laid:
+            dtype = getattr(torch, plan.traced.graph.tensors[r.tensor].dtype)
+            layout = r.layout if letter.errand in ("there", "back") else r.gradient
+            shape = local_shape(r.shape, layout, self.groups.mesh)
+            out.append(torch.empty(shape, dtype=dtype, device=self.device))
+        return out
+
+    def of_all_stages(self, x: Tensor) -> Tensor:
+        """A number of each of the pipeline's ranks, on all of them."""
+        import torch
+        import torch.distributed as dist
+
+        every = [torch.empty_like(x, device=self.device) for _ in range(self.plan.schedule.ranks)]
+        assert self.groups.everywhere is not None
+        dist.all_gather(every, x.to(self.device), group=self.groups.everywhere[STAGE].get_group())
+        return torch.stack(every)
+
+    def from_last(self, loss: Tensor | None) -> Tensor:
+        """The loss, which the rank of the last stage has, on every rank."""
+        import torch
+        import torch.distributed as dist
+
+        rank = self.plan.schedule.rank_of[-1]
+        (value,) = self.plan.traced.program.losses
+        if loss is None:
+            like = next(n for n in self.plan.traced.scope.nodes if n.name == value).meta["val"]
+            loss = torch.empty((), dtype=like.dtype, device=self.device)
+        assert self.groups.everywhere is not None
+        group = self.groups.everywhere[STAGE].get_group()
+        dist.broadcast(loss, rank * self.groups.mesh.devices + self.inner, group=group)
+        return loss

@@ -1,0 +1,204 @@
+"""A pipelined plan run by PyTorch: each rank runs its stages in the order of the schedule's list of actions.
+
+A stage is a part of the exported graph of a micro-batch (``stages``), walked on parts as a plan without stages is
+(``pase.backends.torch.spmd.interpreter``): by the local program of the stage's own strategy, on the mesh of the ranks
+that have the stage. Activations and their gradients go from each rank to the one with the same place in the next
+stage's mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.check_plans import TorchAgainst, unsharded_copy
+from pase.backends.torch.pipeline.run import PipelinedModule
+from pase.backends.torch.pipeline.stages import TorchStage, stages_of
+from pase.backends.torch.plan import TorchPlan, traced_by_torch
+from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
+from pase.backends.torch.spmd.values import steps_from
+from pase.backends.torch.stepper import TorchStep
+from pase.errors import PaseError
+from pase.frontends.common.values import Value
+from pase.frontends.torch.blocks import micro
+from pase.frontends.torch.frontend import TracedTorch
+from pase.local.lower import between
+from pase.local.types import Layout, LocalMove, LocalResult
+from pase.pipeline.types import Schedule
+from pase.plan.pipeline import PipelinePlan
+from pase.pytree import Tree
+from pase.tables.layouts import number
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from pase.backends.torch.check import Say
+    from pase.plan.gradient_check import GradientCheck
+    from pase.plan.types import PlanData
+
+__all__ = ["TorchPipeline", "torch_pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPipeline:
+    """A pipelined plan in PyTorch, as returned by ``plan.torch``."""
+
+    pipeline: PipelinePlan
+    splits: tuple[TorchPlan, ...]
+    """The model on a micro-batch, under each of the pipeline's strategies, on the mesh of one stage."""
+
+    @property
+    def traced(self) -> TracedTorch:
+        return self.splits[0].traced
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return self.pipeline.actions()
+
+    @cached_property
+    def stages(self) -> tuple[TorchStage, ...]:
+        program = self.splits[0].program
+        return stages_of(self.traced, program, self.pipeline, [self._returned])
+
+    @property
+    def _returned(self) -> str:
+        """The tensor of which the loss is a view."""
+        outputs, (loss,) = self.splits[0].program.outputs, self.traced.program.losses
+        found = next(v for n, v in self.traced.scope.values.items() if n.name == loss)
+        chain = steps_from(found) if isinstance(found, Value) else ()
+        return next(v.tensor.name for v, _ in chain if v.tensor is not None and v.tensor.name in outputs)
+
+    def split(self, stage: int) -> TorchPlan:
+        """What a stage runs by."""
+        return self.splits[self.pipeline.stages[stage].strategy]
+
+    def laid(self, stage: int, tensor: str) -> LocalResult:
+        """A tensor as a stage's own program makes it."""
+        return self.split(stage).program.result(tensor)
+
+    @cached_property
+    def homes(self) -> dict[str, int]:
+        """Parameter -> the stage that stores it, which is the first that reads it. Others get it from there, and send
+        their gradients there."""
+        parameters = {op.results[0].tensor for op in self.splits[0].program.ops if op.op.kind == "parameter"}
+        found: dict[str, int] = {}
+        for k, stage in enumerate(self.stages):
+            for t in sorted(stage.reads & parameters):
+                found.setdefault(t, k)
+        return found
+
+    def trains(self, tensor: str) -> bool:
+        """Whether a parameter gets a gradient."""
+        return self.traced.graph.tensors[tensor].path not in self.traced.program.frozen
+
+    def comes_back(self, tensor: str) -> bool:
+        """Whether the gradient of an activation is sent to the stage before."""
+        return self.traced.graph.tensors[tensor].needs_grad
+
+    @cached_property
+    def borrowed(self) -> tuple[tuple[str, int], ...]:
+        """(parameter, stage) where a stage reads what another one stores."""
+        every = ((t, k) for k, stage in enumerate(self.stages) for t in sorted(stage.reads & set(self.homes)))
+        return tuple((t, k) for t, k in every if self.homes[t] != k)
+
+    def exchanged(self, k: int) -> Iterator[tuple[LocalMove, int]]:
+        """A stage's moves from other stages' layouts to its own, and how often in a step."""
+        many = self.pipeline.micro_batches
+        for t in self.stages[k].enters:
+            yield from self._between(t, self.laid(k - 1, t).layout, self.laid(k, t).layout, many)
+        for t in filter(self.comes_back, self.stages[k].leaves):
+            yield from self._between(t, self.laid(k + 1, t).gradient, self.laid(k, t).gradient, many)
+        for t in (t for t, reader in self.borrowed if reader == k):
+            here, stored = self.laid(k, t), self.laid(self.homes[t], t).gradient
+            for layout in dict.fromkeys((here.gradient, here.layout)):
+                yield from self._between(t, stored, layout, 1)
+            if self.trains(t):
+                yield from self._between(t, here.gradient, stored, 1)
+
+    def _between(self, t: str, have: Layout, want: Layout, times: int) -> Iterator[tuple[LocalMove, int]]:
+        nbytes = number(self.traced.graph.tensors[t].nbytes, t)
+        yield from ((m, times) for m in between(have, want, self.splits[0].mesh, nbytes) if not m.free)
+
+    def groups(self, device: str) -> AxisGroups:
+        """Process groups over all axes that any stage sends along."""
+        needed = {axes for split in self.splits for axes in split.sent_along}
+        needed |= {m.axes for k in range(len(self.stages)) for m, _ in self.exchanged(k)}
+        return axis_groups(self.splits[0].mesh, needed, device, self.pipeline.degree)
+
+    def parallelize(
+        self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
+    ) -> PipelinedModule:
+        """Keep this rank's stages of the module, its parameters sharded as the plan stores them, and return its step:
+        ``loss = step.backward(*batch)``.
+
+        The module is changed in place: what this rank does not have is None in it. Every rank gives the same batch,
+        whole or its own part of it. module, device: see ``TorchPlan.parallelize``. Stages are not compiled.
+        """
+        if compile:
+            raise PaseError("the stages of a pipeline cannot be compiled yet: use compile=False")
+        return PipelinedModule.of(self, module, device)
+
+    def train_step(
+        self,
+        module: Module,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        compile: bool | str = False,
+        check: bool = False,
+        **settings: object,
+    ) -> TorchStep:
+        """step(*batch) -> loss, including the optimizer's update of this rank's parameters; see
+        ``TorchPlan.train_step``."""
+        parallel = self.parallelize(module, device=device, compile=compile)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
+
+    def check(
+        self,
+        module: Module,
+        *batch: Tree,
+        device: torch.device | str | None = None,
+        against: TorchAgainst = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """See ``TorchPlan.check``. There is no unsharded module to compare with."""
+        own = self.parallelize(unsharded_copy(module), device=device)
+        return own.check(*batch, against=against, seed=seed, most_lines=most_lines, progress=progress)
+
+
+def torch_pipeline(plan: PlanData) -> TorchPipeline:
+    """A pipelined plan in PyTorch's terms. Raises PaseError if its stages cannot be run."""
+    p = plan.pipeline
+    assert p is not None
+    traced = traced_by_torch(plan)
+    name = traced.graph.name
+    if p.replicas or p.groups:
+        raise PaseError(
+            f"the plan for '{name}' has ranks on unequal groups of devices, which plan.torch does not run yet"
+        )
+    part = micro(traced, p.micro_batches)
+    if written := (*part.program.mutated.values(), *part.program.counters.values()):
+        raise PaseError(
+            f"stages cannot write buffers yet, and '{name}' writes '{written[0]}': compile with pipeline='none'"
+        )
+    weights = {s.strategy: s.weights for s in p.stages}
+    splits = tuple(
+        TorchPlan(
+            traced=part,
+            whole=traced if p.micro_batches > 1 else None,
+            mesh=plan.mesh,
+            strategy=strategy,
+            accumulate=p.micro_batches,
+            blocks=p.blocks_again(i, plan.remat),
+            once="all" if weights.get(i) == "once" else "none",
+        )
+        for i, strategy in enumerate(p.strategies)
+    )
+    return TorchPipeline(pipeline=p, splits=splits)

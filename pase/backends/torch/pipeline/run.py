@@ -1,0 +1,261 @@
+"""One rank of a pipelined plan in PyTorch: its stages' parameters, and a step in the order of the schedule's list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.check_plans import TorchAgainst, check_stages
+from pase.backends.torch.clip import clipped
+from pase.backends.torch.compiled import added
+from pase.backends.torch.pipeline.backward import entered_first
+from pase.backends.torch.pipeline.p2p import Letter, StageLinks
+from pase.backends.torch.plan import ParallelModule, agreed_seed
+from pase.backends.torch.spmd.collectives import moved
+from pase.backends.torch.spmd.gather_once import StepParameters
+from pase.backends.torch.spmd.interpreter import Body
+from pase.backends.torch.spmd.values import RankValue
+from pase.backends.torch.storage import Storage, lifted_of, shared_out
+from pase.errors import PaseError
+from pase.frontends.torch.export.functional import refuse_autocast
+from pase.local.lower import between
+from pase.local.types import Layout
+from pase.pipeline.types import Kind
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+
+    from pase.backends.torch.check import Say
+    from pase.backends.torch.pipeline.plan import TorchPipeline
+    from pase.plan.gradient_check import GradientCheck
+
+__all__ = ["PipelinedModule"]
+
+
+@dataclass(kw_only=True)
+class PipelinedModule:
+    """This rank's stages of a module, and their step. module: the user's own, of which this rank keeps its part.
+
+    stages: number -> a stage of this rank, which walks its own nodes and stores its own parameters.
+    """
+
+    plan: TorchPipeline
+    module: Module
+    links: StageLinks
+    stages: Mapping[int, ParallelModule]
+
+    @classmethod
+    def of(cls, plan: TorchPipeline, module: Module, device: torch.device | str | None) -> PipelinedModule:
+        import torch
+
+        first = next(module.parameters(), None)
+        at = torch.device(device if device is not None else "cpu" if first is None else first.device)
+        if at.type == "meta":
+            raise PaseError(
+                "the stages of a pipeline do not run on the meta device: give parallelize the device to run on, and "
+                "load a checkpoint afterwards"
+            )
+        groups = plan.groups(at.type)
+        links = StageLinks.of(plan, groups, at)
+        seed, lifted = agreed_seed(at), lifted_of(plan.traced.program, at)
+        every = {}
+        for k, stage in enumerate(plan.stages):
+            split = plan.split(k)
+            walk = replace(split.walk(groups), only=stage.nodes)
+            if not walk.totals & stage.reads:  # nothing in it needs to know them
+                walk = replace(walk, totals=frozenset())
+            every[k] = ParallelModule(
+                plan=split, module=module, walk=walk, device=at, seed=seed, lifted=lifted
+            )
+        storages = {k: Storage(parallel=p) for k, p in every.items()}
+        for order in sorted({o for s in storages.values() for o in s.orders}):  # all ranks make the same ones
+            devices = groups.ordered(order)
+            for s in storages.values():
+                s.meshes[order] = devices
+        mine = {k: p for k, p in every.items() if plan.schedule.rank_of[k] == links.rank}
+
+        def holder(tensor: str | None) -> Storage | None:
+            home = None if tensor is None else plan.homes.get(tensor)
+            return storages[0] if home is None else storages[home] if home in mine else None
+
+        shared_out(storages[0], holder)
+        return cls(plan=plan, module=module, links=links, stages=mine)
+
+    def __call__(self, *batch: Tree) -> Tensor:
+        raise PaseError("a pipeline runs forward and backward at once: use loss = step.backward(*batch)")
+
+    def backward(self, *batch: Tree) -> Tensor:
+        """The detached loss, the same on every rank. The gradients of all micro-batches are added to ``grad`` of this
+        rank's parameters."""
+        refuse_autocast(f"the step of '{self.plan.traced.graph.name}' runs")
+        self.links.begin()
+        step = _StagesStep(of=self, batch=batch)
+        for action in self.plan.schedule.orders[self.links.rank]:
+            if action.kind == Kind.FORWARD:
+                step.forward(action.stage, action.micro)
+            elif action.kind == Kind.WEIGHT:
+                step.left.pop((action.stage, action.micro))()
+            else:
+                step.backward(action.stage, action.micro, apart=action.kind == Kind.INPUT)
+        step.gradients()
+        self.links.end()
+        for p in self.stages.values():
+            p.steps += self.plan.pipeline.micro_batches
+        return self.links.from_last(step.loss)
+
+    def check(
+        self,
+        *batch: Tree,
+        against: TorchAgainst = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """``ParallelModule.check``. There is no unsharded module to compare with."""
+        return check_stages(self, batch, against, seed, most_lines, progress)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``ParallelModule.clip_grad_norm_``, with the norm of all stages' gradients."""
+        return clipped(self.module.parameters(), max_norm, norm_type, self.links.of_all_stages)
+
+
+@dataclass(kw_only=True)
+class _StagesStep:
+    """One pass of this rank's stages over all micro-batches. loss: the sum of the micro-batches' shares, if this rank
+    has the last stage."""
+
+    of: PipelinedModule
+    batch: Sequence[Tree]
+    loss: Tensor | None = None
+    running: dict[tuple[int, int], tuple[Sequence[Tensor], Sequence[Tensor]]] = field(default_factory=dict)
+    """(stage, micro-batch) -> what entered and what left, of those that have a gradient, until its backward."""
+    left: dict[tuple[int, int], Callable[[], object]] = field(default_factory=dict)
+    """(stage, micro-batch) -> what computes the gradients of weights, where they come later."""
+
+    bodies: Mapping[int, dict[int, Body]] = field(init=False)
+    """Stage -> micro-batch -> the state before its walk."""
+    held: Mapping[int, StepParameters] = field(init=False)
+    """Stage -> its parameters."""
+
+    def __post_init__(self) -> None:
+        self.bodies = {k: dict(enumerate(p.bodies(self.batch))) for k, p in self.of.stages.items()}
+        self.held = self._gathered()
+
+    def _gathered(self) -> Mapping[int, StepParameters]:
+        """Stage -> its parameters. Those that another stage stores come from there, once a step."""
+        plan, links = self.of.plan, self.of.links
+        stored = {k: p.local() for k, p in self.of.stages.items()}
+        for t, k in plan.borrowed:
+            if (home := plan.homes[t]) in stored:
+                links.send(Letter("weight", home, k, t), [stored[home][t].detach()])
+        out: dict[int, StepParameters] = {}
+        for k, p in self.of.stages.items():
+            leaves = {t: x.detach().requires_grad_(p.stored[t].requires_grad) for t, x in stored[k].items()}
+            values = p.parameters(leaves)
+            for t in [t for t, reader in plan.borrowed if reader == k]:
+                (x,) = links.receive(Letter("weight", plan.homes[t], k, t))
+                leaves[t], values[t] = self._borrowed(t, k, x)
+            body = p.walk.body(values, p.buffers.constants(), p.device, p.seed)
+            out[k] = StepParameters.of(leaves, body, p.walk)
+        return out
+
+    def _borrowed(self, t: str, k: int, x: Tensor) -> tuple[Tensor, RankValue]:
+        """A parameter that another stage stores: what gets its gradient here, and how the stage reads it. x: as it is
+        stored there."""
+        plan, r = self.of.plan, self.of.plan.laid(k, t)
+        stored = plan.laid(plan.homes[t], t).gradient
+        leaf = self._moved(k, t, x, stored, r.gradient).clone().requires_grad_(plan.trains(t))
+        value = RankValue(array=leaf, tensor=t, shape=r.shape, layout=r.layout)
+        if r.layout != r.gradient:
+            read = self._moved(k, t, x, stored, r.layout)
+            value = replace(value, array=read, shadow=leaf, gradient=r.gradient)
+        return leaf, value
+
+    def _moved(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
+        """A tensor in another layout, among the ranks of a stage."""
+        p = self.of.stages[k]
+        shape = p.plan.program.result(t).shape
+        return moved(x, between(have, want, p.plan.mesh), shape, "sum", p.walk.groups)
+
+    def forward(self, k: int, i: int) -> None:
+        """A stage on a micro-batch."""
+        plan, links, p = self.of.plan, self.of.links, self.of.stages[k]
+        stage, body = plan.stages[k], self.bodies[k].pop(i)
+        self.held[k].into(body)
+        came = links.receive(Letter("there", k - 1, k, i)) if k else ()
+        entered = [self._entered(k, t, x) for t, x in zip(stage.enters, came, strict=True)]
+        body.values.update({v.tensor: v for v in entered})
+        back = [v.array for v in entered if v.array.requires_grad]
+        if k + 1 == len(plan.stages):
+            loss = p.walked(body) * p.share
+            self.loss = loss.detach() + (0 if self.loss is None else self.loss)
+            self.running[k, i] = back, [loss]
+            return
+        p.walk.run(body)
+        outs = [body.values[t].array for t in stage.leaves]
+        letter = Letter("there", k, k + 1, i)
+        for t, x, like in zip(stage.leaves, outs, links.blank(letter), strict=True):
+            if (x.shape, x.dtype) != (like.shape, like.dtype):
+                raise PaseError(
+                    f"'{t}', which stage {k} passes on, is {x.dtype} {list(x.shape)}, but {like.dtype} "
+                    f"{list(like.shape)} in the plan: was the module changed since?"
+                )
+        links.send(letter, [x.detach() for x in outs])
+        self.running[k, i] = back, [x for t, x in zip(stage.leaves, outs, strict=True) if plan.comes_back(t)]
+
+    def _entered(self, k: int, t: str, x: Tensor) -> RankValue:
+        """What the stage before passed on, in the layout in which this stage itself would make it."""
+        plan, r = self.of.plan, self.of.plan.laid(k, t)
+        array = self._moved(k, t, x, plan.laid(k - 1, t).layout, r.layout).detach()
+        return RankValue(
+            array=array.requires_grad_(plan.comes_back(t)), tensor=t, shape=r.shape, layout=r.layout
+        )
+
+    def backward(self, k: int, i: int, *, apart: bool) -> None:
+        """Gradients of what entered, and of weights, unless these come later."""
+        import torch
+
+        plan, links, (entered, outs) = self.of.plan, self.of.links, self.running.pop((k, i))
+        if k + 1 == len(plan.stages):
+            came = [torch.ones_like(outs[0])]
+        else:
+            names = [t for t in plan.stages[k].leaves if plan.comes_back(t)]
+            came = [
+                self._moved(k, t, g, plan.laid(k + 1, t).gradient, plan.laid(k, t).gradient)
+                for t, g in zip(names, links.receive(Letter("back", k + 1, k, i)), strict=True)
+            ]
+        ends = [(x, g) for x, g in zip(outs, came, strict=True) if x.requires_grad]
+        ways, gradients = [x for x, _ in ends], [g for _, g in ends]
+        if apart:
+            self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
+        elif ways:
+            torch.autograd.backward(ways, gradients)
+        if k:
+            made = [torch.zeros_like(x) if x.grad is None else x.grad for x in entered]
+            links.send(Letter("back", k, k - 1, i), made)
+
+    def gradients(self) -> None:
+        """Add what all micro-batches gave to the parameters' ``grad``, where they are stored."""
+        plan, links = self.of.plan, self.of.links
+        for held in self.held.values():
+            held.settle()
+        shared = [(t, k, plan.homes[t]) for t, k in plan.borrowed if plan.trains(t)]
+        for t, k, home in shared:
+            if k in self.held:
+                leaf = self.held[k].leaves[t]
+                g = leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
+                g = self._moved(k, t, g, plan.laid(k, t).gradient, plan.laid(home, t).gradient)
+                links.send(Letter("sum", k, home, t), [g])
+        for k, p in self.of.stages.items():
+            for t, parameter in p.stored.items():
+                if (made := self.held[k].leaves[t].grad) is not None:
+                    added(parameter, made)
+                    self.held[k].leaves[t].grad = None
+        for t, k, home in shared:
+            if home in self.held:
+                (g,) = links.receive(Letter("sum", k, home, t))
+                added(self.of.stages[home].stored[t], g)

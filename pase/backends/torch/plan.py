@@ -1,0 +1,501 @@
+"""A plan run by PyTorch: ``plan.torch``.
+
+Every rank of ``torch.distributed`` runs the plan's local program (``pase.backends.torch.spmd.interpreter``) on its
+part. Parameters are stored as DTensors in the layout in which the plan keeps their gradients and optimizer state.
+Optimizers, ``clip_grad_norm_`` and ``torch.distributed.checkpoint`` therefore work on them. DTensor itself computes
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.torch.batch import leaves_as_compiled
+from pase.backends.torch.buffers import StepBuffers
+from pase.backends.torch.check_plans import TorchAgainst, check_parallel, unsharded_copy
+from pase.backends.torch.clip import clipped
+from pase.backends.torch.compiled import CompiledStep, added, compiled
+from pase.backends.torch.spmd.collectives import moved, part
+from pase.backends.torch.spmd.interpreter import Body, RankWalk
+from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
+from pase.backends.torch.spmd.values import RankValue
+from pase.backends.torch.stepper import TorchStep
+from pase.backends.torch.storage import Storage, lifted_of, shared_out
+from pase.errors import PaseError
+from pase.frontends.common.values import Value
+from pase.frontends.torch.batch import micro_sums
+from pase.frontends.torch.blocks import micro
+from pase.frontends.torch.export.functional import refuse_autocast
+from pase.frontends.torch.frontend import TracedTorch
+from pase.ir import Graph, named, simplify
+from pase.ir.batch_sums import BatchSums
+from pase.ir.blocks import Block, Once, accumulated, rematerialised
+from pase.local.bucket_messages import ProgramSchedule
+from pase.local.lower import program_of
+from pase.local.types import LocalMove, LocalProgram, local_shape
+from pase.local.verify import verify_program
+from pase.machine import Mesh
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from pase.backends.torch.check import Say
+    from pase.plan.gradient_check import GradientCheck
+    from pase.plan.types import PlanData
+
+__all__ = ["ParallelModule", "TorchPlan", "TorchStep", "agreed_seed", "torch_plan", "traced_by_torch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchPlan:
+    """The plan in PyTorch, as returned by ``plan.torch``."""
+
+    traced: TracedTorch
+    """The model on one micro-batch."""
+    mesh: Mesh
+    strategy: Mapping[str, Mapping[str, tuple[str, ...]]]
+    accumulate: int = 1
+    """Micro-batches per step. Gradients are summed over them."""
+    whole: TracedTorch | None = None
+    """The model on the whole batch, of a step in micro-batches."""
+    schedule: ProgramSchedule | None = None
+    """Which gradients are sent together."""
+    blocks: tuple[Block, ...] = ()
+    """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
+    once: Once = "none"
+    """What of parameters a stage of a pipeline sends once a step."""
+
+    @cached_property
+    def program(self) -> LocalProgram:
+        """The local program: what each device computes and sends."""
+        made = program_of(accumulated(self._graph, self.accumulate, self.once), self.mesh, self.strategy)
+        made = made if self.schedule is None else self.schedule.placed(made)
+        verify_program(made)
+        return made
+
+    @cached_property
+    def _graph(self) -> Graph:
+        return named(simplify(rematerialised(self.traced.graph, self.blocks)))
+
+    @cached_property
+    def sums(self) -> BatchSums:
+        """What the micro-batches of a step pass on to each other."""
+        if self.accumulate == 1:
+            return BatchSums(totals={}, outputs=dict.fromkeys(self._graph.outputs, 0), counting=frozenset())
+        assert self.whole is not None
+        return micro_sums(self.whole, self.traced, self._graph, self.accumulate)
+
+    @cached_property
+    def leaves(self) -> dict[str, str]:
+        """Placeholder of the exported graph -> tensor, for those that the step reads."""
+        found = self.traced.scope.values
+        every = ((n, found.get(n)) for n in self.traced.scope.nodes if n.op == "placeholder")
+        return {n.name: v.tensor.name for n, v in every if isinstance(v, Value) and v.tensor is not None}
+
+    @property
+    def sent_along(self) -> set[tuple[str, ...]]:
+        """Axes that something is sent along together."""
+        program = self.program
+        needed = {m.axes for t in program.transfers for m in (*t.forward, *(t.backward or ())) if not m.free}
+        return needed | {s.axes for op in program.ops for s in op.sent}
+
+    @cached_property
+    def cut(self) -> frozenset[str]:
+        """The inputs of which a micro-batch has a part."""
+        from torch.utils._pytree import tree_leaves
+
+        if self.whole is None:
+            return frozenset()
+        both = (tree_leaves(t.batch) for t in (self.whole, self.traced))
+        sizes = zip(self.traced.program.inputs, *both, strict=True)
+        return frozenset(
+            name for name, a, b in sizes if getattr(a, "shape", None) != getattr(b, "shape", None)
+        )
+
+    def micro_batch(self, batch: Sequence[Tree], turn: int) -> Tree:
+        """A micro-batch of a whole batch: every k-th example."""
+        from torch.utils._pytree import tree_flatten, tree_unflatten
+
+        leaves, form = tree_flatten(tuple(batch))
+        names = self.traced.program.inputs
+        mine = [
+            x[turn :: self.accumulate] if n in self.cut else x for n, x in zip(names, leaves, strict=True)
+        ]
+        return tree_unflatten(mine, form)
+
+    def groups(self, device: str) -> AxisGroups:
+        """Process groups over all axes that something is sent along, over all ranks of ``torch.distributed``."""
+        return axis_groups(self.mesh, self.sent_along, device)
+
+    def walk(self, groups: AxisGroups) -> RankWalk:
+        return RankWalk(
+            program=self.program,
+            traced=self.traced,
+            groups=groups,
+            blocks=(*self.traced.marked, *self.blocks),
+            counting=self.sums.counting,
+            totals=frozenset(self.sums.totals),
+        )
+
+    def parallelize(
+        self, module: Module, *, device: torch.device | str | None = None, compile: bool | str = False
+    ) -> ParallelModule:
+        """Shard a module's parameters in place, as the plan stores them, and return its step.
+
+        Use it as ``loss = step(*batch); loss.backward()``. Each parameter becomes an ``nn.Parameter`` on a DTensor
+        under its old path.
+
+        module: the model that the plan was compiled from. The weights of rank 0 are used, whatever the other ranks
+            have. If they are on the meta device, the result is too.
+        device: where the parameters are stored and the step runs; by default, where the module's parameters are. On
+            another one than meta, parameters of a module that is on the meta device have no values until you load some.
+        compile: whether ``step.backward`` runs forward and backward of a micro-batch as one graph that
+            ``torch.compile`` has compiled; a backend of it, or True for its default.
+
+        Every rank must call it after ``torch.distributed.init_process_group``. Raises PaseError if the ranks or
+        parameters are not those of the plan.
+        """
+        return ParallelModule.of(self, module, device, compile)
+
+    def train_step(
+        self,
+        module: Module,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        device: torch.device | str | None = None,
+        compile: bool | str = False,
+        check: bool = False,
+        **settings: object,
+    ) -> TorchStep:
+        """step(*batch) -> loss, including the optimizer's update.
+
+        Any PyTorch optimizer works; it is called as ``optimizer_class(module.parameters(), **settings)``. module,
+        device, compile: see ``parallelize``. check: at the first call, first run ``check`` on its batch, and raise
+        PaseError if a gradient is off.
+        """
+        parallel = self.parallelize(module, device=device, compile=compile)
+        trained = [p for p in module.parameters() if p.requires_grad]
+        return TorchStep(parallel=parallel, optimizer=optimizer_class(trained, **settings), check=check)
+
+    def check(
+        self,
+        module: Module,
+        *batch: Tree,
+        device: torch.device | str | None = None,
+        compile: bool | str = False,
+        against: TorchAgainst = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """``ParallelModule.check`` of a copy of the module, which is not changed. Every rank must call it. device,
+        compile: see ``parallelize``."""
+        own = self.parallelize(unsharded_copy(module), device=device, compile=compile)
+        return own.check(*batch, against=against, seed=seed, most_lines=most_lines, progress=progress)
+
+
+@dataclass(kw_only=True)
+class ParallelModule:
+    """A module with sharded parameters, and its step on this rank. module: the user's own module, changed in place."""
+
+    plan: TorchPlan
+    module: Module
+    walk: RankWalk
+    device: torch.device
+    seed: int
+    steps: int = 0
+    """How often the step ran. Random values depend on this and on ``seed``."""
+    compiler: str | None = None
+    """The backend of ``torch.compile`` that ``backward`` uses; None: ops run one by one."""
+    _graph: CompiledStep | None = field(default=None, repr=False)
+    """What was compiled."""
+    stored: dict[str, Any] = field(default_factory=dict, repr=False)
+    """Tensor -> the DTensor in the module."""
+    lifted: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    """Path -> a tensor that the model holds outside of its buffers."""
+    _same_settings: Callable[[], bool] | None = field(default=None, repr=False)
+    """Whether the module's Python state is, object by object, what it was when it was last compared."""
+
+    @classmethod
+    def of(
+        cls, plan: TorchPlan, module: Module, device: torch.device | str | None, compile: bool | str
+    ) -> ParallelModule:
+        import torch
+
+        if compile and any(s.kind == "branch" for op in plan.program.ops for s in op.op.scope):
+            raise PaseError(
+                f"'{plan.program.name}' has branches, of which data say which is taken, and a compiled step would take "
+                f"the same one always: use compile=False"
+            )
+
+        first = next(module.parameters(), None)
+        at = torch.device(device if device is not None else "cpu" if first is None else first.device)
+        groups = plan.groups("cpu" if at.type == "meta" else at.type)
+        made = cls(
+            plan=plan,
+            module=module,
+            walk=plan.walk(groups),
+            device=at,
+            seed=agreed_seed(at),
+            compiler=("inductor" if compile is True else compile) or None,
+            lifted=lifted_of(plan.traced.program, at),
+        )
+        storage = Storage(parallel=made)
+        shared_out(storage, lambda tensor: storage)
+        return made
+
+    def __call__(self, *batch: Tree) -> Tensor:
+        """The loss of a batch, the same on every rank; call ``backward`` on it.
+
+        The tensors of the batch are whole, or this rank's part. For a step in micro-batches, see ``backward``.
+        """
+        if self.plan.accumulate > 1:
+            raise PaseError(
+                f"the plan has {self.plan.accumulate} micro-batches: use loss = step.backward(*batch)"
+            )
+        refuse_autocast(f"the step of '{self.plan.program.name}' runs")
+        if self.compiler is not None:
+            raise PaseError(
+                "a compiled step runs forward and backward at once: use loss = step.backward(*batch)"
+            )
+        (body,) = self.bodies(batch)
+        return self._loss(self.parameters(self.local()), body)
+
+    def backward(self, *batch: Tree) -> Tensor:
+        """The detached loss. The gradients of all micro-batches are added to the parameters' ``grad``."""
+        refuse_autocast(f"the step of '{self.plan.program.name}' runs")
+        losses: list[Tensor] = []
+        held = self.parameters(self.local()) if self.compiler is None else {}
+        for body in self.bodies(batch):
+            if self.compiler is not None:
+                losses.append(self._at_once(body))
+                continue
+            loss = self._loss(held, body) * self.share
+            loss.backward()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
+
+    def check(
+        self,
+        *batch: Tree,
+        against: TorchAgainst = "auto",
+        seed: int = 0,
+        most_lines: int = 50,
+        progress: Say | None = None,
+    ) -> GradientCheck:
+        """Check that this step computes the gradient of the model's loss (``docs/check.md``). Every rank must call it.
+
+        Along lines of parameters, near the present ones, the loss must change by the integral of the gradient. Besides,
+        gradients are compared with those of the unsharded module on rank 0, if it has the memory (``against``). seed:
+        of the lines. most_lines: of eight steps each; parameters that are not reached are undecided. progress: called
+        with a line of text at each piece of work. Afterwards parameters, buffers, gradients and random state are as
+        before.
+        """
+        return check_parallel(self, batch, against, seed, most_lines, progress)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` of all gradients. Every rank must call it."""
+        return clipped(self.module.parameters(), max_norm, norm_type, lambda x: x)
+
+    @property
+    def share(self) -> float:
+        """What a micro-batch's loss is multiplied by: a sum counts whole, of a mean a share."""
+        (power,) = self.plan.sums.outputs.values()
+        return float(self.plan.accumulate**-power)
+
+    def bodies(self, batch: Sequence[Tree]) -> Iterator[Body]:
+        """The state of each micro-batch before its walk: its inputs, and sums over all micro-batches."""
+        k, totals, given = self.plan.accumulate, self.walk.totals, self.leaves(batch)
+        first, constants = self.seed + self.steps, self.buffers.constants()
+        bodies = (self.walk.body(self._inputs(given, i), constants, self.device, first + i) for i in range(k))
+        if not totals:
+            yield from bodies
+            return
+        every = list(bodies)
+        shares = [self.walk.count(body) for body in every]
+        for t in sorted(totals):
+            power = self.plan.sums.totals[t]
+            total = sum((s[t] for s in shares[1:]), shares[0][t])
+            whole = total * k**-power if power else total
+            for body in every:
+                body.values[t] = replace(body.values[t], array=whole)
+        yield from every
+
+    def _loss(self, parameters: Mapping[str, RankValue], body: Body) -> Tensor:
+        body.values.update({**parameters, **self.buffers.entering()})
+        loss = self.walked(body)
+        self.buffers.write_back(self.buffers.leaving(body))
+        self.steps += 1
+        return loss
+
+    def walked(self, body: Body) -> Tensor:
+        """The loss after a walk."""
+        self.walk.run(body)
+        (name,) = self.plan.traced.program.losses
+        return self.walk.output(self.value(name), body).reshape(())
+
+    @property
+    def buffers(self) -> StepBuffers:
+        return StepBuffers(step=self)
+
+    def _at_once(self, before: Body) -> Tensor:
+        """The loss of a micro-batch, its share of the whole. Its gradients are added to the parameters' ``grad``."""
+        import torch
+
+        before.values.update(self.buffers.entering())
+        constants, stored = self.buffers.constants(), self.local()
+        held_values, sent = before.values, before.kept.made
+        given = [
+            *stored.values(),
+            *(v.array for v in held_values.values()),
+            *sent.values(),
+            *constants.values(),
+        ]
+        trained = [t for t, p in self.stored.items() if p.requires_grad]
+
+        def joint(*arrays: Tensor) -> tuple[Tensor, Sequence[Tensor | None], Sequence[Tensor]]:
+            mine = iter(arrays)
+            held = {t: next(mine).detach().requires_grad_(t in trained) for t in stored}
+            read = {t: replace(v, array=next(mine)) for t, v in held_values.items()}
+            came = {number: next(mine) for number in sent}
+            body = self.walk.body(
+                {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
+            )
+            body.kept.bring(came)
+            loss = self.walked(body) * self.share
+            found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
+            return loss.detach(), found, list(self.buffers.leaving(body).values())
+
+        if self._graph is None:
+            assert self.compiler is not None
+            self._graph = compiled(joint, given, self.compiler, self.plan.program.name, self.device)
+        with torch.no_grad():
+            loss, gradients, new = self._graph(given, self.steps)
+            for t, g in zip(trained, gradients, strict=True):
+                if g is not None:
+                    added(self.stored[t], g)
+            self.buffers.write_back(dict(zip(self.buffers.written, new, strict=True)))
+        self.steps += 1
+        return loss
+
+    def value(self, node: str) -> Value:
+        """What a node of the exported graph was lowered to."""
+        values = self.plan.traced.scope.values
+        found = next(v for n, v in values.items() if n.name == node)
+        assert isinstance(found, Value)
+        return found
+
+    def buffer(self, path: str) -> Any:
+        """A buffer of the module, a parameter that counts as one, or a tensor that the model has in addition to them,
+        which the export lifted out."""
+        owner, _, name = path.rpartition(".")
+        m = self.module.get_submodule(owner)
+        return next(
+            (held[name] for held in (m._buffers, m._parameters) if name in held), self.lifted.get(path)
+        )
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter, as it is stored."""
+        return {tensor: stored.to_local() for tensor, stored in self.stored.items()}
+
+    def parameters(self, parts: Mapping[str, Tensor]) -> dict[str, RankValue]:
+        """Parameters in the layouts that the step reads. If a parameter's state is split further, it is gathered."""
+        program, out = self.plan.program, {}
+        for tensor, local in parts.items():
+            r = program.result(tensor)
+            if r.layout == r.gradient:
+                out[tensor] = RankValue(array=local, tensor=tensor, shape=r.shape, layout=r.layout)
+                continue
+            whole = moved(local.detach(), list(self._gathers(tensor)), r.shape, "sum", self.walk.groups)
+            out[tensor] = RankValue(
+                array=whole, tensor=tensor, shape=r.shape, layout=r.layout, shadow=local, gradient=r.gradient
+            )
+        return out
+
+    def _gathers(self, tensor: str) -> Iterator[LocalMove]:
+        """The moves from the layout of a parameter's state to the layout in which the step reads it."""
+        r, mesh = self.plan.program.result(tensor), self.plan.mesh
+        now = r.gradient
+        for s in self.plan.program.maker[tensor].sent:
+            after = tuple(
+                whole if axis in s.axes else state
+                for axis, state, whole in zip(mesh.names, now, r.layout, strict=True)
+            )
+            yield LocalMove(kind="all_gather", axes=s.axes, before=now, after=after)
+            now = after
+
+    def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
+        """Those of a batch. PaseError where it, or the module's Python state, is not as the exported step has it."""
+        settings = self.plan.traced.program.settings
+        if self._same_settings is None or not self._same_settings():
+            settings.check(self.module)
+            self._same_settings = settings.same_objects(self.module)
+        return leaves_as_compiled(batch, self.plan.traced.batch)
+
+    def _inputs(self, given: Sequence[Tensor], turn: int) -> dict[str, RankValue]:
+        """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
+        part.
+        """
+        k, leaves, program = self.plan.accumulate, self.plan.leaves, self.plan.program
+        out = {}
+        for x, name in zip(given, self.plan.traced.program.inputs, strict=True):
+            if name not in leaves:
+                continue
+            r = program.result(leaves[name])
+            here = local_shape(r.shape, r.layout, self.plan.mesh)
+            if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0]):
+                x = x[turn::k]
+            if tuple(x.shape) == r.shape:
+                x = part(x, r.shape, r.layout, self.walk.groups)
+            if tuple(x.shape) != here:
+                raise PaseError(
+                    f"'{name}' has shape {list(x.shape)}; the plan was compiled for "
+                    f"{list(r.shape)}, and this rank has {list(here)} of it"
+                )
+            out[r.tensor] = RankValue(
+                array=x.to(self.device), tensor=r.tensor, shape=r.shape, layout=r.layout
+            )
+        return out
+
+
+def agreed_seed(device: torch.device) -> int:
+    """Rank 0's seed, on all ranks. Random ops must agree across the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    place = "cpu" if device.type == "meta" else device
+    seed = torch.tensor([torch.initial_seed() % 2**31], dtype=torch.int64, device=place)
+    dist.broadcast(seed, 0)
+    return int(seed.item())
+
+
+def traced_by_torch(plan: PlanData) -> TracedTorch:
+    """The model. Raises PaseError if the plan was loaded without it, or if that is not a PyTorch module."""
+    return plan.traced_as(
+        TracedTorch,
+        "module, *batch",
+        "there is no PyTorch module to run: use plan.jax for a JAX function, and 'pase emit' for other frameworks",
+    )
+
+
+def torch_plan(plan: PlanData) -> TorchPlan:
+    """The plan in PyTorch's terms. Raises PaseError if it has no PyTorch module, or is a pipeline. (For a pipeline, see
+    ``pase.backends.torch.pipeline.plan``.)"""
+    plan.check_emitted()
+    traced = traced_by_torch(plan)
+    return TorchPlan(
+        traced=micro(traced, plan.accumulate),
+        whole=traced if plan.accumulate > 1 else None,
+        mesh=plan.mesh,
+        strategy=plan.strategy,
+        accumulate=plan.accumulate,
+        blocks=plan.remat,
+        schedule=ProgramSchedule.of(plan),
+    )

@@ -1,0 +1,1 @@
+"""The local program of a plan, run by PyTorch on one rank."""

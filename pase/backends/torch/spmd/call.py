@@ -1,0 +1,498 @@
+"""One node of an exported graph, which the frontend read as one op or several, on one rank.
+
+A node that is several ops (a norm, a loss, a linear layer with its bias) runs as PyTorch's own op (``rules``) if
+nothing is moved or summed between its parts. Otherwise its parts run one by one (``nests``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, rules of ops
+from pase.backends.torch.spmd.collectives import part, summed
+from pase.backends.torch.spmd.nests import run_nest
+from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned, passed_over
+from pase.backends.torch.spmd.rules import JOINING, Laid, RankCall, evaluate
+from pase.backends.torch.spmd.values import (
+    NotOnParts,
+    RankValue,
+    ReshapeStep,
+    Steps,
+    inverse,
+    laid_through,
+    led,
+    steps_from,
+    through_reshape,
+)
+from pase.errors import PaseError
+from pase.frontends.common.values import Value
+from pase.frontends.torch.control import flex_operands
+from pase.frontends.torch.numbers import NumberUnknown, node_numbers, op_name
+from pase.frontends.torch.types import FxNode
+from pase.frontends.torch.values import arguments
+from pase.ir import Op
+from pase.local.types import Layout, LocalOp, LocalOperand, LocalResult, local_shape
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pase.backends.torch.spmd.interpreter import Body, RankWalk
+    from pase.frontends.torch.values import TorchOperand
+
+__all__ = ["NodeOps"]
+
+
+_SUM = 2
+"""What ATen calls a loss that is added up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOps:
+    """A node of the graph, at its place, with what the walk has computed before it."""
+
+    walk: RankWalk
+    node: FxNode
+    path: str
+    body: Body
+    folded: dict[str, Tensor] = field(default_factory=dict)
+    """Constants that only this node has, whole, by tensor."""
+
+    def run(self, pairs: Sequence[OpPair]) -> None:
+        """Run the node; its results are then in the body."""
+        done = [pair for pair in pairs if self._known(pair)]
+        if done:
+            if left := [pair for pair in pairs if pair not in done]:
+                self._around_totals(left)
+            return
+        before, work, after = partitioned(pairs)
+        for pair in before:
+            self.nest(pair)
+        if all(pair.op.kind == "view" and pair.op.name == "broadcast" for pair in work):
+            for pair in work:
+                self.nest(pair)
+        elif self._closed(work):
+            self._at_once(work, before, self._anchors(work), {})
+        elif work and work[0].op.kind == "conv":  # what is added to it runs separately
+            first = work[0].op.writes[0].tensor
+            self._at_once(work[:1], before, [(first, ())], {"bias": None})
+            for pair in work[1:]:
+                self.nest(pair)
+        elif len(work) > 1 and not any(r.tensor in made_by(work) for pair in work for r in pair.op.reads):
+            anchors = self._anchors(work)  # several independent ones: the parts of a split
+            for pair in work:
+                self._at_once(
+                    [pair], before, [a if a and a[0] in made_by([pair]) else None for a in anchors], {}
+                )
+        else:
+            self._one_by_one(work)
+        for pair in after:
+            self.nest(pair)
+
+    def some(self, pairs: Sequence[OpPair]) -> None:
+        """Run these ops of the node, and no others."""
+        every = self.walk.pairs.get(self.path, [])
+        if len(pairs) == len(every):
+            self.run(pairs)
+        else:
+            self._one_by_one(pairs)
+
+    def _known(self, pair: OpPair) -> bool:
+        """Whether its results are there already: a sum over all micro-batches, or what it was made of."""
+        return all(r.tensor in self.walk.counted and r.tensor in self.body.values for r in pair.local.results)
+
+    def _around_totals(self, left: Sequence[OpPair]) -> None:
+        """Run what is left of a node of which the sums over all micro-batches are known: what they divide is made as
+        a sum by PyTorch's own op, and the rest one by one."""
+        behind = set(self.walk.totals)
+        first: list[OpPair] = []
+        rest: list[OpPair] = []
+        for pair in left:
+            told = behind & {a.tensor for a in pair.op.reads}
+            (rest if told else first).append(pair)
+            behind |= made_by([pair]) if told else set()
+        before, work, _ = partitioned(first)
+        if work and "reduction" in self._arguments and self._closed(work):
+            for pair in before:
+                self.nest(pair)
+            total = work[-1].op.writes[0].tensor
+            self._at_once(work, before, [(total, ())], {"reduction": _SUM})
+        else:
+            self._one_by_one(first)
+        self._one_by_one(rest)
+
+    # The op as PyTorch has it.
+
+    def _anchors(self, work: Sequence[OpPair]) -> list[Anchor | None]:
+        """For each result of the node, the tensor of the work that it is a view of."""
+        found = self.walk.index.values[self.node]
+        made = made_by(work)
+        out: list[Anchor | None] = []
+        for v in found if isinstance(found, list) else [found]:
+            chain = () if v is None else steps_from(v)
+            named = ((m.tensor.name, steps) for m, steps in chain if m.tensor is not None)
+            out.append(next((a for a in named if a[0] in made), None))
+        return out
+
+    def _closed(self, work: Sequence[OpPair]) -> bool:
+        """Whether nothing is moved or summed between these ops, and each operand is read in only one way."""
+        program, own = self.walk.program, made_by(work)
+        ways: dict[str, set[object]] = {}
+        for pair in work:
+            for o in pair.local.operands:
+                name = program.original(o.tensor)
+                if name not in own:
+                    ways.setdefault(name, set()).add(None if o.constant else self._way(o))
+                elif o.summed or (o.transfer is not None and not self._pooled(o.transfer)):
+                    return False
+        partial = any(r.summed or "partial" in r.layout for pair in work for r in pair.local.results)
+        return bool(work) and all(len(w) == 1 for w in ways.values()) and (len(work) == 1 or not partial)
+
+    def _pooled(self, transfer: int) -> bool:
+        """Whether what a window's op makes is handed on as it is. (A product is run apart from what is added to it:
+        they need not be computed again alike.)"""
+        t = self.walk.program.transfers[transfer]
+        return not (t.forward or t.backward) and self.walk.program.maker[t.tensor].op.kind == "window"
+
+    def _way(self, o: LocalOperand) -> object:
+        """A key that is equal for operands that share one transfer."""
+        if o.transfer is None:
+            return o.layout, o.summed
+        t = self.walk.program.transfers[o.transfer]
+        moves = t.forward or t.backward or t.tensor in self.walk.program.originals
+        return o.transfer if moves else (o.layout, t.backward is None)
+
+    def _at_once(
+        self,
+        work: Sequence[OpPair],
+        before: Sequence[OpPair],
+        anchors: Sequence[Anchor | None],
+        fixed: Mapping[str, TorchOperand],
+    ) -> None:
+        reads = _Reads.of(self, work, before)
+        arrays = self._computed(work, reads, anchors, fixed, gradient=False)
+        shadows = self._computed(work, reads, anchors, fixed, gradient=True) if reads.shadowed else {}
+        for pair in work:
+            for r in pair.local.results:
+                if r.tensor in arrays:
+                    x = self._settled(pair.local, r, arrays[r.tensor], self._name in JOINING)
+                    self._keep(r, x, shadows.get(r.tensor))
+
+    def _computed(
+        self,
+        work: Sequence[OpPair],
+        reads: _Reads,
+        anchors: Sequence[Anchor | None],
+        fixed: Mapping[str, TorchOperand],
+        *,
+        gradient: bool,
+    ) -> dict[str, TorchOperand]:
+        """Tensor -> what the op computes. gradient: the tensors that receive the operands' gradients."""
+        mesh = self.walk.program.mesh
+        results = {r.tensor: r for pair in work for r in pair.local.results}
+        outs: list[Laid | None] = []
+        for a in anchors:
+            if a is None:
+                outs.append(None)
+                continue
+            r = results[a[0]]
+            layout = laid_through(r.gradient if gradient else r.layout, a[1], mesh)
+            outs.append((_shape_through(r.shape, a[1]), layout))
+        given, laid = reads.given(outs, gradient)
+        if given.get("device") is not None:  # it was traced on another device than it runs on
+            given = {**given, "device": self.body.constants.device}
+        call = RankCall(
+            target=self.node.target,
+            ops=[pair.local for pair in work],
+            given={**given, **fixed},
+            laid=laid,
+            outs=outs,
+            groups=self.walk.groups,
+            seed=self.body.constants.seed_at(self.path),
+            whole=_values(self.node.meta["val"]),
+        )
+        try:
+            with self.body.keeping.of(any(not pair.local.op.remat for pair in work)):
+                made = evaluate(self._name, call)
+        except PaseError:
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError) as e:
+            raise NotOnParts(f"PyTorch cannot run it on parts: {' '.join(str(e).split())[:300]}") from e
+        out: dict[str, TorchOperand] = {}
+        for x, a, where in zip(made, anchors, outs, strict=False):
+            if a is not None and where is not None and a[0] not in out:
+                out[a[0]] = self._checked(led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient)
+        return out
+
+    def _checked(self, x: Tensor, r: LocalResult, gradient: bool) -> Tensor:
+        want = local_shape(r.shape, r.gradient if gradient else r.layout, self.walk.program.mesh)
+        if tuple(x.shape) != want:
+            raise NotOnParts(f"on parts it makes {list(x.shape)}, but the plan has {list(want)}")
+        return x
+
+    def _settled(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
+        """Sum immediately, if the node that makes it also reads it. joined: whether parts of another kind than a sum
+        were joined when it was made."""
+        partial = r.summed or "partial" in r.layout
+        if partial and local.combine != "sum" and not joined:
+            raise NotOnParts("no rule joins its partial results")
+        if not r.summed or local.combine != "sum":
+            return x  # else the edge sums it
+        return summed(x, r.summed, self.walk.groups)
+
+    def _keep(self, r: LocalResult, x: Tensor, shadow: Tensor | None) -> None:
+        self.body.values[r.tensor] = RankValue(
+            array=x, tensor=r.tensor, shape=r.shape, layout=r.layout, shadow=shadow, gradient=r.gradient
+        )
+
+    # The op part by part.
+
+    @property
+    def _name(self) -> str:
+        return op_name(self.node)
+
+    @cached_property
+    def _arguments(self) -> dict[str, TorchOperand]:
+        if self._name == "flex_attention":
+            return flex_operands(self.node)
+        return arguments(self.node.target, self.node.args, self.node.kwargs)
+
+    @property
+    def _numbers(self) -> Iterator[float]:
+        try:
+            return node_numbers(self.node)
+        except NumberUnknown as e:
+            raise NotOnParts(str(e)) from None
+
+    def _one_by_one(self, work: Sequence[OpPair]) -> None:
+        """Run these ops in the order in which they were traced, and between them those that read constants only."""
+        numbers, mine = self._numbers, {id(pair.op): pair for pair in work}
+        known = self.walk.program.maker
+        for op in self.walk.ops[self.path]:
+            if id(op) in mine:
+                self._nest(mine[id(op)], numbers)
+            elif len(op.writes) == 1 and op.writes[0].tensor not in known:
+                self._fold(op, numbers)
+            else:
+                passed_over(numbers, op)
+
+    def _fold(self, op: Op, numbers: Iterator[float]) -> None:
+        """Work out a constant that only this node has, for ``_constant``."""
+        tensors, ins = self.walk.traced.graph.tensors, []
+        for a in op.reads:
+            x = self.folded[a.tensor] if a.tensor in self.folded else self._of_inputs(a.tensor)
+            if x is None:  # nothing that runs one by one reads it, or ``_constant`` says that it is missing
+                passed_over(numbers, op)
+                return
+            ins.append(x)
+        (w,) = op.writes
+        shape = tuple(int(s) for s in tensors[w.tensor].shape)
+        made = run_nest(op, None, ins, shape, numbers, self.walk.groups)
+        self.folded[w.tensor] = made.to(_dtype(tensors[w.tensor].dtype))
+
+    def _of_inputs(self, tensor: str) -> Tensor | None:
+        """The whole value of a constant that is one of the node's operands, or that one is a view of."""
+        constants, mesh = self.body.constants, self.walk.program.mesh
+        for m in self.node.all_input_nodes:
+            value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
+            for made, steps in steps_from(value) if isinstance(value, Value) else ():
+                if made.tensor is not None and made.tensor.name == tensor:
+                    return led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+        return None
+
+    def nest(self, pair: OpPair) -> None:
+        """Run one of its ops that has no numbers, such as a view."""
+        self._nest(pair, iter(()))
+
+    def _nest(self, pair: OpPair, numbers: Iterator[float]) -> None:
+        """Run one of its ops."""
+        op, local = pair
+        if any(o.halo for o in local.operands) or len(local.results) != 1:
+            raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
+        (r,) = local.results
+        ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
+        known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
+
+        def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
+            shape = local_shape(r.shape, layout, self.walk.program.mesh)
+            source = numbers if known is None else iter(known)
+            with self.body.keeping.of(not local.op.remat):
+                x = run_nest(op, local, arrays, shape, source, self.walk.groups)
+            dtype = _dtype(self.walk.traced.graph.tensors[r.tensor].dtype)
+            return x if x.dtype == dtype else x.to(dtype)
+
+        x = self._checked(computed([v.array for v in ins], r.layout), r, False)
+        shadow = None
+        if known is not None:
+            shadow = computed([v.array if v.shadow is None else v.shadow for v in ins], r.gradient)
+        if local.combine != "sum" and (r.summed or "partial" in r.layout):
+            readers = [o for o in self.walk.ops[self.path] if any(a.tensor == r.tensor for a in o.reads)]
+            if x.requires_grad and not all(o.name == "stop_gradient" for o in readers):
+                raise NotOnParts(f"'{op.name}' in it, which has a gradient, is joined over several ranks")
+            x = x.detach()  # a softmax's maximum
+            x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
+        self._keep(r, self._settled(local, r, x, True), shadow)
+
+    def _constant(self, o: LocalOperand) -> RankValue:
+        """An operand that does not depend on data: worked out here, or found by the name of one of the node's operands,
+        or by its elements.
+        """
+        constants = self.body.constants
+        every = [m for m in self.node.all_input_nodes if not self.walk.index.decided(m)]
+        whole = self.folded[o.tensor] if o.tensor in self.folded else self._of_inputs(o.tensor)
+        if whole is None:
+            alike = [x for m in every if (x := constants.of(m)).numel() == _elements(o.shape)]
+            if len(alike) != 1:
+                raise NotOnParts("a constant that it reads is missing")
+            whole = alike[0].reshape(o.shape)
+        x = part(whole, o.shape, o.layout, self.walk.groups)
+        return RankValue(array=x, tensor=o.tensor, shape=o.shape, layout=o.layout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reads:
+    """What the work of a node reads. values: by tensor.
+
+    roots: for a tensor that a preceding view made, the source of the view and its steps. constants: operands that do
+    not depend on data.
+    """
+
+    of_node: NodeOps
+    values: dict[str, RankValue]
+    roots: dict[str, Anchor]
+    constants: list[LocalOperand]
+    pointwise: bool
+
+    @classmethod
+    def of(cls, ops: NodeOps, work: Sequence[OpPair], before: Sequence[OpPair]) -> _Reads:
+        program, own = ops.walk.program, made_by(work)
+        roots: dict[str, Anchor] = {}
+        for pair in before:
+            read = pair.op.reads[0].tensor
+            root, steps = roots.get(read, (read, ()))
+            roots[pair.op.writes[0].tensor] = root, (*steps, *pair.as_steps)
+        values: dict[str, RankValue] = {}
+        constants = []
+        for pair in work:
+            for o in pair.local.operands:
+                name = program.original(o.tensor)
+                if o.constant:
+                    constants.append(o)
+                elif name not in own and name not in values:
+                    values[name] = ops.walk.read(o, ops.body)
+        kinds = {pair.op.kind for pair in work}
+        return cls(
+            of_node=ops, values=values, roots=roots, constants=constants, pointwise=kinds == {"elementwise"}
+        )
+
+    @property
+    def shadowed(self) -> bool:
+        return any(v.shadow is not None for v in self.values.values())
+
+    def given(
+        self, outs: Sequence[Laid | None], gradient: bool
+    ) -> tuple[dict[str, TorchOperand], dict[str, Laid]]:
+        """The op's operands on this rank, and the layouts of those that are tensors."""
+        laid: dict[str, Laid] = {}
+
+        def operand(name: str, v: TorchOperand) -> TorchOperand:
+            if isinstance(v, (list, tuple)):
+                return [operand("", x) for x in v]
+            if not _is_node(v):
+                return v
+            x, laid[name] = self._one(v, outs, gradient)
+            return x
+
+        return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, laid
+
+    def _one(self, m: FxNode, outs: Sequence[Laid | None], gradient: bool) -> tuple[Tensor | None, Laid]:
+        walk = self.of_node.walk
+        mesh, value = walk.program.mesh, walk.index.values.get(m)
+        if not isinstance(value, Value):
+            raise NotOnParts(f"an operand of it is {type(value).__name__}")
+        for made, steps in steps_from(value):
+            name = made.tensor.name if made.tensor is not None else ""
+            for read, root in ((name, (name, ())), *self.roots.items()):
+                if root[0] == name and read in self.values:
+                    return self._led(self.values[read], (*inverse(root[1]), *steps), value, gradient)
+        if walk.index.decided(m):
+            return None, (value.shape, (None,) * len(mesh.names))  # only its shape matters
+        return self._constant(m, value, outs)
+
+    def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Tensor, Laid]:
+        mesh = self.of_node.walk.program.mesh
+        beside = v.shadow if gradient else None
+        layout = v.layout if beside is None else v.gradient
+        x = led(v.array if beside is None else beside, layout, steps, mesh)
+        return x, (value.shape, laid_through(layout, steps, mesh))
+
+    def _constant(self, m: FxNode, value: Value, outs: Sequence[Laid | None]) -> tuple[Tensor, Laid]:
+        """The constant as an operand of its shape is read; next to a pointwise result, in the layout of the result."""
+        walk = self.of_node.walk
+        x = self.of_node.body.constants.of(m)
+        nowhere: Layout = (None,) * len(walk.program.mesh.names)
+        same = [o for o in self.constants if _elements(o.shape) == _elements(value.shape)]
+        own = _names(value)
+        others = {
+            t
+            for n in self.of_node.node.all_input_nodes
+            if n is not m
+            for t in _names(walk.index.values.get(n))
+        }
+        known = (o for o in same if o.tensor in own)
+        operand = next(known, next((o for o in same if o.tensor not in others), None))
+        read = None
+        if operand is not None:
+            read = through_reshape(operand.layout, operand.shape, value.shape, walk.program.mesh)
+        elif self.pointwise and outs and outs[0] is not None:
+            shape, layout = outs[0]
+            lead = len(shape) - len(value.shape)
+            read = tuple(
+                (s[0] - lead, s[1])
+                if isinstance(s, tuple) and s[0] >= lead and value.shape[s[0] - lead] == shape[s[0]]
+                else None
+                for s in layout
+            )
+        if read is None:
+            return x, (value.shape, nowhere)
+        return part(x, value.shape, read, walk.groups), (value.shape, read)
+
+
+def _shape_through(shape: tuple[int, ...], steps: Steps) -> tuple[int, ...]:
+    for step in steps:
+        shape = step.new if isinstance(step, ReshapeStep) else tuple(shape[i] for i in step.order)
+    return shape
+
+
+def _names(value: Value | list[Value | None] | None) -> set[str]:
+    """The tensors that a value is, or is a view of."""
+    if not isinstance(value, Value):
+        return set()
+    return {made.tensor.name for made, _ in steps_from(value) if made.tensor is not None}
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    n = 1
+    for s in shape:
+        n *= s
+    return n
+
+
+def _is_node(v: object) -> bool:
+    import torch
+
+    return isinstance(v, torch.fx.Node)
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _values(x: Tree) -> list[Tensor]:
+    return list(x) if isinstance(x, (tuple, list)) else [x]

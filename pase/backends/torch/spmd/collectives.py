@@ -1,0 +1,227 @@
+"""The moves of a local program on local PyTorch tensors: views and collectives.
+
+Each edge is one ``autograd.Function``. Its forward and backward moves are both the plan's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.errors import PaseError
+from pase.local.exchange import nests
+from pase.local.parts import WireView, digits, held, pairs, view
+from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+    from torch.autograd import Function as TorchFunction
+
+__all__ = ["moved", "part", "places_of", "positions", "summed", "there_and_back"]
+
+Way: TypeAlias = "Callable[[Tensor], Tensor]"
+
+
+@cache
+def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
+    """The two autograd classes of an edge. They are made on first use, because they need PyTorch."""
+    import torch
+
+    class Edge(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, there: Way, back: Way) -> Tensor:
+            ctx.back = back
+            made = there(x)
+            return made.view_as(made) if made is x else made
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+            return ctx.back(g), None, None
+
+    class Beside(torch.autograd.Function):
+        """The gradient goes to another tensor than the value."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, shadow: Tensor, there: Way, back: Way) -> Tensor:
+            ctx.back = back
+            made = there(x)
+            return made.view_as(made) if made is x else made
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+            return None, ctx.back(g), None, None
+
+    return Edge, Beside
+
+
+def there_and_back(value: Tensor, shadow: Tensor | None, there: Way, back: Way | None) -> Tensor:
+    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
+    value.
+
+    shadow: a tensor in the layout in which the gradient arrives, if that is not the value's. back: None means that no
+    gradient passes.
+    """
+    if back is None or not (value.is_floating_point() or value.is_complex()):
+        return there(value.detach())
+    edge, beside = _functions()
+    if shadow is None:
+        return edge.apply(value, there, back)
+    return beside.apply(value.detach(), shadow, there, back)
+
+
+def moved(
+    x: Tensor, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups
+) -> Tensor:
+    """The value after these moves. shape: the shape of the whole tensor."""
+    return reduce(lambda now, move: _step(now, move, shape, combine, groups), moves, x)
+
+
+def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
+    mesh, axes = groups.mesh, groups.wide(move.axes)
+    match move.kind:
+        case "all_reduce":
+            return groups.all_reduce(x, axes, combine)
+        case "permute" | "all_to_all" if not nests(move, shape, mesh):
+            return _exchanged(x, move, shape, axes, groups)
+        case "permute":
+            return groups.permute(x, axes, pairs(move, shape, mesh))
+        case "own":
+            return x if groups.first(axes) else x.new_zeros(x.shape)
+        case "slice":
+            return _sliced(x, view(move, shape, mesh), axes, groups)
+        case "reduce_scatter":
+            if combine != "sum":
+                raise PaseError(f"a {combine} over {', '.join(axes)} has no reduce-scatter")
+            v = view(move, shape, mesh)
+            return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)
+        case "all_gather":
+            v = view(move, shape, mesh)
+            return _from_front(groups.all_gather(x.reshape(v.seen), axes), v)
+        case _:
+            assert move.kind == "all_to_all"
+            v = view(move, shape, mesh)
+            return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
+
+
+def _exchanged(x: Tensor, move: LocalMove, shape: Extents, axes: Sequence[str], groups: AxisGroups) -> Tensor:
+    """A move of parts that do not nest: each element goes where it belongs, in one all-to-all of uneven parts."""
+    ranks = _places(axes, groups)
+    had, has = ([held(shape, s, p, groups.mesh) for p in ranks] for s in (move.before, move.after))
+    me = groups.number(axes)
+    mine, wanted = had[me], has[me]
+    came = groups.exchanged(
+        [x[_grid(mine, _common(mine, w), x)] for w in has],
+        [tuple(map(len, _common(h, wanted))) for h in had],
+        axes,
+    )
+    out = x.new_zeros(tuple(map(len, wanted)))
+    for piece, h in zip(came, had, strict=True):
+        if piece.numel():
+            out[_grid(wanted, _common(h, wanted), x)] = piece
+    return out
+
+
+ElementSets: TypeAlias = "tuple[np.ndarray, ...]"
+"""For each dim, elements of the whole tensor, int64, in order."""
+
+
+def _places(axes: Sequence[str], groups: AxisGroups) -> list[tuple[int, ...]]:
+    """The ranks of this rank's group over these axes, in order: the index of each along every mesh axis."""
+    names = groups.mesh.names
+    ways = [range(groups.ways([a])) for a in axes]
+    return [
+        tuple(at[axes.index(n)] if n in axes else here for n, here in zip(names, groups.place, strict=True))
+        for at in itertools.product(*ways)
+    ]
+
+
+def _common(a: ElementSets, b: ElementSets) -> ElementSets:
+    import numpy as np
+
+    return tuple(np.intersect1d(x, y, assume_unique=True) for x, y in zip(a, b, strict=True))
+
+
+def _grid(have: ElementSets, wanted: ElementSets, x: Tensor) -> tuple[Tensor, ...]:
+    """Where the wanted elements lie in a rank's part, as indices that broadcast against each other."""
+    import torch
+
+    rank = len(have)
+    return tuple(
+        # From a list, which a trace on fake tensors takes as a constant.
+        torch.tensor(h.searchsorted(w).tolist(), dtype=torch.int64, device=x.device).reshape(
+            [-1 if i == d else 1 for i in range(rank)]
+        )
+        for d, (h, w) in enumerate(zip(have, wanted, strict=True))
+    )
+
+
+def _sliced(x: Tensor, v: WireView, axes: Sequence[str], groups: AxisGroups) -> Tensor:
+    x = x.reshape(v.seen)
+    for axis, at in zip(axes, v.leaving, strict=True):
+        x = x.narrow(at, groups.index(axis), 1)
+    return x.reshape(v.shape)
+
+
+def _to_front(x: Tensor, v: WireView) -> Tensor:
+    """The outgoing digits become the first dim; the rest is unchanged."""
+    x = x.reshape(v.seen).permute(*v.to_front)
+    return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
+
+
+def _from_front(x: Tensor, v: WireView) -> Tensor:
+    """The first dim is distributed to the arriving digits, each in its place."""
+    assert v.arriving is not None
+    return x.reshape(*v.ways, *x.shape[1:]).permute(v.arriving).reshape(v.shape)
+
+
+def summed(x: Tensor, axes: tuple[str, ...], groups: AxisGroups) -> Tensor:
+    """All-reduce, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
+    if not x.is_floating_point():
+        return groups.all_reduce(x, axes)
+    return there_and_back(x, None, lambda y: groups.all_reduce(y, axes), lambda g: g)
+
+
+def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tensor:
+    """This rank's part of a tensor that is replicated. Dims of size 1 that are larger in the whole tensor are kept."""
+    mesh = groups.mesh
+    states = tuple(s if isinstance(s, tuple) and x.shape[s[0]] != 1 else None for s in layout)
+    axes = tuple(name for name, s in zip(mesh.names, states, strict=True) if s is not None)
+    full = tuple(x.shape)
+    if not axes or local_shape(full, states, mesh) == full:
+        return x
+    if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
+        raise PaseError(f"a tensor of shape {list(full)} does not fit the whole shape {list(shape)}")
+    move = LocalMove(kind="slice", axes=axes, before=(None,) * len(states), after=states)
+    return moved(x, [move], full, "sum", groups)
+
+
+def places_of(
+    ids: Tensor, dim: int, shape: Extents, layout: Layout, groups: AxisGroups
+) -> tuple[Tensor, Tensor]:
+    """Translate indices into a whole tensor dim: (indices into this rank's part of it, whether they lie in it)."""
+    here, mine, stride = ids.new_zeros(ids.shape), (ids >= 0) & (ids < shape[dim]), 1
+    for d in reversed([d for d in digits(shape, layout, layout, groups.mesh) if d.dim == dim]):
+        index = ids.div(d.stride, rounding_mode="floor") % d.size
+        if d.before is None:
+            here, stride = here + index * stride, stride * d.size
+        else:
+            mine = mine & (index == groups.place[d.before])
+    return here, mine
+
+
+def positions(dim: int, shape: Extents, layout: Layout, groups: AxisGroups, device: torch.device) -> Tensor:
+    """Which elements of a whole tensor dim this rank has: int64 [elements here]."""
+    import torch
+
+    every = torch.arange(shape[dim], device=device)
+    lead = (None,) * len(layout)
+    along = tuple(
+        (0, s[1]) if isinstance(s, tuple) and s[0] == dim else n for s, n in zip(layout, lead, strict=True)
+    )
+    return part(every, (shape[dim],), along, groups)

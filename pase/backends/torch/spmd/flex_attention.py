@@ -1,0 +1,60 @@
+"""Attention with a score function and a mask of the user's (``flex_attention``) on one rank.
+
+Both functions are given positions in the whole tensors. It is computed as PyTorch computes it without compilation: with
+all scores in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.collectives import positions
+from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
+from pase.backends.torch.spmd.values import NotOnParts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__: list[str] = []
+
+
+@RANK_RULES.register("flex_attention")
+def _flex(call: RankCall) -> Tensor:
+    """A rank has a part of the batch, heads and queries. Sums are in float32 at least, as in PyTorch."""
+    import torch
+
+    q, k, v = (call.given[name] for name in ("query", "key", "value"))
+    (shape, layout), (whole, _) = call.laid["query"], call.laid["key"]
+    if k.shape[-2] != whole[-2]:
+        raise NotOnParts(
+            "its keys are split as its queries are (a ring), which only attention without functions runs"
+        )
+    if k.shape[-1] != whole[-1] or q.shape[1] % k.shape[1]:
+        raise NotOnParts("attention on a part of its heads is not a part of the attention")
+    at = [positions(i, shape, layout, call.groups, q.device) for i in range(3)]
+    at.append(torch.arange(k.shape[2], device=q.device))
+    wide = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.to(wide).repeat_interleave(group, 1) for x in (k, v))
+    scores = q.to(wide) @ keys.transpose(-2, -1) * call.given["scale"]
+    scores = _each(call.given["score"], at, call.given["score_reads"], scores)
+    seen = _each(call.given["mask"], at, call.given["mask_reads"]).expand(scores.shape)
+    shares = torch._safe_softmax(scores.masked_fill(~seen, -torch.inf), -1)  # no key: a result of zero
+    return (shares @ values).to(q.dtype)
+
+
+def _each(
+    function: Callable[..., Tensor], at: Sequence[Tensor], reads: Sequence[Tensor], *scores: Tensor
+) -> Tensor:
+    """A function of a score, if there are any, and its place (batch, head, query, key), for every one."""
+    import torch
+
+    def one(*given: Tensor) -> Tensor:
+        made = function(*given, *reads)
+        return made[0] if isinstance(made, (tuple, list)) else made
+
+    made = one
+    for i in (3, 2, 1, 0):
+        made = torch.vmap(made, in_dims=(*(0 for _ in scores), *(0 if i == k else None for k in range(4))))
+    return made(*scores, *at)

@@ -1,0 +1,122 @@
+"""Convolutions and pools on one rank: halo exchange along split dims, then the window over the local rows.
+
+A window that moves along a split dim reads past the border of this rank's part. The rows past the border come from the
+neighbouring rank. Past the ends of the whole tensor there is the op's padding. The gradients of these rows return the
+same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.collectives import there_and_back
+from pase.backends.torch.spmd.rules import RANK_RULES, RankCall
+from pase.backends.torch.spmd.values import NotOnParts
+from pase.local.parts import axes_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__: list[str] = []
+
+_POOLS = (
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+)
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
+
+
+@RANK_RULES.register(*_CONVOLUTIONS)
+def _convolution(call: RankCall) -> Tensor:
+    """Batch, channels, groups and spatial dims may be split."""
+    x, w = call.given["input"], call.given["weight"]
+    if call.given.get("transposed"):
+        return _unsplit(call, "input")
+    n, groups = w.dim() - 2, call.given.get("groups", 1)
+    changes = {} if groups == 1 else {"groups": x.shape[-w.dim() + 1] // w.shape[1]}
+    if not call.split("input") & set(range(x.dim() - n, x.dim())):
+        return call.run(**changes)
+    if isinstance(call.given["padding"], str):
+        raise NotOnParts("its padding is given as a word, and a dim along which its window moves is split")
+    x, left = _with_neighbours(call, "input", _each(call.given["padding"], n), 0.0)
+    return call.run(input=x, padding=left, **changes)
+
+
+@RANK_RULES.register(*_POOLS)
+def _pool(call: RankCall) -> Tensor:
+    n, largest = int(str(call.target).partition("_pool")[2][0]), "max_pool" in str(call.target)
+    x = call.given["self"]
+    if not call.split("self") & set(range(x.dim() - n, x.dim())):
+        return call.run()
+    padding = _each(call.given.get("padding", 0), n)
+    if call.given.get("ceil_mode") or (any(padding) and not call.given.get("count_include_pad", True)):
+        raise NotOnParts(
+            "its windows at the borders differ from the others, and a dim along which they move is split"
+        )
+    x, left = _with_neighbours(call, "self", padding, float("-inf") if largest else 0.0)
+    return call.run(self=x, padding=left)
+
+
+def _unsplit(call: RankCall, name: str) -> Tensor:
+    if any(o.halo for op in call.ops for o in op.operands):
+        raise NotOnParts("it is transposed, and a dim along which its window moves is split")
+    return call.run()
+
+
+def _each(given: int | Sequence[int], n: int) -> list[int]:
+    found = [given] if isinstance(given, int) else list(given)
+    return found * n if len(found) == 1 else found
+
+
+def _with_neighbours(
+    call: RankCall, name: str, padding: Sequence[int], edge: float
+) -> tuple[Tensor, list[int]]:
+    """(the operand with the halo rows that its windows read, the padding still to be applied).
+
+    edge: the value past the ends. Dims are extended one after the other, so that corners are included.
+    """
+    x, left = call.given[name], list(padding)
+    slides = next(o.op.reads[0].map for o in call.ops if o.op.kind in ("conv", "window"))
+    for k, dim in enumerate(range(x.dim() - len(padding), x.dim())):
+        window = slides.walks[dim - x.dim()].window if dim in call.split(name) else None
+        if window is None:
+            continue
+        before, behind = window.border
+        x = _extended(call, name, x, dim, before, max(behind, 0), edge)
+        if behind < 0:
+            x = x.narrow(dim, 0, x.shape[dim] + behind)
+        left[k] = 0
+    return x, left
+
+
+def _extended(
+    call: RankCall, name: str, x: Tensor, dim: int, before: int, behind: int, edge: float
+) -> Tensor:
+    """x with the last rows of the previous rank along a dim, and the first rows of the next rank."""
+    import torch
+
+    if not before and not behind:
+        return x
+    groups, n = call.groups, x.shape[dim]
+    axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
+    if list(axes) != sorted(axes, key=groups.mesh.names.index):
+        raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
+    rows = torch.cat([x.narrow(dim, 0, behind), x.narrow(dim, n - before, before)], dim)
+    came = there_and_back(
+        rows,
+        None,
+        lambda r: groups.neighbours(r, axes, dim, behind),
+        lambda g: groups.neighbours(g, axes, dim, before),
+    )
+    # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
+    at, last = groups.number(axes), groups.ways(axes) - 1
+    parts = [came.narrow(dim, 0, before), x, came.narrow(dim, before, behind)]
+    for i, end in ((0, 0), (2, last)):
+        parts[i] = parts[i] + parts[i].new_full((), edge) if at == end else parts[i]
+    return torch.cat(parts, dim)

@@ -1,0 +1,383 @@
+"""A local program run by PyTorch: the exported graph is walked again, and each op runs on one rank's part of its
+operands.
+
+Between ops, each edge of the program is one ``autograd.Function``. Forward makes the plan's moves, and backward makes
+the moves that the plan has for the gradient. Everything else is plain differentiation of the local computation, op by
+op (``call``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.call import NodeOps
+from pase.backends.torch.spmd.collectives import moved, there_and_back
+from pase.backends.torch.spmd.constants import Constants, NodeIndex
+from pase.backends.torch.spmd.control import ControlNode
+from pase.backends.torch.spmd.kept import KeptTransfers
+from pase.backends.torch.spmd.messages import joined_sums, joined_values
+from pase.backends.torch.spmd.pairs import OpPair
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.recompute import computed_again
+from pase.backends.torch.spmd.rules import RANK_RULES, SEEDS_APART
+from pase.backends.torch.spmd.values import NotOnParts, RankValue, led, steps_from
+from pase.errors import PaseError
+from pase.frontends.common.values import Value
+from pase.frontends.torch.export.functional import NO_GRADIENT
+from pase.frontends.torch.frontend import TracedTorch
+from pase.frontends.torch.lower import place_of, source_of
+from pase.frontends.torch.numbers import op_name
+from pase.frontends.torch.types import FxNode
+from pase.frontends.torch.values import TorchScope
+from pase.ir import Op, Place
+from pase.ir.blocks import Block, holders
+from pase.local.types import LocalOperand, LocalProgram
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from torch.utils.checkpoint import CheckpointPolicy
+
+__all__ = ["Body", "Keeping", "RankWalk"]
+
+
+@dataclass
+class Keeping:
+    """Whether the current op keeps its result, in a block where only cheap work is recomputed."""
+
+    now: bool = False
+
+    @contextlib.contextmanager
+    def of(self, kept: bool) -> Iterator[None]:
+        self.now = kept
+        try:
+            yield
+        finally:
+            self.now = False
+
+
+@dataclass
+class Body:
+    """What a walk has computed so far. values: by tensor.
+
+    kept: results of transfers, within this rematerialised region or outside of all of them. constants: values that do
+    not depend on data.
+    """
+
+    constants: Constants
+    kept: KeptTransfers
+    values: dict[str, RankValue] = field(default_factory=dict)
+    keeping: Keeping = field(default_factory=Keeping)
+
+    def within(self, constants: Constants, keeping: Keeping | None = None) -> Body:
+        """The initial state of a block that is recomputed, of a loop's turn, or of a branch."""
+        return Body(
+            constants=constants,
+            kept=self.kept.inner(),
+            values=dict(self.values),
+            keeping=keeping or self.keeping,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWalk:
+    """Walks over the graph, on one rank. blocks: blocks of nodes that backward recomputes.
+
+    totals: sums over all micro-batches; counting: the ops that make a micro-batch's share of them, by place and tensor.
+    only: the numbers of the nodes that it runs; None: all of them.
+    """
+
+    program: LocalProgram
+    traced: TracedTorch
+    groups: AxisGroups
+    blocks: tuple[Block, ...] = ()
+    counting: frozenset[tuple[Place, str]] = frozenset()
+    totals: frozenset[str] = frozenset()
+    only: frozenset[int] | None = None
+
+    @cached_property
+    def joined(self) -> tuple[tuple[int, ...], ...]:
+        """Transfers whose gradients are summed together, as the program's messages say."""
+        return joined_sums(self.program)
+
+    @cached_property
+    def counted(self) -> frozenset[str]:
+        """What the counting ops make."""
+        return frozenset(t for _, t in self.counting)
+
+    @cached_property
+    def index(self) -> NodeIndex:
+        return NodeIndex(scope=self.traced.scope, data=frozenset(self.program.maker))
+
+    @cached_property
+    def borders(self) -> Mapping[Place, list[OpPair]]:
+        """Place -> its ops that depend on data, in the order in which they were traced; of loops and branches also the
+        places of what they make in addition to the nodes of their bodies."""
+        found: dict[Place, list[OpPair]] = {}
+        maker = self.program.maker
+        for ops in self.ops.values():
+            for op in ops:
+                local = next((maker[w.tensor] for w in op.writes if w.tensor in maker), None)
+                if local is not None:
+                    found.setdefault(op.eqn, []).append(OpPair(op, local))
+        return found
+
+    @cached_property
+    def pairs(self) -> Mapping[str, list[OpPair]]:
+        """Path of a node -> its ops that depend on data."""
+        return {at.path: pairs for at, pairs in self.borders.items() if at.part is None}
+
+    @cached_property
+    def ops(self) -> Mapping[str, list[Op]]:
+        """Place -> all of its ops that read something, in the order in which they were traced."""
+        found: dict[str, list[Op]] = {}
+        for node in self.traced.graph.nodes:
+            for op in node.ops:
+                if op.reads:
+                    found.setdefault(op.eqn.path, []).append(op)
+        return found
+
+    def body(
+        self, leaves: Mapping[str, RankValue], buffers: Mapping[str, Tensor], device: torch.device, seed: int
+    ) -> Body:
+        """The initial state of a walk. leaves: parameters and inputs by tensor.
+
+        buffers: those that do not depend on data, by placeholder. seed: for random ops, the same on all ranks.
+        """
+        import torch
+
+        def seed_at(path: str) -> int:
+            return seed * SEEDS_APART + zlib.crc32(path.encode())
+
+        constants = Constants(index=self.index, buffers=buffers, device=device, seed_at=seed_at)
+        return Body(
+            constants=constants, kept=KeptTransfers(watched=torch.is_grad_enabled()), values=dict(leaves)
+        )
+
+    def run(self, body: Body) -> None:
+        """Run all nodes; their results are in ``body.values``."""
+        for numbers in self.joined:
+            body.kept.bring(joined_values(numbers, self.program, body.values, self.groups))
+        self.steps(self.traced.scope, "", body)
+
+    def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
+        """Run a list of nodes, whose places have this prefix."""
+        i = 0
+        while i < len(scope.nodes):
+            block = next((b for b in self.blocks if (b.prefix, b.start) == (prefix, i)), None)
+            if block is None:
+                if self._runs(prefix, i):
+                    self._step(scope, i, prefix, body)
+                i += 1
+                continue
+            if any(self._runs(prefix, j) for j in range(i, block.stop)):
+                self._again(block, scope, body)
+            i = block.stop
+
+    def _runs(self, prefix: str, i: int) -> bool:
+        return self.only is None or bool(prefix) or i in self.only
+
+    def count(self, body: Body) -> dict[str, Tensor]:
+        """This micro-batch's share of the totals, made from inputs alone. What is made on the way stays in the body."""
+        import torch
+
+        with torch.no_grad():
+            for i in range(len(self.traced.scope.nodes)):
+                self._step(self.traced.scope, i, "", body, of=self._counts)
+        return {t: body.values[t].array for t in self.totals}
+
+    def _counts(self, pair: OpPair) -> bool:
+        return any((pair.op.eqn, w.tensor) in self.counting for w in pair.op.writes)
+
+    @cached_property
+    def once(self) -> tuple[int, ...]:
+        """The transfers that run once a step, for all micro-batches."""
+        users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.once}
+        return tuple(
+            n
+            for n, ops in users.items()
+            if self.only is None or any(op.op.eqn.number_in("") in self.only for op in ops)
+        )
+
+    def arrivals(self, body: Body) -> dict[int, Tensor]:
+        """What these transfers bring. body: has the parameters; their views and casts stay in it."""
+        for i in range(len(self.traced.scope.nodes)) if self.once else ():
+            if self._runs("", i):
+                self._step(self.traced.scope, i, "", body, of=self._of_parameters)
+        return {
+            n: self._transferred(body.values[self.program.transfers[n].tensor], n, body) for n in self.once
+        }
+
+    def stored(self, transfer: int) -> str:
+        """The parameter that a transfer brings, or brings a view or a cast of."""
+        return self._stored[self.program.transfers[transfer].src]
+
+    @cached_property
+    def _stored(self) -> Mapping[str, str]:
+        """Node of a parameter -> the parameter."""
+        return {op.node: op.results[0].tensor for op in self.program.ops if op.op.kind == "parameter"}
+
+    def _of_parameters(self, pair: OpPair) -> bool:
+        """Whether it is a view or a cast of a parameter."""
+        return pair.local.node in self.program.parameters
+
+    def _again(self, block: Block, scope: TorchScope, body: Body) -> None:
+        """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
+        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+        keeping = Keeping()
+        before = replace(body, values=dict(body.values))  # what later blocks make is none of its business
+
+        def policy(ctx: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+            return CheckpointPolicy.MUST_SAVE if keeping.now else CheckpointPolicy.PREFER_RECOMPUTE
+
+        def inside() -> list[RankValue]:
+            mine = before.within(body.constants, keeping)
+            for j in range(block.start, block.stop):
+                if self._runs(block.prefix, j):
+                    self._step(scope, j, block.prefix, mine)
+            return [v for k, v in mine.values.items() if k not in before.values and k in self._leave[block]]
+
+        light = block.again == "light"
+        around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
+        body.values.update({v.tensor: v for v in computed_again(inside, *around)})
+
+    @cached_property
+    def _leave(self) -> dict[Block, frozenset[str]]:
+        """Block -> tensors made in it that ops outside read."""
+        held_by = holders(self.blocks)
+        made: dict[Block, set[str]] = {b: set() for b in self.blocks}
+        read: dict[Block, set[str]] = {b: set() for b in self.blocks}
+        for op in self.program.ops:
+            found = held_by(op.op.eqn)
+            mine = self.blocks[found[0]] if found else None
+            if mine is not None:
+                made[mine] |= {r.tensor for r in op.results}
+            for b in self.blocks if op.op.kind != "copy" else ():
+                if b != mine:
+                    read[b] |= {self.program.original(o.tensor) for o in op.operands}
+        return {b: frozenset(made[b] & read[b]) for b in self.blocks}
+
+    def _step(
+        self,
+        scope: TorchScope,
+        i: int,
+        prefix: str,
+        body: Body,
+        *,
+        of: Callable[[OpPair], bool] | None = None,
+    ) -> None:
+        """Run a node; of: no other of its ops."""
+        import torch
+
+        n, path = scope.nodes[i], f"{prefix}{i}"
+        if n.op != "call_function" or n.target is operator.getitem:
+            return
+        unwatched = NO_GRADIENT in (n.meta.get("custom") or {})
+        with torch.no_grad() if unwatched else contextlib.nullcontext():
+            try:
+                if isinstance(n.target, torch._ops.HigherOrderOperator) and op_name(n) not in RANK_RULES:
+                    self._control(scope, n, path, body, of)
+                elif path in scope.inner:
+                    inner = scope.inner[path]
+                    for j in range(len(inner.nodes)):
+                        self._step(inner, j, f"{path}.", body, of=of)
+                else:
+                    self._node(n, path, body, of)
+            except NotOnParts as e:
+                if e.told:
+                    raise
+                raise NotOnParts(
+                    f"{place_of(n, self.program.name, source_of(n).place)} cannot be run on parts: {e}. Compile with "
+                    f"another mesh or strategy",
+                    told=True,
+                ) from e
+
+    def _control(
+        self, scope: TorchScope, n: FxNode, path: str, body: Body, of: Callable[[OpPair], bool] | None
+    ) -> None:
+        if of is None:
+            ControlNode(walk=self, scope=scope, node=n, path=path, body=body).run()
+        elif of == self._counts and any(
+            at.path == path or at.path.startswith(f"{path}.") for at, _ in self.counting
+        ):
+            raise NotOnParts("its body counts what the loss is divided by, over all micro-batches")
+
+    def _node(self, n: FxNode, path: str, body: Body, of: Callable[[OpPair], bool] | None) -> None:
+        pairs = self.pairs.get(
+            path
+        )  # none of a view that its readers make, and of what does not depend on data
+        if not pairs or (of is None and self.once and all(map(self._of_parameters, pairs))):
+            return
+        node = NodeOps(walk=self, node=n, path=path, body=body)
+        if of is None:
+            node.run(pairs)
+        elif some := list(filter(of, pairs)):
+            node.some(some)
+
+    # Values on their way.
+
+    def read(self, o: LocalOperand, body: Body) -> RankValue:
+        """An operand, in the layout in which the op reads it."""
+        value = body.values[self.program.original(o.tensor)]
+        if o.transfer is not None:
+            array = self._transferred(value, o.transfer, body)
+            return RankValue(array=array, tensor=value.tensor, shape=value.shape, layout=o.layout)
+        if value.layout != o.layout:
+            raise PaseError(
+                f"'{o.tensor}' is made as {value.layout} and read as {o.layout} within one node: this is a defect of "
+                f"pase.local"
+            )
+        if not o.summed:
+            return value
+        array = there_and_back(
+            value.array, value.shadow, lambda x: x, lambda g: self.groups.all_reduce(g, o.summed)
+        )
+        return replace(value, array=array, shadow=None)
+
+    def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
+        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
+        from that.
+        """
+        return body.kept.of(number, lambda: self._made(value, number, body))
+
+    def _made(self, value: RankValue, number: int, body: Body) -> Tensor:
+        t = self.program.transfers[number]
+        if t.tensor in self.program.originals:
+            (copy,) = self.program.maker[t.tensor].operands
+            assert copy.transfer is not None
+            value = replace(value, array=self._transferred(value, copy.transfer, body), shadow=None)
+        shape = self.program.result(t.tensor).shape
+
+        def there(x: Tensor) -> Tensor:
+            return moved(x, t.forward, shape, t.combine, self.groups)
+
+        def back(g: Tensor) -> Tensor:
+            return moved(g, t.backward or (), shape, "sum", self.groups)
+
+        return there_and_back(value.array, value.shadow, there, None if t.backward is None else back)
+
+    def output(self, value: Value, body: Body) -> Tensor:
+        """What the model returns, in the plan's layout."""
+        for made, steps in steps_from(value):
+            op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
+            if op is not None:
+                got = self.read(op.operands[0], body)
+                return led(got.array, got.layout, steps, self.program.mesh)
+        raise PaseError(f"'{self.program.name}' returns a value for which its plan has no layout")
+
+    def next_value(self, leaf: str, value: Value, body: Body) -> Tensor:
+        """The next value of a buffer that the step writes, in the layout of the buffer."""
+        takers = self.program.takers.get(self.program.maker[leaf].op.eqn, ())
+        wanted = {self.program.original(op.operands[0].tensor): op.operands[0] for op in takers}
+        for made, steps in steps_from(value):
+            if made.tensor is not None and made.tensor.name in wanted:
+                got = self.read(wanted[made.tensor.name], body)
+                return led(got.array, got.layout, steps, self.program.mesh).detach()
+        raise PaseError(f"the next value of a buffer of '{self.program.name}' has no layout in its plan")

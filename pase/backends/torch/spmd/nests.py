@@ -1,0 +1,215 @@
+"""Loop nests run by PyTorch on one rank's parts: the ops of the traced graph run one by one, by function and access
+maps.
+
+This is used for ops that are a single op in PyTorch (a norm, a loss, a linear layer) if something is summed or moved
+between their parts. Otherwise PyTorch's own op runs (``rules``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from pase.backends.torch.spmd.collectives import places_of
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.values import NotOnParts
+from pase.frontends.torch.numbers import numbers_missing
+from pase.ir import Op
+from pase.local.types import Extents, LocalOp
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from pase.ir.maps import Walk
+
+__all__ = ["run_nest"]
+
+
+@cache
+def _functions() -> dict[str, Callable[..., Tensor]]:
+    """Function -> what computes it, given all of its operands."""
+    import torch
+
+    return {
+        **{n: getattr(torch, n) for n in ("add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "le")},
+        **{
+            n: getattr(torch, n)
+            for n in ("neg", "exp", "log", "sqrt", "rsqrt", "square", "reciprocal", "abs")
+        },
+        **{n: getattr(torch, n) for n in ("sin", "cos", "tanh", "erf", "erfc", "sigmoid", "log1p")},
+        "max": torch.maximum,
+        "min": torch.minimum,
+        "select": lambda c, a, b: torch.where(c != 0, a, b),
+        "stop_gradient": torch.Tensor.detach,
+        "cast": lambda x: x,
+        "copy": lambda x: x,
+    }
+
+
+def run_nest(
+    op: Op,
+    local: LocalOp | None,
+    ins: Sequence[Tensor],
+    shape: Extents,
+    numbers: Iterator[float],
+    groups: AxisGroups,
+) -> Tensor:
+    """The op's result on this rank. op: as it was traced. local: how it is split; None: it is not, since it reads
+    constants only.
+
+    shape: of the result on this rank. numbers: its operands that are plain numbers.
+    """
+    match op.kind:
+        case "elementwise":
+            return _elementwise(op, ins, numbers)
+        case "reduce":
+            return _reduce(op, ins[0])
+        case "matmul":
+            return _product(op, ins, shape)
+        case "view" if op.name in ("reshape", "transpose", "broadcast"):
+            return _view(op, ins[0], shape)
+        case "gather" if local is not None:
+            return _picked(op, local, ins, shape, groups)
+        case "view" if op.name == "concatenate":
+            return _joined(op, ins)
+    raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    return getattr(torch, name)
+
+
+def _elementwise(op: Op, ins: Sequence[Tensor], numbers: Iterator[float]) -> Tensor:
+    name = op.function.name
+    if name not in _functions():
+        raise NotOnParts(f"'{name}' in it cannot be run separately from the rest")
+    given: list[Any] = list(ins)
+    for _ in range(numbers_missing(op)):
+        number = next(numbers, None)
+        if number is None:
+            raise NotOnParts(f"a number that '{name}' in it needs is not known")
+        given.append(
+            given[0].new_full((), number) if given[0].is_floating_point() or name == "ne" else number
+        )
+    return _functions()[name](*given)
+
+
+def _reduce(op: Op, x: Tensor) -> Tensor:
+    """Reduce over the dims that the result does not have. The caller sums partial results."""
+    axes = tuple(
+        i
+        for i, w in enumerate(op.reads[0].map.walks)
+        if w.dims and not set(w.dims) & set(op.writes[0].map.dims)
+    )
+    keep = len(op.writes[0].map.walks) == len(op.reads[0].map.walks)
+    match op.function.name:
+        case "reduce_sum":
+            made = x.sum(axes, keepdim=True) if axes else x
+        case "reduce_max":
+            made = x.amax(axes, keepdim=True) if axes else x
+        case "reduce_min":
+            made = x.amin(axes, keepdim=True) if axes else x
+        case other:
+            raise NotOnParts(f"'{other}' in it cannot be run separately from the rest")
+    return made if keep else made.reshape(_kept(op, made))
+
+
+def _kept(op: Op, x: Tensor) -> list[int]:
+    """The sizes of a reduction's result, from which dims of size 1 are left out in order."""
+    walked = [w.dims for w in op.reads[0].map.walks]
+    out = []
+    at = 0
+    for w in op.writes[0].map.walks:
+        if w.dims:
+            at = walked.index(w.dims, at)
+            out.append(x.shape[at])
+            at += 1
+        else:
+            out.append(1)
+    return out
+
+
+def _product(op: Op, ins: Sequence[Tensor], shape: Extents) -> Tensor:
+    """Compute by its maps, as an einsum. Dims of size 1 have no letter."""
+    import torch
+
+    letters: dict[str, int] = {}
+
+    def term(x: Tensor, walks: Sequence[Walk]) -> tuple[Tensor, list[int]]:
+        kept = [i for i, w in enumerate(walks) if w.dims]
+        names = [letters.setdefault(d, len(letters)) for i in kept for d in walks[i].dims]
+        return x.reshape([x.shape[i] for i in kept]), names
+
+    terms = [t for x, a in zip(ins, op.reads, strict=True) for t in term(x, a.map.walks)]
+    out = [letters[d] for w in op.writes[0].map.walks for d in w.dims]
+    return torch.einsum(*terms, out).reshape(shape)
+
+
+def _view(op: Op, x: Tensor, shape: Extents) -> Tensor:
+    read, written = op.reads[0].map.walks, op.writes[0].map.walks
+    if op.name == "transpose":
+        left = list(range(len(read)))
+        order = []
+        for w in written:
+            at = next(i for i in left if read[i] == w)
+            left.remove(at)
+            order.append(at)
+        return x.permute(order)
+    if op.name == "broadcast":
+        place = {w.dims: i for i, w in enumerate(read) if w.dims}
+        seen = [x.shape[place[w.dims]] if w.dims in place else 1 for w in written]
+        return x.reshape(seen).expand(shape)
+    return x.reshape(shape)
+
+
+def _joined(op: Op, ins: Sequence[Tensor]) -> Tensor:
+    """Concatenate along the dim that the result indexes differently from its parts."""
+    import torch
+
+    read, written = op.reads[0].map.walks, op.writes[0].map.walks
+    apart = [i for i, (r, w) in enumerate(zip(read, written, strict=True)) if r != w]
+    if len(apart) != 1:
+        raise NotOnParts("what it joins cannot be run separately from the rest")
+    return torch.cat(list(ins), apart[0])
+
+
+def _picked(op: Op, local: LocalOp, ins: Sequence[Tensor], shape: Extents, groups: AxisGroups) -> Tensor:
+    """Elements of a table at vectors of indices, in dims that the result does not have; zero if another rank has them.
+
+    If the indices share a dim with the table, each is looked up at its own position in that dim.
+    """
+    import torch
+
+    x, ids = ins
+    walks, of_ids = (r.map.walks for r in op.reads)
+    written = op.writes[0].map.walks
+    made = {d for w in written for d in w.dims}
+    looked_up = [i for i, w in enumerate(walks) if w.dims and not set(w.dims) & made]
+    shared = {i: k for k, v in enumerate(of_ids[:-1]) for i, w in enumerate(walks) if w.dims and w == v}
+    if len(looked_up) != ids.shape[-1]:
+        raise NotOnParts("a lookup in it cannot be run separately from the rest")
+    table, lead = local.operands[0], ids.shape[:-1]
+    index, mine = {}, torch.ones(lead, dtype=torch.bool, device=x.device)
+    for column, dim in enumerate(looked_up):
+        index[dim], here = places_of(ids[..., column], dim, table.shape, table.layout, groups)
+        mine = mine & here
+    for dim, k in shared.items():
+        along = torch.arange(x.shape[dim], device=x.device)
+        index[dim] = along.reshape([-1 if i == k else 1 for i in range(len(lead))])
+    rest = [i for i in range(x.dim()) if i not in index]
+    order = sorted(index)
+    found = x.permute(*order, *rest)[tuple(index[i] for i in order)]
+    found = torch.where(mine.reshape(*lead, *[1] * len(rest)), found, found.new_zeros(()))
+    return _ordered(found, [*of_ids[:-1], *(walks[i] for i in rest)], written).reshape(shape)
+
+
+def _ordered(x: Tensor, stands: Sequence[Walk], wanted: Sequence[Walk]) -> Tensor:
+    """Dims in the wanted order. Dims of size 1 are left to a reshape."""
+    kept = [i for i, w in enumerate(stands) if w.dims]
+    x = x.reshape([x.shape[i] for i in kept])
+    names = [stands[i] for i in kept]
+    return x.permute([names.index(w) for w in wanted if w.dims])

@@ -1,0 +1,68 @@
+"""The ops of one node of an exported graph, each as it was traced and as the program splits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pase.backends.torch.spmd.values import ReorderStep, ReshapeStep, Steps
+from pase.frontends.torch.numbers import numbers_missing
+from pase.ir import Op
+from pase.local.types import LocalOp
+
+__all__ = ["Anchor", "OpPair", "made_by", "partitioned", "passed_over"]
+
+
+class OpPair(NamedTuple):
+    """An op as it was traced, and as the program splits it."""
+
+    op: Op
+    local: LocalOp
+
+    @property
+    def is_view(self) -> bool:
+        """Whether the result has the same elements in another shape or order."""
+        return self.op.kind == "view" and self.op.name in ("reshape", "transpose")
+
+    @property
+    def as_steps(self) -> Steps:
+        """The steps of a view."""
+        read, written = self.op.reads[0].map.walks, self.op.writes[0].map.walks
+        if self.op.name == "reshape":
+            return (ReshapeStep(self.local.operands[0].shape, self.local.results[0].shape),)
+        left, order = list(range(len(read))), []
+        for w in written:
+            order.append(next(i for i in left if read[i] == w))
+            left.remove(order[-1])
+        return (ReorderStep(tuple(order)),)
+
+
+Anchor = tuple[str, Steps]
+"""A tensor that the work makes, and the views from it to a result of the node."""
+
+
+def partitioned(pairs: Sequence[OpPair]) -> tuple[list[OpPair], list[OpPair], list[OpPair]]:
+    """Split the ops into views of the inputs, the work, and views of the results."""
+    own = made_by(pairs)
+    before: list[OpPair] = []
+    for pair in pairs:
+        if not pair.is_view or {r.tensor for r in pair.op.reads} & own - made_by(before):
+            break
+        before.append(pair)
+    rest = list(pairs[len(before) :])
+    after: list[OpPair] = []
+    for pair in reversed(rest):
+        readers = {r.tensor for p in rest if p is not pair and p not in after for r in p.op.reads}
+        if pair.is_view and not made_by([pair]) & readers:
+            after.insert(0, pair)
+    return before, [p for p in rest if p not in after], after
+
+
+def passed_over(numbers: Iterator[float], op: Op) -> None:
+    """Pass over the numbers of an op that is not run: those behind them belong to the ops behind it."""
+    for _ in range(numbers_missing(op)):
+        next(numbers, None)
+
+
+def made_by(pairs: Sequence[OpPair]) -> set[str]:
+    return {w.tensor for pair in pairs for w in pair.op.writes}

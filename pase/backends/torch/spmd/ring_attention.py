@@ -1,0 +1,244 @@
+"""Attention whose keys are split as its queries are: keys and values go around the ranks that share the positions.
+
+In each turn a rank attends to the keys that have arrived, and the results are merged by their sums of exponentials (Liu
+et al. 2023, arXiv 2310.01889). In backward, the gradients of keys and values travel with them and return to their rank
+at the end. Under a causal mask, positions are redistributed first, so that all ranks have the same work: of 2n chunks,
+rank i of n gets the i-th and the (2n-1-i)-th (Llama 3, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Protocol
+
+from pase.backends.torch.spmd.process_groups import AxisGroups
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.autograd import Function as TorchFunction
+
+__all__ = ["RankRing"]
+
+_ROWS = 512
+"""Queries at once. Their scores are held for one turn's keys."""
+
+
+class RingResiduals(Protocol):
+    """What PyTorch keeps of a call for its backward."""
+
+    ring: RankRing
+    saved_tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
+@cache
+def _function() -> type[TorchFunction]:
+    import torch
+
+    class Ring(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: RingResiduals, ring: RankRing, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            deals = ring.deals(k)
+            q, k, v = ring.dealt([q, k, v]) if deals else (q, k, v)
+            out, sums = ring.forward(q, k, v)
+            (out,) = ring.home([out]) if deals else (out,)
+            ctx.ring = ring
+            ctx.save_for_backward(q, k, v, out, sums)  # the result that others keep, too
+            return out
+
+        @staticmethod
+        def backward(ctx: RingResiduals, gradient: Tensor) -> tuple[Tensor | None, ...]:
+            ring = ctx.ring
+            q, k, v, out, sums = ctx.saved_tensors
+            if not ring.deals(k):
+                return None, *ring.backward(q, k, v, out, sums, gradient)
+            out, gradient = ring.dealt([out, gradient])
+            return None, *ring.home(ring.backward(q, k, v, out, sums, gradient))
+
+    return Ring
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankRing:
+    """axes: those that split the positions, major to minor. scale: of the scores.
+
+    Queries, keys and values are this rank's parts, [batch, heads, positions, width]; fewer heads of keys than of
+    queries are repeated.
+    """
+
+    groups: AxisGroups
+    axes: tuple[str, ...]
+    causal: bool
+    scale: float
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """This rank's part of the attention to all positions."""
+        made: Tensor = _function().apply(self, q, k, v)
+        return made
+
+    @property
+    def ranks(self) -> int:
+        return self.groups.ways(self.axes)
+
+    @property
+    def rank(self) -> int:
+        return self.groups.number(self.axes)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """(the result, logarithms of the sums of exponentials [batch, heads, positions])."""
+        import torch
+
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out, sums = _attended(q, k, v, self.scale, causal=self.causal)
+        for turn in range(1, self.ranks):
+            k, v = self._next([k, v])
+            rows, keys = self._met(turn, k)
+            if rows is None:
+                continue
+            more, of_more = _attended(q[..., rows, :], k[..., keys, :], v[..., keys, :], self.scale)
+            both = torch.logaddexp(sums[..., rows], of_more)
+            merged = out[..., rows, :] * (sums[..., rows] - both).exp()[..., None]
+            out[..., rows, :] = merged + more * (of_more - both).exp()[..., None]
+            sums[..., rows] = both
+        assert out.dtype == wide
+        return out.to(q.dtype), sums
+
+    def backward(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, gradient: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values. The others are arguments and results of ``forward``."""
+        import torch
+
+        wide = torch.promote_types(q.dtype, torch.float32)
+        given = (q, sums, gradient, (gradient.to(wide) * out.to(wide)).sum(-1))
+        dq, dk, dv = _pulled(*given, k, v, self.scale, causal=self.causal)
+        for turn in range(1, self.ranks):
+            k, v, dk, dv = self._next([k, v, dk, dv])
+            rows, keys = self._met(turn, k)
+            if rows is None:
+                continue
+            some = (q[..., rows, :], sums[..., rows], gradient[..., rows, :], given[3][..., rows])
+            more = _pulled(*some, k[..., keys, :], v[..., keys, :], self.scale)
+            for whole, at, part in zip((dq, dk, dv), (rows, keys, keys), more, strict=True):
+                whole[..., at, :] += part
+        dk, dv = self._next([dk, dv])
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+    def _met(self, turn: int, k: Tensor) -> tuple[slice | None, slice]:
+        """Which queries attend to which keys of this turn, all of them; None: none do."""
+        every = slice(None)
+        if not self.causal:
+            return every, every
+        half = k.shape[-2] // 2
+        if turn <= self.rank:  # the keys come from a rank before this one
+            return every, slice(half) if self.deals(k) else every
+        return (slice(half, None) if self.deals(k) else None), every
+
+    def _next(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Send each rank's tensors to the next rank, in one message."""
+        n = self.ranks
+        return self._sent(parts, [(i, (i + 1) % n) for i in range(n)])
+
+    def _sent(self, parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> list[Tensor]:
+        import torch
+
+        wire = torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in parts])
+        came = self.groups.permute(wire, self.axes, pairs).split(
+            [p.numel() * p.element_size() for p in parts]
+        )
+        return [c.view(p.dtype).reshape(p.shape) for c, p in zip(came, parts, strict=True)]
+
+    # Under a causal mask.
+
+    def deals(self, x: Tensor) -> bool:
+        """Whether positions are redistributed: they are many enough for two chunks a rank."""
+        return self.causal and x.shape[-2] % 2 == 0
+
+    def _homes(self, odd: int) -> list[tuple[int, int]]:
+        """Where each rank's even (or odd) chunk goes: (from, to)."""
+        chunks = [2 * i + odd for i in range(self.ranks)]
+        return [(i, min(c, 2 * self.ranks - 1 - c)) for i, c in enumerate(chunks)]
+
+    def dealt(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange the chunks 2i and 2i + 1 of rank i for i and 2n - 1 - i."""
+        halves = [p.chunk(2, -2) for p in parts]
+        even, odd = (self._sent([h[i] for h in halves], self._homes(i)) for i in range(2))
+        return [self._ordered(a, b) for a, b in zip(even, odd, strict=True)]
+
+    def home(self, parts: Sequence[Tensor]) -> list[Tensor]:
+        """The inverse of ``dealt``."""
+        import torch
+
+        halves = [self._ordered(*p.chunk(2, -2)).chunk(2, -2) for p in parts]
+        even, odd = (
+            self._sent([h[i] for h in halves], [(b, a) for a, b in self._homes(i)]) for i in range(2)
+        )
+        return [torch.cat([a, b], -2) for a, b in zip(even, odd, strict=True)]
+
+    def _ordered(self, one: Tensor, other: Tensor) -> Tensor:
+        """(one, other) on even ranks, (other, one) on odd ones, whose i-th chunk is odd."""
+        import torch
+
+        return torch.cat([one, other] if self.rank % 2 == 0 else [other, one], -2)
+
+
+def _repeated(x: Tensor, heads: int) -> Tensor:
+    return x if x.shape[-3] == heads else x.repeat_interleave(heads // x.shape[-3], -3)
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, first: int, causal: bool) -> Tensor:
+    """first: the number of the first of these queries, where positions of queries and keys are the same."""
+    import torch
+
+    scores = q @ k.transpose(-1, -2) * scale
+    if not causal:
+        return scores
+    at = torch.arange(first, first + q.shape[-2], device=q.device)[:, None]
+    return scores.masked_fill(torch.arange(k.shape[-2], device=q.device) > at, float("-inf"))
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """(result, logarithms of sums of exponentials), both at least in float32."""
+    import torch
+
+    wide = torch.promote_types(q.dtype, torch.float32)
+    k, v = (_repeated(x, q.shape[-3]).to(wide) for x in (k, v))
+    outs, sums = [], []
+    for i, rows in enumerate(q.to(wide).split(_ROWS, -2)):
+        scores = _scores(rows, k, scale, i * _ROWS, causal)
+        sums.append(scores.logsumexp(-1))
+        outs.append((scores - sums[-1][..., None]).exp() @ v)
+    return torch.cat(outs, -2), torch.cat(sums, -1)
+
+
+def _pulled(
+    q: Tensor,
+    sums: Tensor,
+    gradient: Tensor,
+    along: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values through these keys, at least in float32. along: Σ gradient · result."""
+    import torch
+
+    wide, heads = torch.promote_types(q.dtype, torch.float32), k.shape[-3]
+    k, v = (_repeated(x, q.shape[-3]).to(wide) for x in (k, v))
+    dk, dv, dq = torch.zeros_like(k), torch.zeros_like(v), []
+    every = (x.to(wide).split(_ROWS, -2) for x in (q, gradient))
+    for i, (rows, g, s, a) in enumerate(
+        zip(*every, sums.split(_ROWS, -1), along.to(wide).split(_ROWS, -1), strict=True)
+    ):
+        share = (_scores(rows, k, scale, i * _ROWS, causal) - s[..., None]).exp()
+        dv = dv + share.transpose(-1, -2) @ g
+        inner = share * (g @ v.transpose(-1, -2) - a[..., None]) * scale
+        dq.append(inner @ k)
+        dk = dk + inner.transpose(-1, -2) @ rows
+    if heads != k.shape[-3]:
+        dk, dv = (x.unflatten(-3, (heads, -1)).sum(-3) for x in (dk, dv))
+    return torch.cat(dq, -2), dk, dv

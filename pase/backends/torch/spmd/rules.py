@@ -1,0 +1,459 @@
+"""One ATen op on one rank: the ops that differ from running on the whole tensor.
+
+Most ops do the same on a part as on the whole. Ops that depend on the position of the part have a rule here: lookups
+and scattered updates by index, slices, random ops, maxima over several ranks, attention by queries, groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.backends.torch.spmd.collectives import part, places_of, positions
+from pase.backends.torch.spmd.process_groups import AxisGroups
+from pase.backends.torch.spmd.ring_attention import RankRing
+from pase.backends.torch.spmd.values import NotOnParts
+from pase.frontends.torch.values import TorchOperand
+from pase.local.parts import axes_of
+from pase.local.types import Extents, Layout, LocalOp, local_shape
+from pase.pytree import Tree
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+__all__ = ["RANK_RULES", "SEED", "SEEDS_APART", "Laid", "RankCall", "evaluate", "random_state", "seeded"]
+
+Laid = tuple[Extents, Layout]
+"""A whole shape and its layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankCall:
+    """A call of an op as one or several ops of the local program. Only the last of them may be partial.
+
+    given: operands by the names of the op's schema; tensors are this rank's parts. laid: layouts of the tensors. outs:
+    layouts required of the results, None if nothing reads a result. seed: for random values drawn here. whole: the
+    results' shapes and dtypes on all ranks, as fake tensors.
+    """
+
+    target: Callable[..., Tree]
+    ops: Sequence[LocalOp]
+    given: Mapping[str, TorchOperand]
+    laid: Mapping[str, Laid]
+    outs: Sequence[Laid | None]
+    groups: AxisGroups
+    seed: int
+    whole: Sequence[Tensor]
+
+    def run(self, /, **changes: TorchOperand) -> Tree:
+        """Run the op itself, with other operands."""
+        return self.target(**{**self.given, **changes})
+
+    def out(self, i: int = 0) -> Extents:
+        """The shape of a result on this rank."""
+        laid = self.outs[i]
+        if laid is None:
+            raise NotOnParts(f"nothing says how its result {i} is split")
+        return local_shape(*laid, self.groups.mesh)
+
+    def split(self, name: str = "self") -> set[int]:
+        """Dims of an operand that are split, so that this rank has only a part."""
+        whole = self.laid[name][0]
+        here = local_shape(*self.laid[name], self.groups.mesh)
+        return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
+
+    def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
+        return places_of(ids, dim, *self.laid[name], self.groups)
+
+
+RankRule = Callable[[RankCall], Tree]
+RANK_RULES: Registry[RankRule] = Registry("local rule for ATen op")
+"""Op -> how it runs on parts, if that differs from the whole."""
+
+
+def evaluate(name: str, call: RankCall) -> list[Tensor]:
+    """The op's results on this rank. Raises NotOnParts if the op cannot run on parts."""
+    rule = RANK_RULES.get(name)
+    if rule is None and any(o.halo for op in call.ops for o in op.operands):
+        raise NotOnParts("a dim along which its window moves is split")
+    made = call.run() if rule is None else rule(call)
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
+    return int(call.given[name]) % max(len(call.laid[operand][0]), 1)
+
+
+@RANK_RULES.register("copy")
+def _copy(call: RankCall) -> Tensor:
+    """Only the dtype of the overwritten tensor matters."""
+    return call.given["src"].to(call.whole[0].dtype)
+
+
+@RANK_RULES.register("type_as")
+def _type_as(call: RankCall) -> Tensor:
+    """Only the dtype of the other tensor matters, which may be elsewhere."""
+    return call.given["self"].to(call.whole[0].dtype)
+
+
+# Parts of a tensor. Split dims are either not sliced, or sliced in the same way in all parts.
+
+
+@RANK_RULES.register("slice", "narrow", "select")
+def _slice(call: RankCall) -> Tensor:
+    x, dim = call.given["self"], _dim(call)
+    if dim not in call.split():
+        return call.run()
+    whole, here = call.laid["self"][0][dim], x.shape[dim]
+    if call.given.get("step", 1) != 1 or "index" in call.given or "length" in call.given:
+        raise NotOnParts("it takes a part of a split dim")
+    start, stop, _ = slice(call.given["start"], call.given["end"]).indices(whole)
+    return x.narrow(dim, start * here // whole, (stop - start) * here // whole)
+
+
+@RANK_RULES.register("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split")
+def _split(call: RankCall) -> Tensor:
+    x, dim = call.given["self"], _dim(call)
+    if dim not in call.split():
+        return call.run()
+    here, whole = x.shape[dim], call.laid["self"][0][dim]
+    sizes = [t.shape[dim] * here // whole for t in call.whole]
+    if sum(sizes) != here:
+        raise NotOnParts("it cuts a split dim into unequal parts")
+    return x.split(sizes, dim)
+
+
+@RANK_RULES.register("tril", "triu")
+def _triangle(call: RankCall) -> Tensor:
+    """Mask by the positions in the last two dims."""
+    shape, layout = call.laid["self"]
+    x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
+    rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
+    ahead = columns[None, :] - rows[:, None]
+    keep = ahead <= k if "tril" in str(call.target) else ahead >= k
+    return x.where(keep, x.new_zeros(()))
+
+
+@RANK_RULES.register("one_hot")
+def _one_hot(call: RankCall) -> Tensor:
+    laid = call.outs[0]
+    made = call.run()
+    return made if laid is None else _last(made, laid, call.groups)
+
+
+def _last(x: Tensor, laid: Laid, groups: AxisGroups) -> Tensor:
+    """This rank's part of a last dim that is made whole."""
+    shape, layout = laid
+    last = len(shape) - 1
+    along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
+    return part(x, (*x.shape[:-1], shape[-1]), along, groups)
+
+
+# Maxima over several ranks.
+
+
+JOINING = frozenset({"amax", "amin", "max", "min", "any", "all"})
+"""Ops whose rule joins the parts of several ranks, which are no sums."""
+
+
+@RANK_RULES.register("any", "all")
+def _any(call: RankCall) -> Tensor:
+    import torch
+
+    here, (result,) = call.run(), call.ops[-1].results
+    over = result.summed
+    if not over:
+        return here
+    return call.groups.all_reduce(here.to(torch.uint8), over, call.ops[-1].combine).bool()
+
+
+@RANK_RULES.register("amax", "amin", "max", "min")
+def _extreme(call: RankCall) -> Tree:
+    """All elements that attain the extreme share its gradient, as on one rank."""
+    import torch
+
+    x, dim = call.given["self"], call.given.get("dim")
+    if "other" in call.given:
+        return call.run()
+    if isinstance(dim, int):  # the extreme and its index
+        if dim % max(x.dim(), 1) in call.split():
+            raise NotOnParts("it looks for the index of an extreme along a split dim")
+        return call.run()
+    axes = {d % x.dim() for d in dim or range(x.dim())} if x.dim() else set()
+    if not call.split() & axes:
+        return call.run()
+    (result,) = call.ops[-1].results
+    over, combine, groups = result.summed, call.ops[-1].combine, call.groups
+    here = call.run()
+    if not over:  # the edge joins the parts
+        if x.requires_grad:
+            raise NotOnParts("its parts are joined by its reader, and which elements attain it is unknown")
+        return here
+    top = groups.all_reduce(here.detach(), over, combine)
+    if not x.requires_grad:
+        return top
+    whole = top if call.given.get("keepdim") else _unsqueezed(top, sorted(axes))
+    reached = x.detach() == whole
+    shares = groups.all_reduce(reached.sum(sorted(axes), keepdim=True).to(x.dtype), over)
+    # The value of this sum is the maximum; its gradient reaches the elements that attain the maximum.
+    ours = torch.where(reached, x - x.detach(), x.new_zeros(())) / shares
+    return top + ours.sum(sorted(axes), keepdim=bool(call.given.get("keepdim")))
+
+
+def _unsqueezed(x: Tensor, axes: Sequence[int]) -> Tensor:
+    for a in axes:
+        x = x.unsqueeze(a)
+    return x
+
+
+# Lookups by index. In a split dim, each rank looks up its own rows and takes zero for others; then rows are summed.
+
+
+@RANK_RULES.register("embedding")
+def _embedding(call: RankCall) -> Tensor:
+    import torch
+
+    if 0 not in call.split("weight"):
+        return call.run()
+    ids, pad = call.given["indices"], call.given.get("padding_idx", -1)
+    here, mine = call.places("weight", 0, ids)
+    found = torch.nn.functional.embedding(here, call.given["weight"])
+    if pad >= 0:
+        found = torch.where((ids == pad)[..., None], found.detach(), found)
+    return torch.where(mine[..., None], found, found.new_zeros(()))
+
+
+@RANK_RULES.register("index_select")
+def _index_select(call: RankCall) -> Tensor:
+    dim = _dim(call)
+    if dim not in call.split():
+        return call.run()
+    return _taken(call, dim, call.given["index"])
+
+
+def _taken(call: RankCall, dim: int, ids: Tensor) -> Tensor:
+    """x at these indices of a dim that is split. The shape of the indices takes the place of the dim."""
+    import torch
+
+    x = call.given["self"]
+    here, mine = call.places("self", dim, _positive(ids, call.laid["self"][0][dim]))
+    found = x.index_select(dim, here.reshape(-1)).reshape(*x.shape[:dim], *ids.shape, *x.shape[dim + 1 :])
+    mask = mine.reshape(*ids.shape, *[1] * (x.dim() - dim - 1))
+    return torch.where(mask, found, found.new_zeros(()))
+
+
+def _positive(ids: Tensor, extent: int) -> Tensor:
+    return ids + extent * (ids < 0)
+
+
+@RANK_RULES.register("index", "_unsafe_index")
+def _index(call: RankCall) -> Tensor:
+    given = call.given["indices"]
+    at = [i for i, v in enumerate(given) if v is not None]
+    if not set(at) & call.split():
+        return call.run()
+    if len(at) > 1:
+        raise NotOnParts("it looks up several dims at once, and one of them is split")
+    return _taken(call, at[0], given[at[0]])
+
+
+@RANK_RULES.register("gather")
+def _gather(call: RankCall) -> Tensor:
+    import torch
+
+    dim = _dim(call)
+    if dim not in call.split():
+        return call.run()
+    here, mine = call.places("self", dim, call.given["index"])
+    found = call.given["self"].gather(dim, here)
+    return torch.where(mine, found, found.new_zeros(()))
+
+
+@RANK_RULES.register(
+    "index_put", "_unsafe_index_put", "index_add", "index_copy", "scatter", "scatter_add", "scatter_reduce"
+)
+def _scatter(call: RankCall) -> Tensor:
+    """If the result is a partial sum, the tensor that the updates are added to counts only on the first rank."""
+    x = call.given["self"]
+    if "indices" in call.given:
+        at = {i for i, v in enumerate(call.given["indices"]) if v is not None}
+    else:
+        at = {_dim(call)}
+    parted = at & call.split()
+    if parted and not ("indices" in call.given or "source" in call.given):
+        raise NotOnParts("it updates a split dim")
+    (result,) = call.ops[-1].results
+    names = call.groups.mesh.names
+    partial = [n for n, s in zip(names, result.layout, strict=True) if s == "partial"] or list(result.summed)
+    if partial and not call.groups.first(partial):
+        x = x.new_zeros(x.shape) + 0.0 * x if x.requires_grad else x.new_zeros(x.shape)
+    return _put(call, x, sorted(parted)) if parted else call.run(self=x)
+
+
+def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
+    """Update a tensor that is split along some of the indexed dims. Updates for other ranks go into an extra place
+    after this rank's part, which is then cut off."""
+    import torch
+
+    several = "indices" in call.given
+    given: TorchOperand = (
+        list(call.given["indices"]) if several else [None] * parted[0] + [call.given["index"]]
+    )
+    mine = torch.ones((), dtype=torch.bool, device=x.device)
+    for d in parted:
+        given[d], here = call.places("self", d, _positive(given[d], call.laid["self"][0][d]))
+        mine = mine & here
+    first = parted[0]
+    behind = x.shape[first]
+    given[first] = torch.where(mine, given[first], behind)
+    wider = torch.cat([x, x.narrow(first, 0, 1)], first)
+    changes = {"indices": given} if several else {"index": given[first]}
+    return call.run(self=wider, **changes).narrow(first, 0, behind)
+
+
+# Attention and norms: sizes among their operands become the sizes of parts.
+
+
+@RANK_RULES.register("_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped(call: RankCall) -> Tensor:
+    """The rank's rows that belong to its groups, in the order of these; zeros for its other rows."""
+    import torch
+
+    rows_of, weights_of = ("input", "weight") if "input" in call.given else ("self", "mat2")
+    x, w, ends = call.given[rows_of], call.given[weights_of], call.given["offs"]
+    if not (0 in call.split(rows_of) or 0 in call.split(weights_of)):
+        return call.run()
+    rows = positions(0, *call.laid[rows_of], call.groups, x.device)
+    here, mine = call.places(weights_of, 0, torch.searchsorted(ends, rows, right=True))
+    group = torch.where(mine, here, w.shape[0])
+    order = group.argsort(stable=True)
+    own = torch.arange(w.shape[0], device=x.device)
+    until = torch.searchsorted(group[order], own, right=True, out_int32=True)
+    reached = (mine[order])[:, None]  # PyTorch leaves results and gradients of other rows uninitialised
+    zero = x.new_zeros(())
+    made = call.run(**{rows_of: torch.where(reached, x[order], zero), "offs": until})
+    return torch.where(reached, made, zero.to(made.dtype))[order.argsort()]
+
+
+@RANK_RULES.register("scaled_dot_product_attention")
+def _attention(call: RankCall) -> Tensor:
+    """A rank has a part of the batch, heads and queries; keys are whole, or split as the queries are (a ring)."""
+    q, k = call.given["query"], call.given["key"]
+    whole = call.laid["key"][0]
+    if k.shape[-2] != whole[-2] and k.shape[-1] == whole[-1]:
+        return _ring(call)
+    if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
+        raise NotOnParts("attention on a part of its keys or heads is not a part of the attention")
+    changes: dict[str, TorchOperand] = {}
+    if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
+        changes["enable_gqa"] = True
+    shape, layout = call.laid["query"]
+    if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
+        rows = positions(len(shape) - 2, shape, layout, call.groups, q.device)
+        columns = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
+        changes |= {"is_causal": False, "attn_mask": columns[None, :] <= rows[:, None]}
+    if not call.given.get("dropout_p"):
+        return call.run(**changes)
+    where = sum(
+        call.groups.place[i] * 7919**i for i, s in enumerate(layout) if isinstance(s, tuple)
+    )  # different parts draw different values, and ranks with the same part draw the same
+    with seeded(call.seed + where, q.device):
+        return call.run(**changes)
+
+
+def _ring(call: RankCall) -> Tensor:
+    q, k, v = (call.given[n] for n in ("query", "key", "value"))
+    names = call.groups.mesh.names
+    axes, of_queries = (
+        axes_of(call.laid[n][1], len(call.laid[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
+    )
+    if axes != of_queries:
+        raise NotOnParts("its keys are split, and its queries are not split as they are")
+    if call.given.get("is_causal") and q.shape[-2] != k.shape[-2]:
+        raise NotOnParts("its keys are split, it is causal, and its queries are not as many as its keys")
+    if call.given.get("attn_mask") is not None or call.given.get("dropout_p") or q.dim() < 3:
+        raise NotOnParts("its keys are split, and it has a mask or dropout")
+    if q.shape[-3] % k.shape[-3] or list(axes) != sorted(axes, key=names.index):
+        raise NotOnParts(
+            "its keys are split, and its heads, or the order of the parts, are not as a ring needs them"
+        )
+    scale = call.given.get("scale")
+    ring = RankRing(
+        groups=call.groups,
+        axes=axes,
+        causal=bool(call.given.get("is_causal")),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+    )
+    return ring(q, k, v)
+
+
+@RANK_RULES.register("group_norm", "native_group_norm")
+def _group_norm(call: RankCall) -> Tensor:
+    x, whole = call.given["input"], call.laid["input"][0]
+    name = "num_groups" if "num_groups" in call.given else "group"
+    changes = {name: call.given[name] * x.shape[1] // whole[1]}
+    if name == "group":
+        changes |= {"N": x.shape[0], "C": x.shape[1], "HxW": x[0, 0].numel()}
+    return call.run(**changes)
+
+
+# Random ops: the whole tensor is drawn from one seed, and each rank takes its part.
+
+_DRAWING = threading.Lock()
+SEED = "pase_seed"
+"""What a traced node's notes say of the seed that it was drawn from."""
+SEEDS_APART = 1_000_003
+"""The difference between a place's seeds in two steps."""
+
+
+@contextlib.contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Random values drawn here follow from the seed, on every rank and on recomputation.
+
+    The program's own random state is restored afterwards.
+    """
+    import torch
+    from torch.fx.traceback import annotate
+
+    devices = [device] if device.type == "cuda" else []
+    with _DRAWING, torch.random.fork_rng(devices=devices), annotate({SEED: seed}):
+        torch.manual_seed(seed % 2**63)
+        yield
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """What gives PyTorch's generators, the CPU's and the device's, the state again that they have now."""
+    import torch
+
+    with _DRAWING:
+        cpu = torch.get_rng_state()
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def put_back() -> None:
+        with _DRAWING:
+            torch.set_rng_state(cpu)
+            if own is not None:
+                torch.cuda.set_rng_state(own, device)
+
+    return put_back
+
+
+@RANK_RULES.register("native_dropout", "dropout")
+def _dropout(call: RankCall) -> Tensor | tuple[Tensor, ...]:
+    import torch
+
+    x = call.given["input"]
+    laid = call.outs[0] or call.laid["input"]
+    p = float(call.given["p"])
+    with seeded(call.seed, x.device):
+        keep = torch.rand(laid[0], device=x.device) >= p
+    keep = part(keep, *laid, call.groups)
+    y = x * keep / (1.0 - p) if p < 1.0 else torch.zeros_like(x)
+    return y if "train" in call.given and str(call.target) == "aten.dropout.default" else (y, keep)

@@ -1,0 +1,150 @@
+"""Values on one rank, which a walk over an exported graph passes from op to op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.frontends.common.values import Value
+from pase.local.types import Extents, Layout, local_shape
+from pase.machine import Mesh
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "NotOnParts",
+    "RankValue",
+    "ReorderStep",
+    "ReshapeStep",
+    "Steps",
+    "inverse",
+    "laid_through",
+    "led",
+    "steps_from",
+    "through_reshape",
+]
+
+
+class NotOnParts(PaseError):
+    """Why an op cannot be run on parts. The walk adds the name of the op and its place. told: it has."""
+
+    def __init__(self, why: str, *, told: bool = False) -> None:
+        super().__init__(why)
+        self.told = told
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankValue:
+    """A tensor of the traced graph on this rank. shadow: the tensor that receives its gradient, if its layout differs.
+
+    For example, a parameter whose optimizer state is split further has a shadow in the layout ``gradient``.
+    """
+
+    array: Tensor
+    tensor: str
+    shape: Extents
+    layout: Layout
+    shadow: Tensor | None = None
+    gradient: Layout = ()
+
+
+@dataclass(frozen=True)
+class ReshapeStep:
+    """The same elements in another shape."""
+
+    shape: Extents
+    new: Extents
+
+
+@dataclass(frozen=True)
+class ReorderStep:
+    """The same elements, with the dims in another order."""
+
+    order: tuple[int, ...]
+
+
+Steps = tuple[ReshapeStep | ReorderStep, ...]
+"""How a value is made from another by views alone."""
+
+
+def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
+    """The value and the values that it is a view of, as the frontend has them, each with the steps from there to the
+    value.
+    """
+    steps: Steps = ()
+    while True:
+        yield value, steps
+        match value.note:
+            case ("view", Value() as base):
+                steps = (ReshapeStep(base.shape, value.shape), *steps)
+            case ("transposed", Value() as base, order):
+                steps = (ReorderStep(tuple(order)), *steps)
+            case _:
+                return
+        value = base
+
+
+def led(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
+    """Apply views to a rank's part. The result is the part of the views' result."""
+    for step in steps:
+        layout = _laid(layout, step, mesh)
+        if isinstance(step, ReorderStep):
+            x = x.permute(step.order)
+        else:
+            x = x.reshape(local_shape(step.new, layout, mesh))
+    return x
+
+
+def laid_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
+    """The layout of the result of these views."""
+    for step in steps:
+        layout = _laid(layout, step, mesh)
+    return layout
+
+
+def _laid(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
+    if isinstance(step, ReshapeStep):
+        return through_reshape(layout, step.shape, step.new, mesh)
+    return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)
+
+
+def inverse(steps: Steps) -> Steps:
+    """The steps from the result of the views back to their source."""
+    out: list[ReshapeStep | ReorderStep] = []
+    for step in reversed(steps):
+        if isinstance(step, ReorderStep):
+            out.append(ReorderStep(tuple(step.order.index(i) for i in range(len(step.order)))))
+        else:
+            out.append(ReshapeStep(step.new, step.shape))
+    return tuple(out)
+
+
+def through_reshape(layout: Layout, shape: Extents, new: Extents, mesh: Mesh) -> Layout:
+    """A layout of a tensor as one of its reshape: a digit stays where it is in the row-major order of elements.
+
+    >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
+    >>> through_reshape(((0, 2), (2, 4)), (6, 5, 8), (30, 4, 2), mesh)
+    ((0, 2), (1, 4))
+    """
+    out: list[tuple[int, int] | str | None] = []
+    for axis, state in enumerate(layout):
+        if not isinstance(state, tuple):
+            out.append(state)
+            continue
+        dim, blocks = state
+        low = shape[dim] // blocks * math.prod(shape[dim + 1 :])
+        high = low * mesh.sizes[axis]
+        out.append(_digit(low, high, new))
+    return tuple(out)  # type: ignore[arg-type]
+
+
+def _digit(low: int, high: int, new: Sequence[int]) -> tuple[int, int]:
+    for dim, extent in enumerate(new):
+        inner = math.prod(new[dim + 1 :])
+        if low % inner == 0 and inner <= low and high <= inner * extent and inner * extent % low == 0:
+            return dim, inner * extent // low
+    raise NotOnParts(f"what one mesh axis holds is spread over several dims of {list(new)}")

@@ -1,0 +1,1 @@
+"""The search over meshes, within a memory limit."""

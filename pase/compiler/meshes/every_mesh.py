@@ -1,0 +1,140 @@
+"""A proof over every mesh of the devices, beyond those that were searched.
+
+Of a mesh that was not searched, configs are sifted (``pase.search.sift``): edges are priced from the smallest on, and
+what can be in no strategy cheaper than the best known one is dropped before larger edges are priced. Most meshes end
+with nothing left. What is left of another is searched exactly. So a mesh of many axes, whose tables would not fit in
+memory, costs what its promising configs cost. If collectives overlap with compute, edges are priced at weights of
+compute and collectives, which bound every strategy, and what is left is searched at its real cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.compiler.meshes.search import Found
+from pase.compiler.problem.problem import Progress, SplitProblem
+from pase.errors import Infeasible, PaseError
+from pase.files.progress import PieceOfWork
+from pase.machine import Mesh
+from pase.search import Solution
+from pase.search.sift import Sift
+from pase.tables.build import Space, config_space, layout_pairs
+
+__all__ = ["EveryMesh", "Sifted", "close_meshes", "sift_mesh"]
+
+_FIRST_PAIRS, _GROWTH = 1 << 12, 4
+"""Pairs of layouts of the edges that are priced first, and by how much more are priced at a time after them."""
+_MOST_PAIRS = 1 << 22
+"""Pairs of layouts to price of one mesh."""
+_PASSES, _LAST_PASSES = 3, 12
+_EXACT = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sifted:
+    """What is known of a mesh. bound: no strategy on it costs less, or less than was asked for. cheaper: a strategy
+    that costs less than was asked for, if one was found; its choices are in ``space``."""
+
+    bound: float
+    space: Space
+    cheaper: Solution | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryMesh:
+    """What is proven of all meshes. left: those that may have a cheaper strategy, with their bounds, lowest first."""
+
+    meshes: int
+    left: tuple[tuple[Mesh, float], ...]
+
+    def __str__(self) -> str:
+        if not self.left:
+            return f"all {self.meshes}"
+        names = ", ".join("×".join(map(str, m.sizes)) for m, _ in self.left)
+        return f"{self.meshes - len(self.left)} of {self.meshes}, not {names}"
+
+
+def close_meshes(
+    problem: SplitProblem,
+    found: Found,
+    searched: Collection[tuple[int, ...]],
+    allowed: Callable[[Found], bool],
+    say: Progress = lambda _: None,
+) -> tuple[Found, EveryMesh]:
+    """The answer, or a cheaper one on another mesh, proven over all meshes as far as that is affordable.
+
+    problem: the step as written. No variant of it takes less, by how variants are made; if a search showed otherwise
+    (``found.least``), nothing is proven of further meshes. searched: the meshes that the answer's bound
+    covers, by the sizes of their axes. allowed: whether a strategy is an answer, under a memory limit for instance.
+    """
+    best, bounds = found, {}
+    every = problem.meshes(None, problem.devices)
+    more = [m for m in every if m.sizes not in searched]
+    if not found.least:
+        bounds, more = dict.fromkeys(more, 0.0), []
+    for i, mesh in enumerate(more):
+        say(PieceOfWork(f"proving mesh {'×'.join(map(str, mesh.sizes))}", i, len(more)))
+        s = sift_mesh(problem, mesh, best.solution.cost, _MOST_PAIRS)
+        bounds[mesh] = s.bound
+        if s.cheaper is not None:
+            cheaper = replace(found, mesh=mesh, space=s.space, solution=s.cheaper)
+            best = cheaper if allowed(cheaper) else best
+    cost = best.solution.cost
+    left = [(m, b) for m, b in bounds.items() if b < cost - _EXACT * abs(cost)]
+    low = min([cost, found.solution.bound, *(b for _, b in left)])
+    solution = replace(best.solution, bound=low, optimal=found.least and low >= cost - _EXACT * abs(cost))
+    return replace(best, solution=solution), EveryMesh(
+        meshes=len(every), left=tuple(sorted(left, key=lambda pair: pair[1]))
+    )
+
+
+def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) -> Sifted:
+    """What a mesh has that costs less than ``below``. most_pairs: of layouts, to price."""
+    graph, model = problem.graph, problem.model
+    try:
+        space = config_space(graph, mesh, model)
+    except PaseError:  # more configs than are listed: only that costs are not negative is known
+        return Sifted(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
+    whole = Space(graph=graph, mesh=mesh, configs=space)
+    pricing = problem.pricing
+    sift = Sift(pricing.node_bounds(mesh, space), below * (1 - _EXACT))
+    todo, step, work = list(range(len(graph.edges))), _FIRST_PAIRS, most_pairs
+    while todo and not sift.empty:
+        among = _left(space, sift)
+        pairs = layout_pairs(graph, among, mesh, todo)
+        matrices = sorted(dict(pairs).values())
+        affordable = int((np.cumsum(matrices) <= work).sum())
+        if not affordable:
+            return Sifted(bound=sift.bound, space=whole)
+        at_most = min(max(step, matrices[0]), matrices[affordable - 1])
+        work -= sum(n for n in matrices if n <= at_most)
+        now = [e for e, (_, n) in zip(todo, pairs, strict=True) if n <= at_most]
+        sift.add(pricing.edge_bounds(mesh, among, now))
+        sift.run(_PASSES)
+        todo = [e for e, (_, n) in zip(todo, pairs, strict=True) if n > at_most]
+        step *= _GROWTH
+    sift.run(_LAST_PASSES)
+    nothing = Sifted(bound=below, space=whole)
+    if sift.empty:
+        return nothing
+    try:
+        s = pricing.solve_among(mesh, _left(space, sift), sift.tables(), sift.below)
+    except Infeasible:
+        return nothing
+    if s.cost >= sift.below:
+        return replace(nothing, bound=min(s.bound, below))
+    choice = np.array([kept[i] for kept, i in zip(sift.kept, s.choice, strict=True)])
+    return Sifted(bound=s.bound, space=whole, cheaper=replace(s, choice=choice))
+
+
+def _left(space: Sequence[np.ndarray], sift: Sift) -> list[np.ndarray]:
+    """The configs that are left of each node; equal ones are one array."""
+    same: dict[bytes, np.ndarray] = {}
+    out = []
+    for cfg, kept in zip(space, sift.kept, strict=True):
+        some = cfg if kept.size == len(cfg) else cfg[kept]
+        out.append(same.setdefault(some.tobytes(), some))
+    return out

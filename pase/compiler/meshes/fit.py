@@ -1,0 +1,450 @@
+"""The cheapest strategy within a memory limit, over variants of a step that need less memory.
+
+Variants are searched in an outer loop, cheapest first. If the unconstrained optimum of a variant is no better than the
+best answer found within the limit, the variant cannot help and is not searched further.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.meshes.footprints import Footprint, least_memory, needs_on_more, nothing_fits
+from pase.compiler.meshes.methods import memory_of
+from pase.compiler.meshes.search import Found, add_seconds, closed, search_meshes
+from pase.compiler.problem.problem import Progress, SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.compiler.problem.variants import Variant
+from pase.errors import Infeasible
+from pase.files.progress import PieceOfWork
+from pase.frontends.registry import NotInParts
+from pase.machine import Mesh
+from pase.memory.account import Memory
+from pase.search import Known, MemoryProfile, Solution, price_memory, solve
+from pase.tables import CostTables
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["cheapest_free", "fit_limit", "fit_more", "fit_variants"]
+
+
+def cheapest_free(
+    problem: SplitProblem,
+    group: Sequence[Variant],
+    traced: Traced,
+    over: Sequence[Mesh],
+    say: Progress,
+    limit: float | None = None,
+) -> tuple[SplitProblem, Found]:
+    """The variant that takes least time where memory is no constraint, with its answer; its bounds hold for all. limit:
+    in bytes; the answer's gap is left open if it does not fit.
+
+    problem: of the first variant of the first group. Gradients that are summed once are added whole at each
+    micro-batch, so that summing them each time may take less: both are searched. Where collectives overlap with
+    compute, so may gathers for each micro-batch: what is sent once has one of them beside it. Nothing else may.
+    """
+    first, beside = problem.variant, problem.pricing.beside is not None
+    others = [v for v in group if v.once != first.once and replace(v, once=first.once) == first]
+    others = [v for v in others if beside or v.once != "none"]
+    found = search_meshes(problem, over, say, close=bool(others) or limit is None)
+    if limit is not None and memory_of(problem, found.configs, found.mesh).total <= limit:
+        found = closed(problem, over, found)
+    for v in others:
+        p = problem.varied(traced, v)
+        other = search_meshes(p, over, say)
+        bounds = {m: min(b, other.bounds[m]) for m, b in found.bounds.items()}
+        seconds = add_seconds(found.seconds, other.seconds)
+        low = min(found.solution.bound, other.solution.bound)
+        if other.solution.cost < found.solution.cost:
+            problem, found = p, other
+        s = replace(found.solution, bound=low, optimal=low >= found.solution.cost * (1 - 1e-9))
+        found = replace(found, solution=s, bounds=bounds, seconds=seconds)
+    return problem, found
+
+
+def fit_variants(
+    problem: SplitProblem,
+    free: Found,
+    tries: Sequence[Sequence[Variant]],
+    traced: Traced,
+    over: Sequence[Mesh],
+    limit: float,
+    spent: Spent,
+    say: Progress,
+) -> tuple[SplitProblem, Found]:
+    """The cheapest variant of the step that fits, with its strategy. Raises Infeasible, which says what would fit.
+
+    free: the unconstrained answer to ``problem``, both of ``cheapest_free``. If it fits, it is the answer.
+
+    The search ends with the first number of micro-batches for which no variant can be cheaper than the best answer that
+    fits. The bound covers the variants that were tried, and all of them if the work was spent before. The strategy's
+    ``seconds`` are the sum over all searches.
+    """
+    if memory_of(problem, free.configs, free.mesh).total <= limit:
+        return problem, free
+    best: tuple[SplitProblem, Found] | None = None
+    least: list[Footprint] = []
+    bound, least_first, whole = float("inf"), True, True
+    seconds = dict(free.seconds)
+    for group in tries:
+        promising = False
+        try:
+            ways = [(v, problem if v == problem.variant else problem.varied(traced, v)) for v in group]
+        except NotInParts as e:
+            say(str(e))
+            break
+        for variant, p in ways:
+            if best is not None and spent.over():
+                whole = False
+                break
+            first = variant == problem.variant
+            below = float("inf") if best is None else best[1].solution.cost
+            needs = {m: least_memory(p, m) for m in over}
+            where = min(over, key=needs.__getitem__)
+            least.append(Footprint(needs[where], where, variant))
+            promising |= needs[where] > limit
+            # A variant works at least as much as the step as written: what that needs on a mesh bounds it there.
+            meshes = [m for m in over if needs[m] <= limit and free.bounds[m.sizes] < below]
+            if not meshes:
+                continue
+            if not first:
+                say(f"trying {variant}")
+                spent.graphs += 1
+            done = _fit_variant(p, free if first else None, free, meshes, limit, spent, say, below)
+            seconds = add_seconds(seconds, done.seconds)
+            least_first &= done.least
+            promising |= done.promising
+            bound = min(bound, done.bound)
+            if done.found is not None:
+                best = (p, done.found)
+        if best is not None and (not whole or not promising):
+            break
+    if best is None:
+        more = list(needs_on_more(problem, traced, least, limit))
+        raise nothing_fits(least, limit, problem.devices, more)
+    if not whole:  # a variant that was not tried takes no less than the first one without the limit
+        bound = min(bound, free.solution.bound)
+    s = replace(best[1].solution, bound=min(bound, best[1].solution.cost))
+    s = replace(s, optimal=least_first and s.bound >= s.cost * (1 - 1e-9))
+    return best[0], replace(best[1], solution=s, seconds=seconds, least=least_first)
+
+
+@dataclass(kw_only=True, eq=False)
+class _VariantAnswer:
+    """What was found of a variant. bound: no strategy of it that fits and costs less than asked for costs less.
+    promising: whether it could have one. least: whether it nowhere undercut the first variant."""
+
+    found: Found | None = None
+    bound: float = np.inf
+    promising: bool = False
+    least: bool = True
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def _fit_variant(
+    p: SplitProblem,
+    unlimited: Found | None,
+    free: Found,
+    meshes: Sequence[Mesh],
+    limit: float,
+    spent: Spent,
+    say: Progress,
+    below: float,
+) -> _VariantAnswer:
+    """The cheapest strategy of a variant that fits and costs less than ``below``. unlimited: its answers without the
+    limit, where they are known. free: those of the first variant, which bound it on each mesh.
+
+    The most promising meshes are searched first, and of the others only those whose bound is below what fits there.
+    """
+    out, tried = _VariantAnswer(), list[tuple[Mesh, float]]()
+    ordered = sorted(meshes, key=lambda m: free.bounds[m.sizes])
+    for part in (meshes,) if unlimited is not None else (ordered[:_FIRST_MESHES], ordered[_FIRST_MESHES:]):
+        some = [m for m in part if free.bounds[m.sizes] < below]
+        if not some:
+            continue
+        answers = unlimited
+        if answers is None:
+            answers = search_meshes(p, some, say, close=False)
+            out.seconds = add_seconds(out.seconds, answers.seconds)
+        tried += answers.tried
+        out.least &= not _takes_less(answers, free)
+        if answers.solution.bound >= below:
+            continue
+        out.promising = True
+        start = time.perf_counter()
+        found, proven = fit_limit(p, answers, some, limit, spent, say, below)
+        out.seconds = add_seconds(out.seconds, {"search": time.perf_counter() - start})
+        out.bound = min(out.bound, proven)
+        if found is not None:
+            out.found, below = found, found.solution.cost
+    if out.found is not None:
+        out.found = replace(out.found, tried=tuple(tried))
+    return out
+
+
+_FIRST_MESHES = 4
+"""Meshes of a variant that are searched before it is known which of the others can have a cheaper strategy."""
+
+
+def _takes_less(variant: Found, free: Found) -> bool:
+    """Whether a variant without the limit undercuts what is proven of the first one, on some mesh. Meshes are left out
+    because none does; if one did, an answer would not be proven.
+    """
+    return any(s.cost < free.bounds[m] * (1 - 1e-9) for m, s in variant.answers.items() if m in free.bounds)
+
+
+def fit_more(
+    problem: SplitProblem,
+    found: Found,
+    more: Sequence[Mesh],
+    limit: float | None,
+    spent: Spent,
+    say: Progress,
+) -> Found:
+    """The answer, or a cheaper one that also fits, found on further meshes. limit: None means that every strategy
+    fits.
+    """
+    wider = search_meshes(problem, more, say, found if limit is None else None)
+    if limit is None:
+        return wider
+    best, proven = fit_limit(problem, wider, more, limit, spent, say, found.solution.cost)
+    s = found.solution if best is None else best.solution
+    low = min(proven, found.solution.bound)
+    s = replace(s, bound=min(low, s.cost), optimal=s.optimal and low >= s.cost * (1 - 1e-9))
+    return replace(found if best is None else best, solution=s, tried=(*found.tried, *wider.tried))
+
+
+def fit_limit(
+    problem: SplitProblem,
+    free: Found,
+    over: Sequence[Mesh],
+    limit: float,
+    spent: Spent,
+    say: Progress,
+    below: float = np.inf,
+) -> tuple[Found | None, float]:
+    """The best strategy found whose predicted memory is at most ``limit`` bytes per device, and a lower bound on all of
+    them.
+
+    below: the cost of a known strategy; strategies that cost as much or more need not be found.
+
+    Two lower bounds hold for a mesh: its unconstrained optimum, and one elimination at a price per byte, which the
+    first mesh finds. The mesh of the lowest bound is always next: it gets its second bound, and is searched once it is
+    the lowest again, until no bound is below the best answer. So meshes that are too dear anyway are never priced. When
+    the work is spent, the search returns the best answer so far.
+    """
+    best: Found | None = None
+    proven = {m: free.bounds[m.sizes] for m in over}
+    searches = {
+        m: _LimitedSearch(problem=problem, mesh=m, limit=limit, spent=spent, free=free.answers.get(m.sizes))
+        for m in over
+    }
+    price = 0.0
+    todo, priced, done = list(over), set[Mesh](), list[Mesh]()
+    while todo:
+        mesh = min(todo, key=lambda m: proven[m])
+        if proven[mesh] >= below or (spent.over() and np.isfinite(below)):
+            break
+        name = f"mesh {'×'.join(map(str, mesh.sizes))}"
+        if mesh not in priced:
+            priced.add(mesh)
+            if not spent.over():
+                say(f"what a byte is worth on {name}")
+                least, worth = searches[mesh].priced(price)
+                proven[mesh] = max(proven[mesh], least)
+                price = price or worth
+                continue
+        say(PieceOfWork(f"{name} within {limit / 2**30:.4g} GiB", len(done), len(over)))
+        open_before = any(proven[m] < min(below, proven[mesh]) for m in done)
+        answer = searches[mesh].cheapest(below, price, close=not open_before)
+        todo.remove(mesh)
+        done.append(mesh)
+        proven[mesh] = max(proven[mesh], answer.bound)
+        if answer.solution is not None:
+            best = replace(free, mesh=mesh, space=problem.pricing.space(mesh), solution=answer.solution)
+            below = answer.solution.cost
+    # An answer that is proven may come out below its own bound by the last digit.
+    least = min(proven.values(), default=np.inf)
+    return best, least if best is None else min(least, best.solution.cost)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """The cheapest strategy found that fits and is below the requested cost, and a lower bound on all strategies that
+    fit.
+
+    It also holds the price of a byte at that strategy, 0 if it is not known.
+    """
+
+    solution: Solution | None
+    bound: float
+    byte_price: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attempt:
+    """A strategy found with some bytes set aside.
+
+    unseen: the part of its memory that the search's limit does not count. alone: the most that one of its nodes has in
+    flight, whatever the other nodes do.
+    """
+
+    solution: Solution
+    memory: Memory
+    unseen: float
+    alone: float
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class _Region:
+    """Strategies that have at least ``low`` bytes in flight, and in which no single node has more than ``high``.
+
+    bound: no strategy of the region that fits costs less. guess: other regions contain its strategies too, so it proves
+    nothing.
+    """
+
+    guess: bool
+    bound: float
+    low: float
+    high: float
+
+
+_MOST_ATTEMPTS = 24
+_MOST_ROUNDS = 8
+_ENOUGH = 1e-4
+"""The relative gap at which a search may stop if no elimination order fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LimitedSearch:
+    """The search of one mesh under a memory limit.
+
+    spent: counts the work. free: the mesh's answer without the limit, if it is known.
+
+    The bytes in flight are a maximum over nodes, not a sum. The search's limit therefore leaves them out, and bytes are
+    set aside for them instead. Setting aside the least that any strategy has in flight gives a bound. If the answer has
+    more in flight, the strategies are divided into those with less than that and those with at least as much. If no
+    single node determines what is in flight, parts of it are set aside as guesses.
+    """
+
+    problem: SplitProblem
+    mesh: Mesh
+    limit: float
+    spent: Spent
+    free: Solution | None
+
+    def priced(self, price: float) -> tuple[float, float]:
+        """(a lower bound on every strategy that fits, the price of a byte at it). price: of a byte; 0 searches for it.
+
+        Returns (-inf, 0) if there is no such bound without a search.
+        """
+        p = self.problem
+        if self.free is None:
+            return -np.inf, 0.0
+        try:
+            tables, free = p.pricing.bounding(self.mesh)
+            return price_memory(tables, self._profile(self._least), free, price)
+        except Infeasible:
+            return np.inf, 0.0
+
+    def cheapest(self, below: float, price: float, close: bool = True) -> _Answer:
+        """Search for a strategy that fits and costs less than ``below``. price: the initial price of a byte. close:
+        whether to close the gap between the bound and what prices find."""
+        best: Solution | None = None
+        left = np.inf  # a lower bound on what has been left without proof
+        queue = [_Region(guess=False, bound=-np.inf, low=self._least, high=np.inf)]
+        for _ in range(_MOST_ATTEMPTS):
+            done = best is not None or np.isfinite(below)
+            if not queue or (best is not None and queue[0].guess) or (done and self.spent.over()):
+                break
+            region = heapq.heappop(queue)
+            if region.bound >= below:
+                continue
+            found = self._attempt(region, below, price, close)
+            if found is None:
+                continue
+            s = found.solution
+            price = s.byte_price or price
+            bound = max(s.bound, region.bound)
+            if s.feasible and s.cost >= below:
+                left = left if region.guess else min(left, bound)
+                continue
+            if s.feasible and found.memory.total <= self.limit:
+                best, below = s, s.cost
+            elif s.feasible and s.bound < below and found.alone > region.low:
+                less = float(np.nextafter(found.alone, 0.0))
+                heapq.heappush(queue, replace(region, bound=bound, high=less))
+                heapq.heappush(queue, replace(region, bound=bound, low=found.alone))
+                continue
+            elif s.feasible and found.unseen > region.low:
+                for part in (1.0, 0.5, 0.25, 0.125, 1.25, 2.0) if not region.guess else (1.0,):
+                    low = max(found.unseen * part, self._least)
+                    heapq.heappush(queue, _Region(guess=True, bound=bound, low=low, high=low))
+            if not region.guess:
+                left = min(left, bound)
+        left = min([left, *(r.bound for r in queue if not r.guess)])
+        return _Answer(solution=best, bound=left, byte_price=price)
+
+    @cached_property
+    def _in_flight(self) -> list[np.ndarray]:
+        """For each node, the least bytes that each of its configs has in flight: bytes [K]."""
+        p = self.problem
+        return p.account.in_flight_at_least(p.graph, self.mesh, p.pricing.space(self.mesh).configs)
+
+    @property
+    def _least(self) -> float:
+        return max((float(f.min()) for f in self._in_flight), default=0.0)
+
+    def _profile(self, aside: float) -> MemoryProfile:
+        """The limit, minus the bytes set aside. Raises Infeasible if nothing is left."""
+        p, space = self.problem, self.problem.pricing.space(self.mesh)
+        if aside > self.limit:
+            raise Infeasible(f"{aside:,.0f} bytes are in flight at least, more than the limit")
+        return p.account.profile(p.graph, self.mesh, space.configs, self.limit - aside, p.optimizer)
+
+    def _attempt(self, region: _Region, below: float, price: float, close: bool) -> _Attempt | None:
+        """Search a region. Returns None if nothing is left of the limit or of a node's configs, or if nothing fits."""
+        p, space = self.problem, self.problem.pricing.space(self.mesh)
+
+        def solve_within(tables: CostTables, known: Known, part: float) -> Solution:
+            allowed = _forbid(tables, self._in_flight, region.high)
+            known = replace(known, below=below, byte_price=price, close=close and known.close)
+            left = self.spent.left_s()
+            seconds = None if left is None else left / 2 * part  # the rest is for other attempts
+            found = solve(allowed, wanted, seconds, gap=_ENOUGH, rounds=_MOST_ROUNDS, known=known)
+            self.spent.operations += found.work
+            return found
+
+        try:
+            wanted = self._profile(region.low)
+            solution = p.pricing.solve(self.mesh, solve_within, below, close)
+        except Infeasible:
+            return None
+        if not solution.feasible or solution.cost >= below:
+            nothing = Memory(parameters=0, gradients=0, optimizer=0, activations=0, buffers=0)
+            return _Attempt(solution=solution, memory=nothing, unseen=0.0, alone=0.0)
+        chosen = list(zip(space.graph.nodes, space.configs, solution.choice, strict=True))
+        memory = memory_of(p, {n.name: cfg[i] for n, cfg, i in chosen}, self.mesh)
+        unseen = p.account.unseen(memory, float(wanted.usage(solution.choice).max()))
+        alone = max((float(f[i]) for f, i in zip(self._in_flight, solution.choice, strict=True)), default=0.0)
+        return _Attempt(solution=solution, memory=memory, unseen=unseen, alone=alone)
+
+
+def _forbid(tables: CostTables, flight: Sequence[np.ndarray], most: float) -> CostTables:
+    """Forbid the configs that alone have more bytes in flight. Equal vectors remain one array."""
+    if not any((f > most).any() for f in flight):
+        return tables
+    same: dict[tuple[int, bytes], np.ndarray] = {}
+    costs = []
+    for cost, f in zip(tables.node_costs, flight, strict=True):
+        over = f > most
+        key = (id(cost), over.tobytes())
+        costs.append(same.setdefault(key, np.where(over, np.inf, cost) if over.any() else cost))
+    return replace(tables, node_costs=tuple(costs))

@@ -1,0 +1,133 @@
+"""Make a plan from a strategy of a problem."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import pase
+from pase.baselines import Baseline, Skipped
+from pase.compiler.meshes.search import Found
+from pase.compiler.problem.problem import SplitProblem
+from pase.ir import Graph, digest
+from pase.machine import Mesh
+from pase.plan.assemble import assemble, axes_by_use
+from pase.plan.remarks import remarked
+from pase.plan.types import PlanData, Tried
+from pase.tables.itemize import collectives, local_work, node_costs
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The memory limit of a plan in bytes per device; None means no limit.
+
+    misfit: why nothing fits, and what would; None if something does. methods: method -> bytes that its strategy needs
+    on a device.
+    """
+
+    limit: int | None = None
+    misfit: str | None = None
+    methods: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_LIMIT = Fit()
+
+
+def plan_found(
+    problem: SplitProblem,
+    found: Found,
+    name: str,
+    traced: Traced,
+    seconds: Mapping[str, float],
+    given: Sequence[Baseline] = (),
+    skipped: Sequence[Skipped] = (),
+    fit: Fit = NO_LIMIT,
+    proven: Mapping[str, str] | None = None,
+) -> PlanData:
+    """The plan of the strategy that the search found. fit: the memory limit of that search. proven: what its provenance
+    says besides."""
+    s = found.solution
+    plan = assemble(
+        problem.graph,
+        axes_by_use(problem.graph, found.mesh, found.configs),
+        found.configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=s.cost,
+        bound=s.bound,
+        optimal=s.optimal,
+        baselines={b.name: b.cost for b in given},
+        skipped={b.name: b.reason for b in skipped},
+        tried=[Tried(mesh=m.sizes, cost=c) for m, c in found.tried],
+        seconds=seconds,
+        provenance={**provenance_of(problem.graph, s.method, s.certificate), **(proven or {})},
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=problem.variant.accumulate,
+        remat=problem.variant.blocks,
+        once=problem.variant.once,
+        beside=problem.pricing.beside,
+    )
+    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
+    return remarked(fitted, problem.graph, problem.machine)
+
+
+def plan_of(
+    problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced
+) -> PlanData:
+    """The plan of a strategy that was not searched for (a baseline, or a transferred one), priced in the same way."""
+    moved = collectives(problem.graph, mesh, configs, problem.model)
+    work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
+    costs = node_costs(work, moved)
+    cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
+    plan = assemble(
+        problem.graph,
+        mesh,
+        configs,
+        model=problem.model,
+        machine=problem.machine,
+        name=name,
+        optimizer=problem.optimizer,
+        cost=cost,
+        bound=0.0,
+        optimal=False,
+        baselines={},
+        skipped={},
+        tried=[],
+        seconds={},
+        provenance=provenance_of(problem.graph, "given", "none"),
+        traced=traced,
+        graph_digest=digest(traced.graph),
+        accumulate=problem.variant.accumulate,
+        remat=problem.variant.blocks,
+        once=problem.variant.once,
+        beside=problem.pricing.beside,
+    )
+    return remarked(plan, problem.graph, problem.machine)
+
+
+def provenance_of(graph: Graph, method: str, certificate: str) -> dict[str, str]:
+    """How a plan was made, as the plan records it."""
+    versions = {"pase": pase.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    versions |= {k: sys.modules[k].__version__ for k in ("jax", "numpy") if k in sys.modules}
+    return {
+        **versions,
+        **graph.meta,
+        "edges": str(len(graph.edges)),
+        "search": method,
+        "certificate": certificate,
+        **({"target": "dtensor"} if graph.one_axis_a_dim else {}),
+        **({"fixed": json.dumps(sorted(graph.fixed))} if graph.fixed else {}),
+    }

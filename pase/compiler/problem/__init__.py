@@ -1,0 +1,1 @@
+"""The problem to solve: its options, variants and prices."""

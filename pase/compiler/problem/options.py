@@ -1,0 +1,344 @@
+"""The options of a compilation. Each is stated once, for the API's signature and help and for the command line."""
+
+# Annotations are evaluated here: the options' types are read. Nothing heavy is imported, so that help comes at once.
+
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+
+from pase.compiler.problem.pairs import parse_chances, parse_places, parse_sizes
+from pase.errors import PaseError
+from pase.files.quantities import parse_bytes
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from pase.machine import Machine
+
+__all__ = ["CompileOptions", "Flag", "PlanTarget", "takes_options"]
+
+R = TypeVar("R")
+
+PlanTarget = Literal["any", "dtensor"]
+"""For which program a plan is made: a strategy that the program cannot express is not searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """How the command line takes an option. names: its flags; if there are none, only the API has the option.
+
+    minimum: of a number. pairs: a parser of NAME=VALUE texts, for an option that may be given several times.
+    """
+
+    names: tuple[str, ...] = ()
+    metavar: str | None = None
+    minimum: int | None = None
+    pairs: Callable[[Sequence[str] | None], Mapping[object, object]] | None = None
+
+
+def _option(default: Any, says: str, *names: str, **flag: Any) -> Any:
+    """A field of ``CompileOptions``. says: its help, in one sentence or several."""
+    return field(default=default, metadata={"help": says, "flag": Flag(names=names, **flag)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileOptions:
+    """The options of ``pase.compile``, made from user input. Raises PaseError for invalid values."""
+
+    devices: int = _option(MISSING, "How many devices to split the model over.", "--devices", "-n", minimum=1)
+    mesh: str | None = _option(
+        None,
+        "Fix the mesh: 4x8, or with names data=4,model=8. Default: every mesh of at most max_axes axes is searched.",
+        "--mesh",
+    )
+    machine: "str | Path | Machine | None" = _option(  # noqa: RUF009 it is a field
+        None,
+        "A name ('pase machines') or a .toml file (in Python also a Machine). Default: h100x8.",
+        "--machine",
+    )
+    cost_model: str = _option(
+        "analytic", "analytic: seconds on the machine; paper: PaSE's FLOP-equivalents.", "--cost-model"
+    )
+    optimizer: str = _option(
+        "adam",
+        "The optimizer, whose state is counted and whose update is priced: sgd, momentum, adam, …",
+        "--optimizer",
+    )
+    unknown: Literal["error", "replicate"] = _option(
+        "error",
+        "What to do with an op that has no rule: 'error', or 'replicate' (the op is not split).",
+        "--unknown",
+    )
+    dims: Mapping[str, int] | None = _option(
+        None,
+        "Bind a symbolic size of the model (batch=64), or set how often a while loop runs (while0=100).",
+        "--dim",
+        "--trips",
+        metavar="NAME=SIZE",
+        pairs=parse_sizes,
+    )
+    mode: Literal["train", "inference", "step"] = _option(
+        "train",
+        "'train': the model is a loss; its gradient and update are priced with it. 'inference': the model is any "
+        "function; nothing is trained. 'step': the model is a whole train step, step(params, opt_state, *batch) -> "
+        "(params, opt_state, …).",
+        "--mode",
+    )
+    objective: Literal["latency", "throughput"] = _option(
+        "latency",
+        "'latency': the fewest seconds for one call. 'throughput': the most examples per second and device, with a "
+        "batch as large as memory allows. The batch size must be left open (a zoo model without batch=, or one "
+        "symbolic size); powers of two are tried.",
+        "--objective",
+    )
+    carry: Mapping[int, Tree] | None = _option(
+        None,
+        "What one call passes to the next, such as batch statistics or a KV cache: batch argument -> the position of "
+        "its next value in the function's result. For example {1: 1} or {1: (1, 'batch_stats')}; on the command line "
+        "1=1 or 1=1.batch_stats. Both values get the same layout.",
+        "--carry",
+        metavar="ARGUMENT=PLACE",
+        pairs=parse_places,
+    )
+    chances: Mapping[str, Sequence[float]] | None = _option(
+        None,
+        "How likely each branch of a conditional is: {'cond0': (0.9, 0.1)}; on the command line cond0=0.9,0.1. cond0 "
+        "is the first conditional of the program, and its first branch is taken if the condition is false. Default: "
+        "the most expensive branch is always taken.",
+        "--chance",
+        metavar="NAME=CHANCES",
+        pairs=parse_chances,
+    )
+    loss: Callable[..., Tree] | None = _option(  # noqa: RUF009 it is a field
+        None,
+        "For a PyTorch module that does not return its loss: loss(module, *batch) -> scalar.",
+    )
+    max_axes: int = _option(3, "Search meshes of at most this many axes.", minimum=1)
+    meshes: Literal["few", "all"] = _option(
+        "few",
+        "Which meshes the answer is proven over. 'few': those of at most max_axes axes. 'all': every mesh of the "
+        "devices; those of more axes are searched as far as they may be cheaper, which takes seconds for each, and the "
+        "plan names those that remain.",
+        "--meshes",
+    )
+    baselines: bool = _option(
+        True,
+        "Also price data parallelism, FSDP, Megatron, …. The answer is never worse than any of them.",
+    )
+    memory_limit: float | str | None = _option(
+        "machine",
+        "How much a device may hold: a number of bytes, such as 80GiB or 16e9; 'machine': its memory minus what the "
+        "machine file reserves; 'none': no limit. Finds the cheapest strategy whose predicted memory fits. If none "
+        "fits, 'machine' gives the best strategy without a limit and a warning; a given size raises an error.",
+        "--memory-limit",
+    )
+    accumulate: int | None = _option(
+        None,
+        "Number of micro-batches in a step, whose gradients are summed; the loss must be a mean over the batch. "
+        "Default: 1, or what the memory limit requires.",
+        "--accumulate",
+        minimum=1,
+    )
+    remat: Literal["auto", "none", "attention", "light", "all"] = _option(
+        "auto",
+        "What backward recomputes in repeated blocks (a loop's body, equal layers) that the model does not mark "
+        "itself: 'none'; 'attention'; 'light' work (everything but products with weights and fused attention); 'all'; "
+        "or 'auto', the cheapest within the memory limit.",
+        "--remat",
+    )
+    once: Literal["none", "gathers", "all", "auto"] = _option(
+        "none",
+        "What is sent once a step of parameters that are split, not for each micro-batch and each time that backward "
+        "recomputes: 'none'; 'gathers', after which they stay gathered; 'all', also the sums of gradients, which stay "
+        "unsummed; 'auto', the cheapest within the memory limit. plan.jax lowers such a plan by hand.",
+        "--once",
+    )
+    uneven: Literal["whole", "padded"] = _option(
+        "whole",
+        "Dims that the devices do not divide. 'whole': they are split as far as they divide. 'padded': the model is "
+        "also searched with these dims padded, parameters and batch too, and the cheaper plan is taken; plan.jax puts "
+        "the padding on and takes it off. For JAX programs that hand nothing to their next call.",
+        "--uneven",
+    )
+    precision: Literal["model", "fp8"] = _option(
+        "model",
+        "Precision of products with weights. 'model': the model's own types. 'fp8': all but the last in eight bits, at "
+        "the machine's rate, including the traffic of scaling. Your program has to request fp8 itself: plan.jax runs "
+        "the model's own types.",
+        "--precision",
+    )
+    overlap: Literal["none", "parameters", "machine"] = _option(
+        "machine",
+        "What runs beside compute. 'parameters': gathers of parameters and sums of gradients; only what compute cannot "
+        "hide, by position, is priced. 'machine': the same, in training, if the machine file says that collectives "
+        "overlap with compute. 'none': nothing; compute and communication are added up.",
+        "--overlap",
+    )
+    decompose: Literal["none", "products"] = _option(
+        "none",
+        "Which collectives between compute the executor takes apart. 'products': gathers and scatters beside products "
+        "with weights run during them, piece by piece (collective matmul, async tensor parallelism); what a piece does "
+        "not hide is priced. Your executor has to do it. 'none': they are waited for.",
+        "--decompose",
+    )
+    target: PlanTarget = _option(  # noqa: RUF009 it is a field
+        "any",
+        "Search only what this program can express. 'dtensor': TensorFlow DTensor splits each dim of a tensor along "
+        "one mesh dim; the plan is the cheapest of that kind, for pase emit --to dtensor. Default 'any': everything is "
+        "searched.",
+        "--for",
+    )
+    pipeline: int | str = _option(
+        "none",
+        "Cut the model into stages on groups of devices: 'none', 'auto' (if that is cheaper) or the number of groups. "
+        "The mesh is then that of one group. The plan runs in JAX, stage by stage.",
+        "--pipeline",
+        metavar="none|auto|N",
+    )
+    stage_schedule: str = _option(
+        "auto",
+        "The order in which stages run micro-batches. 'auto': the fastest of those that run stage by stage; or one of "
+        "them, such as 1f1b, interleaved or zb-h1; 'circular' runs as one JAX program.",
+        "--stage-schedule",
+    )
+    work: float = _option(
+        60.0,
+        "Work for the searches under a memory limit and over pipelines: about what a quiet core does in so many "
+        "seconds, counted and not timed, so that the answer does not depend on what else runs. A search that has spent "
+        "it may be inexact; the plan says so.",
+        "--work",
+    )
+    time_limit: float | None = _option(
+        None,
+        "Seconds after which these searches stop wherever they are. Default: no clock is asked.",
+        "--time-limit",
+    )
+
+    def __post_init__(self) -> None:
+        from pase.tables.work import OPTIMIZERS
+
+        if not _whole(self.devices):
+            raise PaseError(f"devices must be a positive whole number, got {self.devices!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise PaseError(f"no optimizer '{self.optimizer}'; known: {', '.join(OPTIMIZERS)}")
+        if not self.work > 0 or (self.time_limit is not None and not self.time_limit >= 0):
+            raise PaseError(
+                f"work is a positive number of seconds and time_limit one of zero or more, got {self.work!r} and "
+                f"{self.time_limit!r}"
+            )
+        if self.accumulate is not None and not _whole(self.accumulate):
+            raise PaseError(f"accumulate must be a positive number of micro-batches, got {self.accumulate!r}")
+        if self.meshes == "all" and (self.mesh is not None or self.ranks):
+            raise PaseError(
+                "meshes='all' proves what one program without stages costs on every mesh: leave out mesh and a number "
+                "of groups"
+            )
+        if self.meshes == "all" and self.once == "auto":
+            raise PaseError(
+                "meshes='all' proves one way to run the step: with it once is 'none', 'gathers' or 'all'"
+            )
+        if self.pipeline not in ("none", "auto") and self.ranks is None:
+            raise PaseError(
+                f"pipeline is 'none', 'auto' or a number of groups above 1, not {self.pipeline!r}"
+            )
+        if self.target != "any" and self.pipeline != "none":
+            raise PaseError(f"target '{self.target}' takes no stages: leave out pipeline (--pipeline)")
+        if self.pipeline != "none" and self.uneven != "whole":
+            raise PaseError("uneven='padded' takes no stages: leave out pipeline (--pipeline)")
+        if self.pipeline != "none" and self.once in ("gathers", "all"):
+            raise PaseError(
+                f"once='{self.once}' is for steps without stages; stages choose for themselves what is sent once"
+            )
+        if self.decompose != "none" and self.overlap == "none":
+            raise PaseError(
+                f"decompose='{self.decompose}' runs collectives beside compute, and overlap='none' runs nothing beside "
+                "it: leave out one of them"
+            )
+        if self.stage_schedule != "auto":
+            from pase.pipeline.registry import SCHEDULES
+
+            _ = SCHEDULES[self.stage_schedule]
+            if self.pipeline == "none":
+                raise PaseError(
+                    f"stage_schedule='{self.stage_schedule}' is of stages: give pipeline=N or 'auto' (--pipeline)"
+                )
+        for name, choices in _choices().items():
+            if getattr(self, name) not in choices:
+                *most, last = map(repr, choices)
+                raise PaseError(f"{name} is {', '.join(most)} or {last}, not {getattr(self, name)!r}")
+
+    @property
+    def ranks(self) -> int | None:
+        """The number of groups of devices for the stages, if one is given."""
+        text = str(self.pipeline)
+        return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 and int(text) > 1 else None
+
+    def limit_bytes(self, machine: "Machine") -> float | None:
+        """The memory limit on this machine in bytes, or None if there is no limit. Raises PaseError if it is not a
+        size.
+        """
+        if self.memory_limit is None or self.memory_limit == "none":
+            return None
+        if self.memory_limit == "machine":
+            return float(machine.device.usable_bytes)
+        if isinstance(self.memory_limit, str):
+            return parse_bytes(self.memory_limit, "memory limit", "80GiB, 16e9, machine or none")
+        if not self.memory_limit > 0:
+            raise PaseError(
+                f"memory limit {self.memory_limit}: expected a size such as 80GiB, 16e9, machine or none"
+            )
+        return float(self.memory_limit)
+
+
+def _whole(n: object) -> bool:
+    return isinstance(n, int) and not isinstance(n, bool) and n >= 1
+
+
+def _choices() -> dict[str, tuple[str, ...]]:
+    """The options that accept a fixed set of words."""
+    return {f.name: get_args(f.type) for f in fields(CompileOptions) if get_origin(f.type) is Literal}
+
+
+def takes_options(function: Callable[..., R]) -> Callable[..., R]:
+    """Let callers pass each option as a keyword to a function that takes ``options: CompileOptions``.
+
+    The signature of the function, and its docstring at the line ``{options}``, then list the options.
+    """
+    taken = fields(CompileOptions)
+    given = inspect.signature(function)
+    plain = [p for p in given.parameters.values() if p.name != "options"]
+    listed = [_parameter(f) for f in taken]
+    order = sorted([*plain, *listed], key=lambda p: p.kind)  # a stable sort: keywords stay where they are
+    signature = given.replace(parameters=order)
+
+    @functools.wraps(function)
+    def called(*args: object, **keywords: Any) -> R:
+        try:
+            signature.bind(*args, **keywords)
+        except TypeError as e:
+            raise TypeError(f"{function.__name__}(): {e}") from None
+        chosen = {f.name: keywords.pop(f.name) for f in taken if f.name in keywords}
+        return function(*args, options=CompileOptions(**chosen), **keywords)
+
+    called.__signature__ = signature  # type: ignore[attr-defined]
+    if function.__doc__ is not None:  # python -OO has none
+        called.__doc__ = function.__doc__.replace("{options}", _help(taken))
+    return called
+
+
+def _parameter(f: Field[object]) -> inspect.Parameter:
+    default = inspect.Parameter.empty if f.default is MISSING else f.default
+    return inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=f.type)
+
+
+def _help(taken: tuple[Field[object], ...]) -> str:
+    lines = (
+        textwrap.fill(
+            f"{f.name}: {f.metadata['help']}", 110, subsequent_indent=" " * 8, initial_indent=" " * 4
+        )
+        for f in taken
+    )
+    return "\n".join(lines).lstrip()

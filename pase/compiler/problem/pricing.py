@@ -1,0 +1,217 @@
+"""How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
+
+``Summed``: nothing overlaps. ``BesideCompute``: collectives of parameters overlap with compute, by position. A new mode
+is a class with these members, registered in ``PRICINGS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from pase.compiler.problem.overlap import Beside
+from pase.ir import Graph
+from pase.machine import CostModel, Mesh
+from pase.registry import Registry
+from pase.search import Known, Solution, solve
+from pase.search.check import cost_of
+from pase.tables import CostTables
+from pase.tables.beside import StepTables, edges_at, nodes_at, passes_of
+from pase.tables.build import Space, build, config_space, edge_tables, phase_costs
+from pase.tables.pieces import slowed
+from pase.tables.types import EdgeTable
+
+__all__ = ["PRICINGS", "BesideCompute", "Solver", "Summed"]
+
+Solver = Callable[[CostTables, Known, float], Solution]
+"""Solves tables under further conditions: (tables, what is known of them without those, fraction of the available time
+in (0, 1])."""
+
+PRICINGS: Registry[type[Summed]] = Registry("overlap")
+"""``CompileOptions.overlap`` -> what it means."""
+
+
+@PRICINGS.register("none")
+class Summed:
+    """A step takes the sum of its compute and its communication. Tables are built once per mesh."""
+
+    def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
+        self.graph, self.model, self.optimizer = graph, model, optimizer
+        self._tables: dict[tuple[int, ...], tuple[CostTables, Space]] = {}
+        self._free: dict[tuple[int, ...], Solution] = {}
+        self._configs: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
+
+    @property
+    def beside(self) -> float | None:
+        """The value that plans record (``PlanData.beside``)."""
+        return None
+
+    def configs(self, mesh: Mesh) -> tuple[np.ndarray, ...]:
+        """The configs of ``space(mesh)``, per node int8 [K, axes], without its tables."""
+        if mesh.sizes not in self._configs:
+            self._configs[mesh.sizes] = config_space(self.graph, mesh, self.model)
+        return self._configs[mesh.sizes]
+
+    def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
+        """The additive cost tables of a mesh. They depend on the sizes of its axes, not on their names."""
+        if mesh.sizes not in self._tables:
+            self._tables[mesh.sizes] = build(
+                self.graph, mesh, self.model, self.optimizer, among=self.configs(mesh)
+            )
+        return self._tables[mesh.sizes]
+
+    def space(self, mesh: Mesh) -> Space:
+        """The configs that are searched on a mesh."""
+        return self.tables(mesh)[1]
+
+    def solve(
+        self,
+        mesh: Mesh,
+        solver: Solver | None = None,
+        below: float = np.inf,
+        close: bool = True,
+    ) -> Solution:
+        """The cheapest strategy on a mesh, as choices in ``space(mesh)``. solver: adds conditions, such as a memory
+        limit; None: there are none. below: strategies of that cost or more need not be found. close: whether to close,
+        as far as labels suffice, the gap to the bound that is left with a solver."""
+        if solver is not None:
+            return solver(self.tables(mesh)[0], Known(free=self._free.get(mesh.sizes)), 1.0)
+        if mesh.sizes not in self._free:
+            self._free[mesh.sizes] = solve(self.tables(mesh)[0])
+        return self._free[mesh.sizes]
+
+    def glance(self, mesh: Mesh) -> float:
+        """A lower bound on the strategies of a mesh, from as little work as gives one."""
+        return self.solve(mesh).bound
+
+    def close(self, mesh: Mesh, below: float) -> Solution:
+        """What ``solve`` found, with a smaller gap to its bound. below: strategies of that cost need not be found."""
+        return self.solve(mesh)
+
+    def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
+        """Tables in which no strategy costs more than its real cost, and their optimum. It is the best known bound."""
+        return self.tables(mesh)[0], self.solve(mesh)
+
+    def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Costs of each node's configs, float64 [K]. With those of ``edge_bounds`` added, no strategy costs more than
+        its real cost. among: per node its configs, int8 [K, axes]."""
+        return [n.total for n in phase_costs(self.graph, among, mesh, self.model, self.optimizer)]
+
+    def edge_bounds(
+        self, mesh: Mesh, among: Sequence[np.ndarray], along: Sequence[int]
+    ) -> tuple[EdgeTable, ...]:
+        """Tables of some edges to go with ``node_bounds``. along: indices in ``graph.edges``."""
+        return edge_tables(self.graph, among, mesh, self.model, along)
+
+    def solve_among(
+        self, mesh: Mesh, among: Sequence[np.ndarray], tables: CostTables, below: float
+    ) -> Solution:
+        """The cheapest strategy among some configs. tables: theirs, of ``node_bounds`` and ``edge_bounds``. below:
+        strategies of that cost or more need not be found. Raises Infeasible if there is none."""
+        return solve(tables)
+
+    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
+        """The cost of a strategy: node name -> int8 [axes]. summed: its cost if nothing overlaps, where it is known."""
+        if summed is not None:
+            return summed
+        tables, space = self.tables(mesh)
+        return cost_of(tables, space.index(configs))
+
+
+@PRICINGS.register("parameters")
+class BesideCompute(Summed):
+    """Collectives of parameters overlap with the compute of their pass, as far as their position allows
+    (``pase.tables.beside``)."""
+
+    def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
+        super().__init__(graph, model, optimizer)
+        self._searches: dict[tuple[int, ...], Beside] = {}
+        self._passes = passes_of(graph, self.beside)
+        self._cheapest, self._weights = np.inf, self._passes.longest
+
+    @property
+    def beside(self) -> float:
+        return slowed(self.model.machine)
+
+    def search(self, mesh: Mesh) -> Beside:
+        """The search of a mesh, with its prices by part."""
+        if mesh.sizes not in self._searches:
+            tables = StepTables.of(self.graph, mesh, self.model, self.optimizer, self.configs(mesh))
+            self._searches[mesh.sizes] = Beside(tables=tables, passes=self._passes)
+        return self._searches[mesh.sizes]
+
+    def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
+        if mesh.sizes not in self._tables:
+            parts = self.search(mesh).tables
+            self._tables[mesh.sizes] = parts.summed, parts.space
+        return self._tables[mesh.sizes]
+
+    def space(self, mesh: Mesh) -> Space:
+        return self.search(mesh).tables.space
+
+    def solve(
+        self,
+        mesh: Mesh,
+        solver: Solver | None = None,
+        below: float = np.inf,
+        close: bool = True,
+    ) -> Solution:
+        found = self.search(mesh)
+        if solver is not None:
+            s = found.solve(
+                lambda w: solver(found.at(w), Known(free=found.means.get(w), close=not close), 1 / 4),
+                below,
+                _ENOUGH,
+            )
+            return found.close_within(s, lambda t, known: solver(t, known, 1 / 2), below) if close else s
+        if mesh.sizes not in self._free:
+            self._free[mesh.sizes] = s = found.solve(found.mean, below, likely=(self._weights,))
+            if s.cost < self._cheapest:
+                self._cheapest, self._weights = s.cost, found.best
+        return self._free[mesh.sizes]
+
+    def glance(self, mesh: Mesh) -> float:
+        if mesh.sizes in self._free:
+            return self._free[mesh.sizes].bound
+        found = self.search(mesh)
+        return found.mean(found.best).bound
+
+    def close(self, mesh: Mesh, below: float) -> Solution:
+        self._free[mesh.sizes] = self.search(mesh).close(self.solve(mesh), below)
+        return self._free[mesh.sizes]
+
+    def bounding(self, mesh: Mesh) -> tuple[CostTables, Solution]:
+        found = self.search(mesh)
+        return found.at(found.best), found.mean(found.best)
+
+    def node_bounds(self, mesh: Mesh, among: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """At the weights of the cheapest strategy found so far."""
+        return nodes_at(self.graph, among, mesh, self.model, self.optimizer, self._between)
+
+    def edge_bounds(
+        self, mesh: Mesh, among: Sequence[np.ndarray], along: Sequence[int]
+    ) -> tuple[EdgeTable, ...]:
+        return edges_at(self.graph, among, mesh, self.model, along, self._between)
+
+    def solve_among(
+        self, mesh: Mesh, among: Sequence[np.ndarray], tables: CostTables, below: float
+    ) -> Solution:
+        first = solve(tables)
+        if first.bound >= below:
+            return first
+        parts = StepTables.of(self.graph, mesh, self.model, self.optimizer, among)
+        search = Beside(tables=parts, passes=self._passes, best=self._weights)
+        return search.close(search.solve(search.mean, below), below)
+
+    @property
+    def _between(self) -> np.ndarray:
+        return self._passes.between(self._weights)
+
+    def cost(self, mesh: Mesh, configs: Mapping[str, np.ndarray], summed: float | None = None) -> float:
+        found = self.search(mesh)
+        return found.cost(found.tables.space.index(configs))
+
+
+_ENOUGH = 1e-4
+"""The relative gap at which a search under further conditions may stop."""

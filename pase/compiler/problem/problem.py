@@ -1,0 +1,195 @@
+"""The problem to solve: a graph to split over the devices of a machine, under a cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pase.compiler.problem.variants import Variant, graph_of
+from pase.errors import PaseError
+from pase.frontends.registry import NotInParts
+from pase.ir import FixedLayout, Remark
+from pase.ir.fixed import FREE_LAYOUTS
+from pase.tables.fixed import why_not
+
+if TYPE_CHECKING:
+    from pase.compiler.problem.options import PlanTarget
+    from pase.compiler.problem.pricing import Summed
+    from pase.frontends.registry import Traced
+    from pase.ir import Graph
+    from pase.machine import CostModel, Machine, Mesh
+    from pase.memory.accounts import Account
+    from pase.tables import CostTables
+    from pase.tables.build import Space
+
+__all__ = ["Progress", "SplitProblem"]
+
+Progress = Callable[[str], None]
+
+_MOST_PRIME_AXES = 4
+"""The mesh of prime factors is also searched if it has at most this many axes."""
+
+
+def _limited(graph: Graph, target: PlanTarget, fixed: Mapping[str, FixedLayout]) -> Graph:
+    """The graph with the limits of what the target can express, and with the layouts that the user fixed."""
+    graph = replace(graph, one_axis_a_dim=True) if target == "dtensor" else graph
+    if not fixed:
+        return graph
+    paths = [f"'{layout.path}'" for layout in fixed.values()]
+    some = ", ".join(paths[:_MOST_NAMED]) + (
+        f" and {more} more" if (more := len(paths) - _MOST_NAMED) > 0 else ""
+    )
+    mesh = next(iter(fixed.values())).mesh
+    what = f"{some} {'is' if len(paths) == 1 else 'are'} kept as your arrays lie on the mesh {mesh}"
+    remarks = (*graph.remarks, Remark("assumed", f"{what}; the search decides the rest"))
+    return replace(graph, fixed=fixed, remarks=remarks)
+
+
+_MOST_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitProblem:
+    """A graph to split over the devices of a machine, under a cost model. overlap, target: as in ``CompileOptions``."""
+
+    graph: Graph
+    devices: int
+    machine: Machine
+    model: CostModel
+    optimizer: str
+    variant: Variant
+    overlap: str = "none"
+    target: PlanTarget = "any"
+
+    @classmethod
+    def of(
+        cls,
+        raw: Graph,
+        devices: int,
+        machine: str | Path | Machine | None,
+        cost_model: str,
+        optimizer: str,
+        overlap: str = "none",
+        target: PlanTarget = "any",
+        fixed: Mapping[str, FixedLayout] | None = None,
+    ) -> SplitProblem:
+        """The problem of a traced graph as written. overlap: also "machine". fixed: ``Graph.fixed``.
+
+        Raises PaseError if it has sizes that are not bound, or if no strategy keeps what is fixed.
+        """
+        from pase import costmodels
+        from pase.ir import named, simplify
+        from pase.machine import DEFAULT, Machine
+        from pase.machine import load as load_machine
+        from pase.memory.live import is_trained
+
+        if raw.symbols:
+            raise PaseError(
+                f"model '{raw.name}' has symbolic sizes {', '.join(raw.symbols)}: bind them "
+                f"to search: dims={{'{raw.symbols[0]}': 64}}, or --dim {raw.symbols[0]}=64"
+            )
+        m = (
+            machine
+            if isinstance(machine, Machine)
+            else load_machine(machine if machine is not None else DEFAULT)
+        )
+        graph, priced = _limited(named(simplify(raw)), target, fixed or {}), costmodels.get(cost_model, m)
+        _check_fixed(graph, devices)
+        if overlap == "machine":
+            overlap = "parameters" if m.overlaps and priced.unit == "s" and is_trained(graph) else "none"
+        return cls(
+            graph=graph,
+            devices=devices,
+            machine=m,
+            model=priced,
+            optimizer=optimizer,
+            variant=Variant(),
+            overlap=overlap,
+            target=target,
+        )
+
+    def varied(self, traced: Traced, variant: Variant) -> SplitProblem:
+        """The same problem for another way to run the step. Raises NotInParts if a micro-batch cannot be split as the
+        user keeps the batch."""
+        graph = _limited(graph_of(traced, variant), self.target, self.graph.fixed)
+        own = _own_mesh(graph)
+        if own is not None and (why := why_not(graph, own)) is not None:
+            raise NotInParts(f"of {variant.accumulate} micro-batches, {why}")
+        return replace(self, graph=graph, variant=variant)
+
+    def meshes(self, mesh: str | None, max_axes: int) -> list[Mesh]:
+        """The meshes to search: the given one, or all with at most the allowed number of axes. If the user fixed
+        layouts: the mesh of these, and those that divide its axes further.
+
+        Raises PaseError if the given one cannot hold what is fixed.
+        """
+        from pase.machine import mesh_from, meshes
+
+        own = _own_mesh(self.graph)
+        if mesh is not None:
+            asked = mesh_from(mesh, self.devices)
+            if own is not None and (why := why_not(self.graph, asked)) is not None:
+                raise PaseError(f"{why}: leave out mesh, or give it as {_text(own)}")
+            return [asked if own is None or "=" in mesh else _named_after(self.graph, asked)]
+        if own is None or own.devices != self.devices:
+            return meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES)
+        every = meshes(self.devices, self.machine, max_axes, max_prime_axes=_MOST_PRIME_AXES, distinct=False)
+        finer = [m for m in every if m.sizes != own.sizes and why_not(self.graph, m) is None]
+        return [own, *(_named_after(self.graph, m) for m in finer)]
+
+    @cached_property
+    def pricing(self) -> Summed:
+        """How seconds add up, with the tables built for it so far."""
+        from pase.compiler.problem.pricing import PRICINGS
+
+        return PRICINGS[self.overlap](self.graph, self.model, self.optimizer)
+
+    @property
+    def account(self) -> Account:
+        """How memory is counted."""
+        from pase.memory.accounts import account_for
+
+        return account_for(self.machine, self.graph, self.pricing.beside is not None)
+
+    def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
+        """The additive cost tables of a mesh, built once."""
+        return self.pricing.tables(mesh)
+
+
+def _own_mesh(graph: Graph) -> Mesh | None:
+    """The mesh over which the user's arrays lie."""
+    from pase.machine import Mesh
+
+    own = next((layout.mesh for layout in graph.fixed.values()), None)
+    return None if own is None else Mesh(names=own.names, sizes=own.sizes)
+
+
+def _named_after(graph: Graph, mesh: Mesh) -> Mesh:
+    """A mesh that divides the axes of the user's, with their names: data, or data_0 and data_1."""
+    own = next(iter(graph.fixed.values())).mesh
+    parts = own.parts(mesh.sizes) or {}
+    names = [
+        f"{name}_{i}" if len(axes) > 1 else name for name, axes in parts.items() for i in range(len(axes))
+    ]
+    return replace(mesh, names=tuple(names)) if len(set(names)) == len(mesh.sizes) else mesh
+
+
+def _text(mesh: Mesh) -> str:
+    return repr(",".join(f"{name}={size}" for name, size in zip(mesh.names, mesh.sizes, strict=True)))
+
+
+def _check_fixed(graph: Graph, devices: int) -> None:
+    """PaseError if no strategy keeps what the user fixed."""
+    first, own = next(iter(graph.fixed.values()), None), _own_mesh(graph)
+    if first is None or own is None:
+        return
+    if own.devices != devices:
+        raise PaseError(
+            f"'{first.path}' lies on the mesh {first.mesh} of {own.devices} devices, and the plan is for {devices}: "
+            f"give devices={own.devices}, or {FREE_LAYOUTS}"
+        )
+    if (why := why_not(graph, own)) is not None:
+        raise PaseError(f"{why}. Lay it out otherwise, or {FREE_LAYOUTS}")

@@ -1,0 +1,278 @@
+"""Ways to run a step in less memory: micro-batches with summed gradients, and recomputation of repeated blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from pase.errors import PaseError
+from pase.frontends.registry import NotInParts
+from pase.ir.blocks import (
+    Block,
+    Once,
+    accumulated,
+    again_text,
+    attention_cores,
+    kept_results,
+    once_text,
+    rematerialised,
+)
+from pase.ir.precision import FP8, in_fp8
+from pase.once import once
+from pase.tables.pieces import Decompose, decomposed
+
+if TYPE_CHECKING:
+    from pase.compiler.problem.options import CompileOptions
+    from pase.frontends.jax.frontend import TracedJax
+    from pase.frontends.registry import Traced
+    from pase.ir import Graph
+
+__all__ = ["BlockWays", "ProductPrecision", "Variant", "block_ways", "graph_of", "recomputed", "variants"]
+
+ProductPrecision = Literal["model", "fp8"]
+"""Precision of products with weights: the model's own, or eight bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights.
+
+    once: what of parameters is sent once a step, not for each micro-batch and for each time that it is read. decompose:
+    which collectives the executor takes apart.
+    """
+
+    accumulate: int = 1
+    blocks: tuple[Block, ...] = ()
+    precision: ProductPrecision = "model"
+    once: Once = "none"
+    decompose: Decompose = "none"
+
+    def __str__(self) -> str:
+        parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
+        parts += once_text(self.once)
+        return " and ".join([*parts, *again_text(self.blocks)]) or "as written"
+
+
+def graph_of(traced: Traced, variant: Variant) -> Graph:
+    """The graph of a variant, for the search. Raises PaseError if the batch is not divisible."""
+    from pase.ir import named, simplify
+
+    raw = traced.graph
+    if variant.accumulate > 1:
+        raw = _micro(traced, variant.accumulate).graph
+    graph = named(simplify(rematerialised(raw, variant.blocks), raw))
+    if variant.accumulate > 1:
+        _check_micro(traced, graph, variant.accumulate)
+    exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
+    exact = decomposed(exact) if variant.decompose == "products" else exact
+    return accumulated(exact, variant.accumulate, variant.once)
+
+
+@once
+def _micro(traced: Traced, micro_batches: int) -> Traced:
+    """The model on one micro-batch, if the batch is divided into this many."""
+    return block_ways(traced).micro(traced, micro_batches)
+
+
+def _check_micro(traced: Traced, graph: Graph, micro_batches: int) -> None:
+    """Raises NotInParts if micro-batches would give other numbers. graph: a micro-batch's."""
+    from pase.frontends.jax.frontend import TracedJax
+    from pase.frontends.torch.frontend import TracedTorch
+
+    part = _micro(traced, micro_batches)
+    if isinstance(traced, TracedTorch) and isinstance(part, TracedTorch):
+        from pase.frontends.torch.batch import micro_sums
+
+        micro_sums(traced, part, graph, micro_batches)
+    elif isinstance(traced, TracedJax) and isinstance(part, TracedJax):
+        from pase.frontends.jax.batch import check_mean
+        from pase.frontends.jax.blocks import batch_size
+
+        if traced.written is not None:  # padding adds masks and no sums, and hides numbers behind them
+            _check_written(traced.written, micro_batches)
+        elif (
+            batch_size(traced) == micro_batches
+        ):  # the batch's dim is gone: micro-batches of two examples are checked
+            _check_halves(traced)
+        else:
+            check_mean(traced, part, graph, micro_batches)
+
+
+@once
+def _check_written(traced: TracedJax, micro_batches: int) -> None:
+    from pase.ir import named, simplify
+
+    _check_micro(traced, named(simplify(_micro(traced, micro_batches).graph)), micro_batches)
+
+
+@once
+def _check_halves(traced: TracedJax) -> None:
+    from pase.frontends.jax.batch import check_mean
+    from pase.frontends.jax.blocks import batch_size, on_batch
+    from pase.ir import named, simplify
+
+    pairs, odd = divmod(batch_size(traced), 2)
+    whole, part = on_batch(traced, 4) if odd or pairs == 1 else traced, on_batch(traced, 2)
+    check_mean(whole, part, named(simplify(part.graph)), 2 if whole is not traced else pairs)
+
+
+def _meet(traced: Traced, graph: Graph) -> str | None:
+    """Where examples of the batch meet, so that micro-batches would give other numbers; None: nowhere."""
+    from pase.frontends.jax import batch as jax_batch
+    from pase.frontends.jax.frontend import TracedJax
+    from pase.frontends.torch import batch as torch_batch
+    from pase.frontends.torch.frontend import TracedTorch
+
+    if isinstance(traced, TracedJax):
+        return jax_batch.examples_meet(traced, graph)
+    return torch_batch.examples_meet(traced, graph) if isinstance(traced, TracedTorch) else None
+
+
+class BlockWays(Protocol):
+    """How a frontend finds blocks in what it traced, and traces it on a part of the batch."""
+
+    def micro(self, traced: Any, micro_batches: int, /) -> Traced: ...
+    def blocks_of(self, traced: Any, /, *, marked: bool = False) -> tuple[Block, ...]: ...
+    def batch_size(self, traced: Any, /) -> int: ...
+
+
+def block_ways(traced: Traced) -> BlockWays:
+    """Those of the frontend that read it. Raises NotInParts for a frontend that has none."""
+    if traced.frontend == "jax":
+        from pase.frontends.jax import blocks as jax_blocks
+
+        return jax_blocks
+    if traced.frontend == "torch":
+        from pase.frontends.torch import blocks as torch_blocks
+
+        return torch_blocks
+    raise NotInParts(
+        f"'{traced.graph.name}' was read by the {traced.frontend} frontend: micro-batches, recomputation and stages "
+        f"need a JAX function or a PyTorch module"
+    )
+
+
+def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: bool) -> Iterator[list[Variant]]:
+    """The variants to try, in order, grouped by number of micro-batches. The first applies if memory is no constraint:
+    no other takes less time, but those that differ in ``once`` alone.
+
+    graph: the simplified one. limited: within a memory. What the options fix stays fixed: accumulate=None, remat="auto"
+    and once="auto" fix nothing.
+    """
+    accumulate, remat = options.accumulate, options.remat
+    trained = getattr(traced, "mode", "train") == "train"  # what is not trained keeps nothing for a backward
+    if accumulate not in (None, 1) and not trained:
+        raise PaseError(
+            f"only a loss is run in micro-batches, not a model with mode='{getattr(traced, 'mode', '')}'"
+        )
+    marked = any(op.remat for n in graph.nodes for op in n.ops)
+    free = limited and traced.frontend in ("jax", "torch") and trained
+    if remat in ("auto", "none"):
+        regions = list(_regions(traced)) if remat == "auto" and free else [()]
+    else:
+        regions = [recomputed(traced, remat)]
+        if not regions[0] and not (remat == "all" and marked):
+            raise PaseError(
+                f"'{graph.name}' has no repeated block{_LACKS[remat]} to compute again: no loop over layers, no three "
+                f"equal layers{', none that is not marked' if marked else ''}; mark regions with jax.checkpoint or "
+                f"torch.utils.checkpoint"
+            )
+    mixed = _meet(traced, graph) if free or accumulate not in (None, 1) else None
+    if accumulate not in (None, 1) and mixed:
+        raise NotInParts(
+            f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
+        )
+    sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
+    asked = _asked_once(options.once, traced, trained)
+    groups = [
+        [
+            Variant(accumulate=k, blocks=b, precision=options.precision, once=o, decompose=options.decompose)
+            for b in regions
+            for o in _sent_once(asked, k, bool(b) or marked)
+        ]
+        for k in sizes
+    ]
+    if asked in ("gathers", "all") and all(v.once == "none" for group in groups for v in group):
+        raise PaseError(
+            f"once='{asked}': this step sends nothing of its parameters twice, since it has one micro-batch"
+            f"{'' if asked == 'all' else ' and computes nothing again'}; set accumulate"
+        )
+    yield from groups
+
+
+def _asked_once(once: Once | Literal["auto"], traced: Traced, trained: bool) -> Once | Literal["auto"]:
+    """What may be sent once; nothing where no program of ours could run it."""
+    if traced.frontend == "jax" and trained:
+        return once
+    if once in ("none", "auto"):
+        return "none"
+    raise PaseError(
+        f"once='{once}': only a loss in JAX is run so, and '{traced.graph.name}' is "
+        + ("not trained" if traced.frontend == "jax" else f"of the {traced.frontend} frontend")
+    )
+
+
+def _sent_once(once: Once | Literal["auto"], micro_batches: int, again: bool) -> tuple[Once, ...]:
+    """What is sent once, the most of it first, as far as that differs. again: recomputation reads parameters again."""
+    differ: tuple[Once, ...] = ("none",)
+    if micro_batches > 1:
+        differ = ("all", "gathers", "none")
+    elif again:
+        differ = ("gathers", "none")
+    if once == "auto":
+        return differ
+    return (once,) if once in differ else (differ[0] if once == "all" else "none",)
+
+
+_LACKS = {"all": "", "light": " with products", "attention": " with an attention"}
+_MANY = 3
+"""If there are more blocks than this, recomputing half of them is also tried."""
+
+
+def recomputed(traced: Traced, what: str) -> tuple[Block, ...]:
+    """The repeated blocks that the model does not mark itself, as backward recomputes them.
+
+    what: "attention", from the scores to the result; "light", everything but results of products with weights and of
+    fused attention; or "all".
+    """
+    return _in_part(traced.graph, block_ways(traced).blocks_of(traced), what)
+
+
+def _in_part(raw: Graph, blocks: tuple[Block, ...], what: str) -> tuple[Block, ...]:
+    """The part of the blocks that is recomputed."""
+    if what == "attention":
+        return attention_cores(raw, blocks)
+    if what == "light":
+        light = tuple(replace(b, again="light") for b in blocks)
+        return light if kept_results(raw, light) else ()
+    return blocks
+
+
+def _regions(traced: Traced) -> Iterator[tuple[Block, ...]]:
+    """Sets of ops to recompute, in order of work: nothing, the attention of each block, light work, all of half of the
+    blocks with light work in the others, everything.
+    """
+    whole = recomputed(traced, "all")
+    attention, light = (_in_part(traced.graph, whole, what) for what in ("attention", "light"))
+    yield ()
+    yield from (blocks for blocks in (attention, light) if blocks and blocks != whole)
+    if len(whole) > _MANY:
+        half = len(whole) // 2
+        yield whole[:half]
+        if light:
+            yield (*whole[:half], *light[half:])
+    if whole:
+        yield whole
+
+
+def _powers(traced: Traced) -> Iterator[int]:
+    yield 1
+    try:
+        size = block_ways(traced).batch_size(traced)
+    except PaseError:
+        return
+    k = 2
+    while size % k == 0:
+        yield k
+        k *= 2

@@ -1,0 +1,446 @@
+"""What no pipeline of some ranks, micro-batches and mesh can beat, under a schedule and within each rank's memory.
+
+A stage's seconds and bytes are a vector of features (``features``). Under every split, a weighted sum of them is
+at least what a search over the tables with these weights finds: a half-space per direction, for each number of
+blocks. A linear program over the stages' vectors and numbers of blocks then bounds the step: each action ends after
+those that it waits for (``pase.pipeline.potentials``), and each moment at which a rank may hold most is a row. The
+program's dual prices are the directions in which its answer is too good to be true; they are searched next. (Kelley
+1960; the Lagrangian dual of the choice of splits.)
+
+The bound counts in parts of blocks and mixes splits within a stage. It holds for every cut, and every split and way to
+recompute of each stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.stages.features import Feature, direction, running, slower_may_weigh_less
+from pase.compiler.stages.menu import StageRole, StageSplit, StageTables, roles_of
+from pase.errors import Infeasible, PaseError
+from pase.pipeline.beside import starts
+from pase.pipeline.bounds import paths
+from pase.pipeline.cuts import moments
+from pase.pipeline.potentials import StepRows, path_rows, step_rows
+from pase.pipeline.simulate import Path, simulate
+from pase.pipeline.types import Kind, Schedule, StageTimes
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_array
+
+__all__ = ["StageBounds"]
+
+_ROUNDS = 12
+_MOST_ACTIONS = 5000
+"""Of schedules with more actions only some paths are rows: programs of all of them take too long."""
+_ENOUGH, _STILL = 1e-3, 3
+"""The bound of a schedule is final once this many consecutive rounds raise it by less than this part."""
+_DIRECTIONS, _NEAR = 4, 5e-3
+"""How many directions are searched for each role in a round, and how different they are."""
+_PRICES = (0.2, 1.0)
+_FIRST = (
+    running(forward=1, input=1, weight=1),
+    running(forward=1),
+    running(input=1),
+    running(weight=1),
+    direction(before=1),
+    direction(sums=1),
+    direction(after=1),
+    running(input=1, weight=1),
+)
+"""Directions to begin with, besides that of the whole step."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _HalfSpace:
+    """weights @ features >= base + slope * blocks, for every split of a stage. touched: splits that come nearest: a
+    stage's tables and the choice of configs in them."""
+
+    weights: np.ndarray
+    base: float
+    slope: float
+    touched: tuple[tuple[StageTables, np.ndarray], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Relaxation:
+    """step_s: the program's. stages: its features of each stage; directions: what they are worth to it; both float64
+    [stages, features].
+    """
+
+    step_s: float
+    stages: np.ndarray
+    directions: np.ndarray
+    used: frozenset[int]
+    """``id`` of the half-spaces that it rests on."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Climb:
+    """The bound of a schedule, which every round of a program and its searches may raise.
+
+    taken: the program's rows that no round changes; moments: how many of them, the last ones, are of bytes.
+    best: seconds so far; infinite if nothing fits. still: consecutive rounds that hardly raised it. some: known paths;
+    exact: whether all paths are rows, but in the first round. active: the half-spaces in the program; seen: how many of
+    all known ones it has had.
+    """
+
+    schedule: Schedule
+    roles: tuple[StageRole, ...]
+    taken: csr_array
+    moments: int
+    some: list[Path]
+    exact: bool
+    active: dict[StageRole, list[_HalfSpace]]
+    seen: dict[StageRole, int]
+    best: float = 0.0
+    still: int = 0
+    rounds: int = 0
+
+    @property
+    def final(self) -> bool:
+        """Whether more rounds are not worth their time."""
+        return np.isinf(self.best) or self.still >= _STILL or self.rounds >= _ROUNDS
+
+
+@dataclass(kw_only=True, eq=False)
+class StageBounds:
+    """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
+
+    limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that
+    activations take at least to the next stage, and gradients back. sites: of each rank; empty: all are equal.
+    """
+
+    tables: Sequence[StageTables]
+    ranks: int
+    limit: float | np.ndarray
+    send_s: tuple[float, float] = (0.0, 0.0)
+    sites: tuple[int, ...] = ()
+    known: dict[StageRole, list[_HalfSpace]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.sites = self.sites or (0,) * self.ranks
+        self.limits = np.broadcast_to(np.asarray(self.limit, float), (self.ranks,))
+        finite = self.limits[np.isfinite(self.limits)]
+        bytes_unit = float(finite.max(initial=0.0)) or 1.0
+        self.unit = np.where(np.arange(len(Feature)) < Feature.STATIC, 1.0, bytes_unit)
+
+    @property
+    def blocks(self) -> int:
+        return self.tables[0].places.blocks
+
+    def least_s(self, s: Schedule, below: float = np.inf, rounds: int = _ROUNDS) -> float:
+        """Seconds that no pipeline under the schedule beats; infinite if none fits. Ends at ``below``."""
+        climb = self.climb(s)
+        while climb.rounds < rounds and not climb.final and climb.best < below:
+            self.lift(climb)
+        return climb.best
+
+    def climb(self, s: Schedule) -> Climb:
+        """The bound of a schedule before its first round."""
+        roles = roles_of(s, self.sites)
+        for role in dict.fromkeys(roles):
+            if role not in self.known:
+                self.known[role] = []
+                for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
+                    self._search(role, weights)
+        held = self._moments(s)
+        return Climb(
+            schedule=s,
+            roles=roles,
+            taken=self._taken(s, held, np.tile(self._scale(), s.stages)),
+            moments=len(held),
+            some=list(paths(s)),
+            exact=sum(map(len, s.orders)) <= _MOST_ACTIONS,
+            active={role: [] for role in roles},
+            seen=dict.fromkeys(roles, 0),
+        )
+
+    def lift(self, c: Climb) -> None:
+        """One more round: the program, and searches in the directions in which its answer is too good to be true."""
+        s = c.schedule
+        c.rounds += 1
+        for role, hs in c.active.items():  # with what other schedules' rounds have found
+            hs += self.known[role][c.seen[role] :]
+            c.seen[role] = len(self.known[role])
+        try:
+            every = c.exact and c.rounds > 1  # a few paths tell which schedules are worth more
+            found = self._program(c, step_rows(s) if every else path_rows(s, c.some))
+        except Infeasible:
+            c.best = np.inf
+            return
+        c.still = c.still + 1 if found.step_s < c.best * (1 + _ENOUGH) else 0
+        c.best = max(c.best, found.step_s)
+        if c.final:
+            return
+        if not c.exact:
+            c.some.append(simulate(s, self._times(s, found.stages)).path)
+        c.active = {role: [h for h in hs if id(h) in found.used] for role, hs in c.active.items()}
+        for role, weights in self._asked(c.roles, found.directions):
+            self._search(role, weights)
+
+    def least_of(self, schedules: Sequence[Schedule], below: float) -> list[float]:
+        """Bounds of some schedules, of which the least is as high as rounds make it, or ``below``: a schedule whose
+        bound is not the least needs no more rounds."""
+        climbs = [self.climb(s) for s in schedules]
+        while climbs:
+            lowest = min(climbs, key=lambda c: c.best)
+            if lowest.best >= below or lowest.final:
+                break
+            self.lift(lowest)
+        return [c.best for c in climbs]
+
+    def ways(self, role: StageRole) -> list[StageSplit]:
+        """The splits that come nearest to the half-spaces that were searched, each once."""
+        found = (t.split_by(role, choice) for h in self.known[role] for t, choice in h.touched)
+        return list({id(w): w for w in found}.values())
+
+    def _at(self, site: int) -> list[StageTables]:
+        return [t for t in self.tables if t.site == site]
+
+    def _least_buffers(self, role: StageRole) -> float:
+        return min(t.least_buffers(role) for t in self._at(role.site))
+
+    def _bytes(self, site: int) -> Iterator[np.ndarray]:
+        """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
+        limit = float(self.limits[self.sites.index(site)])
+        if np.isinf(limit):
+            return
+        first = self._at(site)[0]
+        step = first.step
+        each = first.least(StageRole(site=site), self.blocks, step) / self.ranks / limit
+        yield from (direction(static=1), direction(kept=1), direction(waiting=1))
+        for flying in (self.ranks / 2, self.ranks):
+            held = direction(static=1, kept=flying)
+            yield held
+            yield from (step + price * each * held for price in _PRICES)
+
+    def _asked(
+        self, roles: Sequence[StageRole], directions: np.ndarray
+    ) -> Iterator[tuple[StageRole, np.ndarray]]:
+        """Directions to search next: those that differ most from each other and from those that were searched."""
+        unit = directions * self.unit
+        size = np.abs(unit).max(axis=1)
+        for role in dict.fromkeys(roles):
+            mine = [k for k, r in enumerate(roles) if r == role and size[k] > 0]
+            had = [h.weights * self.unit for h in self.known[role]]
+            far = {k: min(np.abs(unit[k] / size[k] - h / np.abs(h).max()).max() for h in had) for k in mine}
+            for _ in range(_DIRECTIONS):
+                k = max(far, key=far.__getitem__, default=None)
+                if k is None or far[k] < _NEAR:
+                    break
+                yield role, directions[k]
+                far = {
+                    i: min(d, float(np.abs(unit[i] / size[i] - unit[k] / size[k]).max()))
+                    for i, d in far.items()
+                }
+
+    def _times(self, s: Schedule, stages: np.ndarray) -> StageTimes:
+        exposed = np.zeros((2, s.ranks))
+        for back, r, weights in self._exposed(s):
+            exposed[back, r] = max(exposed[back, r], float((weights * stages).sum()))
+        return StageTimes.of(
+            *(stages[:, : Feature.FORWARD_SENT] + stages[:, Feature.FORWARD_SENT : Feature.BEFORE]).T,
+            ranks=s.ranks,
+            send=np.array(self.send_s)[:, None],
+            before=exposed[0],
+            after=exposed[1],
+        )
+
+    def _exposed(self, s: Schedule) -> Iterator[tuple[int, int, np.ndarray]]:
+        """What a rank does before its first action (0) or after its last (1) takes at least each of: (which, the rank,
+        weights of each stage's features [stages, features]).
+
+        Of gathers and sums these are the first and the last of ``pase.pipeline.beside``'s lines, without the one block
+        that has nothing beside it.
+        """
+        for back, moved in enumerate((Feature.BEFORE, Feature.SUMS)):
+            for r in range(s.ranks):
+                every = starts(s, r, back=bool(back))
+                slow = self._at(self.sites[r])[0].slow
+                out = np.zeros((s.stages, len(Feature)))
+                out[[x.stage for x in every], moved] = slow
+                out[:, Feature.AFTER] = back * (np.array(s.rank_of) == r)
+                yield back, r, out
+                for x in every if slow < 1 else ():
+                    out = out.copy()  # what was sent before stays sent
+                    out[x.stage, moved] = 1.0
+                    hidden = x.ahead.copy()
+                    hidden[x.kind, x.stage] += 1
+                    yield back, r, out - _worked(hidden)
+
+    def _search(self, role: StageRole, weights: np.ndarray) -> None:
+        """The half-space of a direction is then known."""
+        weights = weights / np.abs(weights * self.unit).max()
+        free = not weights[Feature.STATIC :].any()  # in seconds alone the first tables are the least
+        tables = self._at(role.site)[: 1 if free and not slower_may_weigh_less(weights) else None]
+        touched = list[tuple[StageTables, np.ndarray]]()
+
+        def least(blocks: float) -> float:
+            best, nearest = np.inf, None
+            priced = [(t, t.weighted(role, blocks, weights)) for t in tables]
+            for least, t, priced_ in sorted(((p.least_sum, t, p) for t, p in priced), key=lambda x: x[0]):
+                if least >= best:
+                    break
+                found = t.found(priced_)
+                if found.bound < best:
+                    best, nearest = float(found.bound), (t, found.choice)
+            if nearest is not None:
+                touched.append(nearest)
+            return best
+
+        if not role.ends:  # without ends all grows with the blocks
+            base, slope = 0.0, least(self.blocks) / self.blocks
+        else:  # the least over splits is concave in the blocks: no less than its chord
+            low, high = 1, max(self.blocks - self.ranks + 1, 2)
+            at_low, at_high = least(low), least(high)
+            slope = (at_high - at_low) / (high - low)
+            base = at_low - slope * low
+        self.known[role].append(_HalfSpace(weights=weights, base=base, slope=slope, touched=tuple(touched)))
+
+    def _program(self, c: Climb, steps: StepRows) -> _Relaxation:
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array, hstack, vstack
+
+        s, active, scale = c.schedule, c.active, self._scale()
+        many = s.stages
+        # Columns: blocks of each stage, its features, and those of the schedule's rows.
+        features = many * len(Feature)
+        width, step = many + features + steps.columns, many + features + len(Kind) * many + 2 * s.ranks
+        taken, held = c.taken, c.moments
+        rows = [
+            hstack([csr_array((steps.rows.shape[0], many + features)), steps.rows]),
+            hstack(
+                [csr_array((taken.shape[0], many)), taken, csr_array((taken.shape[0], width - step))],
+                format="csr",
+            ),
+        ]
+        send = np.broadcast_to(np.array(self.send_s)[:, None], (2, many - 1))
+        tops = [steps.tops(send) / scale[0], np.zeros(taken.shape[0] - held), np.ones(held)]
+        spaces, bases, owners = _spaces(c.roles, active, scale, width)
+        rows, tops = [*rows, *spaces], [*tops, *bases]
+        every = vstack(rows, format="csr")
+        self.tables[0].spent.cells += every.nnz
+        found = linprog(  # type: ignore[call-overload]  # its stub knows no sparse rows
+            (np.arange(width) == step).astype(float),
+            A_ub=every,
+            b_ub=np.concatenate(tops),
+            A_eq=(np.arange(width) < many).astype(float)[None],
+            b_eq=[float(self.blocks)],
+            bounds=[(1.0, float(self.blocks))] * many + [(0.0, np.inf)] * (width - many),
+            method="highs-ipm",  # three times as fast as the simplex method for large programs
+        )
+        if found.status == 2:
+            raise Infeasible(f"no blocks fit under schedule '{s.name}'")
+        if found.status != 0 or found.x is None or found.fun is None:
+            raise PaseError(f"the program of a pipeline's bound was not solved: {found.message}")
+        prices = -found.ineqlin.marginals
+        _, paid, rest = np.split(prices, np.cumsum([steps.rows.shape[0], taken.shape[0]]))
+        worth = (rows[1].T @ paid)[many : many + features].reshape(many, len(Feature))
+        used = set[int]()
+        for role, count in owners:
+            mine, rest = np.split(rest, [count])
+            on = np.flatnonzero(mine.reshape(-1, len(active[role])).any(axis=0))
+            used |= {id(active[role][int(i)]) for i in on}
+        return _Relaxation(
+            step_s=float(found.fun) * scale[0],
+            stages=found.x[many : many + features].reshape(many, len(Feature)) * scale,
+            directions=worth * scale[0] / scale,
+            used=frozenset(used),
+        )
+
+    def _taken(self, s: Schedule, moments: np.ndarray, scale: np.ndarray) -> csr_array:
+        """Rows of what actions take, of what ranks do before and after them, and last of what each rank holds: in the
+        stages' features, scaled, and in the schedule's columns up to the step. Bytes are at most 1, seconds 0."""
+        from scipy.sparse import csr_array, eye_array, hstack, kron, vstack
+
+        of_kind = np.zeros((len(Kind), len(Feature)))
+        for kind, row in zip(Kind, of_kind, strict=True):
+            row[:] = _worked(np.eye(len(Kind))[:, [kind]])[0]
+            row[Feature.FORWARD_SENT : Feature.BEFORE] = row[: Feature.FORWARD_SENT]
+        actions = vstack([kron(eye_array(s.stages), row[None]) for row in of_kind])
+        exposed, held = list(self._exposed(s)), csr_array(moments.reshape(len(moments), scale.size) * scale)
+        ends = np.array([back * s.ranks + r for back, r, _ in exposed])
+        return vstack(
+            [
+                hstack(
+                    [actions, -eye_array(len(Kind) * s.stages), csr_array((actions.shape[0], 2 * s.ranks))]
+                ),
+                hstack(
+                    [
+                        csr_array(np.array([w.ravel() for _, _, w in exposed])),
+                        csr_array((len(exposed), len(Kind) * s.stages)),
+                        -csr_array(np.eye(2 * s.ranks)[ends]),
+                    ]
+                ),
+                *(
+                    [hstack([held, csr_array((len(moments), actions.shape[0] + 2 * s.ranks))])]
+                    if len(moments)
+                    else []
+                ),
+            ],
+            format="csr",
+        )
+
+    def _scale(self) -> np.ndarray:
+        """Of the features, in the program: a rank's step, the limit."""
+        role = next(iter(self.known))
+        first = self.known[role][0]
+        unit = abs(first.base) + first.slope * self.blocks / self.ranks
+        unit /= float(np.abs(first.weights).max())
+        return np.where(np.arange(len(Feature)) < Feature.STATIC, max(unit, 1e-12), self.unit)
+
+    def _moments(self, s: Schedule) -> np.ndarray:
+        """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, as parts of its
+        limit less the least that its ops need, float64 [moments, stages, features]."""
+        rank, least = np.array(s.rank_of), [self._least_buffers(role) for role in roles_of(s, self.sites)]
+        room = self.limits - [
+            max(x for x, at in zip(least, rank, strict=True) if at == r) for r in range(s.ranks)
+        ]
+        of, held = moments(s)
+        of, held = (x[np.isfinite(room[of])] for x in (of, held))
+        out = np.zeros((len(of), s.stages, len(Feature)))
+        out[:, :, Feature.STATIC] = rank == of[:, None]
+        out[:, :, Feature.KEPT], out[:, :, Feature.WAITING] = held[:, 0], held[:, 1]
+        parts: np.ndarray = out / np.maximum(room[of], 1.0)[:, None, None]
+        return parts
+
+
+def _spaces(
+    roles: Sequence[StageRole],
+    active: Mapping[StageRole, Sequence[_HalfSpace]],
+    scale: np.ndarray,
+    width: int,
+) -> tuple[list[csr_array], list[np.ndarray], list[tuple[StageRole, int]]]:
+    """The program's rows of half-spaces, their right sides, and how many are of each role. scale: of the features."""
+    from scipy.sparse import csr_array
+
+    rows, tops, owners = list[csr_array](), list[np.ndarray](), list[tuple[StageRole, int]]()
+    many, line = len(roles), 1 + len(Feature)
+    for role, hs in ((role, hs) for role, hs in active.items() if hs):
+        at = np.array([k for k, r in enumerate(roles) if r == role])
+        weights = np.array([h.weights for h in hs]) * scale
+        size = np.abs(weights).max(axis=1)
+        lines = np.hstack([np.array([[h.slope] for h in hs]), -weights]) / size[:, None]
+        columns = np.hstack([at[:, None], many + at[:, None] * len(Feature) + np.arange(len(Feature))])
+        count = len(hs) * len(at)
+        data = np.broadcast_to(lines, (len(at), *lines.shape)).ravel()
+        where = np.broadcast_to(columns[:, None], (len(at), len(hs), line)).ravel()
+        rows.append(csr_array((data, where, np.arange(count + 1) * line), shape=(count, width)))
+        tops.append(np.tile(-np.array([h.base for h in hs]) / size, len(at)))
+        owners.append((role, count))
+    return rows, tops, owners
+
+
+def _worked(runs: np.ndarray) -> np.ndarray:
+    """How often actions run, float64 [kinds, stages], as weights of their compute, float64 [stages, features]."""
+    out = np.zeros((runs.shape[1], len(Feature)))
+    whole = runs[Kind.BACKWARD]
+    out[:, Feature.FORWARD] = runs[Kind.FORWARD]
+    out[:, Feature.INPUT] = runs[Kind.INPUT] + whole
+    out[:, Feature.WEIGHT] = runs[Kind.WEIGHT] + whole
+    return out

@@ -1,0 +1,167 @@
+"""Where a model's nodes are in a chain of unequal units (``pase.ir.narrow``), and what a range of these units has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from pase.compiler.stages.places import Places, StagePart, places_of
+from pase.errors import Infeasible
+from pase.ir import Graph
+from pase.ir.blocks import Block, holders
+from pase.ir.narrow import UnitChain, chain_of, loops_over_layers, op_work
+
+__all__ = ["UnitPlaces", "UnitRange", "divided"]
+
+UnitRange = tuple[int, int]
+"""Units of a chain: (first, end)."""
+_ONCE = "once"
+"""The part of what several turns of a loop read as it is."""
+_MOST_BESIDE = 0.5
+"""Of written-out equal blocks: if more of the work than this is outside of them, the model is cut by narrow places."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnitPlaces(Places):
+    """chain: of the model. ranges: node -> the units that have it. Several ranges, one for each reader, for a parameter
+    and for what is computed from parameters or from the batch alone. by_turn: nodes of which each turn of a loop has
+    its part; a stack that several loops read is there whole in each stage with a turn of one of them, as it is run.
+    parameters: trained ones.
+    """
+
+    chain: UnitChain
+    ranges: Mapping[str, frozenset[UnitRange]]
+    by_turn: frozenset[str]
+    parameters: frozenset[str]
+
+    def share(self, node: str, units: UnitRange) -> float:
+        """How much of a node's work a stage with these units has."""
+        if node in self.by_turn:
+            return sum(_overlap(r, units) / (r[1] - r[0]) for r in self.ranges[node])
+        return float(any(_overlap(r, units) for r in self.ranges[node]))
+
+    def apart(self, node: str, unit: int) -> float:
+        """How much of a node's work is this unit's and never another's."""
+        alone = [b - a for a, b in self.ranges[node]] == [1]
+        return self.share(node, (unit, unit + 1)) if alone or node in self.by_turn else 0.0
+
+    def within(self, units: UnitRange) -> Places:
+        """The places of what a stage with these units has. What several of them read is there once."""
+        parts: dict[str, tuple[StagePart, ...]] = {}
+        for name, found in self.ranges.items():
+            first = min((max(r[0], units[0]) for r in found if _overlap(r, units)), default=None)
+            if first is not None:
+                label = self.labels[first]
+                parts[name] = (label if name in self.by_turn or self.sizes[label] == 1 else _ONCE,)
+        return Places(parts=parts, blocks=self.blocks, crossing=(), numbers={}, sizes=self.sizes)
+
+    def parts_in(self, units: UnitRange) -> list[StagePart]:
+        """The parts of a stage with these units: what is there once, then one for each unit."""
+        return [_ONCE, *self.labels[slice(*units)]]
+
+    @cached_property
+    def labels(self) -> list[StagePart]:
+        """The part of each unit: all turns of a loop have one."""
+        first = {u: a for a, b in self.chain.loops.values() for u in range(a, b)}
+        return [f"unit {first.get(u, u)}" for u in range(self.blocks)]
+
+    def shared(self, units: UnitRange) -> tuple[str, ...]:
+        """Parameters that these units read, and units outside of them too."""
+        return tuple(
+            name
+            for name in self.parameters - self.by_turn
+            if any(_overlap(r, units) for r in self.ranges[name])
+            and not all(units[0] <= r[0] and r[1] <= units[1] for r in self.ranges[name])
+        )
+
+    def stages_of(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        ends = [sum(cuts[: k + 1]) for k in range(len(cuts))]
+        stages = [(end - many, end) for end, many in zip(ends, cuts, strict=True)]
+        out = {}
+        for name, found in self.ranges.items():
+            mine = tuple(k for k, s in enumerate(stages) if any(_overlap(r, s) for r in found))
+            if len(mine) < len(cuts):
+                out[name] = mine or (0,)
+        return out
+
+
+def _overlap(a: UnitRange, b: UnitRange) -> int:
+    return max(min(a[1], b[1]) - max(a[0], b[0]), 0)
+
+
+def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | None = None) -> Places:
+    """Where a model is cut: between the equal blocks of its one loop over layers, or of layers that are written out and
+    hold most of its work; any other model between its narrow places, a ``UnitPlaces``.
+
+    chain: of the same model, if it is known: one that recomputes nothing. Raises Infeasible if it has none.
+    """
+    if chain is not None:
+        return _by_units(graph, chain)
+    loops = loops_over_layers(graph)
+    # Where there are other loops too (over time, over chunks of the loss), how often a node runs does not say whether
+    # a layer has it.
+    layers = len(loops) == 1 or (len(written_out) > 1 and _beside(graph, written_out) < _MOST_BESIDE)
+    if layers and len(loops) < 2 and loops.keys() == _outermost_loops(graph):
+        return places_of(graph, written_out)
+    chain = chain_of(graph, written_out)
+    if chain.units < 2:
+        raise Infeasible(
+            f"'{graph.name}' cannot be cut into stages: it is one product, or one loop, as a whole"
+        )
+    return _by_units(graph, chain)
+
+
+def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
+    ranges, by_turn = _ranges(graph, chain)
+    first = {u: (a, b) for a, b in chain.loops.values() for u in range(a, b)}
+    sizes = {f"unit {first.get(u, (u, u + 1))[0]}": 1 for u in range(chain.units)}
+    sizes |= {f"unit {a}": b - a for a, b in chain.loops.values()} | {_ONCE: 1}
+    return UnitPlaces(
+        parts={name: (f"unit {first.get(min(r)[0], min(r))[0]}",) for name, r in ranges.items()},
+        blocks=chain.units,
+        crossing=(),
+        numbers={},
+        sizes=sizes,
+        chain=chain,
+        ranges=ranges,
+        by_turn=by_turn,
+        parameters=frozenset(n.name for n in graph.nodes if n.kind == "parameter"),
+    )
+
+
+def _outermost_loops(graph: Graph) -> set[str]:
+    """Paths of the scopes of the loops that are in no other loop."""
+    scopes = (op.scope for n in graph.nodes for op in n.ops)
+    around = (next((s.path for s in scope if s.kind == "loop"), None) for scope in scopes)
+    return {path for path in around if path is not None}
+
+
+def _beside(graph: Graph, blocks: Sequence[Block]) -> float:
+    """The part of the work that is outside of written-out blocks."""
+    held_by, inside, whole = holders(blocks), 0.0, 0.0
+    for n in graph.nodes:
+        whole += op_work(n)
+        inside += op_work(n) if any(held_by(op.eqn) for op in n.ops) else 0.0
+    return 1 - inside / whole if whole else 1.0
+
+
+def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRange]], frozenset[str]]:
+    """(the units that have each node, the nodes that are of a loop's turns)."""
+    loop = {f"{path}.": units for path, units in chain.loops.items()}
+    out: dict[str, frozenset[UnitRange]] = {name: frozenset([units]) for name, units in chain.of.items()}
+    by_turn = {name for name, units in chain.of.items() if units in chain.loops.values()}
+    readers: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
+    for e in graph.edges:
+        readers[e.src].append(e.dst)
+    for n in reversed(graph.nodes):
+        if n.name in out:
+            continue
+        around = {loop[s.path] for op in n.ops for s in op.scope[:1] if s.path in loop}
+        if len(around) == 1 and all(op.scope or op is n.ops[0] for op in n.ops):
+            out[n.name] = frozenset(around)
+            by_turn.add(n.name)
+        else:
+            found = frozenset[UnitRange]().union(*(out.get(r, frozenset()) for r in readers[n.name]))
+            out[n.name] = found or frozenset([(0, 1)])
+    return out, frozenset(by_turn)

@@ -1,0 +1,361 @@
+"""For each stage of a schedule a way to split it and its number of blocks, so that the busiest rank has least to do.
+
+The ways are those that the bound's searches found (``bounds``): every price of seconds and bytes has its own.
+Ranks meet in their numbers of blocks alone. For each rank, partial choices are extended stage by stage, and those stay
+that no other with as many blocks undercuts in seconds and in bytes. The numbers of blocks of the ranks are then those
+for which the longest rank is shortest. Ranks that differ from one another wait for each other, so each rank's stages
+are then tried on the others, in simulations of the whole schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.compiler.stages.menu import StageSplit
+from pase.pipeline.cuts import CutProblem, most_held
+from pase.pipeline.simulate import simulate
+from pase.pipeline.types import Schedule
+
+__all__ = ["StageChoice", "aligned", "choose_stages", "even_stages"]
+
+_NEAR = 2
+"""Numbers of blocks to try for a rank: those of its share, and so many more or fewer."""
+_STATES = 48
+"""Partial choices with one number of blocks that are kept."""
+_PATTERNS = 4
+"""Ranks' choices, the most frequent ones, that are tried on other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageChoice:
+    """splits, counts: of each stage."""
+
+    splits: tuple[StageSplit, ...]
+    counts: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Column:
+    """One stage with one number of blocks: the numbers of ways, their seconds per step [ways] and bytes at each moment
+    [ways, moments], their largest op's [ways]."""
+
+    blocks: int
+    ways: np.ndarray
+    seconds: np.ndarray
+    nbytes: np.ndarray
+    buffers: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Choices:
+    """Partial choices: their seconds [n], bytes at each moment [n, moments], and for each stage so far the way and the
+    blocks, int [n, stages, 2]."""
+
+    seconds: np.ndarray
+    nbytes: np.ndarray
+    picked: np.ndarray
+
+    def kept(self) -> _Choices:
+        """Those that no other undercuts in seconds and in bytes at the fullest moment."""
+        peak = self.nbytes.max(axis=1, initial=0.0)
+        order = np.lexsort((peak, self.seconds))
+        least = np.minimum.accumulate(peak[order])
+        lower = order[np.append(True, least[1:] < least[:-1])]
+        if len(lower) > _STATES:
+            lower = lower[np.unique(np.linspace(0, len(lower) - 1, _STATES).astype(int))]
+        return _Choices(seconds=self.seconds[lower], nbytes=self.nbytes[lower], picked=self.picked[lower])
+
+
+def choose_stages(
+    s: Schedule, ways: Sequence[Sequence[StageSplit]], shares: np.ndarray, blocks: int, limits: np.ndarray
+) -> StageChoice | None:
+    """The choice whose busiest rank has least to do, within each rank's bytes; None if none was found.
+
+    ways: of each stage. shares: part of the blocks of each rank, about. limits: float64 [ranks].
+    """
+    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [once[id(some)] for some in ways]
+    most = [_most_blocks(s, r, _on(s, r, of), float(limits[r])) for r in range(s.ranks)]
+    if sum(most) < blocks:
+        return None
+    for near in (_NEAR, 3 * _NEAR, blocks):
+        found = [
+            _of_rank(s, r, _on(s, r, of), *_near(s, r, blocks * float(shares[r]), near), float(limits[r]))
+            for r in range(s.ranks)
+        ]
+        counts = _shared(found, blocks)
+        if counts is not None or near >= blocks:
+            break
+    return None if counts is None else _picked(s, ways, found, counts)
+
+
+def even_stages(
+    s: Schedule, ways: Sequence[Sequence[StageSplit]], blocks: int, limits: np.ndarray
+) -> StageChoice | None:
+    """The same if stages have equal numbers of blocks, those nearest to both ends one fewer where it takes that.
+
+    Every stage waits for the longest in its chain, however little its rank has to do."""
+    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [once[id(some)] for some in ways]
+    most = -(-blocks // s.stages)
+    number = np.full(s.stages, most)
+    inwards = np.argsort(np.minimum(np.arange(s.stages), np.arange(s.stages)[::-1] - 0.5), kind="stable")
+    number[inwards[: most * s.stages - blocks]] -= 1
+    rank = np.array(s.rank_of)
+    counts = [int(number[rank == r].sum()) for r in range(s.ranks)]
+    found = [
+        _of_rank(s, r, _on(s, r, of), [[int(n)] for n in number[rank == r]], n, n, float(limits[r]))
+        for r, n in enumerate(counts)
+    ]
+    return _picked(s, ways, found, counts) if all(found) else None
+
+
+def _picked(
+    s: Schedule,
+    ways: Sequence[Sequence[StageSplit]],
+    found: Sequence[dict[int, tuple[float, np.ndarray]]],
+    counts: Sequence[int],
+) -> StageChoice:
+    """The choice with these numbers of blocks of the ranks."""
+    splits, many = dict[int, StageSplit](), np.zeros(s.stages, np.int64)
+    for r, n in enumerate(counts):
+        mine = [k for k, rank in enumerate(s.rank_of) if rank == r]
+        for k, (way, of_stage) in zip(mine, found[r][n][1], strict=True):
+            splits[k], many[k] = ways[k][int(way)], of_stage
+    return StageChoice(
+        splits=tuple(splits[k] for k in range(s.stages)),
+        counts=many,
+    )
+
+
+def aligned(
+    choice: StageChoice, made: Callable[[tuple[StageSplit, ...]], CutProblem]
+) -> tuple[float, StageChoice]:
+    """(seconds of the step, infinite if it does not fit; the choice, with the stages of one rank on others where the
+    schedule is then shorter). made: splits of all stages -> the problem of their cuts."""
+
+    def seconds(c: StageChoice) -> float:
+        problem = made(c.splits)
+        rows, room = problem.memory_rows
+        if len(rows) and (rows @ c.counts > room * (1 + 1e-9)).any():
+            return np.inf
+        return simulate(problem.schedule, problem.times(c.counts)).step_s
+
+    s = made(choice.splits).schedule
+    best = seconds(choice)
+    for more in _moves(s, choice):
+        tried = more(choice)
+        now = best if tried is None else seconds(tried)
+        if tried is not None and now < best:
+            choice, best = tried, now
+    return best, choice
+
+
+def _moves(s: Schedule, choice: StageChoice) -> Iterator[Callable[[StageChoice], StageChoice | None]]:
+    """Another rank's splits and numbers of blocks on all ranks, then on single ones; not on those of both ends."""
+    of = [[k for k, at in enumerate(s.rank_of) if at == r] for r in range(s.ranks)]
+    inner = [r for r in range(s.ranks) if r not in (s.rank_of[0], s.rank_of[-1])]
+
+    def pattern(c: StageChoice, r: int) -> tuple[tuple[int, int], ...]:
+        return tuple((id(c.splits[k]), int(c.counts[k])) for k in of[r])
+
+    seen = Counter(pattern(choice, r) for r in inner)
+    common = [next(r for r in inner if pattern(choice, r) == p) for p, _ in seen.most_common(_PATTERNS)]
+
+    def onto(source: int, ranks: Sequence[int], c: StageChoice) -> StageChoice | None:
+        """With the first choice's stages of one rank on those ranks that have as many blocks."""
+        splits, counts = list(c.splits), c.counts.copy()
+        many = choice.counts[of[source]].sum()
+        for r in ranks:
+            if c.counts[of[r]].sum() == many:
+                for k, like in zip(of[r], of[source], strict=True):
+                    splits[k], counts[k] = choice.splits[like], choice.counts[like]
+        made = StageChoice(splits=tuple(splits), counts=counts)
+        return made if any(pattern(made, r) != pattern(c, r) for r in ranks) else None
+
+    for source in common:
+        for ranks in (inner, *([r] for r in inner)):
+            yield lambda c, source=source, ranks=ranks: onto(source, ranks, c)  # type: ignore[misc]
+
+
+def _on(s: Schedule, rank: int, of: Sequence[_Ways]) -> list[_Ways]:
+    """Those of the rank's stages."""
+    return [x for x, at in zip(of, s.rank_of, strict=True) if at == rank]
+
+
+def _shared(found: Sequence[dict[int, tuple[float, np.ndarray]]], blocks: int) -> list[int] | None:
+    """Each rank's number of blocks, so that the longest rank is shortest; found: blocks -> (seconds, choice)."""
+    if not all(found):
+        return None
+    for top in sorted({t for f in found for t, _ in f.values()}):
+        counts = [max((n for n, (t, _) in f.items() if t <= top), default=0) for f in found]
+        if min(counts) and sum(counts) >= blocks:
+            break
+    else:
+        return None
+    while sum(counts) > blocks:  # of those with a block to spare, from the rank that has most to do
+        spare = [r for r, n in enumerate(counts) if n - 1 in found[r]]
+        if not spare:
+            return None
+        counts[max(spare, key=lambda r: found[r][counts[r]][0])] -= 1
+    return counts
+
+
+def _near(s: Schedule, rank: int, share: float, more: int) -> tuple[list[range], int, int]:
+    """(numbers of blocks to try for each of the rank's stages, the least and the most of all of them)."""
+    mine = [k for k, at in enumerate(s.rank_of) if at == rank]
+    each = share / len(mine)
+    low, high = max(math.floor(share) - more, len(mine)), math.ceil(share) + more
+    ends = rank in (s.rank_of[0], s.rank_of[-1])
+    of_stage = (
+        more if len(mine) == 1 else more - _NEAR
+    )  # several stages of a rank wait for the longest of them
+    near = range(max(math.floor(each) - of_stage - ends, 1), math.floor(each) + of_stage + 2)
+    return [near] * len(mine), low, high
+
+
+def _of_rank(
+    s: Schedule,
+    rank: int,
+    ways: Sequence[_Ways],
+    near: Sequence[Sequence[int]],
+    low: int,
+    high: int,
+    limit: float,
+) -> dict[int, tuple[float, np.ndarray]]:
+    """Number of blocks -> (seconds per step, for each stage its way and blocks int [stages, 2]). near: the numbers of
+    blocks of each stage; low, high: of all of them."""
+    mine = [k for k, at in enumerate(s.rank_of) if at == rank]
+    flying = most_held(s, rank)[:, :, mine] if np.isfinite(limit) else np.zeros((1, 2, len(mine)))
+    columns = [
+        [_column(some, n, flying[:, :, i], limit) for n in numbers]
+        for i, (some, numbers) in enumerate(zip(ways, near, strict=True))
+    ]
+    best: dict[int, tuple[float, np.ndarray]] = {}
+    tried = (
+        sorted({float(b) for of in columns for c in of for b in c.buffers}) if np.isfinite(limit) else [0.0]
+    )
+    for most in tried:  # bytes of the largest op: only one is there at a time
+        room = limit - most if np.isfinite(limit) else np.inf
+        for n, c in _extended(columns, room, most if np.isfinite(limit) else np.inf, low, high).items():
+            if n not in best or c[0] < best[n][0]:
+                best[n] = c
+    return best
+
+
+def _most_blocks(s: Schedule, rank: int, ways: Sequence[_Ways], limit: float) -> float:
+    """No more blocks than these fit on a rank, whatever its ways: at each moment each stage holds the least that any
+    way does."""
+    if np.isinf(limit):
+        return np.inf
+    mine = [k for k, at in enumerate(s.rank_of) if at == rank]
+    flying = most_held(s, rank)[:, :, mine]
+    held = [
+        np.tensordot(np.stack([np.ones(len(flying)), *flying[:, :, i].T]), w.nbytes, (0, 0)).min(axis=1)
+        for i, w in enumerate(ways)
+    ]
+    fixed, each = np.sum([x[:, 0] for x in held], axis=0), np.min([x[:, 1] for x in held], axis=0)
+    room = limit - min(float(w.buffers.min()) for w in ways) - fixed
+    if (room < 0).any():
+        return 0.0
+    return float(np.floor(np.divide(room, each, out=np.full_like(room, np.inf), where=each > 0) + 1e-9).min())
+
+
+def _column(of: _Ways, blocks: int, flying: np.ndarray, limit: float) -> _Column:
+    """flying: micro-batches that the stage holds, and that its weights' gradients wait for, [moments, 2]."""
+    ways, seconds, (static, kept, waiting), buffers = of.at(blocks)
+    held = static[:, None] + kept[:, None] * flying[None, :, 0] + waiting[:, None] * flying[None, :, 1]
+    return _Column(
+        blocks=blocks,
+        ways=ways,
+        seconds=seconds,
+        nbytes=held if np.isfinite(limit) else np.zeros((len(static), 1)),
+        buffers=buffers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ways:
+    """The ways to split a stage, as (without blocks, of each block): the lines of their seconds per step [ways, lines,
+    2]; their bytes, throughout, of a micro-batch until its backward, and until its weights' gradients [3, ways, 2].
+    Their largest ops' bytes [ways]. columns: ``at`` of each number of blocks that was asked for."""
+
+    seconds: np.ndarray
+    nbytes: np.ndarray
+    buffers: np.ndarray
+    columns: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+
+    @classmethod
+    def of(cls, ways: Sequence[StageSplit], micro_batches: int) -> _Ways:
+        lines = [w.step_lines(micro_batches) for w in ways]
+        most = max(map(len, lines))
+        waiting = (w.waiting for w in ways)
+        static, kept = ([[w.fixed(b), w.of_block(b)] for w in ways] for b in ("static", "kept"))
+        return cls(
+            seconds=np.stack([np.concatenate([x, np.repeat(x[:1], most - len(x), axis=0)]) for x in lines]),
+            nbytes=np.array([static, kept, list(waiting)]),
+            buffers=np.array([w.buffers for w in ways]),
+            columns={},
+        )
+
+    def at(self, blocks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """With this many blocks, of the ways that no other undercuts in all: their numbers, seconds, bytes [3, ways],
+        largest ops' bytes."""
+        if blocks not in self.columns:
+            at = np.array([1.0, blocks])
+            seconds, nbytes = (self.seconds @ at).max(axis=1), self.nbytes @ at
+            every = np.vstack([seconds, nbytes, self.buffers])
+            first, lower = np.unique(
+                every, axis=1, return_index=True
+            )  # by seconds: what undercuts comes before
+            least = (first[:, :, None] <= first[:, None]).all(axis=0).sum(axis=0) == 1
+            some = lower[least]
+            self.columns[blocks] = some, seconds[some], nbytes[:, some], self.buffers[some]
+        return self.columns[blocks]
+
+
+def _extended(
+    columns: Sequence[Sequence[_Column]], room: float, most: float, low: int, high: int
+) -> dict[int, tuple[float, np.ndarray]]:
+    """The best choices of a rank for each number of blocks, within ``room`` bytes and with ops of ``most`` at most."""
+    moments = columns[0][0].nbytes.shape[1]
+    so_far = {
+        0: _Choices(seconds=np.zeros(1), nbytes=np.zeros((1, moments)), picked=np.zeros((1, 0, 2), np.int64))
+    }
+    fewest = [c[0].blocks for c in columns]
+    for i, of_stage in enumerate(columns):
+        after = dict[int, list[_Choices]]()
+        rest = sum(fewest[i + 1 :])
+        for n, c in so_far.items():
+            for column in of_stage:
+                if n + column.blocks + rest <= high:
+                    more = _joined(c, column, room, most)
+                    if len(more.seconds):
+                        after.setdefault(n + column.blocks, []).append(more)
+        so_far = {
+            n: _Choices(
+                seconds=np.concatenate([c.seconds for c in some]),
+                nbytes=np.concatenate([c.nbytes for c in some]),
+                picked=np.concatenate([c.picked for c in some]),
+            ).kept()
+            for n, some in after.items()
+        }
+    return {n: (float(c.seconds[0]), c.picked[0]) for n, c in so_far.items() if n >= low}
+
+
+def _joined(c: _Choices, column: _Column, room: float, most: float) -> _Choices:
+    """Each choice with each way of one more stage, as far as they fit."""
+    some = np.flatnonzero(column.buffers <= most)
+    nbytes = c.nbytes[:, None] + column.nbytes[None, some]
+    at, way = np.nonzero((nbytes <= room).all(axis=2))
+    mine = np.stack([column.ways[some[way]], np.full(len(way), column.blocks)], axis=1)
+    return _Choices(
+        seconds=c.seconds[at] + column.seconds[some[way]],
+        nbytes=nbytes[at, way],
+        picked=np.concatenate([c.picked[at], mine[:, None]], axis=1),
+    )

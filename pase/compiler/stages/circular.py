@@ -1,0 +1,147 @@
+"""The circular schedule: all stages in one program, each turn as long as the slowest stage
+(``pase.backends.jax.pipeline.circular`` runs it).
+
+All stages have the same split and the same number of blocks. What comes before and after the blocks runs before and
+after the scan, its micro-batches divided over the ranks, which all hold its parameters. So the step is one sum over
+nodes and edges with a weight of its own for each kind of seconds, and one search finds the split that makes it least.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.compiler.stages.features import direction, running
+from pase.compiler.stages.menu import StageRole, StageSplit
+from pase.machine import mesh_from
+from pase.pipeline.cuts import CutProblem, Cuts, StageBytes
+from pase.pipeline.simulate import simulate
+from pase.pipeline.types import Schedule
+
+if TYPE_CHECKING:
+    from pase.compiler.stages.search import StageMenu
+
+__all__ = ["CircularStages", "circular_bound_s", "circular_problem", "circular_staged"]
+
+_HELD_A_TURN = 2
+"""How often activations that cross between stages are held for each turn besides what backward needs, and how often
+their gradients: what is fed to the scan, and what its turns return."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CircularStages:
+    """split: of every stage. problem: its times and bytes."""
+
+    split: StageSplit
+    problem: CutProblem
+    cuts: Cuts
+
+
+def circular_staged(
+    menu: StageMenu, s: Schedule, below: float, prices: tuple[float, ...]
+) -> tuple[CircularStages | None, bool]:
+    """(the best split under the schedule, if it takes less than ``below``; whether any fits). prices: of bytes, as
+    multiples of the step for all of a device's memory."""
+    n, rest = divmod(menu.places.blocks, s.stages)
+    if rest or len(set(menu.sites)) > 1:
+        return None, True
+    best, fits, counts = None, False, np.full(s.stages, n)
+    for t in menu.tables:
+        free = t.least_sum(*_weights(s)).bound / menu.limits.min()
+        for price in (0.0, *(p * free for p in prices if free)):
+            w = t.split_by(_ROLE, t.least_sum(*_weights(s, price)).choice)
+            problem = circular_problem(menu, s, w)
+            rows, room = problem.memory_rows
+            if len(rows) and (rows @ counts > room * (1 + 1e-9)).any():
+                continue
+            fits, done = True, simulate(s, problem.times(counts))
+            done = replace(done, busy=_busy_s(menu, s, w))
+            if done.step_s < below:
+                below = done.step_s
+                cuts = Cuts(counts=(n,) * s.stages, simulated=done, bound=done.step_s, simulations=1)
+                best = CircularStages(split=w, problem=problem, cuts=cuts)
+    return best, fits
+
+
+def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
+    """Seconds that each rank works on micro-batches, float64 [ranks]: its stage on all, both ends on its part."""
+    p = menu.problem(s, (w,) * s.stages)
+    each: np.ndarray = p.each.full * (menu.places.blocks / s.stages) + p.fixed.full / s.ranks
+    return s.micro_batches * each
+
+
+def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
+    """No split under the schedule takes less, whatever the memory."""
+    sent = (_turns(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
+    return sent + min(float(t.least_sum(*_weights(s)).bound) for t in menu.tables)
+
+
+_ROLE = StageRole(first=True, last=True)
+
+
+def _turns(s: Schedule) -> int:
+    return s.micro_batches + s.ranks - 1
+
+
+def _handed(s: Schedule) -> float:
+    """Micro-batches that the first rank receives of what the others made before the blocks; as many leave the last."""
+    return s.micro_batches * (1 - 1 / s.ranks)
+
+
+def _weights(s: Schedule, price: float = 0.0) -> tuple[tuple[np.ndarray, float, float], ...]:
+    """(features, the weight of both ends, that of all blocks): what a rank takes, and its bytes at a price."""
+    turns, part = _turns(s), s.micro_batches / s.ranks
+    return (
+        (running(forward=1, input=1, weight=1) + price * direction(kept=1), part, turns / s.ranks),
+        (direction(before=1, sums=1, after=1) + price * direction(static=1), 1.0, 1 / s.ranks),
+    )
+
+
+def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
+    """Its times and bytes with this split of every stage."""
+    splits = (w,) * s.stages
+    p = menu.problem(s, splits)
+    f, part, (send, back) = p.fixed, s.micro_batches / s.ranks, p.fixed.send.max(axis=1, initial=0.0)
+    assert p.once is not None and p.bytes_fixed is not None
+    handed = 2 * _handed(s)
+    ends = [
+        menu.gradient_bytes(w, name)
+        for name, parts in menu.places.parts.items()
+        if _of_ends(menu, name, parts)
+    ]
+    mesh = mesh_from(f"stage={s.ranks},inner={menu.mesh.devices}", s.ranks * menu.mesh.devices)
+    model = menu.models[menu.sites[0]]
+    summed = float(model.collective("all_reduce", mesh, 1, sum(ends))) if sum(ends) and s.ranks > 1 else 0.0
+    none = np.zeros(s.stages)
+    return replace(
+        p,
+        fixed=replace(
+            f,
+            forward=none + send,  # the next turn waits for what this one sends
+            input=none + back,
+            weight=none,
+            again=none,
+            send=np.zeros((2, s.stages - 1)),
+            before=f.before + part * f.forward + handed * send,
+            after=f.after
+            - menu.tied_after(s, splits)
+            + summed
+            + handed * back
+            + part * (f.again + f.input + f.weight),
+        ),
+        once=replace(
+            p.once, slow=np.ones(s.ranks)
+        ),  # a scan waits for all of its operands, and returns all sums
+        bytes_fixed=StageBytes(
+            held=p.bytes_fixed.held + part * p.bytes_fixed.kept,
+            kept=np.full(s.stages, _HELD_A_TURN * sum(menu.sent_bytes(w))),
+            for_weights=none,
+        ),
+    )
+
+
+def _of_ends(menu: StageMenu, name: str, parts: tuple[str, ...]) -> bool:
+    """Whether it is a parameter that what comes before or after the blocks reads."""
+    return menu.graph.node[name].kind == "parameter" and parts != ("block",)

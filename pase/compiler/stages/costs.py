@@ -1,0 +1,285 @@
+"""The costs of a strategy in each part of a model that is cut into stages: before the blocks, in one block, after them.
+
+Work, collectives and memory are those of a step without stages (``pase.tables``, ``pase.memory.account``). They are
+grouped by the part that pays for them, and by whether they are paid once per step or at every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import numpy as np
+
+from pase.compiler.stages.places import Places, StagePart
+from pase.ir import Edge, Graph, Node
+from pase.ir.blocks import turns_of
+from pase.machine import CostModel, Mesh
+from pase.memory.account import Held, held, in_flight
+from pase.tables.build import array_tile, work_price
+from pase.tables.facts import facts
+from pase.tables.itemize import KnownCharges, collectives
+from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
+from pase.tables.work import Phase, Work, node_work
+
+__all__ = [
+    "PARTS",
+    "GatheredWeights",
+    "KnownPieces",
+    "PartCost",
+    "collective_shares",
+    "part_costs",
+    "products_of_weights",
+    "work_shares",
+]
+
+PARTS: tuple[StagePart, ...] = ("first", "block", "last")
+
+GatheredWeights = Literal["once", "each"]
+"""When split parameters are gathered and gradients summed: once per step, with whole weights and whole sums of
+gradients kept through the step; or at each micro-batch."""
+
+
+@dataclass(kw_only=True)
+class PartCost:
+    """The costs of one part; of equal units, of one of them. Seconds are per micro-batch; before, sums, after: once per
+    step. Bytes are per device.
+
+    input, weight: the two parts of backward. again: recomputation. These are compute; what is named ``_sent`` are
+    collectives at the same time, behind which nothing hides. before: gathers of parameters; sums: of their gradients.
+    static: bytes kept through the step. kept: bytes of
+    one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
+    with its gradients.
+    """
+
+    forward: float = 0.0
+    input: float = 0.0
+    weight: float = 0.0
+    again: float = 0.0
+    forward_sent: float = 0.0
+    input_sent: float = 0.0
+    weight_sent: float = 0.0
+    again_sent: float = 0.0
+    before: float = 0.0
+    sums: float = 0.0
+    after: float = 0.0
+    static: float = 0.0
+    kept: float = 0.0
+    inner: float = 0.0
+    buffers: float = 0.0
+    memory: dict[str, float] = field(default_factory=dict)
+    """``static`` by kind: parameters, gradients, optimizer, activations (gathered weights and inputs)."""
+
+    def keep(self, kind: str, nbytes: float) -> None:
+        self.static += nbytes
+        self.memory[kind] = self.memory.get(kind, 0.0) + nbytes
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KnownPieces:
+    """What was priced already, of one graph, mesh, cost model and optimizer: splits differ in a few nodes alone.
+
+    work: seconds of a node's work by field of ``PartCost``; held: what it keeps; buffers: while it runs. read: bytes of
+    a parameter as it is read.
+    """
+
+    charges: KnownCharges = field(default_factory=KnownCharges)
+    work: dict[object, dict[str, float]] = field(default_factory=dict)
+    held: dict[object, list[Held]] = field(default_factory=dict)
+    buffers: dict[object, float] = field(default_factory=dict)
+    read: dict[object, tuple[float, float]] = field(default_factory=dict)
+
+
+def part_costs(
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    model: CostModel,
+    optimizer: str,
+    weights: GatheredWeights,
+    known: KnownPieces | None = None,
+) -> dict[StagePart, PartCost]:
+    """The costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
+
+    configs: node -> int8 [axes]. known: from other configs.
+    """
+    out = {part: PartCost() for part in places.sizes}
+    has, known = places.parts, KnownPieces() if known is None else known
+    moved = collectives(graph, mesh, configs, model, has, known.charges)
+    for n, like in zip(graph.nodes, facts(graph).cost, strict=True):
+        if n.name in has:
+            key = like, configs[n.name].tobytes()
+            if key not in known.work:
+                known.work[key] = _work(graph, n, configs[n.name], mesh, model, optimizer)
+            for place in has[n.name]:  # a tied parameter is updated in each of its stages
+                _add(out[place], known.work[key])
+    paid: dict[object, dict[str, float]] = {}
+    for c in moved:
+        of = c.node, c.tensor, c.phase, c.times
+        if of not in paid:
+            of_parameter = graph.producer[c.tensor].kind == "parameter"
+            shares = collective_shares(
+                graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph)
+            )
+            paid[of] = {name: float(share) for name, share in shares.items()}
+        for place in has[c.node]:
+            _add(out[place], paid[of], c.cost)
+    _hold(graph, places, mesh, configs, optimizer, weights, out, known)
+    for c in moved:
+        part = out[places.of(c.node)]
+        part.buffers = max(part.buffers, c.nbytes)
+    for name, nbytes in in_flight(graph, configs, mesh, known.buffers).items():
+        if name in has:
+            part = out[places.of(name)]
+            part.buffers = max(part.buffers, nbytes)
+    for place, many in places.sizes.items():
+        unit = out[place]
+        for f in fields(PartCost):
+            if f.name not in ("inner", "buffers", "memory"):
+                setattr(unit, f.name, getattr(unit, f.name) / many)
+        unit.memory = {k: v / many for k, v in unit.memory.items()}
+    return out
+
+
+def _add(part: PartCost, seconds: Mapping[str, float], times: float = 1.0) -> None:
+    for name, s in seconds.items():
+        setattr(part, name, getattr(part, name) + s * times)
+
+
+def _work(
+    graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, optimizer: str
+) -> dict[str, float]:
+    """Seconds of the node's own work, by field of ``PartCost``."""
+    out: dict[str, float] = {}
+    for_weights = products_of_weights(graph, n)
+    for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
+        seconds = w.times * float(np.ravel(work_price(w, model))[0])
+        for name, share in work_shares(w, for_weights, turns_of(graph)).items():
+            out[name] = out.get(name, 0.0) + share * seconds
+    return out
+
+
+def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dict[str, float]:
+    """How much of the seconds per step of a piece of the node's work goes to each field of ``PartCost``.
+
+    for_weights: ``products_of_weights`` of the node, from which each product of its backward takes one.
+    """
+    m = micro_batches
+    if w.phase == "update":  # or each micro-batch's gradient is added to the sum
+        return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
+    if w.phase == "forward":
+        return {"forward": (1 - w.late) / m, "again": w.late / m}
+    return {"weight" if w.kind in ("matmul", "conv") and next(for_weights) else "input": 1 / m}
+
+
+def products_of_weights(graph: Graph, n: Node) -> Iterator[bool]:
+    """For each product of the node's backward, in the order of ``node_work``: whether it is the gradient of weights."""
+    for op in n.ops:
+        if op.kind in ("matmul", "conv"):
+            for a in op.reads:
+                if op.differentiable and graph.tensors[a.tensor].needs_grad:
+                    yield a.tensor in graph.producer and graph.producer[a.tensor].kind == "parameter"
+
+
+def collective_shares(
+    reader: Node,
+    phase: Phase,
+    times: np.ndarray | float,
+    of_parameter: bool,
+    weights: GatheredWeights,
+    micro_batches: int,
+) -> dict[str, np.ndarray | float]:
+    """How much of a collective's seconds per step goes to each field of ``PartCost``.
+
+    reader: the node that pays for it. times: how often it runs in a step.
+    """
+    m, once = micro_batches, weights == "once"
+    if phase == "update":  # ZeRO's gather of what was updated: the next step's first forward hides it
+        return {"before" if once else "after": 1.0}
+    if of_parameter and phase == "backward":
+        return {"sums" if once else "weight_sent": 1 / m}
+    if phase == "backward":
+        return {"input_sent": 1 / m}
+    runs = max(float(number(op.times, reader.name)) for op in reader.ops)
+    again = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
+    if of_parameter and once:
+        return {"before": (1 - again) / m}
+    return {"forward_sent": (1 - again) / m, "again_sent": again / m}
+
+
+def _hold(
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    optimizer: str,
+    weights: GatheredWeights,
+    out: dict[StagePart, PartCost],
+    known: KnownPieces,
+) -> None:
+    """Add bytes to the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
+    read.
+    """
+    whole = weights == "once" and turns_of(graph) > 1
+    regions: dict[tuple[StagePart, object], float] = {}
+    for n in graph.nodes:
+        key = n.name, configs[n.name].tobytes()
+        if key not in known.held:
+            known.held[key] = list(held(graph, n, configs[n.name][None, :], mesh, optimizer))
+        for h in known.held[key]:
+            nbytes = float(h.nbytes[0])
+            if (h.weights and weights == "once") or (h.kind == "gradients" and whole):
+                continue
+            for place in places.parts.get(n.name, ()):
+                if h.region is not None:
+                    regions[place, h.region] = regions.get((place, h.region), 0.0) + nbytes
+                elif h.kind != "activations" or h.weights or n.kind == "input":
+                    out[place].keep(h.kind, nbytes)
+                else:
+                    out[place].kept += nbytes
+    for (place, _), nbytes in regions.items():
+        out[place].inner = max(out[place].inner, nbytes)
+    if weights == "once":
+        for place, copied, summed in _as_read(graph, places, mesh, configs, known.read):
+            out[place].keep("activations", copied)
+            if whole:
+                out[place].keep("gradients", summed)
+
+
+def _as_read(
+    graph: Graph,
+    places: Places,
+    mesh: Mesh,
+    configs: Mapping[str, np.ndarray],
+    known: dict[object, tuple[float, float]],
+) -> Iterator[tuple[StagePart, float, float]]:
+    """For each parameter and each part that reads it, over all turns of its loop: (the part, copies, sums)."""
+    found: dict[tuple[StagePart, str], tuple[float, float]] = {}
+    for i, e in enumerate(graph.edges):
+        if graph.node[e.src].kind != "parameter" or e.dst not in places.parts:
+            continue
+        like = i, configs[e.src].tobytes(), configs[e.dst].tobytes()
+        if like not in known:
+            known[like] = _read_bytes(graph, e, mesh, configs)
+        copied, summed = known[like]
+        key = places.of(e.dst), e.src
+        before = found.get(key, (0.0, 0.0))
+        found[key] = max(before[0], copied), max(before[1], summed)
+    for (place, _), (copied, summed) in found.items():
+        yield place, copied, summed
+
+
+def _read_bytes(graph: Graph, e: Edge, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> tuple[float, float]:
+    """(bytes of a parameter that is read in another layout or dtype than the stored one, bytes of a sum of its
+    gradients in the reader's layout), over all turns of its loop."""
+    source, reader = graph.node[e.src], graph.node[e.dst]
+    stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
+    written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
+    read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
+    moved = bool((forward_states(written) != forward_states(read)).any())
+    times = number(e.op.times, e.dst) / turns_of(graph)
+    local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])
+    copied = local if moved or tensor.dtype != stored.dtype else 0.0
+    return copied, local / tensor.itemsize * stored.itemsize if stored.needs_grad else 0.0

@@ -1,0 +1,426 @@
+"""Ways to split one stage of a pipeline, found by the usual search on the model's own tables with other weights.
+
+A stage with n of L blocks is the model's graph in which a block's nodes and edges have weight n/L. What comes before
+the blocks has weight only in the first stage, and what comes after them only in the last. One pair of tables therefore
+serves stages of every size. Under a memory limit, the same tables are searched at several prices per byte. This gives
+splits that take longer and need less memory. The schedule decides which split a stage uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from pase.compiler.problem.spent import Spent
+from pase.compiler.problem.variants import Variant
+from pase.compiler.stages.chain_places import UnitPlaces, UnitRange
+from pase.compiler.stages.costs import PARTS, GatheredWeights, KnownPieces, PartCost, part_costs
+from pase.compiler.stages.features import FeatureTables, direction, feature_tables, running
+from pase.compiler.stages.places import Places, StagePart
+from pase.ir import Graph
+from pase.ir.blocks import turns_of
+from pase.machine import CostModel, Mesh
+from pase.memory.account import in_flight_at_least
+from pase.pipeline.beside import exposed_lines
+from pase.pipeline.types import Kind, Schedule
+from pase.search import PlannedOnce, Solution
+from pase.tables import CostTables
+
+__all__ = [
+    "COMPUTED",
+    "FIRST",
+    "LAST",
+    "MIDDLE",
+    "ONLY",
+    "SUMMED",
+    "StageRole",
+    "StageSplit",
+    "StageTables",
+    "roles_of",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRole:
+    """Whether a stage has the part before the blocks, and the part after them. site: on which devices it lies, as a
+    number of the ``StageTables``; 0 where all are equal. units: in a chain of unequal units, those of the stage."""
+
+    first: bool = False
+    last: bool = False
+    site: int = 0
+    units: UnitRange | None = None
+
+    @property
+    def ends(self) -> bool:
+        return self.first or self.last
+
+    def weight(self, parts: tuple[StagePart, ...], share: float) -> float:
+        """The weight of a node in these parts, if a stage has this share of the blocks."""
+        of = {"first": float(self.first), "block": share, "last": float(self.last)}
+        return max(of[p] for p in parts)
+
+
+def roles_of(s: Schedule, sites: Sequence[int]) -> tuple[StageRole, ...]:
+    """Of each stage. sites: of each rank."""
+    last = s.stages - 1
+    return tuple(StageRole(first=k == 0, last=k == last, site=sites[r]) for k, r in enumerate(s.rank_of))
+
+
+FIRST, MIDDLE, LAST, ONLY = (
+    StageRole(first=True),
+    StageRole(),
+    StageRole(last=True),
+    StageRole(first=True, last=True),
+)
+
+
+_NOTHING = PartCost()
+_SENT_TOO = ("forward", "input", "weight", "again")
+SUMMED = {
+    name: (name, f"{name}_sent") if name in _SENT_TOO else (name,)
+    for name in (*_SENT_TOO, "after", "static", "kept")
+}
+"""What a stage's times and bytes consist of, as fields of ``PartCost``."""
+COMPUTED = {
+    Kind.FORWARD: ("forward",),
+    Kind.BACKWARD: ("again", "input", "weight"),
+    Kind.INPUT: ("again", "input"),
+    Kind.WEIGHT: ("weight",),
+}
+"""Behind which gathers and sums hide: compute alone."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageSplit:
+    """A way to split a stage, node -> int8 [axes], with its costs.
+
+    slow: the part of a device that gathers and sums once a step occupy beside compute, 1 if nothing overlaps. units: of
+    a range of unequal units, the part of each; it then has no equal blocks besides.
+    """
+
+    role: StageRole
+    variant: Variant
+    weights: GatheredWeights
+    configs: Mapping[str, np.ndarray]
+    parts: Mapping[StagePart, PartCost]
+    slow: float = 1.0
+    units: tuple[StagePart, ...] = ()
+
+    @property
+    def block(self) -> PartCost:
+        return _NOTHING if self.units else self.parts["block"]
+
+    @cached_property
+    def ends(self) -> list[PartCost]:
+        if self.units:
+            return [self.parts[u] for u in self.units]
+        return [self.parts["first"]] * self.role.first + [self.parts["last"]] * self.role.last
+
+    def fixed(self, *what: str) -> float:
+        """The seconds or bytes of the stage without blocks, summed over fields of ``PartCost``."""
+        return float(sum(getattr(e, w) for e in self.ends for w in what))
+
+    def of_block(self, *what: str) -> float:
+        """The seconds or bytes of one more block."""
+        return float(sum(getattr(self.block, w) for w in what))
+
+    def by_unit(self, *what: str) -> np.ndarray:
+        """Seconds of what comes before the stage's equal blocks, of one block, and of what comes after them, summed
+        over fields of ``PartCost``; float64 [3], or [units + 2] of unequal units, which come before no block."""
+
+        def of(part: PartCost) -> float:
+            return float(sum(getattr(part, w) for w in what))
+
+        if self.units:
+            return np.array([*map(of, self.ends), 0.0, 0.0])
+        has = {"first": self.role.first, "block": True, "last": self.role.last}
+        return np.array([of(self.parts[p]) if has[p] else 0.0 for p in PARTS])
+
+    @cached_property
+    def summed(self) -> np.ndarray:
+        """``fixed`` and ``of_block`` of each of ``SUMMED``, float64 [2, fields]."""
+        return np.array([[f(*what) for what in SUMMED.values()] for f in (self.fixed, self.of_block)])
+
+    @cached_property
+    def beside(self) -> np.ndarray:
+        """``by_unit`` of gathers, of sums, and of each kind of action's compute, float64 [2 + kinds, units]."""
+        return np.stack([self.by_unit(*what) for what in (("before",), ("sums",), *COMPUTED.values())])
+
+    @cached_property
+    def buffers(self) -> float:
+        """Short-lived bytes, which do not depend on the number of blocks."""
+        every = [*self.ends, self.block]
+        return max(e.buffers for e in every) + max(e.inner for e in every)
+
+    @cached_property
+    def waiting(self) -> tuple[float, float]:
+        """(of a micro-batch's bytes without blocks, of those of a block), what stays until the gradients of weights are
+        computed."""
+        ends = sum(e.inner or e.kept for e in self.ends) if self.units else self.fixed("kept")
+        return ends, self.block.inner or self.block.kept
+
+    def step_s(self, blocks: float, micro_batches: int) -> float:
+        """Seconds per step that a rank with only this stage is busy, or waits for its gathers and sums."""
+        return float((self.step_lines(micro_batches) @ np.array([1.0, blocks])).max())
+
+    def step_lines(self, micro_batches: int) -> np.ndarray:
+        """What ``step_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
+        busy, exposed = self._busy
+        lines: np.ndarray = micro_batches * busy + exposed
+        return lines
+
+    @cached_property
+    def _busy(self) -> tuple[np.ndarray, np.ndarray]:
+        """(seconds of a micro-batch [2], seconds per step [lines, 2])."""
+        forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
+        sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "again_sent")
+        gathers = exposed_lines(self.by_unit("before"), forward, self.slow)
+        sums = exposed_lines(self.by_unit("sums"), backward, self.slow)
+        each, once = (
+            np.array([x[:-2].sum() + x[-1], x[-2]])
+            for x in (forward + backward + sent, self.by_unit("after"))
+        )
+        return each, (gathers[:, None] + sums + once).reshape(-1, 2)
+
+    def nbytes(self, blocks: float, flying: float) -> float:
+        """Bytes on a device with this many micro-batches in flight."""
+        held_ = sum(e.static + flying * e.kept for e in self.ends)
+        return held_ + blocks * (self.block.static + flying * self.block.kept) + self.buffers
+
+
+class StageTables:
+    """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices.
+
+    slow: as of ``StageSplit``. spent: counts the work on them. planned: orders of elimination, also of other tables."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        places: Places,
+        variant: Variant,
+        mesh: Mesh,
+        model: CostModel,
+        optimizer: str,
+        weights: GatheredWeights,
+        site: int = 0,
+        spent: Spent | None = None,
+        slow: float = 1.0,
+        planned: PlannedOnce | None = None,
+    ) -> None:
+        self.spent, self.slow = Spent() if spent is None else spent, slow
+        self.planned = PlannedOnce() if planned is None else planned
+        self.site, self.micro_batches = site, turns_of(graph)
+        self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
+        self.model, self.optimizer, self.weights = model, optimizer, weights
+        self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
+        self._pieces = KnownPieces()
+
+    def sent_each(self) -> StageTables:
+        """The same, with gathers and sums at each micro-batch."""
+        return self._each
+
+    @cached_property
+    def _each(self) -> StageTables:
+        out = self._like(weights="each")
+        vars(out).pop("features", None)
+        return out
+
+    def with_share(self, micro_batches: int) -> StageTables:
+        """The same tables for a step of which these devices take so many micro-batches, of the same size."""
+        assert self.features
+        return self._like(micro_batches=micro_batches)
+
+    def _like(self, **other: object) -> StageTables:
+        out = copy(self)
+        vars(out).update(other, _splits={})
+        for known in ("step", "_each", "_whole", "_ranges"):
+            vars(out).pop(known, None)
+        return out
+
+    @cached_property
+    def features(self) -> FeatureTables:
+        made = feature_tables(self.graph, self.places, self.mesh, self.model, self.optimizer, self.weights)
+        self.spent.entries += made.entries
+        return made
+
+    @cached_property
+    def step(self) -> np.ndarray:
+        """The direction of a stage's seconds per step, if compute hides what it can of gathers and sums: a bound."""
+        return self._working(self.micro_batches) + direction(before=self.slow, sums=self.slow, after=1)
+
+    @property
+    def steps(self) -> list[np.ndarray]:
+        """Directions in which splits are searched: that of ``step``, and that in which gathers and sums hide the
+        compute of one micro-batch."""
+        hidden = direction(forward=1, input=1, weight=1)
+        waits = self._working(self.micro_batches) - hidden + direction(before=1, sums=1, after=1)
+        return [self.step, waits] if self.slow < 1 else [self.step]
+
+    def _working(self, m: int) -> np.ndarray:
+        return running(forward=m, input=m, weight=m)
+
+    def cheapest(
+        self,
+        role: StageRole,
+        blocks: float,
+        byte_price: float = 0.0,
+        flying: float = 1.0,
+        step: np.ndarray | None = None,
+    ) -> StageSplit:
+        """The cheapest split of a stage with this many blocks. byte_price: seconds per byte held. step: the direction
+        of its seconds, ``step`` if not given."""
+        weights = (self.step if step is None else step) + byte_price * direction(static=1, kept=flying)
+        return self.split_by(role, self.solved(role, blocks, weights).choice)
+
+    def split_by(self, role: StageRole, choice: np.ndarray) -> StageSplit:
+        """The split of a stage in which each node has this config, int64 [nodes]."""
+        key = role, choice.tobytes()
+        if key not in self._splits:
+            space = self.features.space
+            configs = {n.name: c[i] for n, c, i in zip(space.graph.nodes, space.configs, choice, strict=True)}
+            of, places, units = self.places, self.places, tuple[StagePart, ...]()
+            if isinstance(of, UnitPlaces) and role.units is not None:
+                places, units = of.within(role.units), tuple(of.parts_in(role.units))
+            elif role.first and role.last:
+                places = places.in_one_stage
+            parts = part_costs(
+                self.graph,
+                places,
+                self.mesh,
+                configs,
+                self.model,
+                self.optimizer,
+                self.weights,
+                self._pieces,
+            )
+            self._splits[key] = StageSplit(
+                role=role,
+                variant=self.variant,
+                weights=self.weights,
+                configs=configs,
+                parts=parts,
+                slow=self.slow,
+                units=units,
+            )
+        return self._splits[key]
+
+    def least(self, role: StageRole, blocks: float, weights: np.ndarray) -> float:
+        """No split of a stage with this many blocks has a smaller weighted sum of features (``features``)."""
+        return float(self.solved(role, blocks, weights).bound)
+
+    def least_s(self, role: StageRole, blocks: float) -> float:
+        """A lower bound on the seconds per step that a rank with a stage of this many blocks is busy."""
+        return self.least(role, blocks, self.step)
+
+    def least_buffers(self, role: StageRole) -> float:
+        """Short-lived bytes that every split of a stage of equal blocks needs at least."""
+        has = {"first": role.first, "block": True, "last": role.last}
+        return max(nbytes for part, nbytes in self._least_buffers.items() if has[part])
+
+    @cached_property
+    def _least_buffers(self) -> dict[StagePart, float]:
+        out = dict.fromkeys(self.places.sizes, 0.0)
+        of = in_flight_at_least(self.graph, self.mesh, self.features.space.configs)
+        for n, nbytes in zip(self.graph.nodes, of, strict=True):
+            for part in self.places.parts[n.name]:
+                out[part] = max(out[part], float(nbytes.min()))
+        return out
+
+    def least_apart(self, weights: np.ndarray) -> float:
+        """No splits of the units of a chain have a smaller weighted sum of features, if nothing is paid for moves
+        between units."""
+        places, nodes = self.places, self.graph.nodes
+        assert isinstance(places, UnitPlaces)
+        whole, of = self.features.weighted(weights, [1.0] * len(nodes)), places.chain.of
+        within = tuple(
+            e
+            for e in whole.edges
+            if of.get(nodes[e.src].name, of.get(nodes[e.dst].name)) == of.get(nodes[e.dst].name)
+        )
+        return float(self.found(replace(whole, edges=within)).bound)
+
+    def least_of_units(self, weights: np.ndarray) -> np.ndarray:
+        """What no splits of a chain have less of in each unit, without what several of them may share; float64
+        [units]."""
+        places = self.places
+        assert isinstance(places, UnitPlaces)
+        of = [tuple(places.apart(n.name, u) for n in self.graph.nodes) for u in range(places.blocks)]
+        return np.array([float(self._solved_of(shares, weights).bound) for shares in of])
+
+    def solved(self, role: StageRole, blocks: float, weights: np.ndarray) -> Solution:
+        """The choice of configs for a stage with this many blocks whose weighted sum of features is least."""
+        if role.units is not None:
+            return self._solved_units(role.units, weights)
+        return self.found(self.weighted(role, blocks, weights))
+
+    def found(self, tables: CostTables) -> Solution:
+        """The choice of configs that costs least by these tables, which ``weighted`` made."""
+        found = self.planned.solve(tables)
+        self.spent.operations += found.work + self.features.entries
+        return found
+
+    def least_sum(self, *of: tuple[np.ndarray, float, float]) -> Solution:
+        """The choice of configs whose sum is least of (features, their weight in what comes before and after the
+        blocks, their weight in all blocks)."""
+        made = [
+            self.features.weighted(
+                weights,
+                [
+                    max(blocks if p == "block" else ends for p in self.places.parts[n.name])
+                    for n in self.graph.nodes
+                ],
+            )
+            for weights, ends, blocks in of
+        ]
+        each = zip(*(t.node_costs for t in made), strict=True)
+        known: dict[tuple[int, ...], np.ndarray] = {}  # equal layers keep sharing their arrays
+        costs = tuple(known.setdefault(tuple(map(id, cs)), sum(cs[1:], cs[0])) for cs in each)
+        edges = tuple(e for t in made for e in t.edges)
+        return self.found(replace(made[0], node_costs=costs, edges=edges))
+
+    def weighted(self, role: StageRole, blocks: float, weights: np.ndarray) -> CostTables:
+        """The tables of a stage with this many blocks for a weighted sum of features."""
+        share, parts = blocks / self.places.blocks, self.places.parts
+        return self.features.weighted(weights, [role.weight(parts[n.name], share) for n in self.graph.nodes])
+
+    def _solved_units(self, units: UnitRange, weights: np.ndarray) -> Solution:
+        """The same for a range of unequal units."""
+        assert isinstance(self.places, UnitPlaces)
+        return self._solved_of(tuple(self.places.share(n.name, units) for n in self.graph.nodes), weights)
+
+    def _solved_of(self, shares: tuple[float, ...], weights: np.ndarray) -> Solution:
+        """With these shares of the nodes. Nodes that it neither has nor reads are as in the whole model."""
+        key = shares, weights.tobytes()
+        if key not in self._ranges:
+            tables = self.features.weighted(weights, list(shares))
+            inside = np.array(shares) > 0
+            inside[[e.src for e in tables.edges]] = True
+            at, number = np.flatnonzero(inside), np.cumsum(inside) - 1
+            found = self.planned.solve(
+                replace(
+                    tables,
+                    node_costs=tuple(tables.node_costs[i] for i in at),
+                    edges=tuple(
+                        replace(e, src=int(number[e.src]), dst=int(number[e.dst])) for e in tables.edges
+                    ),
+                    names=tuple(self.graph.nodes[i].name for i in at),
+                )
+            )
+            self.spent.operations += found.work + self.features.entries
+            choice = self._whole.copy()
+            choice[at] = found.choice
+            self._ranges[key] = replace(found, choice=choice)
+        return self._ranges[key]
+
+    @cached_property
+    def _whole(self) -> np.ndarray:
+        """The best configs of a model that is not cut, int64 [nodes]."""
+        return self.planned.solve(self.features.weighted(self.step, [1.0] * len(self.graph.nodes))).choice
+
+    @cached_property
+    def _ranges(self) -> dict[tuple[tuple[float, ...], bytes], Solution]:
+        return {}

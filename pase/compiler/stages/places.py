@@ -1,0 +1,170 @@
+"""Where a model's nodes are in a chain of equal blocks: before them, in one of them, or after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from pase.errors import Infeasible
+from pase.ir import Graph, Place
+from pase.ir.blocks import holders, turns_of
+from pase.machine import CostModel, mesh_from
+from pase.tables.layouts import number
+
+if TYPE_CHECKING:
+    from pase.ir.blocks import Block
+
+__all__ = ["Places", "StagePart", "ends_sum_s", "places_of", "send_s"]
+
+StagePart = str
+"""A part of a model: "first", "block" or "last" of equal blocks; of unequal ones, their units' (``chain_places``)."""
+_STORED = ("parameter", "input", "constant")  # graphs list them first, whoever reads them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Places:
+    """parts: node -> its place. A parameter that several parts read (a tied embedding) is in each of them.
+
+    blocks: the number of equal blocks, which a loop runs or which are written out. crossing: (node, tensor) of what one
+    block passes to the next, with a gradient or without. numbers: node -> the written-out blocks that it is in or that
+    read it, from 0; none of a loop's.
+    """
+
+    parts: Mapping[str, tuple[StagePart, ...]]
+    blocks: int
+    crossing: tuple[tuple[str, str], ...]
+    numbers: Mapping[str, set[int]]
+    sizes: Mapping[StagePart, int] = field(default_factory=dict)
+    """How many equal units are in each part, over which its costs are divided."""
+
+    def of(self, node: str) -> StagePart:
+        """The part that pays for a node; if there are several, the first."""
+        return self.parts[node][0]
+
+    def stages_of(self, cuts: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """Node -> the stages that have it, for nodes that not all stages have. cuts: number of blocks of each stage."""
+        of_block = [k for k, many in enumerate(cuts) for _ in range(many)]
+        every = range(self.blocks)
+        out = {}
+        for name, parts in self.parts.items():
+            inside = (of_block[b] for b in self.numbers.get(name, every)) if "block" in parts else ()
+            ends = {"first": 0, "last": len(cuts) - 1}
+            found = {*inside, *(ends[p] for p in parts if p != "block")}
+            if len(found) < len(cuts):
+                out[name] = tuple(sorted(found))
+        return out
+
+    @cached_property
+    def in_one_stage(self) -> Places:
+        """The same if one stage has all parts: what several parts read is there once."""
+        return replace(self, parts={name: parts[:1] for name, parts in self.parts.items()})
+
+    @property
+    def tied(self) -> tuple[str, ...]:
+        """Parameters that both the first and the last stage read."""
+        return tuple(n for n, parts in self.parts.items() if {"first", "last"} <= set(parts))
+
+
+def send_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
+    """Seconds to send a device's bytes to the next of ``ranks``, each of ``inner`` devices, on the outermost links."""
+    mesh = mesh_from(f"stage={ranks},inner={inner}", ranks * inner)
+    return float(model.collective("permute", mesh, 1, nbytes))
+
+
+def ends_sum_s(model: CostModel, ranks: int, inner: int, nbytes: float) -> float:
+    """Seconds to sum the gradients of tied parameters, a device's bytes of them, over the first and the last rank."""
+    if not nbytes:
+        return 0.0
+    rest = max(ranks * inner // 2, 1)  # of an odd number of devices the one in the middle takes no part
+    mesh = mesh_from(f"ends=2,rest={rest}", 2 * rest)
+    return float(model.collective("all_reduce", mesh, 1, nbytes))
+
+
+def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
+    """Find the blocks: the loop with the most turns, else written-out blocks of equations
+    (``pase.frontends.jax.blocks.blocks_of``).
+
+    Raises Infeasible if the model has neither, or several such loops.
+    """
+    turns = turns_of(graph)
+    times = {
+        n.name: max(int(number(op.times, n.name)) for op in n.ops)
+        // (1 if n.kind in ("input", "constant") else turns)
+        for n in graph.nodes
+    }
+    blocks = max(times.values(), default=1)
+    numbers: dict[str, set[int]] = {}
+    if blocks > 1:
+        loops = _loops(graph, times, blocks)
+        if len(loops) > 1:
+            raise Infeasible(
+                f"'{graph.name}' has {len(loops)} loops of {blocks} turns: which of them are its layers is not known, "
+                f"and stages are cut from one loop alone"
+            )
+        inside = {name for name, many in times.items() if many > 1}
+        at = [i for i, n in enumerate(graph.nodes) if times[n.name] == blocks and n.kind not in _STORED]
+        crossing = tuple(
+            (n.name, a.tensor)
+            for n in graph.nodes
+            if n.kind == "carry" and times[n.name] == blocks
+            for op in n.ops
+            for a in op.writes
+        )
+    else:
+        blocks = len(written_out)
+        if blocks < 2:
+            raise Infeasible(
+                f"'{graph.name}' has no equal blocks to cut it between: no loop over layers, no equal layers in a row"
+            )
+        held_by = holders(written_out)
+        inside = {
+            n.name
+            for n in graph.nodes
+            if n.kind not in (*_STORED, "output") and any(held_by(op.eqn) for op in n.ops)
+        }
+        at = [i for i, n in enumerate(graph.nodes) if n.name in inside]
+        numbers = {name: {min(i for op in graph.node[name].ops for i in held_by(op.eqn))} for name in inside}
+        crossing = _handed_on(graph, blocks // 2, held_by)
+    parts: dict[str, tuple[StagePart, ...]] = {}
+    for i, n in enumerate(graph.nodes):
+        parts[n.name] = ("block",) if n.name in inside else ("first",) if i < at[0] else ("last",)
+    readers: dict[str, set[StagePart]] = {n.name: set() for n in graph.nodes if n.kind in _STORED}
+    for e in graph.edges:
+        if e.src in readers:
+            readers[e.src].add(parts[e.dst][0])
+            if e.dst in numbers:
+                numbers.setdefault(e.src, set()).update(numbers[e.dst])
+    order: tuple[StagePart, ...] = ("first", "block", "last")
+    for name, found in readers.items():
+        parts[name] = tuple(p for p in order if p in found) or ("first",)
+    sizes = {"first": 1, "block": blocks, "last": 1}
+    return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers, sizes=sizes)
+
+
+def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
+    """Paths of the outermost loops with this many turns."""
+    found = set()
+    for n in graph.nodes:
+        if times[n.name] == turns:
+            for op in n.ops:
+                around = next((s.path for s in op.scope if s.kind == "loop"), None)
+                if around is not None:
+                    found.add(around)
+    return found
+
+
+def _handed_on(
+    graph: Graph, middle: int, held_by: Callable[[Place], list[int]]
+) -> tuple[tuple[str, str], ...]:
+    """What is made before the middle block and read from it on, op by op: a node may have ops of two blocks."""
+    made, read = dict[str, tuple[str, int]](), dict[str, int]()
+    for n in graph.nodes:
+        for op in n.ops:
+            for block in held_by(op.eqn):
+                made.update({a.tensor: (n.name, block) for a in op.writes})
+                read.update({a.tensor: max(block, read.get(a.tensor, 0)) for a in op.reads})
+    return tuple(
+        (name, tensor) for tensor, (name, block) in made.items() if block < middle <= read.get(tensor, -1)
+    )

@@ -1,0 +1,450 @@
+"""The best pipeline for a number of ranks, a number of micro-batches and a mesh of a stage's devices.
+
+It chooses the schedule, how each stage is split, and how many blocks each stage has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+
+from pase.compiler.stages.bounds import StageBounds
+from pase.compiler.stages.choice import StageChoice, aligned, choose_stages, even_stages
+from pase.compiler.stages.circular import circular_bound_s, circular_staged
+from pase.compiler.stages.menu import SUMMED, StageRole, StageSplit, StageTables, roles_of
+from pase.compiler.stages.places import Places, ends_sum_s, send_s
+from pase.ir import Graph, Tensor
+from pase.machine import CostModel, Mesh
+from pase.pipeline.beside import SentOnce
+from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
+from pase.pipeline.registry import SCHEDULES, Discipline, schedule
+from pase.pipeline.simulate import simulate
+from pase.pipeline.types import Schedule, StageTimes
+from pase.tables.build import charge_price
+from pase.tables.charges import Charge
+from pase.tables.layouts import forward_states, local_bytes, write_states
+from pase.tables.reshard import reshard
+
+__all__ = ["StageMenu", "Staged"]
+
+PRICES = (0.1, 0.5, 4.0)
+"""Prices per byte at which stages are split: the value of a device's memory, as a multiple of the stage's step."""
+SIMULATIONS = 12
+GAP = 1e-3
+NODES = 300
+"""The most nodes of one integer program's tree. For cuts, a relative gap of ``GAP`` is enough."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Staged:
+    """A pipelined step. splits: of each stage."""
+
+    schedule: Schedule
+    problem: CutProblem
+    cuts: Cuts
+    splits: tuple[StageSplit, ...]
+    mesh: Mesh
+    micro_batches: int
+
+    @property
+    def step_s(self) -> float:
+        return np.inf if self.cuts.simulated is None else self.cuts.simulated.step_s
+
+
+def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
+    """The numbers of stages per rank to try: the powers of two for which there are enough blocks, and the maximum."""
+    low, high = d.chunks
+    most = blocks // ranks if not high else min(high, blocks // ranks)
+    tried = {low, most, *(2**i for i in range(most.bit_length()))}
+    yield from sorted(v for v in tried if low <= v <= most)
+
+
+class StageMenu:
+    """Ways to split the stages on some devices. They are found once, and each schedule chooses among them.
+
+    tables: of every site. limit: bytes on a device of every rank, or of each one. sites: the site of each rank; empty:
+    all are equal. between: prices what ranks of different sites send each other. only: the one schedule to try; "auto":
+    all but those of one program; "every".
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[StageTables],
+        ranks: int,
+        micro_batches: int,
+        limit: float | np.ndarray,
+        sites: Sequence[int] = (),
+        between: CostModel | None = None,
+        only: str = "auto",
+    ) -> None:
+        self.tables, self.ranks, self.micro_batches = tables, ranks, micro_batches
+        self.limits = np.broadcast_to(np.asarray(limit, float), (ranks,))
+        self.sites, self.between = tuple(sites) or (0,) * ranks, between
+        self.only = only
+        self.models: dict[int, CostModel] = {t.site: t.model for t in tables}
+        self.places: Places = tables[0].places
+        self.graph: Graph = tables[0].graph
+        self.mesh: Mesh = tables[0].mesh
+        self.spent = tables[0].spent
+        self._splits: dict[StageRole, list[StageSplit]] = {}
+        self._sends: dict[tuple[StageSplit, StageSplit], tuple[float, float]] = {}
+        self._found: dict[tuple[str, int], Staged] = {}
+        self._chosen: dict[tuple[Schedule, bool], StageChoice | None] = {}
+        self.bounds: StageBounds | None = None
+
+    @cached_property
+    def block_s(self) -> np.ndarray:
+        """The least seconds per step of one block on each rank, float64 [ranks]."""
+        of = {i: self._at(i)[0].least_s(StageRole(site=i), self.places.blocks) for i in set(self.sites)}
+        return np.array([of[i] for i in self.sites]) / self.places.blocks
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The part of the blocks with which each rank works as long as the others, float64 [ranks]."""
+        return 1 / self.block_s / (1 / self.block_s).sum()
+
+    def least_s(self) -> float:
+        """A lower bound on every pipeline of these ranks, for any schedule, cuts and splits: what all ranks take if the
+        work is divided so that none waits.
+
+        The first of a site's tables are the ones that charge least.
+        """
+        if self.ranks == 1:  # what both ends read is there once
+            only = StageRole(first=True, last=True, site=self.sites[0])
+            return self._at(only.site)[0].least_s(only, self.places.blocks)
+
+        def end(ranks: Sequence[int], *, last: bool) -> float:
+            """In blocks of the rank that has it."""
+            roles = [(r, StageRole(first=not last, last=last, site=self.sites[r])) for r in ranks]
+            return min(self._at(role.site)[0].least_s(role, 0.0) / self.block_s[r] for r, role in roles)
+
+        whole = self.places.blocks + end((0,), last=False) + end((0, -1), last=True)
+        return float(whole / (1 / self.block_s).sum())
+
+    def _at(self, site: int) -> list[StageTables]:
+        return [t for t in self.tables if t.site == site]
+
+    def splits(self, role: StageRole) -> list[StageSplit]:
+        """Ways to split a stage that has all blocks of a rank: one for each of its tables at each price per byte."""
+        if role not in self._splits:
+            rank = self.sites.index(role.site)
+            blocks, found = self.places.blocks * float(self.shares[rank]), list[StageSplit]()
+            for t in self._at(role.site):
+                for step in t.steps:
+                    free = t.cheapest(role, blocks, step=step)
+                    each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
+                    found += [
+                        free,
+                        *(t.cheapest(role, blocks, part * each, self.ranks, step) for part in PRICES if each),
+                    ]
+            self._splits[role] = found
+        return self._splits[role]
+
+    def schedules(self) -> Iterator[tuple[Discipline, int]]:
+        """Those to try, with their stages per rank: those with several stages first. A single rank has no choice."""
+        if self.ranks == 1:
+            yield SCHEDULES["1f1b"], 1
+            return
+        for d in sorted(disciplines(self.only), key=lambda d: -d.chunks[0]):
+            for chunks in chunks_of(d, self.places.blocks, self.ranks):
+                if (not d.lockstep or self._as_one(chunks)) and not d.refuses(
+                    self.ranks, self.micro_batches, chunks
+                ):
+                    yield d, chunks
+
+    def _as_one(self, chunks: int) -> bool:
+        """Whether one program can run the stages: one on each rank, equal ones on equal devices, and micro-batches that
+        the ranks divide."""
+        divide = self.micro_batches % self.ranks == 0 and self.places.blocks % self.ranks == 0
+        return chunks == 1 and divide and len(set(self.sites)) == 1
+
+    def bounded(self, below: float) -> tuple[float, Staged | None]:
+        """(a lower bound on every pipeline of these ranks under the schedules, within the limit; the best pipeline that
+        takes less than ``below``, of the splits that the bound's searches found)."""
+        once = [t for t in self.tables if t.weights == "once"]
+        limited = np.isfinite(self.limits).any()
+        self.bounds = StageBounds(
+            tables=once + [t.sent_each() for t in once if limited],
+            ranks=self.ranks,
+            limit=self.limits,
+            send_s=self.least_send_s(),
+            sites=self.sites,
+        )
+        every = [
+            (schedule(d.name, self.ranks, self.micro_batches, chunks), d, chunks)
+            for d, chunks in self.schedules()
+        ]
+        least = min((circular_bound_s(self, s) for s, _, _ in every if s.lockstep), default=below)
+        paced = [x for x in every if not x[0].lockstep]
+        bounds = self.bounds.least_of([s for s, _, _ in paced], min(least, below))
+        best, least = None, min([least, below, *bounds])
+        for mine, (_, d, chunks) in sorted(zip(bounds, paced, strict=True), key=lambda x: x[0]):
+            if mine < below * (1 - GAP):
+                found, _ = self.staged(d, chunks, below)
+                if found is not None:
+                    best, below = found, found.step_s
+        return min(least, below), best
+
+    def least_send_s(self) -> tuple[float, float]:
+        """Seconds to send one micro-batch's activations to the next stage, and their gradients back, however they are
+        split."""
+        ring = set(zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True))
+        of = self.least_bytes(self.places.crossing)
+        there, back = (min(self.sent_s(a, b, x) for a, b in ring) for x in of)
+        return there, back
+
+    def least_bytes(self, crossing: Iterable[tuple[str, str]]) -> tuple[float, float]:
+        """Bytes of one micro-batch's activations on a device, and of their gradients, however they are split."""
+        space, out = self.tables[0].features.space, np.zeros(2)
+        for name, tensor in crossing:
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
+            cfg = space.configs[space.graph.nodes.index(n)]
+            least = float(local_bytes(n, t, n.write_of(tensor)[1], cfg, self.mesh).min())
+            out += least, least * t.needs_grad
+        return float(out[0]), float(out[1])
+
+    def sent_s(self, a: int, b: int, nbytes: float) -> float:
+        """Seconds to send a device's bytes to the next rank, between these sites."""
+        if not nbytes:
+            return 0.0
+        if a == b:
+            return send_s(self.models[a], self.sites.count(a), self.mesh.devices, nbytes)
+        assert self.between is not None
+        return send_s(self.between, 2, self.mesh.devices, nbytes)
+
+    def staged(self, d: Discipline, chunks: int, below: float = np.inf) -> tuple[Staged | None, bool]:
+        """(the best pipeline under a schedule, if it takes less than ``below``; whether any pipeline fits)."""
+        found, fits = self._searched(d, chunks, below)
+        if found is not None:
+            self._found[d.name, chunks] = found
+        return found, fits
+
+    def first(self, d: Discipline, chunks: int) -> float:
+        """Seconds of the step with the stages that are chosen first; infinite if none fit."""
+        s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+        if s.lockstep:
+            return 0.0  # found at once
+        chosen = self._aligned(s)
+        return np.inf if chosen is None else self._with_counts(s, chosen).step_s
+
+    def compared(self, d: Discipline, chunks: int) -> Staged | None:
+        """The best pipeline under a schedule that the search met, if any fits."""
+        if (d.name, chunks) not in self._found:
+            s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+            if s.lockstep:
+                return self.staged(d, chunks)[0]
+            chosen = self._aligned(s)
+            if chosen is None:
+                return None
+            self._found[d.name, chunks] = self._with_counts(s, chosen)
+        return self._found[d.name, chunks]
+
+    def _with_counts(self, s: Schedule, chosen: StageChoice, bound: float = 0.0) -> Staged:
+        """With the chosen numbers of blocks. bound: on any other numbers."""
+        problem = self.problem(s, chosen.splits)
+        done = simulate(s, problem.times(chosen.counts))
+        counts = tuple(map(int, chosen.counts))
+        cuts = Cuts(counts=counts, simulated=done, bound=min(bound, done.step_s), simulations=1)
+        return self.made(problem, cuts, chosen.splits)
+
+    def _searched(self, d: Discipline, chunks: int, below: float) -> tuple[Staged | None, bool]:
+        s = schedule(d.name, self.ranks, self.micro_batches, chunks)
+        if s.lockstep:
+            return self._one_program(s, below)
+        chosen = self._aligned(s)
+        if chosen is None:
+            return None, False
+        rough = self._with_counts(s, chosen)
+        top = min(below, rough.step_s)
+        cuts = best_cuts(rough.problem, top, SIMULATIONS, GAP, NODES, chosen.counts)
+        self.spent.cells += cuts.cells
+        if cuts.simulated is not None:
+            return self.made(rough.problem, cuts, chosen.splits), True
+        return (self._with_counts(s, chosen, cuts.bound) if rough.step_s < below else None), True
+
+    def _aligned(self, s: Schedule) -> StageChoice | None:
+        """For each stage one of its ways and its blocks, that with the shortest step of those that were tried; None if
+        none fit. Tried again once the bound's searches have found more ways."""
+        key = s, self.bounds is not None
+        if key not in self._chosen:
+            choices = [c for c in (self.chosen(s), self.even(s)) if c is not None]
+            each = [aligned(c, lambda splits: self.problem(s, splits)) for c in choices]
+            self._chosen[key] = min(each, key=lambda x: x[0])[1] if each else None
+        return self._chosen[key]
+
+    def made(self, problem: CutProblem, cuts: Cuts, splits: tuple[StageSplit, ...]) -> Staged:
+        """The step of these stages."""
+        return Staged(
+            schedule=problem.schedule,
+            problem=problem,
+            cuts=cuts,
+            splits=splits,
+            mesh=self.mesh,
+            micro_batches=self.micro_batches,
+        )
+
+    def _one_program(self, s: Schedule, below: float) -> tuple[Staged | None, bool]:
+        """As ``staged``, for a schedule in lockstep."""
+        found, fits = circular_staged(self, s, below, PRICES if np.isfinite(self.limits).any() else ())
+        if found is None:
+            return None, fits
+        return self.made(found.problem, found.cuts, (found.split,) * s.stages), True
+
+    def chosen(self, s: Schedule) -> StageChoice | None:
+        """For each stage one of its ways and its blocks, as far as is known; None if none of them fit."""
+        return choose_stages(s, self.ways(s), self.shares, self.places.blocks, self.limits)
+
+    def even(self, s: Schedule) -> StageChoice | None:
+        """The same with equal stages, if ranks have several and are equal."""
+        if s.stages == s.ranks or len(set(self.sites)) > 1:
+            return None
+        return even_stages(s, self.ways(s), self.places.blocks, self.limits)
+
+    def ways(self, s: Schedule) -> list[list[StageSplit]]:
+        """Of each stage: first those at a few prices per byte, then those that the bound's searches found."""
+        roles = roles_of(s, self.sites)
+        of = {
+            role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
+            for role in dict.fromkeys(roles)
+        }
+        return [of[role] for role in roles]
+
+    def problem(self, s: Schedule, splits: tuple[StageSplit, ...]) -> CutProblem:
+        """How many blocks each stage gets, split as given."""
+        summed = np.stack([w.summed for w in splits], axis=-1)
+        fixed, each = (dict(zip(SUMMED, x, strict=True)) for x in summed)
+        waiting = np.array([w.waiting for w in splits]).T
+        rank = np.array(s.rank_of)
+        after = np.bincount(rank, fixed["after"], s.ranks) + self.tied_after(s, splits)
+        chunks = s.stages // s.ranks
+        most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
+        np.maximum.at(most, rank, [w.buffers for w in splits])
+        gathers, sums, *compute = _padded([w.beside for w in splits])
+        return CutProblem(
+            schedule=s,
+            blocks=self.places.blocks,
+            limit=self.limits,
+            fixed=StageTimes(
+                **{k: fixed[k] for k in _TIMES},
+                send=np.array([self._handed_s(a, b) for a, b in pairwise(splits)]).reshape(-1, 2).T,
+                before=np.zeros(s.ranks),
+                after=after,
+            ),
+            each=StageTimes(
+                send=np.zeros((2, s.stages - 1)),
+                before=np.zeros(s.stages),
+                **{k: each[k] for k in (*_TIMES, "after")},
+            ),
+            once=SentOnce(
+                gathers=gathers,
+                sums=sums,
+                compute=np.stack(compute),
+                slow=np.array([splits[s.rank_of.index(r)].slow for r in range(s.ranks)]),
+            ),
+            bytes_fixed=StageBytes(
+                held=fixed["static"] + most[rank] / chunks, kept=fixed["kept"], for_weights=waiting[0]
+            ),
+            bytes_each=StageBytes(held=each["static"], kept=each["kept"], for_weights=waiting[1]),
+        )
+
+    def tied_after(self, s: Schedule, splits: Sequence[StageSplit]) -> np.ndarray:
+        """Seconds once a step in which each rank sums gradients of parameters that other ranks have too, float64
+        [ranks]."""
+        out = np.zeros(s.ranks)
+        if s.rank_of[0] != s.rank_of[-1]:
+            nbytes = sum(self.gradient_bytes(splits[0], name) for name in self.places.tied)
+            out[[s.rank_of[0], s.rank_of[-1]]] = self.sum_s(self.sites[0], self.sites[-1], nbytes)
+        return out
+
+    def gradient_bytes(self, split: StageSplit, name: str) -> float:
+        """Of a parameter, on one device."""
+        n = self.graph.node[name]
+        a = n.ops[0].writes[0]
+        tensor = self.graph.tensors[a.tensor]
+        cfg = split.configs[name][None, :]
+        return float(local_bytes(n, tensor, a, cfg, self.mesh)[0]) if tensor.needs_grad else 0.0
+
+    def sum_s(self, one: int, other: int, nbytes: float) -> float:
+        """Seconds to sum the gradients of tied parameters between two ranks of these sites, for one device's share."""
+        if one == other:
+            return ends_sum_s(self.models[one], self.sites.count(one), self.mesh.devices, nbytes)
+        assert self.between is not None
+        return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
+
+    def crossing(self, a: StageSplit) -> tuple[tuple[str, str], ...]:
+        """(node, tensor) of what a stage hands on."""
+        return self.places.crossing
+
+    def _handed_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
+        """``_moved_s``, once for each pair."""
+        if (a, b) not in self._sends:
+            self._sends[a, b] = self._moved_s(a, b)
+        return self._sends[a, b]
+
+    def _moved_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
+        """Seconds to send one micro-batch's activations to the next stage, in the layout that it reads; and to send
+        their gradients back, in the layout of this one."""
+        moved = np.zeros(2)
+        for name, tensor in self.crossing(a):
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
+            op, access = n.write_of(tensor)
+            here, there = (
+                forward_states(write_states(n, op, access, t, w.configs[name][None, :], self.mesh))
+                for w in (a, b)
+            )
+            moved[0] += self._moves_s(here, there, t, self.models[b.role.site])
+            if t.needs_grad:
+                moved[1] += self._moves_s(there, here, t, self.models[a.role.site])
+        one, other = a.role.site, b.role.site
+        return (
+            float(moved[0]) + self.sent_s(one, other, self.sent_bytes(a)[0]),
+            float(moved[1]) + self.sent_s(one, other, self.sent_bytes(b, a)[1]),
+        )
+
+    def _moves_s(self, src: np.ndarray, dst: np.ndarray, t: Tensor, model: CostModel) -> float:
+        """Seconds to bring a tensor from one layout into another."""
+        total = 0.0
+        for step in reshard(src, dst, self.mesh):
+            charge = Charge(
+                kind=step.kind,
+                axes=np.ravel(step.axes),
+                nbytes=np.ravel(step.fraction) * float(t.nbytes),
+                tensor=t.name,
+                phase="forward",
+                times=1.0,
+            )
+            total += float(np.ravel(charge_price(charge, model, self.mesh))[0])
+        return total
+
+    def sent_bytes(self, a: StageSplit, handed: StageSplit | None = None) -> tuple[float, float]:
+        """Bytes of one micro-batch's activations on a device of a stage, and of their gradients. handed: the stage that
+        hands them on, if it is not this one."""
+        out = np.zeros(2)
+        for name, tensor in self.crossing(a if handed is None else handed):
+            n, t = self.graph.node[name], self.graph.tensors[tensor]
+            cfg = a.configs[name][None, :]
+            local = float(local_bytes(n, t, n.write_of(tensor)[1], cfg, self.mesh)[0])
+            out += local, local * t.needs_grad
+        return float(out[0]), float(out[1])
+
+
+_TIMES = ("forward", "input", "weight", "again")
+
+
+def _padded(by_unit: Sequence[np.ndarray]) -> np.ndarray:
+    """``StageSplit.beside`` of each stage, float64 [2 + kinds, units, stages]: with as many units as the
+    largest has."""
+    most = max(x.shape[1] for x in by_unit)
+    gaps = [np.zeros((len(x), most - x.shape[1])) for x in by_unit]
+    same = [np.hstack([x[:, :-2], gap, x[:, -2:]]) for x, gap in zip(by_unit, gaps, strict=True)]
+    return np.stack(same, axis=-1)
+
+
+def disciplines(only: str = "auto") -> list[Discipline]:
+    """Schedules to try: the one that is named, "every", or ("auto") all that the ranks run by themselves, stage by
+    stage."""
+    return [d for d in SCHEDULES.values() if only in ("every", d.name) or (only == "auto" and not d.lockstep)]

@@ -1,0 +1,252 @@
+"""Replicas of the model on groups of unequal devices, with shares of the micro-batches that suit their speed.
+
+Each group holds one replica, split as its own devices like best: over all of them, or in stages. A replica's step takes
+no less time with more micro-batches. So shares are best if no single micro-batch can leave the slowest replica for
+another that would then still be faster: whatever else beats them gives the slowest fewer and some other one more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase import costmodels
+from pase.compiler.problem.options import CompileOptions
+from pase.compiler.problem.problem import Progress, SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.compiler.problem.variants import Variant, block_ways, variants
+from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
+from pase.compiler.stages.chain_places import divided
+from pase.compiler.stages.menu import StageTables
+from pase.compiler.stages.search import Staged, StageMenu
+from pase.compiler.stages.sites import Arrangement, RankSite, groups_of, rank_meshes
+from pase.ir import Graph
+from pase.machine import GroupedMachine, Mesh, mesh_from
+
+if TYPE_CHECKING:
+    from pase.frontends.registry import Traced
+
+__all__ = [
+    "Replica",
+    "Shares",
+    "SharesSearched",
+    "best_shares",
+    "equal_shares",
+    "gradient_sum_s",
+    "search_shares",
+]
+
+_MICRO_BATCHES = (2, 4, 8, 16, 32)
+"""The numbers of micro-batches to try that the groups share."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replica:
+    """A group's replica, with so many of the step's micro-batches."""
+
+    site: RankSite
+    micro_batches: int
+    staged: Staged
+    menu: StageMenu
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shares:
+    """A step on replicas. sum_s: of gradients between the groups, after the slowest replica. bound: no shares of any
+    replicas of the groups take less. equal_s: with a share for each group by its number of devices; infinite if that
+    does not fit."""
+
+    replicas: tuple[Replica, ...]
+    sum_s: float
+    bound: float
+    equal_s: float
+
+    @property
+    def step_s(self) -> float:
+        return max(r.staged.step_s for r in self.replicas) + self.sum_s
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharesSearched:
+    """What was found for each number of micro-batches. bounds: seconds that no shares beat, of numbers for which none
+    were found. left: numbers that were not looked at, because the work that ``work`` allows was spent."""
+
+    found: tuple[Shares, ...] = ()
+    bounds: tuple[float, ...] = ()
+    left: int = 0
+
+
+def best_shares(
+    total: int, groups: int, seconds: Callable[[int, int], float], start: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """How many of ``total`` micro-batches each group takes, at least one, so that the slowest is fastest.
+
+    seconds: (group, micro-batches) -> seconds, which never fall with more micro-batches.
+
+    >>> best_shares(16, 2, lambda g, k: k * (1.0, 3.0)[g])
+    (12, 4)
+    """
+    timed = cache(seconds)
+    shares = list(start or equal_shares(total, [1] * groups))
+    while True:
+        slow = max(range(groups), key=lambda g: timed(g, shares[g]))
+        others = [g for g in range(groups) if g != slow]
+        if shares[slow] == 1 or not others:
+            return tuple(shares)
+        quick = min(others, key=lambda g: timed(g, shares[g] + 1))
+        if timed(quick, shares[quick] + 1) >= timed(slow, shares[slow]):
+            return tuple(shares)
+        shares[slow] -= 1
+        shares[quick] += 1
+
+
+def equal_shares(total: int, devices: Sequence[int]) -> tuple[int, ...]:
+    """Micro-batches by number of devices, at least one each, the remainder to those that lack most of theirs.
+
+    >>> equal_shares(8, [12, 4]), equal_shares(5, [4, 4])
+    ((6, 2), (3, 2))
+    """
+    exact = np.array(devices) * total / sum(devices)
+    out = np.maximum(np.floor(exact).astype(int), 1)
+    while out.sum() != total:
+        lack = exact - out
+        out[int(lack.argmax() if out.sum() < total else np.where(out > 1, lack, np.inf).argmin())] += np.sign(
+            total - out.sum()
+        )
+    return tuple(int(k) for k in out)
+
+
+def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> float:
+    """Seconds to sum all gradients between the groups. Each device sends its part of what its group has: a sum within
+    the group stops halfway for it, and its second half passes the result on."""
+    nbytes = sum(
+        graph.tensors[n.ops[0].writes[0].tensor].nbytes
+        for n in graph.nodes
+        if n.kind == "parameter" and graph.tensors[n.ops[0].writes[0].tensor].needs_grad
+    )
+    inner, many = min(g.count for g in machine.groups), len(machine.groups)
+    model = costmodels.get(cost_model, machine.crossing(inner))
+    mesh = mesh_from(f"groups={many},inner={inner}", many * inner)
+    return float(model.collective("all_reduce", mesh, 1, float(nbytes) / inner))
+
+
+def search_shares(
+    problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, spent: Spent
+) -> SharesSearched:
+    """For each number of micro-batches the best replicas, one on each of the machine's groups.
+
+    Nothing if the machine has no groups, or if the ranks, their mesh or their schedule are given.
+    """
+    machine = problem.machine
+    given = options.ranks is not None or options.mesh is not None or options.stage_schedule != "auto"
+    if not isinstance(machine, GroupedMachine) or given:
+        return SharesSearched()
+    groups = groups_of(problem, options)
+    frontend = block_ways(traced)
+    made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True, spent=spent)
+    limited = options.limit_bytes(machine) is not None
+    examples, out, bounds, skipped = frontend.batch_size(traced), list[Shares](), list[float](), 0
+    for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
+        if examples % m or m < len(groups):
+            continue
+        if spent.over():
+            skipped += 1
+            continue
+        say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
+        ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
+        group = [_OnOneGroup(site, problem, options, made, ways) for site in groups]
+        counts = best_shares(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
+        least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))
+        counts = best_shares(m, len(group), lambda g, k, of=group: of[g].step_s(k), counts)  # type: ignore[misc]
+        found = [g.best(k) for g, k in zip(group, counts, strict=True)]
+        replicas = [
+            Replica(site=g.site, micro_batches=k, staged=f[0], menu=f[1])
+            for g, k, f in zip(group, counts, found, strict=True)
+            if f is not None
+        ]
+        sum_s = gradient_sum_s(machine, problem.model.name, problem.graph)
+        if len(replicas) == len(groups):
+            equal = equal_shares(m, [g.devices for g in groups])
+            slowest = max(g.step_s(k) for g, k in zip(group, equal, strict=True))
+            out.append(
+                Shares(replicas=tuple(replicas), sum_s=sum_s, bound=least + sum_s, equal_s=slowest + sum_s)
+            )
+        else:
+            bounds.append(least + sum_s)
+    return SharesSearched(found=tuple(out), bounds=tuple(bounds), left=skipped)
+
+
+class _OnOneGroup:
+    """The pipelines, and the splits without stages, of one group's devices, for any share of the micro-batches."""
+
+    def __init__(
+        self,
+        site: RankSite,
+        problem: SplitProblem,
+        options: CompileOptions,
+        made: TablesMade,
+        ways: Sequence[Variant],
+    ) -> None:
+        self.site, self.made, self.ways = site, made, ways
+        blocks = divided(problem.graph, made.blocks).blocks
+        self.shapes = [
+            (ranks, mesh)
+            for ranks in range(1, min(site.devices, blocks, 64) + 1)
+            if site.devices % ranks == 0
+            for mesh in rank_meshes([site], options, site.devices // ranks)
+        ]
+        self._found: dict[int, tuple[Staged, StageMenu] | None] = {}
+        self._least: dict[int, list[float]] = {}
+
+    def _leasts(self, micro_batches: int) -> list[float]:
+        """Of each shape, seconds that none of its pipelines beats."""
+        if micro_batches not in self._least:
+            self._least[micro_batches] = [
+                menu_of(
+                    self._tables(shape, micro_batches, self.ways[:1]), micro_batches, self._place(shape)
+                ).least_s()
+                for shape in self.shapes
+            ]
+        return self._least[micro_batches]
+
+    def _place(self, shape: tuple[int, Mesh]) -> Arrangement:
+        return Arrangement(ranks=(self.site,) * shape[0])
+
+    def _tables(
+        self, shape: tuple[int, Mesh], micro_batches: int, ways: Sequence[Variant]
+    ) -> tuple[StageTables, ...]:
+        return tuple(t.with_share(micro_batches) for t in self.made.all(ways, shape[1], [self.site]))
+
+    def least_s(self, micro_batches: int) -> float:
+        return min(self._leasts(micro_batches))
+
+    def step_s(self, micro_batches: int) -> float:
+        found = self.best(micro_batches)
+        return np.inf if found is None else found[0].step_s
+
+    def best(self, micro_batches: int) -> tuple[Staged, StageMenu] | None:
+        """The best pipeline with this share; None if none fits."""
+        if micro_batches not in self._found:
+            self._found[micro_batches] = None
+            top, least = math.inf, self._leasts(micro_batches)
+            for i in np.argsort(least, kind="stable"):
+                if least[i] >= top * (1 - 1e-9):
+                    break
+                ranks, mesh = shape = self.shapes[i]
+                candidate = Candidate(
+                    ranks=ranks,
+                    micro_batches=micro_batches,
+                    mesh=mesh,
+                    least=least[i],
+                    place=self._place(shape),
+                    tables=partial(self._tables, shape, micro_batches, self.ways),
+                )
+                staged, menu = search_candidate(candidate, top)
+                if staged is not None:
+                    self._found[micro_batches], top = (staged, menu), staged.step_s
+        return self._found[micro_batches]

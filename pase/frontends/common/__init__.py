@@ -1,0 +1,1 @@
+"""What several frontends share: values, products, slices, repeated layers."""

@@ -1,0 +1,133 @@
+"""Slices, concatenations and broadcasts of tensors that several frameworks share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pase.frontends.common.values import Site, Value
+from pase.ir import Tensor
+from pase.ops import indexed, nests
+
+__all__ = ["join", "part", "spread", "take", "take_along"]
+
+
+def part(
+    c: Site, x: Value, shape: Sequence[int], kept: Sequence[bool], name: str, note: tuple[object, ...]
+) -> Value:
+    """A slice of a tensor. A slice of a weight is made only if something other than a reordering of it reads it."""
+    shape = c.shape(shape)
+    if math.prod(shape) == 0:
+        return c.nothing(shape, x.dtype)
+
+    def make() -> Tensor:
+        if note:  # one of several equal parts (a fused projection's queries, a recurrent layer's gate)
+            axis, start = int(note[0]), int(note[1])  # type: ignore[call-overload]
+            if x.shape[axis] % shape[axis] == 0 and start % shape[axis] == 0 and shape[axis] > 1:
+                return nests.part(c.b, name, c.tensor(x), axis, x.shape[axis] // shape[axis])
+        return nests.restrict(c.b, name, [c.tensor(x)], shape, kept)
+
+    if x.note[:1] == ("initializer",) and note:
+        return c.later(shape, x.dtype, make, ("slice", x, *note))
+    return c.value(make())
+
+
+def join(c: Site, values: Sequence[Value], axis: int) -> Value:
+    if not values:
+        raise c.fail("nothing to join")
+    rank = len(values[0].shape)
+    axis = c.axis(axis, rank)
+    shape = list(values[0].shape)
+    for v in values[1:]:
+        if len(v.shape) != rank or any(i != axis and v.shape[i] != shape[i] for i in range(rank)):
+            raise c.fail(f"{list(values[0].shape)} and {list(v.shape)} cannot be joined along dim {axis}")
+    shape[axis] = sum(v.shape[axis] for v in values)
+    shape = list(c.shape(shape))
+    full = [v for v in values if v.elements]
+    if len(full) < 2:
+        return full[0] if full else c.nothing(shape, values[0].dtype)
+    if (whole := _reordered(full, axis)) is not None:
+        return whole
+    if all(v.tensor is None and v.make is None for v in full):
+        return c.nothing(shape, full[0].dtype)
+    return c.value(nests.concat(c.b, c.tensors(*full), axis))
+
+
+def _reordered(values: Sequence[Value], axis: int) -> Value | None:
+    """The weight itself, if these are all of its parts in another order (a recurrent layer's gates). The weight is then
+    stored in that order."""
+    if any(v.note[:1] != ("slice",) or v.note[1] is not values[0].note[1] for v in values):
+        return None
+    base: Value = values[0].note[1]
+    at = 0
+    for where, start, stop in sorted(v.note[2:] for v in values):
+        if where != axis or start != at:
+            return None
+        at = stop
+    return base if at == base.shape[axis] else None
+
+
+def spread(c: Site, x: Value, shape: Sequence[int]) -> Value:
+    shape = c.shape(shape)
+    if tuple(shape) == x.shape:
+        return x
+    if math.prod(shape) == 0 or x.literal or (x.tensor is None and x.make is None):
+        return c.nothing(shape, x.dtype)
+    lead = len(shape) - len(x.shape)
+    return c.value(nests.broadcast(c.b, c.tensor(x), shape, [i + lead for i in range(len(x.shape))]))
+
+
+def take(c: Site, x: Value, ids: Value, axis: int) -> Value:
+    """x at these indices of a dim; the dim is replaced by the indices' shape."""
+    axis = c.axis(axis, len(x.shape))
+    shape = c.shape((*x.shape[:axis], *ids.shape, *x.shape[axis + 1 :]))
+    if math.prod(shape) == 0 or x.elements == 0:
+        return c.nothing(shape, x.dtype)
+    if ids.elements == 1 and ids.data is not None:  # one known index: a slice
+        one = [1 if i == axis else s for i, s in enumerate(x.shape)]
+        kept = [i != axis for i in range(len(one))]
+        cut = x if x.shape[axis] == 1 else c.value(nests.restrict(c.b, "slice", [c.tensor(x)], one, kept))
+        return c.reshape(cut, shape)
+    lead = c.reshape(ids, (*ids.shape, 1))
+    n = len(ids.shape)
+    return c.value(
+        indexed.gather(
+            c.b,
+            "gather",
+            c.tensor(x),
+            c.tensor(lead),
+            shape,
+            offset_dims=[i for i in range(len(shape)) if not axis <= i < axis + n],
+            collapsed=(axis,),
+            indexed=(axis,),
+            slice_sizes=[1 if i == axis else s for i, s in enumerate(x.shape)],
+        )
+    )
+
+
+def take_along(c: Site, x: Value, ids: Value, axis: int) -> Value:
+    """One element of x for each index: of the dim, at the index's own place in the other dims."""
+    rank = len(x.shape)
+    axis = c.axis(axis, rank)
+    if len(ids.shape) != rank:
+        raise c.fail(f"indices {list(ids.shape)} into {list(x.shape)}")
+    others = [i for i in range(rank) if i != axis]
+    if any(ids.shape[i] != x.shape[i] for i in others):
+        kept = [i != axis and ids.shape[i] == x.shape[i] for i in range(rank)]
+        return c.value(nests.restrict(c.b, "gather", c.tensors(x, ids), c.shape(ids.shape), kept))
+    lead = c.reshape(ids, (*ids.shape, 1))
+    return c.value(
+        indexed.gather(
+            c.b,
+            "gather",
+            c.tensor(x),
+            c.tensor(lead),
+            ids.shape,
+            offset_dims=(),
+            collapsed=(axis,),
+            indexed=(axis,),
+            slice_sizes=[1] * rank,
+            x_batch=others,
+            ids_batch=others,
+        )
+    )

@@ -1,0 +1,156 @@
+"""Attention that a JAX program asks for by name, kept as one op: ``jax.nn.dot_product_attention`` and fused kernels.
+
+JAX inlines its own attention, so nothing in the jaxpr says that the two products and the softmax between them are
+attention. While a model is traced, both of JAX's implementations are wrapped in a jitted function whose name says so
+(`named`). This also makes cuDNN's implementation traceable without a GPU. A model that writes the products and the
+softmax itself is read and priced as written.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pase.frontends.jax.types import Eqn
+from pase.frontends.jax.versions import attention_by, static_arguments
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
+
+__all__ = ["Asked", "AttentionCall", "call_of", "named"]
+
+Asked = Literal["xla", "cudnn", "flash"]
+"""Whose kernel a program asks for: XLA's own, cuDNN's, or Pallas' flash attention for TPUs."""
+
+_NAME = re.compile(r"(?P<causal>causal_)?(?P<asked>xla|cudnn)_attention_scaled_(?P<scale>\S+)")
+_FLASH = "flash_attention"
+"""Pallas' kernel for TPUs: heads before positions."""
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One call of attention in a jaxpr.
+
+    order: the order of batch, positions, heads and width in queries, keys, values and result.
+    causal: a query sees no key after its own position. scale: of the scores. asked: whose kernel is to run.
+    blocks: the block sizes of Pallas' kernel, in its own form.
+    """
+
+    order: tuple[int, int, int, int] = (0, 1, 2, 3)
+    causal: bool
+    scale: float
+    asked: Asked
+    blocks: BlockSizes | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of a jitted function that does this. The name is all that JAX keeps of a call in a jaxpr."""
+        return f"{'causal_' if self.causal else ''}{self.asked}_attention_scaled_{self.scale!r}"
+
+
+def call_of(eqn: Eqn) -> AttentionCall | None:
+    """The attention that an equation asks for, if it is a call of it on (batch, positions, heads, width) arrays.
+
+    A bias or a mask may follow queries, keys and values; lengths and batches by ``vmap`` are not read (None).
+    """
+    name = eqn.params.get("name") if eqn.primitive.name in ("jit", "pjit") else None
+    if name is None or len(eqn.outvars) != 1:
+        return None
+    shapes = [v.aval.shape for v in eqn.invars]
+    if len(shapes) not in (3, 4) or any(len(s) != 4 for s in shapes):
+        return None
+    if name == _FLASH:
+        return _flash(eqn)
+    if (words := _NAME.fullmatch(name)) is None:
+        return None
+    asked: Asked = "cudnn" if words["asked"] == "cudnn" else "xla"
+    return AttentionCall(causal=words["causal"] is not None, scale=float(words["scale"]), asked=asked)
+
+
+def _flash(eqn: Eqn) -> AttentionCall | None:
+    """Pallas' flash attention. Its settings are stored only with its derivative rule."""
+    inner = eqn.params["jaxpr"].eqns
+    given = static_arguments(inner[-1]) if inner and inner[-1].primitive.name == "custom_vjp_call" else None
+    if given is None or len(given) != 5:
+        return None
+    _, causal, scale, blocks, _ = given
+    return AttentionCall(order=(0, 2, 1, 3), causal=causal, scale=float(scale), asked="flash", blocks=blocks)
+
+
+@contextmanager
+def named() -> Iterator[None]:
+    """Wraps JAX's own attention in a named function while this thread traces a model; other threads are not affected.
+
+    If a version of JAX has no such functions, its attention is read op by op.
+    """
+    thread = threading.get_ident()
+
+    def stand_in(theirs: Callable[..., Array], xla: Callable[..., Array]) -> _Named:
+        return _Named(theirs=theirs, plain=xla, thread=thread)
+
+    with _lock, attention_by(stand_in, __file__):
+        yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Named:
+    """Replaces one of JAX's implementations. plain: XLA's implementation, which can be traced for any device."""
+
+    theirs: Callable[..., Array]
+    plain: Callable[..., Array]
+    thread: int
+
+    def __call__(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        bias: Array | None,
+        mask: Array | None,
+        *lengths: Array | None,
+        **settings: Tree,
+    ) -> Array:
+        special = settings.get("return_residual") or settings.get("dropout_rate")
+        if threading.get_ident() != self.thread or special:
+            return self.theirs(q, k, v, bias, mask, *lengths, **settings)
+        asked: Asked = "xla"
+        if "mask_type" in settings:  # cuDNN's words
+            asked = "cudnn"
+            window = settings.get("sliding_window_length")
+            settings = {
+                "is_causal": "CAUSAL" in settings["mask_type"].name,
+                "scale": settings["scale"],
+                "q_seqlen": lengths[0],
+                "kv_seqlen": lengths[1],
+                "local_window_size": None if window is None else (window - 1, 0),
+            }
+        return _jitted(self.plain, (q, k, v), (bias, mask), asked, settings)
+
+
+def _jitted(
+    plain: Callable[..., Array],
+    qkv: Sequence[Array],
+    beside: Sequence[Array | None],
+    asked: Asked,
+    settings: dict[str, Tree],
+) -> Array:
+    """A call of ``plain`` under a name that describes it. Calls with lengths, windows, or scales that are not numbers
+    have no such name and stay inlined."""
+    import jax
+
+    def attention(qkv: Sequence[Array], beside: Sequence[Array | None]) -> Array:
+        return plain(*qkv, *beside, **settings)
+
+    unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))
+    if unnamed or isinstance(settings["scale"], jax.Array):
+        return attention(qkv, beside)
+    call = AttentionCall(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
+    attention.__name__ = call.name
+    return jax.jit(attention)(qkv, beside)

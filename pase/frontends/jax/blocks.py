@@ -1,0 +1,212 @@
+"""A traced JAX model's repeated blocks, and its trace on a micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.common.repeats import crossing, equal_runs
+from pase.frontends.jax.frontend import INLINED, TracedJax, inlined, inner_jaxpr, trace
+from pase.frontends.jax.leaves import combine
+from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import is_literal, scan_groups, source_line
+from pase.frontends.registry import NotInParts
+from pase.ir.blocks import Block
+
+__all__ = [
+    "batch_size",
+    "blocks_of",
+    "loop_line",
+    "loops_of",
+    "micro",
+    "on_batch",
+    "one_loop",
+    "why_no_program",
+]
+
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+_HEAVY = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def blocks_of(traced: TracedJax, *, marked: bool = False) -> tuple[Block, ...]:
+    """Bodies of loops over layers, and equal runs of equations from unrolled layers. Rematerialised ones are left out;
+    marked: runs of these too.
+
+    A block holds a product or a convolution. Equal runs are cut where the fewest bytes cross.
+    """
+    return tuple(_blocks(traced.jaxpr.jaxpr, "", marked))
+
+
+def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
+    """Paths of the outermost loops with this many iterations that hold a product or a convolution, whether or not the
+    user rematerialises them."""
+    return tuple(path for path, _ in _loops(traced.jaxpr.jaxpr, turns, ""))
+
+
+def one_loop(traced: TracedJax, turns: int) -> bool:
+    """Whether there is one such loop, whose turns one program can run: see ``why_no_program``."""
+    return len(loops_of(traced, turns)) == 1 and not why_no_program(traced, turns)
+
+
+def loop_line(traced: TracedJax, turns: int) -> str:
+    """The user's line of the only such loop."""
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    return str(source_line(eqn) or "an unknown line")
+
+
+def why_no_program(traced: TracedJax, turns: int) -> str:
+    """Why one program cannot run the turns of the only such loop; "": it can."""
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    consts, carried = scan_groups(eqn)
+    if eqn.params["reverse"]:
+        return "runs in reverse"
+    if len(eqn.outvars) > carried:
+        return "hands on more than its carry"
+    arguments = set(traced.jaxpr.jaxpr.invars)
+    if any(not is_literal(v) and v in arguments for v in eqn.invars[consts : consts + carried]):
+        return "begins with an argument as it is, which only the first stage has"
+    return ""
+
+
+def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
+    for i, eqn in enumerate(jaxpr.eqns):
+        if eqn.primitive.name == "scan":
+            if eqn.params["length"] == turns and _holds(eqn.params["jaxpr"].jaxpr.eqns, _HEAVY):
+                yield f"{prefix}{i}", eqn
+        elif inlined(eqn):
+            yield from _loops(inner_jaxpr(eqn)[0], turns, f"{prefix}{i}.")
+
+
+def _blocks(jaxpr: Jaxpr, prefix: str, marked: bool) -> Iterator[Block]:
+    eqns = jaxpr.eqns
+    for i, eqn in enumerate(eqns):
+        name = eqn.primitive.name
+        if name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            if eqn.params["length"] > 1 and _holds(body.eqns, _HEAVY) and not _holds(body.eqns, _REMAT):
+                yield Block(prefix=f"{prefix}{i}.", start=0, stop=len(body.eqns))
+        elif inlined(eqn) and name not in _REMAT:
+            yield from _blocks(inner_jaxpr(eqn)[0], f"{prefix}{i}.", marked)
+    yield from (Block(prefix=prefix, start=a, stop=b) for a, b in _runs(jaxpr, marked))
+
+
+def _holds(eqns: Sequence[Eqn], names: frozenset[str]) -> bool:
+    for eqn in eqns:
+        if eqn.primitive.name in names:
+            return True
+        if eqn.primitive.name in INLINED and _holds(inner_jaxpr(eqn)[0].eqns, names):
+            return True
+        if eqn.primitive.name == "scan" and _holds(eqn.params["jaxpr"].jaxpr.eqns, names):
+            return True
+    return False
+
+
+def _runs(jaxpr: Jaxpr, marked: bool) -> list[tuple[int, int]]:
+    """The longest stretch of equal runs of equations, as (start, stop) of each."""
+    eqns = jaxpr.eqns
+    runs = equal_runs(
+        [_token(e) for e in eqns], lambda a, b: _holds(eqns[a:b], _HEAVY), lambda: _crossing(jaxpr)
+    )
+    apart = {"scan"} if marked else _REMAT | {"scan"}
+    return [] if runs and _holds(eqns[slice(*runs[0])], frozenset(apart)) else runs
+
+
+def _token(eqn: Eqn) -> object:
+    shapes = tuple((str(v.aval.dtype), v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive.name, shapes
+
+
+def _crossing(jaxpr: Jaxpr) -> np.ndarray:
+    """Bytes made before equation i and used from there on: int64 [equations + 1]."""
+    made: dict[Var, int] = {}
+    last: dict[Var, int] = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last.update({v: i for v in eqn.invars if not is_literal(v)})
+        made.update({v: i for v in eqn.outvars})
+    n = len(jaxpr.eqns)
+    last.update({v: n for v in jaxpr.outvars if not is_literal(v)})
+
+    def nbytes(v: Var) -> int:
+        return int(np.prod(v.aval.shape, dtype=float)) * getattr(v.aval.dtype, "itemsize", 4)
+
+    return crossing(made, last, nbytes, n)
+
+
+def micro(traced: TracedJax, micro_batches: int) -> TracedJax:
+    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
+    is the batch (the first dim that most inputs have). PaseError if it does not divide, NotInParts if the model cannot
+    be traced on a micro-batch: its code or its state contains the batch's size."""
+    if micro_batches == 1:
+        return traced
+    size = batch_size(traced)
+    if size % micro_batches:
+        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
+    try:
+        return on_batch(traced, size // micro_batches)
+    except PaseError as e:
+        raise NotInParts(f"'{traced.graph.name}' cannot run on parts of a batch of {size}: {e}") from e
+
+
+def on_batch(traced: TracedJax, examples: int) -> TracedJax:
+    """The model traced on a batch of this size. PaseError if it was not traced from a function."""
+    import jax
+
+    if traced.fn is None:
+        raise PaseError(
+            f"'{traced.graph.name}' was not traced from a function, so it cannot be traced on a part of a batch"
+        )
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in traced.jaxpr.in_avals]
+    n = len(traced.param_paths)
+    size = batch_size(traced)
+    part = [
+        jax.ShapeDtypeStruct((examples, *a.shape[1:]), a.dtype) if split else a
+        for a, split in zip(avals[n:], split_inputs(traced), strict=True)
+    ]
+    params, *batch = combine(jax.tree.unflatten(traced.in_tree, [*avals[:n], *part]), traced.kept)
+    made = trace(
+        traced.fn,
+        params,
+        *batch,
+        name=traced.graph.name,
+        unknown=traced.unknown,
+        mode=traced.mode,
+        carry=traced.carry,
+        dims=traced.turns,
+        chances=traced.chances,
+    )
+    made = replace(made, modules=traced.modules)
+    if not traced.padding:
+        return made
+    cut = dict(zip(traced.input_paths, split_inputs(traced), strict=True))
+    given = {p: (s[0] * examples // size, *s[1:]) if cut.get(p) else s for p, s in traced.unpadded.items()}
+    return replace(made, padding=traced.padding, unpadded=given)
+
+
+def split_inputs(traced: TracedJax) -> list[bool]:
+    """For each leaf of the batch: is its first dim the batch? State passed from step to step has no batch dim."""
+    n, size = len(traced.param_paths), batch_size(traced)
+    return [
+        bool(a.shape) and a.shape[0] == size and n + i not in traced.held
+        for i, a in enumerate(traced.jaxpr.in_avals[n:])
+    ]
+
+
+def batch_size(traced: TracedJax) -> int:
+    """The first dim that most inputs have. PaseError if no input has dims, or if it is padded."""
+    n = len(traced.param_paths)
+    shapes = [
+        a.shape for i, a in enumerate(traced.jaxpr.in_avals) if i >= n and i not in traced.held and a.shape
+    ]
+    if not shapes:
+        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
+    size = int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+    for path, a in zip(traced.input_paths, traced.jaxpr.in_avals[n:], strict=True):
+        if (own := traced.unpadded.get(path)) is not None and a.shape[0] == size != own[0]:
+            raise PaseError(
+                f"a batch of {own[0]}, padded to {size} (uneven='padded'), cannot be divided into micro-batches"
+            )
+    return size

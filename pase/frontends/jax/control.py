@@ -1,0 +1,360 @@
+"""Loops and branches of a jaxpr: bodies are lowered once, times their trip counts; branches are weighted by chance.
+
+Their intermediate values are in ``results`` under their place (``pase.ir.Place``). ``backends/jax/gspmd`` uses it to
+find them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.frontends.jax.rules import _dtype, _shape, _size
+from pase.frontends.jax.types import Eqn, Jaxpr, Var
+from pase.frontends.jax.versions import is_literal, opened, scan_groups
+from pase.frontends.registry import Chances, Control, lowers_bodies
+from pase.ir import Place, PlacePart, Tensor, functions
+from pase.ir.sizes import is_one
+from pase.ops import branches, indexed, loops, nests
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.sharding import PartitionSpec
+
+    from pase.frontends.jax.frontend import _JaxLowering
+    from pase.ops import GraphBuilder
+
+__all__ = ["CONTROL", "AtRunTime", "by_body", "by_platform", "on_every_platform"]
+
+CONTROL: Registry[Control] = Registry("JAX primitive with bodies")
+"""Primitive -> how its equation is lowered: (lowering, equation, prefix of the paths inside)."""
+
+
+@dataclass
+class AtRunTime:
+    """What is known only at run time: the trip counts of while loops, and which branches are taken. Names are while0,
+    while1, … and cond0, cond1, … in the order of the program."""
+
+    turns: Mapping[str, int] = field(default_factory=dict)
+    chances: Chances = field(default_factory=dict)
+    loops: list[str] = field(default_factory=list)
+    """Seen so far."""
+    conds: list[str] = field(default_factory=list)
+
+    def copy(self) -> AtRunTime:
+        """A copy to price a body that is lowered later, so that its loops and branches are not counted twice."""
+        return replace(self, loops=[*self.loops], conds=[*self.conds])
+
+    def turns_of(self, eqn: Eqn, b: GraphBuilder) -> int:
+        """Given by the user, found in the program, or one with a remark."""
+        name = f"while{len(self.loops)}"
+        self.loops.append(name)
+        if name in self.turns:
+            return self.turns[name]
+        known = _turns(eqn)
+        if known is None:
+            b.remark(
+                "turns",
+                f"the while loop '{name}' at {b.source or 'an unknown line'} is priced as one turn: how often it turns "
+                f"is not known before it runs; state it with dims={{'{name}': N}}, or --trips {name}=N",
+            )
+        return 1 if known is None else known
+
+    def next_cond(self) -> str:
+        self.conds.append(f"cond{len(self.conds)}")
+        return self.conds[-1]
+
+    def chances_of(self, name: str, flops: Sequence[float]) -> tuple[float, ...]:
+        """Given by the user; else the most expensive branch is taken every time."""
+        given = self.chances.get(name)
+        return branches.chances(flops) if given is None else branches.told(name, given, len(flops))
+
+    def check_chances(self, model: str) -> None:
+        """PaseError if chances are given for a conditional that does not exist."""
+        for name in self.chances:
+            if name not in self.conds:
+                raise PaseError(
+                    f"model '{model}' has no conditional '{name}'; it has: {', '.join(self.conds) or 'none'}"
+                )
+
+
+@lowers_bodies(CONTROL, "scan", listed="loop")
+def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """The body once, times the trip count. The carry is one node, so it has the same layout in and out."""
+    b, p = lower.b, eqn.params
+    jaxpr, length = p["jaxpr"].jaxpr, _size(p["length"])
+    nc, nk = scan_groups(eqn)
+    inner = lower.inner()
+    inner.constants(jaxpr)
+    at, source = b.eqn, b.source
+    consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
+    _settled(lower, inner, consts, eqn.invars[:nc], at, "const")
+    carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
+    stacks: list[Tensor] = []
+    for k, value in enumerate(eqn.invars[nc + nk :]):
+        b.eqn = at.its("xs", k)
+        stacked = lower.of(value)
+        if stacked.role == "activation":  # settle its layout once, before the loop
+            stacked = loops.settle(b, stacked, "loop_xs")
+            lower.results[b.eqn] = (stacked.name,)
+        stacks.append(stacked)
+    with b.region("loop", prefix, times=length):
+        for k, (var, stacked) in enumerate(zip(xs, stacks, strict=True)):
+            b.eqn = at.its("x", k)
+            layer = inner.env[var] = loops.unstack(b, stacked)
+            lower.results[b.eqn] = (layer.name,)
+        inner.eqns(jaxpr.eqns, prefix)
+        b.source = source
+        outs = [inner.read(v) for v in jaxpr.outvars]
+        lower.results[at.its("outs")] = tuple("" if t is None else t.name for t in outs)
+        ys = []
+        for k, (name, out) in enumerate(zip(jaxpr.outvars[nk:], eqn.outvars[nk:], strict=True)):
+            b.eqn = at.its("y", k)
+            ys.append(loops.stack(b, inner.of(name), length, _shape(out)))
+        _close(lower, outs[:nk], carried)
+    lower.write(eqn.outvars, carried + ys)
+
+
+@lowers_bodies(CONTROL, "while", listed="loop")
+def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """Condition and body, times the trip count. JAX cannot differentiate it, so nothing in it has a gradient."""
+    b, p = lower.b, eqn.params
+    at, source = b.eqn, b.source
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    turns = lower.told.turns_of(eqn, b)
+    asks, inner = lower.inner(), lower.inner()
+    with (
+        nullcontext() if lower.inside else b.without_gradient()
+    ):  # inside, the user's own rule differentiates it
+        asks.constants(cond)
+        inner.constants(body)
+        _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
+        _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
+        carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], at)
+        asks.write(cond.invars[nc:], carried)
+        with b.region("loop", prefix, times=turns):
+            asks.eqns(cond.eqns, f"{prefix}c.")
+            inner.eqns(body.eqns, f"{prefix}b.")
+            b.source = source
+            goes_on, outs = asks.of(cond.outvars[0]), [inner.read(v) for v in body.outvars]
+            if goes_on.shape:
+                outs = _held(lower, goes_on, [inner.of(v) for v in body.outvars], carried, at)
+            lower.results[at.its("outs")] = tuple("" if t is None else t.name for t in outs)
+            _close(lower, outs, carried)
+    lower.write(eqn.outvars, carried)
+
+
+@lowers_bodies(CONTROL, "cond", listed="branches")
+def cond(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """Every branch is lowered and weighted by its chance. Without chances from the user, the most expensive branch is
+    priced as always taken, and the others at almost nothing."""
+    b = lower.b
+    if by_platform(eqn):
+        _one_platform(lower, eqn, prefix)
+        return
+    at, source = b.eqn, b.source
+    bodies = [c.jaxpr for c in eqn.params["branches"]]
+    name = lower.told.next_cond()
+    told = lower.told.copy()
+    flops = [_flops(lower, body, told) for body in bodies]
+    likely = lower.told.chances_of(name, flops)
+    if len(bodies) > 1 and eqn.outvars and name not in lower.told.chances:
+        b.remark(
+            "assumed",
+            f"of the {len(bodies)} branches of '{name}' at {source or 'an unknown line'}, number {likely.index(1.0)} "
+            f"(from 0), the most expensive, is priced as if it were taken every time; to change this use "
+            f"chances={{'{name}': (…)}}, or --chance {name}={','.join('P' * len(bodies))}",
+        )
+    made: list[list[Tensor]] = []
+    for k, (body, chance) in enumerate(zip(bodies, likely, strict=True)):
+        inner = lower.inner()
+        inner.constants(body)
+        lower.bind(inner, body.invars, eqn.invars[1:])
+        with b.region("branch", f"{prefix}{k}.", chance=chance):
+            inner.eqns(body.eqns, f"{prefix}{k}.")
+            b.source = source
+            results = []
+            for j, v in enumerate(body.outvars):
+                b.eqn = at.its("out", k, j)
+                before = inner.of(v)
+                results.append(branches.leave(b, before))
+                lower.operands[b.eqn], lower.results[b.eqn] = (before.name,), (results[-1].name,)
+            made.append(results)
+    b.eqn, index = at, lower.read(eqn.invars[0])
+    lower.write(eqn.outvars, [branches.meet(b, index, same) for same in zip(*made, strict=True)])
+
+
+def by_platform(eqn: Eqn) -> bool:
+    """Does the platform choose the branch (jax.lax.platform_dependent)?"""
+    return eqn.params.get("branches_platforms") is not None
+
+
+def on_every_platform(eqn: Eqn) -> tuple[Jaxpr, Sequence[Array]] | None:
+    """The branch that every device takes, and its constants: the other ones are for inside of a Mosaic kernel
+    (``jnp.diagonal`` has one). None if the equation is no such conditional."""
+    platforms = eqn.params.get("branches_platforms") or ()
+    default = [k for k, names in enumerate(platforms) if names is None]
+    if not default or any(name != "mosaic" for names in platforms for name in names or ()):
+        return None
+    return opened(eqn.params["branches"][default[0]])
+
+
+def _one_platform(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """Code written for several platforms. If all devices take one branch, it is as if it were called. Otherwise the
+    branch of the most FLOPs is priced, and a backend keeps the equation whole."""
+    inner = lower.inner()
+    if (taken := on_every_platform(eqn)) is not None:
+        jaxpr, _ = taken
+        inner.constants(jaxpr)
+        lower.bind(inner, jaxpr.invars, eqn.invars[1:])
+        inner.eqns(jaxpr.eqns, prefix)
+        lower.write(eqn.outvars, [inner.of(v) for v in jaxpr.outvars])
+        return
+    body = max((c.jaxpr for c in eqn.params["branches"]), key=lambda j: _flops(lower, j, lower.told.copy()))
+    inner.constants(body)
+    lower.bind(inner, body.invars, eqn.invars[1:])
+    inner.inside = lower.inside or lower.b.eqn.path
+    inner.eqns(body.eqns, prefix)
+    lower.write(eqn.outvars, [inner.of(v) for v in body.outvars])
+
+
+@lowers_bodies(CONTROL, "custom_linear_solve", listed="opaque")
+def custom_linear_solve(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """Not split; priced at the work of its solver, which a backend keeps whole."""
+    by_body(lower, eqn, eqn.params["jaxprs"].solve.jaxpr)
+
+
+def by_body(lower: _JaxLowering, eqn: Eqn, body: Jaxpr) -> None:
+    """Not split; priced at the work of its body, a jaxpr. A backend keeps it whole."""
+    flops = _flops(lower, body, lower.told)
+    lower.b.remark(
+        "opaque",
+        f"the {eqn.primitive.name} at {lower.b.source or 'an unknown line'} is not split: every device does all of its "
+        f"{flops:.3g} FLOPs",
+    )
+    lower.replicate(eqn, flops)
+
+
+@lowers_bodies(CONTROL, "shard_map", listed="manual")
+def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
+    """A body for one device of the user's mesh: its specs say how tensors are split, and a backend keeps it whole."""
+    b, p = lower.b, eqn.params
+    axes = {name: int(size) for name, size in p["mesh"].shape.items()}
+
+    def split(spec: PartitionSpec) -> list[tuple[str, ...]]:
+        return [() if part is None else (part,) if isinstance(part, str) else tuple(part) for part in spec]
+
+    inputs = [(lower.of(v), split(s)) for v, s in zip(eqn.invars, p["in_specs"], strict=True)]
+    outs = [(_shape(v), _dtype(v), split(s)) for v, s in zip(eqn.outvars, p["out_specs"], strict=True)]
+    flops = _flops(lower, opened(p["jaxpr"])[0], lower.told.copy())
+    b.remark(
+        "unknown",
+        f"of the shard_map at {b.source or 'an unknown line'} work and layouts are priced, not the collectives inside",
+    )
+    lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
+
+
+def _settled(
+    lower: _JaxLowering,
+    inner: _JaxLowering,
+    names: Sequence[Var],
+    values: Sequence[Var],
+    at: Place,
+    part: PlacePart,
+) -> None:
+    """What a loop's body reads from outside. Its layout is fixed once, before the loop."""
+    for k, (var, value) in enumerate(zip(names, values, strict=True)):
+        tensor = inner.env[var] = lower.of(value)
+        if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
+            lower.b.eqn = at.its(part, k)
+            tensor = inner.env[var] = loops.settle(lower.b, tensor, "loop_const")
+            lower.results[lower.b.eqn] = (tensor.name,)
+
+
+def _carried(
+    lower: _JaxLowering, inner: _JaxLowering, names: Sequence[Var], values: Sequence[Var], at: Place
+) -> list[Tensor]:
+    out: list[Tensor] = []
+    for k, (var, value) in enumerate(zip(names, values, strict=True)):
+        inside = inner.env[var] = lower.b.carry(lower.of(value), at.its("carry", k))
+        lower.results[lower.b.eqn] = (inside.name,)
+        out.append(inside)
+    return out
+
+
+def _held(
+    lower: _JaxLowering, goes_on: Tensor, made: Sequence[Tensor], carried: Sequence[Tensor], at: Place
+) -> list[Tensor | None]:
+    """In a while loop under vmap, each example ends at its own iteration and keeps its values from then on."""
+    out: list[Tensor | None] = []
+    for k, (new, before) in enumerate(zip(made, carried, strict=True)):
+        here = lower.b.eqn = at.its("y", k)
+        wide = nests.broadcast(lower.b, goes_on, before.shape, range(len(goes_on.shape)))
+        (kept,) = nests.elementwise(
+            lower.b,
+            functions.SELECT,
+            [wide, new, before],
+            [before.dtype],
+            name="select_n",
+            shape=before.shape,
+        )
+        lower.operands[here], lower.results[here] = (goes_on.name, new.name, before.name), (kept.name,)
+        out.append(kept)
+    return out
+
+
+def _close(lower: _JaxLowering, outs: Sequence[Tensor | None], carried: Sequence[Tensor]) -> None:
+    for tensor, t in zip(outs, carried, strict=True):
+        if tensor is not None and tensor.name != t.name:
+            lower.b.close_carry(t, tensor)
+
+
+def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
+    """FLOPs of a single body."""
+    inner = lower.alone(told)
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        inner.env[var] = inner.b.constant(_shape(var), _dtype(var))
+    inner.eqns(jaxpr.eqns, "")
+    return loops.body_flops(inner.b)
+
+
+def _turns(eqn: Eqn) -> int | None:
+    """Trip count of ``for i in range(LOW, HIGH)`` with two known numbers, written as a while loop; else None."""
+    p = eqn.params
+    nc, nb = p["cond_nconsts"], p["body_nconsts"]
+    cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
+    init = eqn.invars[nc + nb :]
+    if len(cond.eqns) != 1 or cond.eqns[0].primitive.name != "lt" or cond.outvars != cond.eqns[0].outvars:
+        return None
+
+    def before(var: Var) -> Var | None:
+        """The value from before the loop that the condition reads, if the body does not change it; else None."""
+        if is_literal(var):
+            return var
+        k = cond.invars.index(var)
+        return (
+            eqn.invars[k]
+            if k < nc
+            else init[k - nc]
+            if body.outvars[k - nc] is body.invars[nb + k - nc]
+            else None
+        )
+
+    counter, limit = cond.eqns[0].invars
+    k = -1 if is_literal(counter) else cond.invars.index(counter) - nc
+    high = before(limit)
+    low = init[k] if k >= 0 else None
+    if low is None or high is None or not is_literal(low) or not is_literal(high):
+        return None
+    step = next((e for e in body.eqns if body.outvars[k] in e.outvars), None)
+    if step is None or step.primitive.name != "add" or step.invars[0] is not body.invars[nb + k]:
+        return None
+    by = step.invars[1]
+    if not is_literal(by) or by.val != 1:
+        return None
+    return max(int(high.val) - int(low.val), 1)

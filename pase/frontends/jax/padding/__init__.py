@@ -1,0 +1,1 @@
+"""JAX programs with some extents padded."""

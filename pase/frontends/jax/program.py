@@ -1,0 +1,224 @@
+"""What a program is for: training, inference, or a complete train step; and what it passes to its next call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pase.errors import PaseError
+from pase.frontends.jax import attention
+from pase.frontends.jax import leaves as jax_leaves
+from pase.frontends.jax.dropped import state_writes
+from pase.frontends.jax.modules import ModuleFunction
+from pase.frontends.jax.state import written_state
+from pase.frontends.jax.types import ClosedJaxpr
+from pase.pytree import Tree
+
+__all__ = ["Carry", "JaxProgram", "Mode", "check_order", "name_of", "program_of", "threaded"]
+
+Mode = Literal["train", "inference", "step"]
+"""train: ``fn(params, *batch) -> loss`` or (loss, aux); its gradient and the update are priced with it.
+inference: ``fn(params, *inputs)`` returns anything; nothing is trained.
+step: ``fn(params, opt_state, *batch) -> (params, opt_state, …)``, a whole train step, gradient and update in it."""
+
+Carry = Mapping[int, Tree]
+"""Batch argument (0 is the first after the parameters; of a step, after the state) -> where its next value stands in
+what the function returns: an index, a key, or a tuple of them."""
+
+
+def threaded(
+    mode: Mode, carry: Carry | None, args: tuple[Tree, ...], out: Tree, partly: bool = False
+) -> dict[int, int]:
+    """Input leaf -> the output leaf that is its next value. args, out: pytrees that hold only arrays.
+
+    partly: None among next values means that this leaf has none, as with ``ModuleFunction``.
+
+    PaseError where the two differ in structure, shape or dtype.
+    """
+    import jax
+
+    stored = 2 if mode == "step" else 1
+    pairs = {stored + k: at if isinstance(at, tuple) else (at,) for k, at in (carry or {}).items()}
+    if mode == "step":
+        if not isinstance(out, tuple) or len(args) < 2 or len(out) < 2:
+            raise PaseError("a train step is step(params, opt_state, *batch) -> (params, opt_state, …)")
+        pairs |= {0: (0,), 1: (1,)}
+    first = [0]
+    for arg in args:
+        first.append(first[-1] + len(jax.tree.leaves(arg)))
+    numbered = jax.tree.unflatten(jax.tree.structure(out), list(range(len(jax.tree.leaves(out)))))
+    leaves = jax.tree.leaves(out)
+    found: dict[int, int] = {}
+    for k, at in pairs.items():
+        if not 0 <= k < len(args):
+            raise PaseError(f"carry names batch argument {k - stored}; there are {len(args) - stored}")
+        inside = numbered
+        try:
+            for key in at:
+                inside = inside[key]
+        except (KeyError, IndexError, TypeError) as e:
+            raise PaseError(f"carry: the function returns nothing at {at}") from e
+        absent = (lambda x: x is None) if partly else None
+        given, new = jax.tree.leaves(args[k]), jax.tree.leaves(inside, is_leaf=absent)
+        form: Tree = jax.tree.structure(args[k])
+        if form != jax.tree.structure(inside, is_leaf=absent):
+            raise PaseError(
+                f"argument {k} and what the function returns at {at} differ: {form} and {jax.tree.structure(inside)}"
+            )
+        for i, (x, j) in enumerate(zip(given, new, strict=True)):
+            if j is None:
+                continue
+            y = leaves[j]
+            if (x.shape, x.dtype) != (y.shape, y.dtype):
+                raise PaseError(
+                    f"argument {k} has a leaf {x.dtype}{list(x.shape)}; its next value, at {at} of what the function "
+                    f"returns, is {y.dtype}{list(y.shape)}"
+                )
+            found[first[k] + i] = j
+    return found
+
+
+def name_of(fn: Tree) -> str:
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JaxProgram:
+    """A function's jaxpr, and the static leaves of its arguments and results."""
+
+    jaxpr: ClosedJaxpr
+    kept: Tree
+    """The arguments' static leaves."""
+    out_tree: Tree
+    """Treedef of what it returns; of a loss, of (loss, aux)."""
+    kept_out: Tree
+    """The static leaves of what it returns."""
+    carried: dict[int, int]
+    """Input leaf -> the output leaf that is its next value."""
+    dropped: tuple[str, ...] = ()
+    """State whose next value the function computes and does not return, in words."""
+
+
+def program_of(
+    fn: Callable[..., Tree], args: tuple[Tree, ...], as_shapes: Tree, mode: Mode, carry: Carry | None
+) -> JaxProgram:
+    """PaseError if JAX cannot trace the function or if it returns no loss. The user's own exceptions propagate, with a
+    note of what was traced."""
+    import jax
+
+    kept, called = jax_leaves.static(args), name_of(fn)
+    static_out: list[Tree] = []
+    threads: dict[Tree, Tree] = {}
+
+    def run(*arrays: Tree) -> Tree:
+        with written_state(called) as state:
+            out = fn(*state.given(jax_leaves.combine(arrays, kept)))
+        named = {**state.carried(out, 2 if mode == "step" else 1), **(carry or {})}
+        leaves = jax.tree.leaves(jax_leaves.arrays(out))
+        found = threaded(mode, named, arrays, jax_leaves.arrays(out), isinstance(fn, ModuleFunction))
+        out = jax_leaves.loss_and_aux(out) if mode == "train" else out
+        before = len(jax.tree.leaves(jax_leaves.arrays(out))) - len(
+            leaves
+        )  # a loss in front of a dict with it
+        threads.update({i: j + before for i, j in found.items()})
+        static_out.append(jax_leaves.static(out))
+        return jax_leaves.arrays(out)
+
+    returned: list[Tree] = []
+
+    def again(*arrays: Tree) -> Tree:
+        returned.append(run(*arrays))
+        return returned[-1]
+
+    try:
+        with attention.named(), state_writes(naming=False) as writes:
+            closed, shapes = jax.make_jaxpr(run, return_shape=True)(*as_shapes)
+        dropped: tuple[str, ...] = ()
+        if writes.found and not isinstance(fn, ModuleFunction):  # whose Variables all go in and out
+            with attention.named(), state_writes(naming=True) as writes:
+                dropped = writes.dropped(jax.make_jaxpr(again)(*as_shapes), jax.tree.leaves(returned))
+    except (TypeError, ValueError, NotImplementedError) as e:
+        if isinstance(e, PaseError):
+            raise
+        raise PaseError(f"JAX cannot trace {called} on these shapes: {e}") from e
+    except Exception as e:
+        if "cudnn" in str(e).lower():
+            raise PaseError(
+                f"{called} asks for cuDNN's attention, which JAX traces only if it finds a GPU ({e}): compile "
+                f"the plan there, or with implementation='xla' in jax.nn.dot_product_attention, which has the same cost"
+            ) from e
+        e.add_note(f"raised while pase traced {called} on the shapes of its arguments")
+        raise
+    if mode == "train":
+        _check_loss(called, closed.out_avals, as_shapes, shapes, carry)
+    return JaxProgram(
+        jaxpr=closed,
+        kept=kept,
+        out_tree=jax.tree.structure(shapes),
+        kept_out=static_out[-1],
+        carried=threads,
+        dropped=dropped,
+    )
+
+
+def _check_loss(called: str, outs: Sequence[Tree], args: Tree, returned: Tree, carry: Carry | None) -> None:
+    """PaseError unless the function returns a loss first, and besides it no parameters except those that it carries. A
+    result structured like the parameters may be the next value of a batch argument with that structure: for example
+    statistics, one for each weight."""
+    import jax
+
+    if not outs or outs[0].shape != ():
+        got = ", ".join(str(a) for a in outs[:4]) or "nothing"
+        raise PaseError(
+            f"{called} returns {got}: pase needs a scalar loss (or a tuple whose first leaf is the scalar loss); for "
+            f"a program without a loss use mode='inference' or mode='step'"
+        )
+    if "float" not in str(outs[0].dtype):
+        raise PaseError(f"{called} returns a {outs[0].dtype} scalar: a loss must be floating-point")
+
+    def form(tree: Tree) -> tuple[Tree, list[Tree]]:
+        return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)]
+
+    mine, *batch = map(form, args)
+    parts = returned[1] if isinstance(returned[1], tuple) else (returned[1],)
+    again = [form(part) for part in parts].count(mine) > batch.count(mine)
+    if again and len(mine[1]) > 1 and not carry:
+        raise PaseError(
+            f"{called} returns new parameters beside a scalar: it is a train step and not a loss. Give the loss "
+            f"function, or the step as step(params, opt_state, *batch) -> (params, opt_state, …) with mode='step'"
+        )
+
+
+def check_order(fn: Tree, count: int) -> None:
+    """Parameters must come first. Argument names that say otherwise are an error, since the batch would be trained."""
+    try:
+        names = list(inspect.signature(fn).parameters)[:count]
+    except (TypeError, ValueError):  # no signature: nothing to read
+        return
+    late = [n for n in names[1:] if n in _PARAMETERS]
+    if names and names[0] in _BATCH and late:
+        raise PaseError(
+            f"{name_of(fn)}({', '.join(names)}) has its parameters in '{late[0]}', but the first argument is what is "
+            f"trained: write it as fn({late[0]}, …)"
+        )
+
+
+_PARAMETERS = frozenset({"params", "parameters", "param", "weights", "variables", "theta"})
+_BATCH = frozenset(
+    {
+        "batch",
+        "x",
+        "xs",
+        "data",
+        "inputs",
+        "input",
+        "images",
+        "image",
+        "tokens",
+        "examples",
+        "input_ids",
+        "ids",
+    }
+)

@@ -1,0 +1,440 @@
+"""One rule per JAX primitive: which loop nest it is. An elementwise one is a function of ``pase.ir.functions``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pase.frontends.jax.types import Eqn, Var
+from pase.ir import Size, Tensor, functions, parse_size
+from pase.ir.functions import FUNCTIONS, Function
+from pase.ir.sizes import is_one, product
+from pase.ops import GraphBuilder, indexed, nests, windows
+from pase.registry import Registry
+
+__all__ = ["BY_OPERAND", "RULES", "SCATTERS", "Elementwise", "lowers"]
+
+JaxRule = Callable[[GraphBuilder, Eqn, Sequence["Tensor | None"]], Sequence[Tensor]]
+"""Of an equation and its operands' tensors (None: a literal) makes one tensor per result."""
+
+RULES: Registry[JaxRule] = Registry("rule for JAX primitive", package="pase.frontends.jax", prefix="rules")
+lowers = RULES.register
+
+_SAME_NAME = (
+    "neg abs sign not add sub mul max min and or xor square real imag conj complex eq ne lt le gt ge is_finite floor "
+    "ceil round nextafter copy reduce_precision stop_gradient population_count clz mulhi div rem sqrt rsqrt cbrt "
+    "integer_pow exp exp2 log log2 log1p expm1 sin cos tan tanh sinh cosh asin acos atan asinh acosh atanh erf erfc "
+    "erf_inv pow atan2 lgamma digamma polygamma zeta igamma igammac random_gamma_grad bessel_i0e bessel_i1e clamp "
+    "one_minus_square"
+)
+_OTHER_NAME = {
+    "add_any": "add",
+    "convert_element_type": "cast",
+    "select_n": "select",
+    "logistic": "sigmoid",
+    "eq_to": "eq",
+    "le_to": "le",
+    "lt_to": "lt",
+    "shift_right_logical": "shift_right",
+    "shift_right_arithmetic": "shift_right",
+    "shift_left": "shift_left",
+    "igamma_grad_a": "igamma_grad",
+    "regularized_incomplete_beta": "incomplete_beta",
+    **dict.fromkeys(
+        (
+            "copy_p",
+            "sharding_constraint",
+            "name",
+            "pvary",
+            "pcast",
+            "reshard",
+            "mesh_cast",
+            "layout_constraint",
+            "relayout",
+            "reduced_vary_cast",
+            "vary_unreduced_cast",
+        ),
+        "copy",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """The rule of a primitive that is one pointwise function; literal operands become part of the function."""
+
+    function: Function
+
+    def __call__(self, b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+        function = self.function
+        if function is functions.DIV and ins[0] is None:
+            function = functions.RECIPROCAL
+        dtypes = [_dtype(v) for v in eqn.outvars]
+        return nests.elementwise(
+            b, function, _tensors(ins), dtypes, name=eqn.primitive.name, shape=_shape(eqn.outvars[0])
+        )
+
+
+for _primitive, _function in {**{p: p for p in _SAME_NAME.split()}, **_OTHER_NAME}.items():
+    RULES.add(_primitive, Elementwise(FUNCTIONS[_function]))
+
+
+def _shape(var: Var) -> tuple[Size, ...]:
+    return tuple(int(s) if isinstance(s, int) else parse_size(str(s)) for s in var.aval.shape)
+
+
+def _dtype(var: Var) -> str:
+    text = str(var.aval.dtype)
+    return "key" if text.startswith("key<") else text
+
+
+def _tensors(ins: Sequence[Tensor | None]) -> list[Tensor]:
+    return [t for t in ins if t is not None]
+
+
+def _operand(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], i: int = 0) -> Tensor:
+    """Operand i; a literal there becomes a constant."""
+    t = ins[i]
+    return t if t is not None else b.constant(_shape(eqn.invars[i]), _dtype(eqn.invars[i]))
+
+
+@lowers("dot_general")
+def _dot_general(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    contracting, batch = eqn.params["dimension_numbers"]
+    x, y = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
+    return [nests.contract(b, x, y, contracting, batch, _dtype(eqn.outvars[0]))]
+
+
+@lowers("polynomial")
+def _polynomial(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Horner's rule: a product and a sum for each coefficient but the highest."""
+    out, terms = eqn.outvars[0], len(ins) - 2
+    return nests.elementwise(
+        b, FUNCTIONS["polynomial"], _tensors(ins), [_dtype(out)], flops=2.0 * terms, shape=_shape(out)
+    )
+
+
+@lowers("conv_general_dilated")
+def _conv(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    dn = p["dimension_numbers"]
+    if p["batch_group_count"] != 1:  # a filter's gradient, written out
+        out, w = _shape(eqn.outvars[0]), _shape(eqn.invars[1])
+        points = product([*out, *(w[i] for i in dn.rhs_spec[1:])])
+        return _opaque(b, eqn, ins, flops=2.0 * float(points))  # type: ignore[arg-type]
+
+    def triple(spec: Sequence[int]) -> tuple[int, int, Sequence[int]]:
+        return spec[0], spec[1], spec[2:]
+
+    return [
+        windows.conv(
+            b,
+            _operand(b, eqn, ins, 0),
+            _operand(b, eqn, ins, 1),
+            _shape(eqn.outvars[0]),
+            _dtype(eqn.outvars[0]),
+            x_dims=triple(dn.lhs_spec),
+            w_dims=triple(dn.rhs_spec),
+            out_dims=triple(dn.out_spec),
+            strides=p["window_strides"],
+            dilation=p["rhs_dilation"],
+            padding=[before for before, _ in p["padding"]],
+            input_dilation=p["lhs_dilation"],
+            groups=p["feature_group_count"],
+        )
+    ]
+
+
+def _opaque(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None], flops: float = 0.0) -> Sequence[Tensor]:
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops)
+
+
+@lowers("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "reduce_xor")
+def _reduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    function = FUNCTIONS[eqn.primitive.name]
+    return nests.reduce(b, function, [_operand(b, eqn, ins)], eqn.params["axes"], [_dtype(eqn.outvars[0])])
+
+
+@lowers("argmax", "argmin")
+def _argreduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return nests.reduce(
+        b,
+        FUNCTIONS[eqn.primitive.name],
+        [_operand(b, eqn, ins)],
+        eqn.params["axes"],
+        [_dtype(eqn.outvars[0])],
+        combines=False,
+    )
+
+
+@lowers("reduce")
+def _general_reduce(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    values = [_operand(b, eqn, ins, i) for i in range(len(eqn.outvars))]
+    dtypes = [_dtype(v) for v in eqn.outvars]
+    return nests.reduce(b, FUNCTIONS["reduce"], values, eqn.params["dimensions"], dtypes, combines=False)
+
+
+@lowers("broadcast_in_dim")
+def _broadcast(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    shape = _shape(eqn.outvars[0])
+    if ins[0] is None:
+        return [b.constant(shape, _dtype(eqn.outvars[0]))]
+    return [nests.broadcast(b, ins[0], shape, eqn.params["broadcast_dimensions"])]
+
+
+@lowers("reshape", "squeeze", "expand_dims")
+def _reshape(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.reshape(b, _operand(b, eqn, ins), _shape(eqn.outvars[0]))]
+
+
+@lowers("bitcast_convert_type")
+def _bitcast(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
+    if len(x.shape) == len(shape):
+        return nests.elementwise(
+            b, FUNCTIONS["bitcast"], [x], [_dtype(eqn.outvars[0])], name="bitcast_convert_type", shape=shape
+        )
+    return _opaque(b, eqn, ins)
+
+
+@lowers("transpose")
+def _transpose(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.transpose(b, _operand(b, eqn, ins), eqn.params["permutation"])]
+
+
+@lowers("concatenate")
+def _concatenate(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    return [nests.concat(b, inputs, eqn.params["dimension"])]
+
+
+@lowers("stack", "unstack")
+def _stack(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The stacking dim may not be split."""
+    stacks = eqn.primitive.name == "stack"
+    axis, wide = eqn.params["axis"], _shape(eqn.outvars[0] if stacks else eqn.invars[0])
+    one = [*wide[:axis], 1, *wide[axis + 1 :]]
+    if stacks:
+        return [
+            nests.concat(b, [nests.reshape(b, _operand(b, eqn, ins, i), one) for i in range(len(ins))], axis)
+        ]
+    kept = [i != axis for i in range(len(wide))]
+    x = _operand(b, eqn, ins)
+    return [nests.reshape(b, nests.restrict(b, "unstack", [x], one, kept), _shape(v)) for v in eqn.outvars]
+
+
+@lowers("tile")
+def _tile(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, reps = _operand(b, eqn, ins), eqn.params["reps"]
+    return [nests.restrict(b, "tile", [x], _shape(eqn.outvars[0]), [r == 1 for r in reps])]
+
+
+def _kept(a: Sequence[Size], b: Sequence[Size]) -> list[bool]:
+    return [x == y for x, y in zip(a, b, strict=True)]
+
+
+@lowers("slice", "pad", "dynamic_slice")
+def _slice(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, shape = _operand(b, eqn, ins), _shape(eqn.outvars[0])
+    others = [t for t in ins[1:] if t is not None]
+    kept = _kept(x.shape, shape)
+    if eqn.primitive.name == "pad":  # as many cut off on one side as added on the other keeps the size only
+        kept = [k and not any(c) for k, c in zip(kept, eqn.params["padding_config"], strict=True)]
+    if b.frozen and eqn.primitive.name == "dynamic_slice":  # else its gradient has the operand's size
+        return [nests.taken(b, "dynamic_slice", [x, *others], shape, kept)]
+    return [nests.restrict(b, eqn.primitive.name, [x, *others], shape, kept)]
+
+
+@lowers("dynamic_update_slice")
+def _update(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """An update in place, where the old values are not kept."""
+    x, update = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1)
+    inputs = [x, update, *(t for t in ins[2:] if t is not None)]
+    kept = _kept(x.shape, update.shape)
+    if b.frozen:
+        return [nests.put(b, "dynamic_update_slice", inputs, x.shape, kept)]
+    return [nests.restrict(b, "dynamic_update_slice", inputs, x.shape, kept)]
+
+
+@lowers("rev")
+def _rev(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    return [
+        nests.restrict(
+            b, "rev", [x], x.shape, [i not in eqn.params["dimensions"] for i in range(len(x.shape))]
+        )
+    ]
+
+
+@lowers("split")
+def _split(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x, axis = _operand(b, eqn, ins), eqn.params["axis"]
+    kept = [i != axis for i in range(len(x.shape))]
+    return [nests.restrict(b, "split", [x], _shape(v), kept) for v in eqn.outvars]
+
+
+@lowers("reduce_window_max", "reduce_window_min", "reduce_window_sum")
+def _pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    if any(d != 1 for d in p["base_dilation"]):
+        return _opaque(b, eqn, ins)
+    return [
+        windows.window_reduce(
+            b,
+            FUNCTIONS[eqn.primitive.name],
+            _operand(b, eqn, ins),
+            _shape(eqn.outvars[0]),
+            p["window_dimensions"],
+            p["window_strides"],
+            [before for before, _ in p["padding"]],
+            p["window_dilation"],
+        )
+    ]
+
+
+@lowers("reduce_window")
+def _general_pool(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    if len(eqn.outvars) != 1:
+        return _opaque(b, eqn, ins)
+    return _pool(b, eqn, ins)
+
+
+@lowers("gather")
+def _gather(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    p = eqn.params
+    d = p["dimension_numbers"]
+    x, ids, shape = _operand(b, eqn, ins, 0), _operand(b, eqn, ins, 1), _shape(eqn.outvars[0])
+    if all(is_one(x.shape[i]) for i in d.start_index_map) and product(shape) == product(x.shape):
+        return [nests.reshape(b, x, shape)]  # x[:, 0] of a dim of one element
+    return [
+        indexed.gather(
+            b,
+            "gather",
+            x,
+            ids,
+            shape,
+            offset_dims=d.offset_dims,
+            collapsed=d.collapsed_slice_dims,
+            indexed=d.start_index_map,
+            slice_sizes=[_size(n) for n in p["slice_sizes"]],
+            x_batch=d.operand_batching_dims,
+            ids_batch=d.start_indices_batching_dims,
+        )
+    ]
+
+
+SCATTERS = (
+    "scatter",
+    *(f"scatter{between}{how}" for how in ("add", "mul", "min", "max", "sub") for between in "-_"),
+)
+"""Scattered updates; JAX has written their names with a hyphen and with an underscore."""
+
+
+@lowers(*SCATTERS)
+def _scatter(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    d = eqn.params["dimension_numbers"]
+    x, ids, updates = (_operand(b, eqn, ins, i) for i in range(3))
+    return [
+        indexed.scatter(
+            b,
+            eqn.primitive.name,
+            x,
+            ids,
+            updates,
+            window_dims=d.update_window_dims,
+            inserted=d.inserted_window_dims,
+            indexed=d.scatter_dims_to_operand_dims,
+            x_batch=d.operand_batching_dims,
+            ids_batch=d.scatter_indices_batching_dims,
+            combines=eqn.primitive.name != "scatter",
+            function=FUNCTIONS.get(eqn.primitive.name.replace("-", "_")) or functions.SCATTER,
+        )
+    ]
+
+
+@lowers("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+def _cumulative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    return nests.sequential(b, FUNCTIONS[eqn.primitive.name], [x], eqn.params["axis"], [(x.shape, x.dtype)])
+
+
+@lowers("sort")
+def _sort(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    outs = [(t.shape, t.dtype) for t in inputs]
+    return nests.sequential(b, functions.SORT, inputs, eqn.params["dimension"], outs)
+
+
+@lowers("top_k", "approx_top_k")
+def _top_k(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    x = _operand(b, eqn, ins)
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(x.shape)
+    return nests.sequential(b, functions.TOP_K, [x], axis, outs)
+
+
+@lowers("iota")
+def _iota(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [nests.generate(b, functions.IOTA, _shape(eqn.outvars[0]), _dtype(eqn.outvars[0]))]
+
+
+@lowers("random_bits", "rng_uniform")
+def _random(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return [
+        nests.generate(b, functions.RANDOM, _shape(v), _dtype(v), _tensors(ins), name=eqn.primitive.name)
+        for v in eqn.outvars
+    ]
+
+
+@lowers("debug_callback", "debug_print")
+def _debug(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Printing costs nothing and does not affect any layout."""
+    return []
+
+
+@lowers(
+    "random_seed",
+    "random_wrap",
+    "random_unwrap",
+    "random_split",
+    "random_fold_in",
+    "random_clone",
+    "rng_bit_generator",
+    "threefry2x32",
+    "empty",
+    "create_token",
+    "platform_index",
+)
+def _small(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Key arithmetic: small, and replicated on every device."""
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
+
+
+BY_OPERAND = ("optimization_barrier", "device_put", "psum", "psum_invariant", "pmax", "pmin")
+"""Primitives that take any number of operands, and make one result from each."""
+
+
+@lowers(*BY_OPERAND[:2])
+def _barrier(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    out: list[Tensor] = []
+    for i, v in enumerate(eqn.outvars):
+        x = _operand(b, eqn, ins, i)
+        out += nests.elementwise(b, functions.COPY, [x], [_dtype(v)], name=eqn.primitive.name, shape=x.shape)
+    return out
+
+
+@lowers("select_and_scatter_add", "select_and_scatter", "select_and_gather_add", "random_gamma")
+def _conservative(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    return _opaque(b, eqn, ins, flops=10.0 * _count(_shape(eqn.invars[0])))
+
+
+def _count(shape: Sequence[Size]) -> float:
+    """Number of elements. A symbolic size counts as 1024; the result is only used for a conservative price."""
+    return float(math.prod(s if isinstance(s, int) else 1024 for s in shape))
+
+
+def _size(x: object) -> Size:
+    return int(x) if isinstance(x, int) else parse_size(str(x))

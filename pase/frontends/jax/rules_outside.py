@@ -1,0 +1,204 @@
+"""Primitives that lead out of plain array code: collectives by an axis's name, callbacks, kernels, sparse matrices, and
+what Equinox adds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pase.errors import PaseError
+from pase.frontends.jax.rules import RULES, _count, _dtype, _kept, _opaque, _operand, _shape, _tensors, lowers
+from pase.frontends.jax.types import Eqn
+from pase.frontends.registry import UnknownOp
+from pase.ir import Size, Tensor, functions
+from pase.ir.functions import FUNCTIONS
+from pase.ops import GraphBuilder, indexed, nests
+from pase.registry import Registry
+
+__all__ = ["KERNELS", "RULES", "KernelRule", "register_kernel"]
+
+KernelRule = Callable[
+    [GraphBuilder, Sequence[Tensor], Sequence[tuple[tuple[Size, ...], str]]], Sequence[Tensor]
+]
+"""Of a kernel's operands and (shape, dtype) of each result makes its loop nest."""
+
+KERNELS: Registry[KernelRule] = Registry("Pallas kernel")
+
+
+def register_kernel(name: str, nest: KernelRule | float) -> None:
+    """Say what a Pallas kernel of this name costs: FLOPs of a whole call, or a function that makes its loop nest.
+
+    A kernel runs whole on every device, as XLA runs it; ``jax.shard_map`` around it splits it. ValueError where the
+    name has its cost already.
+    """
+    if not callable(nest):
+        flops = float(nest)
+        if not flops > 0:
+            raise PaseError(f"kernel '{name}' has {flops} FLOPs: a price must be positive")
+
+        def whole(
+            b: GraphBuilder, inputs: Sequence[Tensor], outs: Sequence[tuple[tuple[Size, ...], str]]
+        ) -> Sequence[Tensor]:
+            return nests.opaque(b, name, inputs, outs, flops=flops)
+
+        nest = whole
+    KERNELS.add(name, nest)
+
+
+_REDUCED = {"psum": "reduce_sum", "psum_invariant": "reduce_sum", "pmax": "reduce_max", "pmin": "reduce_min"}
+
+
+@lowers(*_REDUCED)
+def _reduce_axis(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Under ``vmap(axis_name=…)`` the axes are numbers, and reduced; inside of ``shard_map`` they are names."""
+    axes = eqn.params["axes"]
+    function = FUNCTIONS[_REDUCED[eqn.primitive.name]]
+    by_number = [a for a in axes if isinstance(a, int)]
+    out: list[Tensor] = []
+    for i, v in enumerate(eqn.outvars):
+        x = _operand(b, eqn, ins, i)
+        if by_number:
+            out += nests.reduce(b, function, [x], by_number, [_dtype(v)], differentiable=function.linear)
+        else:
+            out += nests.elementwise(
+                b,
+                function,
+                [x],
+                [_dtype(v)],
+                name=eqn.primitive.name,
+                shape=x.shape,
+                differentiable=function.linear,
+            )
+    return out
+
+
+@lowers("all_gather", "all_gather_invariant", "reduce_scatter", "ppermute", "all_to_all", "axis_index")
+def _by_name(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Only inside of ``shard_map``, whose body is priced by its FLOPs."""
+    return _opaque(b, eqn, ins)
+
+
+@lowers("pure_callback", "io_callback")
+def _callback(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """The host sees whole arrays. Their traffic is priced; the host's own work is unknown."""
+    b.remark(
+        "unknown",
+        f"of the {eqn.primitive.name} at {b.source or 'an unknown line'} only the traffic is priced, not what the host "
+        f"computes",
+    )
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, differentiable=False)
+
+
+@lowers("pallas_call")
+def _pallas(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """As ``register_kernel`` says, else by the kernel's own cost estimate."""
+    info = eqn.params.get("name_and_src_info")
+    name = str(getattr(info, "name", None) or eqn.params.get("name") or "pallas_call")
+    inputs = [_operand(b, eqn, ins, i) for i in range(len(ins))]
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    if name in KERNELS:
+        return KERNELS[name](b, inputs, outs)
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None and estimate.flops > 0:
+        return nests.opaque(b, name, inputs, outs, flops=float(estimate.flops))
+    raise UnknownOp(
+        f"the Pallas kernel '{name}' at {b.source or 'an unknown line'} has no cost: give it one with "
+        f"pase.register_kernel('{name}', FLOPS), or cost_estimate= in "
+        f"pallas_call, or pass unknown='replicate' (it is then not split, and its FLOPs are not priced)"
+    )
+
+
+@lowers("bcoo_dot_general")
+def _sparse_product(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Two FLOPs per stored element and column of the dense operand. The columns may be split. Rows may not: the indices
+    that match them with elements are known only at run time."""
+    data, indices, dense = (_operand(b, eqn, ins, i) for i in range(3))
+    contracting, batch = eqn.params["dimension_numbers"]
+    (shape,) = (_shape(v) for v in eqn.outvars)
+    free = [i for i in range(len(dense.shape)) if i not in contracting[1] and i not in batch[1]]
+    if any(batch) or len(data.shape) != 1:
+        points = _count(data.shape) * _count([dense.shape[i] for i in free])
+        return _opaque(b, eqn, ins, flops=2.0 * points)
+    first = len(shape) - len(free)
+    return [
+        indexed.columns(
+            b, "bcoo_dot_general", [data, indices], dense, free, shape, _dtype(eqn.outvars[0]), first
+        )
+    ]
+
+
+@lowers(
+    "bcoo_transpose",
+    "bcoo_todense",
+    "bcoo_fromdense",
+    "bcoo_extract",
+    "bcoo_reduce_sum",
+    "bcoo_broadcast_in_dim",
+    "bcoo_multiply_sparse",
+    "bcoo_multiply_dense",
+    "bcoo_spdot_general",
+    "bcoo_sort_indices",
+    "bcoo_sum_duplicates",
+    "bcoo_concatenate",
+    "bcoo_dynamic_slice",
+    "bcoo_slice",
+    "bcoo_squeeze",
+    "bcoo_reshape",
+    "bcoo_gather",
+    "bcoo_dot_general_sampled",
+    "bcoo_rdot_general",
+    "bcsr_dot_general",
+    "bcsr_todense",
+    "bcsr_extract",
+    "csr_todense",
+    "csr_matvec",
+    "csr_matmat",
+    "coo_todense",
+    "coo_matvec",
+    "coo_matmat",
+)
+def _sparse(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """A few operations an element; not split."""
+    return _opaque(b, eqn, ins, flops=10.0 * max(_count(_shape(v)) for v in (*eqn.invars, *eqn.outvars)))
+
+
+@lowers("unvmap_any", "unvmap_all", "unvmap_max")
+def _of_all_examples(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    outs = [(_shape(v), _dtype(v)) for v in eqn.outvars]
+    flops = _count(_shape(eqn.invars[0]))
+    return nests.opaque(b, eqn.primitive.name, _tensors(ins), outs, flops=flops, differentiable=False)
+
+
+@lowers(
+    "select_if_vmap",
+    "nonbatchable",
+    "nondifferentiable",
+    "nondifferentiable_backward",
+    "nontraceable",
+    "announce_jaxpr",
+    "branched_error_if",
+)
+def _passed_on(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Equinox's checks return their operands. A choice between two costs one operation per point."""
+    if len(eqn.outvars) != 1:
+        return _opaque(b, eqn, ins)
+    shape = _shape(eqn.outvars[0])
+    inputs = [t for t in _tensors(ins) if t.shape in (shape, ())]
+    name = eqn.primitive.name
+    function = functions.SELECT if name == "select_if_vmap" else functions.COPY
+    return nests.elementwise(b, function, inputs, [_dtype(eqn.outvars[0])], name=name, shape=shape)
+
+
+@lowers("maybe_set")
+def _maybe_set(b: GraphBuilder, eqn: Eqn, ins: Sequence[Tensor | None]) -> Sequence[Tensor]:
+    """Equinox's xs.at[i].set(x) where a flag says so: the first dim may not be split."""
+    stack, x = _operand(b, eqn, ins, 1), _operand(b, eqn, ins, 2)
+    if len(x.shape) + 1 != len(stack.shape):
+        return _opaque(b, eqn, ins, flops=_count(stack.shape))
+    row = nests.reshape(b, x, (1, *x.shape))
+    scalars = [t for t in (ins[0], ins[3]) if t is not None]
+    return [
+        nests.restrict(
+            b, "maybe_set", [stack, row, *scalars], stack.shape, [False, *_kept(stack.shape, row.shape)[1:]]
+        )
+    ]

@@ -1,0 +1,455 @@
+"""The versions of JAX that pase reads, and all that differs between their jaxprs.
+
+Whatever looks into a jaxpr asks here, so that a new version of JAX is one file's work:
+run the tests with it, fix what differs below, and add it to ``KNOWN`` and to the bounds in ``pyproject.toml``.
+
+- Up to 0.10 a ClosedJaxpr holds an open Jaxpr and its constants; from 0.11 on there is one class for both.
+- Up to 0.10 a scan says how many of its operands are constants and carried (num_consts, num_carry); from 0.11 on
+  ``ft_in`` holds the operands' three groups.
+- ``jax.nn.dot_product_attention`` calls one of two functions of its own module, by name.
+- The kernels of cuDNN and Pallas give the logarithms of their sums, and take other ones backward, by inner functions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+
+from pase.errors import PaseError, install_line
+from pase.frontends.jax.types import Aval, ClosedJaxpr, Eqn, Jaxpr, LiteralVar, Var
+from pase.ir.places import NOWHERE, SourceLine
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from jax import Array, ShapeDtypeStruct
+    from jax.experimental.pallas.ops.tpu.flash_attention import BlockSizes
+    from jax.extend.core import DebugInfo as DebugInfo  # for others, too
+
+__all__ = [
+    "KNOWN",
+    "at_line",
+    "attention_by",
+    "called",
+    "check",
+    "closed",
+    "cudnn_attention",
+    "cudnn_attention_backward",
+    "evaluate",
+    "flash_attention",
+    "flash_attention_backward",
+    "function_of",
+    "implementation",
+    "is_dropped",
+    "is_literal",
+    "jaxprs_inside",
+    "line_of_error",
+    "literal_array",
+    "opened",
+    "outside_jit",
+    "pulled_back",
+    "scan_groups",
+    "source_line",
+    "static_arguments",
+    "tangents_of",
+    "threefry",
+    "value_of",
+    "without_dead_code",
+    "written_as",
+]
+
+KNOWN = ((0, 10), (0, 11), (0, 12))
+"""Minor versions that the tests were run with, oldest first."""
+
+
+@cache
+def check(version: str | None = None) -> None:
+    """PaseError where the installed JAX (or ``version``) is older than what is known; one warning where it is newer.
+
+    >>> check("0.12.1")
+    >>> check("0.4.30")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    ...
+    pase.errors.PaseError: JAX 0.4.30 is too old: pase reads 0.10 to 0.12. Upgrade it: pip install ...
+    """
+    if version is None:
+        import jax
+
+        version = jax.__version__
+    major, minor = (int(part) for part in version.split(".")[:2])
+    oldest, newest = (f"{a}.{b}" for a, b in (KNOWN[0], KNOWN[-1]))
+    if (major, minor) < KNOWN[0]:
+        raise PaseError(
+            f"JAX {version} is too old: pase reads {oldest} to {newest}. Upgrade it: {install_line('jax')}"
+        )
+    if (major, minor) > KNOWN[-1]:
+        warnings.warn(
+            f"JAX {version} is newer than what pase was tested with ({oldest} to {newest}): it is read like {newest}. "
+            f"If that fails, install an older one: pip install 'jax<{KNOWN[-1][0]}.{KNOWN[-1][1] + 1}'",
+            stacklevel=2,
+        )
+
+
+def opened(jaxpr: Jaxpr | ClosedJaxpr) -> tuple[Jaxpr, Sequence[Array]]:
+    """(jaxpr with constvars, invars, eqns and outvars; the values of its constvars) of an open or a closed jaxpr."""
+    from jax.extend.core import ClosedJaxpr
+
+    return (jaxpr.jaxpr, jaxpr.consts) if isinstance(jaxpr, ClosedJaxpr) else (jaxpr, ())  # type: ignore[return-value]
+
+
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
+    """A program with its constants; an open one has none."""
+    from jax.extend.core import ClosedJaxpr
+
+    return ClosedJaxpr(*opened(jaxpr))  # type: ignore[arg-type,return-value]
+
+
+def jaxprs_inside(eqn: Eqn) -> Iterator[Jaxpr]:
+    """The programs that an equation calls, turns or chooses from."""
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
+    for value in eqn.params.values():
+        for x in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(x, (Jaxpr, ClosedJaxpr)):
+                yield opened(x)[0]  # type: ignore[arg-type]
+
+
+def scan_groups(eqn: Eqn) -> tuple[int, int]:
+    """(constants, carried values): a scan's operands are these, in this order, and then what it slices."""
+    p = eqn.params
+    if "ft_in" in p:
+        consts, carry, _ = p["ft_in"].unpack()
+        return len(consts), len(carry)
+    return p["num_consts"], p["num_carry"]
+
+
+def is_literal(var: Var) -> TypeGuard[LiteralVar]:
+    """A number written into the equation, not a variable."""
+    from jax.extend.core import Literal
+
+    return isinstance(var, Literal)
+
+
+def literal_array(var: LiteralVar) -> Array:
+    """A literal's number as an array of its dtype in the program.
+
+    JAX writes Python's bool and int and its own subclass of float there, which have no shape, and whose dtype would
+    depend on whether x64 is enabled."""
+    import numpy as np
+
+    return np.asarray(var.val, var.aval.dtype)  # type: ignore[return-value]
+
+
+def value_of(var: Var, env: Mapping[Var, Array]) -> Array:
+    """The value of a variable in ``env``; of a literal, its array."""
+    return literal_array(var) if is_literal(var) else env[var]
+
+
+def is_dropped(var: Var) -> bool:
+    """A result that nothing reads."""
+    return type(var).__name__ == "DropVar"
+
+
+def source_line(eqn: Eqn) -> SourceLine:
+    """The user's line; none where JAX has lost it, as in a cached inner jaxpr."""
+    from jax.extend import source_info_util
+
+    try:
+        return SourceLine.parse(source_info_util.summarize(eqn.source_info))
+    except AttributeError:
+        return NOWHERE
+
+
+@contextmanager
+def written_as(eqn: Eqn) -> Iterator[None]:
+    """What is traced inside has the equation's line and named scopes, and the settings that it was traced under."""
+    from jax._src import source_info_util
+
+    scopes = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    settings = eqn.ctx.manager  # type: ignore[attr-defined]
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scopes), settings:
+        yield
+
+
+@contextmanager
+def at_line(eqn: Eqn) -> Iterator[None]:
+    """What is traced inside is at the equation's line; errors that its transformations raise know it, too."""
+    from jax._src import source_info_util
+
+    with source_info_util.user_context(eqn.source_info.traceback):
+        yield
+
+
+def line_of_error(error: BaseException | None) -> SourceLine:
+    """The line of the operation whose transformation raised an error, as of a gradient that is taken; NOWHERE if JAX
+    does not say."""
+    import traceback
+
+    while error is not None and type(error).__name__ != "JaxStackTraceBeforeTransformation":
+        error = error.__cause__
+    frames = traceback.extract_tb(None if error is None else error.__traceback__)
+    return SourceLine(f"{frames[-1].filename}:{frames[-1].lineno}", frames[-1].name) if frames else NOWHERE
+
+
+def outside_jit() -> bool:
+    """Whether nothing is being traced."""
+    from jax._src.core import trace_state_clean
+
+    return bool(trace_state_clean())
+
+
+def scope(eqn: Eqn) -> str:
+    """The named scopes that an equation was written in, and the transformations since, with slashes between them."""
+    return str(eqn.source_info.name_stack)
+
+
+def without_effects(of: Eqn | Jaxpr) -> bool:
+    """Does it do nothing besides computing its results? That it names an axis of the mesh is no such thing."""
+    return all(type(e).__name__ == "NamedAxisEffect" for e in of.effects)
+
+
+def static_arguments(eqn: Eqn) -> tuple[Tree, ...] | None:
+    """What a function with a derivative rule of its own was called with besides arrays (``nondiff_argnums``), in order.
+
+    It is stored with the backward rule, which takes it as its first arguments. None if it is not found.
+    """
+    for transform, args in getattr(eqn.params.get("bwd"), "transforms", ()):
+        if transform.__name__ == "_prepend_static_args":
+            return tuple(a.val for a in args[0])
+    return None
+
+
+Attention: TypeAlias = "Callable[..., Array]"
+
+
+@contextmanager
+def attention_by(stand_in: Callable[[Attention, Attention], Attention], file: str) -> Iterator[None]:
+    """Temporarily replaces each of JAX's two attention implementations by ``stand_in(it, XLA's implementation)``.
+
+    file: its lines do not count as the user's. A version without these internal functions of JAX is left unchanged.
+    """
+    from jax._src import source_info_util
+    from jax._src.nn import functions
+
+    source_info_util.register_exclusion(file)
+    namespace = vars(functions)
+    xla = "_dot_product_attention_xla"
+    kept = {n: namespace[n] for n in (xla, "cudnn_dot_product_attention") if n in namespace}
+    if xla in kept:
+        namespace.update({name: stand_in(f, kept[xla]) for name, f in kept.items()})
+    try:
+        yield
+    finally:
+        namespace.update(kept)
+
+
+def cudnn_attention(q: Array, k: Array, v: Array, *, causal: bool, scale: float) -> tuple[Array, Array]:
+    """cuDNN's kernel on [b, positions, heads, d]: the result, and the logarithm of each query's sum [b, heads, q]."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    result, sums = cudnn.dot_product_attention(q, k, v, scale=scale, mask_type=mask, return_residual=True)
+    return result, sums
+
+
+def cudnn_attention_backward(
+    q: Array, k: Array, v: Array, result: Array, sums: Array, gradient: Array, *, causal: bool, scale: float
+) -> tuple[Array, Array, Array]:
+    """Its backward kernel, from the result and the sums: gradients of q, k and v."""
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    mask = cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK
+    none = jnp.zeros(0, q.dtype)
+    given = (q, k, v, *(none,) * 7, sums, result)
+    dq, dk, dv, *_ = cudnn._dot_product_attention_bwd_rule(
+        scale,
+        42,
+        0.0,
+        (False, False),
+        mask,
+        cudnn.AttentionLayout.BTNH.value,
+        None,
+        None,
+        False,
+        given,
+        gradient,
+    )
+    return dq, dk, dv
+
+
+def flash_attention(
+    q: Array, k: Array, v: Array, *, causal: bool, scale: float, blocks: BlockSizes
+) -> tuple[Array, Array]:
+    """Pallas' kernel for TPUs on [b, heads, positions, d]: the result, and the logarithms of the sums [b, heads, q]."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    result, total, most = flash._flash_attention(q, k, v, None, None, True, causal, scale, blocks, False)
+    return result, most + jnp.log(total)
+
+
+def flash_attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    result: Array,
+    sums: Array,
+    gradient: Array,
+    *,
+    causal: bool,
+    scale: float,
+    blocks: BlockSizes,
+) -> tuple[Array, Array, Array]:
+    """Its backward kernels, from the result and the sums: gradients of q, k and v."""
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    given = (q, k, v, None, None, result, jnp.ones_like(sums), sums)
+    dq, dk, dv, *_ = flash._flash_attention_bwd(False, causal, scale, blocks, False, given, gradient)
+    return dq, dk, dv
+
+
+def pulled_back(eqn: Eqn, wrt: Sequence[bool]) -> tuple[ClosedJaxpr, ClosedJaxpr, list[bool]]:
+    """A call with a derivative rule of its own, as jax.vjp runs it: (forward, backward, which results have a gradient).
+
+    wrt: for each operand, whether it has a gradient. forward: jaxpr from the operands to the call's results and its
+    residuals. backward: jaxpr from the residuals and the results' gradients to the operands' gradients, for operands
+    that have one. Results that nothing reads are left out.
+    """
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    info = _debug_info_inside(eqn)
+    used = [v.aval for v in eqn.outvars if not is_dropped(v)]
+    smooth = [bool(jnp.issubdtype(a.dtype, jnp.inexact)) for a in used]
+
+    def forward(*args: Array) -> Tree:
+        def of(*mine: Array) -> list[Array]:
+            own = iter(mine)
+            ins = [next(own) if on else x for x, on in zip(args, wrt, strict=True)]
+            return [y for y in evaluate(eqn, ins, info) if y is not None]
+
+        return jax.vjp(of, *(x for x, on in zip(args, wrt, strict=True) if on))
+
+    def backward(pull: Callable[..., Tree], *gradients: Array) -> Tree:
+        found, none = iter(gradients), jax.dtypes.float0
+        whole = [next(found) if on else np.zeros(a.shape, none) for a, on in zip(used, smooth, strict=True)]
+        return pull(whole)
+
+    def shapes(avals: Sequence[Aval]) -> list[ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+
+    ahead, made = jax.make_jaxpr(forward, return_shape=True)(*shapes([v.aval for v in eqn.invars]))
+    back = jax.make_jaxpr(backward)(made[1], *shapes([a for a, on in zip(used, smooth, strict=True) if on]))
+    return ahead, without_dead_code(back), smooth
+
+
+def tangents_of(eqn: Eqn, wrt: Sequence[bool]) -> ClosedJaxpr:
+    """A call with a derivative rule of its own, as jax.jvp runs it: jaxpr from the operands, and the tangents of those
+    that ``wrt`` says, to the results and their tangents."""
+    import jax
+
+    info = _debug_info_inside(eqn)
+    shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+
+    def both(args: Sequence[Array], tangents: Sequence[Array]) -> Tree:
+        def of(*mine: Array) -> list[Array]:
+            own = iter(mine)
+            return evaluate(eqn, [next(own) if on else x for x, on in zip(args, wrt, strict=True)], info)
+
+        return jax.jvp(of, [x for x, on in zip(args, wrt, strict=True) if on], list(tangents))
+
+    return jax.make_jaxpr(both)(shapes, [s for s, on in zip(shapes, wrt, strict=True) if on])  # type: ignore[return-value]
+
+
+def threefry(key: Array, counts: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The two words of 32 random bits at each pair of counts. key: of the threefry generator."""
+    import jax
+    from jax.extend.random import threefry2x32_p
+
+    first, second = jax.random.key_data(key)
+    high, low = threefry2x32_p.bind(first, second, *counts)
+    return high, low
+
+
+def without_dead_code(closed: Any, needed: Sequence[bool] | None = None) -> Any:
+    """The jaxpr without what none of its results needs: a rule finds the gradients of operands that have none, too.
+    needed: for each result, whether it is needed; the others leave. None: all are."""
+    from jax.extend.core import ClosedJaxpr
+    from jax.interpreters.partial_eval import dce_jaxpr
+
+    jaxpr, consts = opened(closed)
+    used = [True] * len(jaxpr.outvars) if needed is None else list(needed)
+    live, *_ = dce_jaxpr(jaxpr, used, instantiate=True)  # type: ignore[arg-type]
+    return ClosedJaxpr(live, consts)
+
+
+def _debug_info_inside(eqn: Eqn) -> DebugInfo:
+    """The debug info of the jaxpr that a call calls, to run only this call."""
+    jaxpr: Any = eqn.params.get("call_jaxpr", eqn.params.get("fun_jaxpr"))
+    return opened(jaxpr)[0].debug_info._replace(arg_names=None, result_paths=None)
+
+
+def implementation(eqn: Eqn) -> Jaxpr | None:
+    """The jaxpr of a primitive that a library defines by JAX code of its own; None: it is one of JAX's."""
+    import jax
+
+    code: Any = getattr(eqn.primitive, "impl", None)
+    module = str(getattr(getattr(code, "func", code), "__module__", "jax"))
+    if module.partition(".")[0] == "jax":
+        return None
+    given = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    return jax.make_jaxpr(lambda *args: code(*args, **eqn.params))(*given).jaxpr
+
+
+def called(closed: ClosedJaxpr) -> Callable[..., list[Array]]:
+    """The function that a program is: f(*arrays) -> arrays."""
+    from jax.extend.core import jaxpr_as_fun
+
+    return jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+
+
+def function_of(
+    closed: ClosedJaxpr, eqns: Sequence[Eqn], reads: Sequence[Var], makes: Sequence[Var]
+) -> Callable[..., list[Array]]:
+    """Some equations of a jaxpr as a function, from values of the variables ``reads`` to values of ``makes``."""
+    jaxpr, consts = opened(closed)
+    info = jaxpr.debug_info._replace(arg_names=None, result_paths=None)
+    return called(_assembled(jaxpr.constvars, reads, makes, eqns, info, consts))
+
+
+def evaluate(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Any]:
+    """One equation on values (or tracers), None for results that nothing reads; info: the debug info of its jaxpr.
+
+    An equation may read one variable several times (``y.T @ y``), and each time another part of it: ``ins`` has a value
+    for each operand, so each operand becomes a variable of its own.
+    """
+    from jax.extend import core
+
+    own = (v if is_literal(v) else core.Var(v.aval) for v in eqn.invars)  # type: ignore[arg-type]
+    reads = cast("list[Var]", list(own))
+    eqn = eqn.replace(invars=reads)
+    args = {v: x for v, x in zip(reads, ins, strict=True) if not is_literal(v)}
+    kept = [v for v in eqn.outvars if not is_dropped(v)]
+    outs = iter(called(_assembled((), list(args), kept, [eqn], info, ()))(*args.values()))
+    return [None if is_dropped(v) else next(outs) for v in eqn.outvars]
+
+
+def _assembled(
+    constvars: Sequence[Var],
+    reads: Sequence[Var],
+    makes: Sequence[Var],
+    eqns: Sequence[Eqn],
+    info: DebugInfo,
+    consts: Sequence[Array],
+) -> ClosedJaxpr:
+    """A jaxpr of these equations, in JAX's own classes."""
+    from jax.extend import core
+
+    effects = frozenset[object]().union(*(e.effects for e in eqns))
+    jaxpr: Any = core.Jaxpr
+    return core.ClosedJaxpr(jaxpr(constvars, list(reads), list(makes), list(eqns), effects, info), consts)

@@ -1,0 +1,320 @@
+"""Small values that a TensorFlow graph determines by itself: the arithmetic on shapes, axes and counters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.tf.graph import TfNode, dtype_name
+from pase.frontends.tf.slices import positions
+from pase.frontends.tf.values import MOST_KNOWN
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from onnx import TensorProto
+
+
+__all__ = ["KNOWN", "constant", "evaluate", "numpy_dtype"]
+
+Array = np.ndarray
+FoldResult: TypeAlias = "Array | tuple[Array, ...] | list[Array] | None"
+"""A result, or a list of several; None: not to be worked out."""
+TfFold = Callable[..., FoldResult]
+"""From a node and the values of its operands to its results."""
+
+KNOWN: Registry[TfFold] = Registry("rule for small values of TensorFlow op")
+_rule = KNOWN.register
+
+
+def evaluate(node: TfNode, arrays: Sequence[Array]) -> list[Array] | None:
+    """The node's result from known values; None if there is no rule, or if the result is too large to carry along."""
+    rule = KNOWN.get(node.op)
+    if rule is None:
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            made = rule(node, *arrays)
+    except (ValueError, TypeError, IndexError, OverflowError, ZeroDivisionError, MemoryError):
+        return None  # the rule for tensors says what is wrong
+    if made is None:
+        return None
+    out = made if isinstance(made, list) else [made]
+    return [np.asarray(a) for a in out] if all(np.size(a) <= MOST_KNOWN for a in out) else None
+
+
+def constant(node: TfNode, proto: TensorProto, shape: Sequence[int]) -> Array | None:
+    """The value of a small Const; None where it holds no numbers."""
+    from tensorflow.python.framework import tensor_util
+
+    if dtype_name(proto.dtype) in ("string", "resource", "variant"):
+        return None
+    try:
+        a = np.asarray(tensor_util.MakeNdarray(proto))
+    except (ValueError, TypeError, IndexError, OverflowError, AttributeError) as e:
+        raise PaseError(f"TensorFlow op 'Const' at {node.name} has no readable value: {e}") from e
+    if a.shape != tuple(shape):
+        raise PaseError(
+            f"TensorFlow op 'Const' at {node.name} holds shape {a.shape}, declared {tuple(shape)}"
+        )
+    return a
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype of a name; TensorFlow knows those that numpy does not (bfloat16)."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        import tensorflow as tf
+
+        return np.dtype(tf.dtypes.as_dtype(name).as_numpy_dtype)
+
+
+def _small(size: int) -> bool:
+    return 0 <= size <= MOST_KNOWN
+
+
+def _add_rules(**rules: TfFold) -> None:
+    for op, f in rules.items():
+        KNOWN.add(op, lambda node, *a, f=f: f(*a))
+
+
+def _trunc_div(a: Array, b: Array) -> FoldResult:
+    return np.trunc(np.true_divide(a, b)).astype(a.dtype)
+
+
+def _divide(a: Array, b: Array) -> FoldResult:
+    return _trunc_div(a, b) if a.dtype.kind in "iu" else np.true_divide(a, b).astype(a.dtype)
+
+
+def _zero(b: Array) -> bool:
+    return b.dtype.kind in "iu" and bool((b == 0).any())
+
+
+_add_rules(
+    Identity=lambda a: a,
+    StopGradient=lambda a: a,
+    Snapshot=lambda a: a,
+    PreventGradient=lambda a: a,
+    EnsureShape=lambda a: a,
+    Add=np.add,
+    AddV2=np.add,
+    Sub=np.subtract,
+    Mul=np.multiply,
+    Maximum=np.maximum,
+    Minimum=np.minimum,
+    Neg=np.negative,
+    Abs=np.abs,
+    Sign=np.sign,
+    Square=np.square,
+    Pow=np.power,
+    FloorDiv=lambda a, b: None if _zero(b) else np.floor_divide(a, b),
+    FloorMod=lambda a, b: None if _zero(b) else np.mod(a, b),
+    Mod=lambda a, b: None if _zero(b) else np.fmod(a, b),
+    TruncateDiv=lambda a, b: None if _zero(b) else _trunc_div(a, b),
+    TruncateMod=lambda a, b: None if _zero(b) else np.fmod(a, b),
+    Div=lambda a, b: None if _zero(b) else _divide(a, b),
+    RealDiv=np.true_divide,
+    Floor=np.floor,
+    Ceil=np.ceil,
+    Round=np.round,
+    Rint=np.rint,
+    Sqrt=np.sqrt,
+    Rsqrt=lambda a: (1 / np.sqrt(a)).astype(a.dtype),
+    Reciprocal=np.reciprocal,
+    Exp=np.exp,
+    Log=np.log,
+    Tanh=np.tanh,
+    Equal=np.equal,
+    NotEqual=np.not_equal,
+    Less=np.less,
+    LessEqual=np.less_equal,
+    Greater=np.greater,
+    GreaterEqual=np.greater_equal,
+    LogicalAnd=np.logical_and,
+    LogicalOr=np.logical_or,
+    LogicalNot=np.logical_not,
+    Select=lambda c, a, b: np.where(c, a, b),
+    SelectV2=lambda c, a, b: np.where(c, a, b),
+    ZerosLike=np.zeros_like,
+    OnesLike=np.ones_like,
+    InvertPermutation=np.argsort,
+    AddN=lambda *a: sum(a[1:], a[0]),
+    ClipByValue=lambda a, lo, hi: np.clip(a, lo, hi),
+)
+
+
+@_rule("IdentityN", "ShapeN")
+def _each_result(node: TfNode, *a: Array) -> list[Array]:
+    return list(a) if node.op == "IdentityN" else [np.array(x.shape, _out_type(node)) for x in a]
+
+
+def _out_type(node: TfNode, key: str = "out_type") -> np.dtype:
+    return numpy_dtype(dtype_name(node.attr[key].type)) if key in node.attr else np.dtype("int32")
+
+
+@_rule("Shape")
+def _shape(node: TfNode, a: Array) -> FoldResult:
+    return np.array(a.shape, _out_type(node))
+
+
+@_rule("Size")
+def _size(node: TfNode, a: Array) -> FoldResult:
+    return np.array(a.size, _out_type(node))
+
+
+@_rule("Rank")
+def _rank(node: TfNode, a: Array) -> FoldResult:
+    return np.array(a.ndim, np.int32)
+
+
+@_rule("Cast")
+def _cast(node: TfNode, a: Array) -> FoldResult:
+    return a.astype(_out_type(node, "DstT"))
+
+
+@_rule("Pack")
+def _pack(node: TfNode, *a: Array) -> FoldResult:
+    return np.stack(a, int(node.attr["axis"].i) if "axis" in node.attr else 0)
+
+
+@_rule("Unpack")
+def _unpack(node: TfNode, a: Array) -> FoldResult:
+    axis = int(node.attr["axis"].i) if "axis" in node.attr else 0
+    return [np.take(a, k, axis) for k in range(a.shape[axis])]
+
+
+@_rule("ConcatV2")
+def _concat_v2(node: TfNode, *a: Array) -> FoldResult:
+    return np.concatenate(a[:-1], int(a[-1]))
+
+
+@_rule("Concat")
+def _concat(node: TfNode, *a: Array) -> FoldResult:
+    return np.concatenate(a[1:], int(a[0]))
+
+
+@_rule("ExpandDims")
+def _expand(node: TfNode, a: Array, axis: Array) -> FoldResult:
+    return np.expand_dims(a, int(axis.reshape(())))
+
+
+@_rule("Squeeze")
+def _squeeze(node: TfNode, a: Array) -> FoldResult:
+    axes = tuple(int(i) for i in node.attr["squeeze_dims"].list.i) if "squeeze_dims" in node.attr else ()
+    return np.squeeze(a, axes or None)
+
+
+@_rule("Reshape")
+def _reshape(node: TfNode, a: Array, shape: Array) -> FoldResult:
+    return a.reshape([int(s) for s in shape])
+
+
+@_rule("Transpose")
+def _transpose(node: TfNode, a: Array, perm: Array) -> FoldResult:
+    return a.transpose([int(p) for p in perm])
+
+
+@_rule("Fill")
+def _fill(node: TfNode, dims: Array, value: Array) -> FoldResult:
+    shape = [int(d) for d in dims]
+    return np.full(shape, value) if min(shape, default=0) >= 0 and _small(math.prod(shape)) else None
+
+
+@_rule("Range")
+def _range(node: TfNode, start: Array, limit: Array, delta: Array) -> FoldResult:
+    if not delta or not _small(int(abs((limit - start) / delta))):
+        return None
+    return np.arange(start.item(), limit.item(), delta.item(), dtype=start.dtype)
+
+
+@_rule("Tile")
+def _tile(node: TfNode, a: Array, reps: Array) -> FoldResult:
+    times = [int(r) for r in reps]
+    return np.tile(a, times) if min(times, default=0) >= 0 and _small(a.size * math.prod(times)) else None
+
+
+@_rule("BroadcastTo")
+def _broadcast_to(node: TfNode, a: Array, shape: Array) -> FoldResult:
+    wide = [int(s) for s in shape]
+    return np.broadcast_to(a, wide) if min(wide, default=0) >= 0 and _small(math.prod(wide)) else None
+
+
+@_rule("BroadcastArgs")
+def _broadcast_args(node: TfNode, a: Array, b: Array) -> FoldResult:
+    return np.array(np.broadcast_shapes(tuple(map(int, a)), tuple(map(int, b))), a.dtype)
+
+
+@_rule("Sum", "Prod", "Max", "Min", "Mean", "All", "Any")
+def _reduce(node: TfNode, a: Array, axes: Array) -> FoldResult:
+    f = getattr(np, node.op.lower())
+    keep = bool(node.attr["keep_dims"].b) if "keep_dims" in node.attr else False
+    return np.asarray(f(a, axis=tuple(int(i) for i in axes.reshape(-1)), keepdims=keep)).astype(a.dtype)
+
+
+@_rule("StridedSlice")
+def _strided_slice(node: TfNode, a: Array, begin: Array, end: Array, strides: Array) -> FoldResult:
+    picks = positions(node, a.shape, begin, end, strides)
+    index = tuple(
+        slice(None) if p is None else (p.picked[0] if p.shrink else np.array(list(p.picked), np.int64))
+        for p in picks
+        if p is None or not p.fresh
+    )
+    out, at = a, 0
+    for k in index:  # one dim at a time: several index arrays at once would be paired
+        out = out[(slice(None),) * at + (k,)]
+        at += not isinstance(k, int)
+    at = 0
+    for p in picks:
+        if p is not None and p.fresh:
+            out = np.expand_dims(out, at)
+        at += p is None or p.fresh or not p.shrink
+    return out
+
+
+@_rule("Slice")
+def _slice(node: TfNode, a: Array, begin: Array, size: Array) -> FoldResult:
+    spans = zip(a.shape, begin, size, strict=True)
+    return a[tuple(slice(int(b), n if s < 0 else int(b + s)) for n, b, s in spans)]
+
+
+@_rule("GatherV2", "Gather")
+def _gather(node: TfNode, a: Array, ids: Array, axis: Array | None = None) -> FoldResult:
+    if int(node.attr["batch_dims"].i if "batch_dims" in node.attr else 0):
+        return None
+    return np.take(a, ids, 0 if axis is None else int(axis))
+
+
+@_rule("Split", "SplitV")
+def _split(node: TfNode, *a: Array) -> FoldResult:
+    if node.op == "Split":
+        return list(np.split(a[1], int(node.attr["num_split"].i), int(a[0])))
+    sizes = [int(s) for s in a[1]]
+    return list(np.split(a[0], np.cumsum(sizes)[:-1], int(a[2]))) if -1 not in sizes else None
+
+
+@_rule("ListDiff")
+def _list_diff(node: TfNode, x: Array, y: Array) -> FoldResult:
+    kept = ~np.isin(x, y)
+    return [x[kept], np.flatnonzero(kept).astype(np.int32)]
+
+
+@_rule("MatrixBandPart")
+def _band(node: TfNode, a: Array, lower: Array, upper: Array) -> FoldResult:
+    i, j = np.indices(a.shape[-2:])
+    keep = ((lower < 0) | (i - j <= lower)) & ((upper < 0) | (j - i <= upper))
+    return np.where(keep, a, np.zeros((), a.dtype))
+
+
+@_rule("ReverseV2")
+def _reverse(node: TfNode, a: Array, axes: Array) -> FoldResult:
+    return np.flip(a, tuple(int(i) for i in axes))
+
+
+@_rule("ArgMax", "ArgMin")
+def _arg(node: TfNode, a: Array, axis: Array) -> FoldResult:
+    f = np.argmax if node.op == "ArgMax" else np.argmin
+    return f(a, axis=int(axis)).astype(_out_type(node, "output_type"))

@@ -1,0 +1,143 @@
+"""Lists of tensors (TensorArray, as the second version of control flow writes them)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pase.frontends.tf.rules_shape import pack, take
+from pase.frontends.tf.values import StaticValue, TensorList, TfCall, TfValue
+from pase.ir import Tensor
+from pase.ops import loops, nests
+from pase.registry import Registry
+
+__all__ = ["LISTS"]
+
+LISTS: Registry[Callable[[TfCall], Sequence[TfValue]]] = Registry("rule for TensorFlow list op")
+_list = LISTS.register
+
+
+def _operand(c: TfCall, i: int = 0) -> TensorList:
+    v = c.value(i)
+    if not isinstance(v, TensorList):
+        raise c.fail("its operand is not a list of tensors")
+    return v
+
+
+def _element(c: TfCall, i: int) -> tuple[int, ...] | None:
+    shape = c.known(i)
+    if shape is None or shape.ndim != 1 or (shape < 0).any():
+        return None
+    return tuple(int(s) for s in shape)
+
+
+@_list("TensorListReserve", "EmptyTensorList")
+def _reserve(c: TfCall) -> Sequence[TfValue]:
+    n = c.known(1) if c.node.op == "TensorListReserve" else None
+    length = int(n.reshape(())) if n is not None and n.size == 1 else None
+    return [TensorList(length=length, element=_element(c, 0), dtype=c.type("element_dtype"))]
+
+
+@_list("TensorListFromTensor")
+def _from_tensor(c: TfCall) -> Sequence[TfValue]:
+    x = c.x(0)
+    if not x.shape:
+        raise c.fail("a scalar is not a stack of tensors")
+    n, *element = c.shape(0)
+    return [TensorList(length=n, element=tuple(element), dtype=x.dtype, stacked=x)]
+
+
+@_list("TensorListStack")
+def _stack(c: TfCall) -> Sequence[TfValue]:
+    return [stacked(c, _operand(c))]
+
+
+def stacked(c: TfCall, a: TensorList) -> Tensor:
+    """All elements of a list as one tensor."""
+    if a.stacked is not None:
+        return a.stacked
+    parts = dict(a.parts)
+    if not parts:
+        if a.element is None or a.length is None:
+            raise c.fail("the list is empty and its shape is not known")
+        return c.b.constant(c.make((a.length, *a.element)), a.dtype)
+    first = next(iter(parts.values()))
+    n = a.length if a.length is not None else max(parts) + 1
+    if n > 10_000 or not all(0 <= k < n for k in parts):
+        raise c.fail(f"only the elements {sorted(parts)[:5]} of its list of {n} tensors are set")
+    rest = None if len(parts) == n else c.b.constant(first.shape, first.dtype)
+    return pack(c, [parts.get(k) or rest for k in range(n)], 0)  # type: ignore[misc]
+
+
+@_list("TensorListGetItem")
+def _get(c: TfCall) -> Sequence[TfValue]:
+    """An element with a known number is a slice; with any other number, it is one iteration's slice of the stack."""
+    a = _operand(c)
+    n = None if c.known(1) is None else c.number(1, "index")
+    if n in dict(a.parts):
+        return [dict(a.parts)[n]]
+    whole = stacked(c, a)
+    if n is not None:
+        if a.length is not None and not 0 <= n < a.length:
+            raise c.fail(f"it reads element {n} of a list of {a.length}")
+        return [take(c, whole, 0)]
+    return [loops.unstack(c.b, whole)]
+
+
+@_list("TensorListSetItem")
+def _set(c: TfCall) -> Sequence[TfValue]:
+    """Outside of a loop, or at a known number: kept apart. At a loop's counter: number -1, for the loop to stack."""
+    a, at, x = _operand(c), c.known(1), c.x(2)
+    if a.stacked is not None:
+        kept = [False, *[True] * (len(a.stacked.shape) - 1)]
+        one = nests.reshape(c.b, x, (1, *x.shape))
+        made = nests.restrict(c.b, "set_item", [a.stacked, one], a.stacked.shape, kept)
+        return [replace(a, stacked=made)]
+    n = -1 if at is None else c.number(1, "index")
+    if at is not None and (n < 0 or (a.length is not None and n >= a.length)):
+        raise c.fail(f"it reads element {n} of a list of {a.length}")
+    element = tuple(int(s) for s in x.shape if isinstance(s, int))
+    parts = (*[p for p in a.parts if p[0] != n], (n, x))
+    return [replace(a, parts=parts, element=element, dtype=x.dtype)]
+
+
+@_list("TensorListPushBack")
+def _push(c: TfCall) -> Sequence[TfValue]:
+    a, x = _operand(c), c.x(1)
+    if a.stacked is not None or any(k < 0 for k, _ in a.parts):
+        raise c.fail("a list that grows in a loop has no static shape")
+    return [replace(a, parts=(*a.parts, (len(a.parts), x)), length=None)]
+
+
+@_list("TensorListLength")
+def _length(c: TfCall) -> Sequence[TfValue]:
+    a = _operand(c)
+    n = a.length if a.length is not None else len(a.parts)
+    return [StaticValue(np.array(n, np.int32))]
+
+
+@_list("TensorListElementShape")
+def _element_shape(c: TfCall) -> Sequence[TfValue]:
+    a = _operand(c)
+    if a.element is None:
+        return [StaticValue(np.array(-1, c.type("shape_type")))]
+    return [StaticValue(np.array(a.element, c.type("shape_type")))]
+
+
+@_list("TensorListGather")
+def _gather(c: TfCall) -> Sequence[TfValue]:
+    """Some elements, or all in another order."""
+    whole, ids = stacked(c, _operand(c)), c.shape(1)
+    n = ids[0] if ids else 1
+    kept = [False, *[True] * (len(whole.shape) - 1)]
+    return [nests.restrict(c.b, "gather", [whole], (n, *whole.shape[1:]), kept)]
+
+
+@_list("TensorListConcatV2", "TensorListConcat")
+def _concat(c: TfCall) -> Sequence[TfValue]:
+    whole = stacked(c, _operand(c))
+    n, m, *rest = whole.shape
+    lengths = np.full(int(n), int(m), np.int64)  # type: ignore[arg-type]
+    return [nests.reshape(c.b, whole, (n * m, *rest)), StaticValue(lengths)]  # type: ignore[operator]

@@ -1,0 +1,349 @@
+"""While and If. A loop with a known trip count is its body times that count, like JAX's scan. Any other loop, and a
+branch that depends on data, is one region that is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.registry import Control, lowers_bodies
+from pase.frontends.tf.graph import TfBody, TfNode
+from pase.frontends.tf.known import constant, evaluate
+from pase.frontends.tf.values import Handle, Reshaped, StaticValue, TensorList, TfCall, TfValue, elements
+from pase.ir import Place, Tensor
+from pase.ir.sizes import is_one
+from pase.ops import GraphBuilder, loops, nests
+from pase.registry import Registry
+
+if TYPE_CHECKING:
+    from pase.frontends.tf.lower import TfLowering
+
+__all__ = ["REGIONS", "turns"]
+
+REGIONS: Registry[Control] = Registry("TensorFlow op with bodies")
+
+_MOST_TURNS = 20_000
+
+
+@lowers_bodies(REGIONS, "While", "StatelessWhile", listed="loop")
+def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
+    condition, body = _bodies(lower, node)
+    if not len(body.outputs) == len(body.args) == len(ins) == len(condition.args):
+        raise PaseError(
+            f"TensorFlow op '{node.op}' at {path}: {len(ins)} values for a body of {len(body.args)} arguments and "
+            f"{len(body.outputs)} results"
+        )
+    loop = _Loop.of(condition, body, ins)
+    if loop.times is None:
+        return _region(lower, node, ins, path, [body])
+    if loop.times == 0:
+        return list(ins)
+    made = _turns(lower, loop, node, ins, path)
+    return made if made is not None else _region(lower, node, ins, path, [body])
+
+
+@lowers_bodies(REGIONS, "If", "StatelessIf", "Case", "StatelessCase", listed="branch")
+def _if(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -> list[TfValue]:
+    """A branch that the graph determines is inlined. Otherwise the most expensive branch is priced, unsplit."""
+    branches = _bodies(lower, node)
+    c = TfCall(b=lower.b, node=node, ins=ins)
+    choice = c.known(0)
+    if choice is not None and choice.size == 1:
+        k = int(choice.reshape(()))
+        k = (0 if k else 1) if node.op.endswith("If") else min(max(k, 0), len(branches) - 1)
+        return lower.body(branches[k], ins[1:], f"{path}/")
+    return _region(lower, node, ins[1:], path, branches, [ins[0]])
+
+
+def _bodies(lower: TfLowering, node: TfNode) -> list[TfBody]:
+    return [lower.graph.body(name) for name in lower.graph.called(node)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """What happens to each loop variable: passed through, a counter whose course is known, or carried."""
+
+    body: TfBody
+    times: int | None
+    invariant: frozenset[int]
+    last: Mapping[int, np.ndarray]
+    """Counter -> its value after the loop."""
+
+    @classmethod
+    def of(cls, condition: TfBody, body: TfBody, ins: Sequence[TfValue]) -> _Loop:
+        invariant = frozenset(k for k, ref in enumerate(body.outputs) if _origin(body, ref) == body.args[k])
+        first = {k: v.array for k, v in enumerate(ins) if isinstance(v, StaticValue)}
+        times, last = turns(condition, body, first, invariant)
+        return cls(body=body, times=times, invariant=invariant, last=last)
+
+
+def _origin(body: TfBody, ref: str) -> str:
+    """The original tensor, found by following nodes that only pass it on."""
+    by_name = {n.name: n for n in body.nodes}
+    while True:
+        name, _, k = ref.rpartition(":")
+        node = by_name.get(name)
+        if node is None or node.op not in ("Identity", "IdentityN") or int(k) >= len(node.inputs):
+            return ref
+        ref = node.inputs[int(k)]
+
+
+def turns(
+    condition: TfBody, body: TfBody, first: Mapping[int, np.ndarray], invariant: frozenset[int]
+) -> tuple[int | None, dict[int, np.ndarray]]:
+    """How often a loop runs, found by running only its counters: (trip count, the counters' last values).
+
+    first: loop variable -> its value before, where the graph determines it. None: it depends on data, or is more
+    than 20,000.
+    """
+    now = dict(first)
+    counters = {k for k in now if k not in invariant}
+    while True:  # what is computed from a variable that is not known is not known either
+        after = {
+            k: _value(body, body.outputs[k], {i: now[i] for i in now if i in counters or i in invariant})
+            for k in counters
+        }
+        lost = {k for k, v in after.items() if v is None or v.shape != now[k].shape}
+        if not lost:
+            break
+        counters -= lost
+    now = {k: v for k, v in now.items() if k in counters or k in invariant}
+    count = 0
+    while True:
+        go = _value(condition, condition.outputs[0], now)
+        if go is None or go.size != 1 or count > _MOST_TURNS:
+            return None, {}
+        if not go.reshape(()):
+            return count, {k: now[k] for k in counters}
+        after = {k: _value(body, body.outputs[k], now) for k in counters}
+        if any(v is None for v in after.values()):
+            return None, {}
+        now |= {k: v for k, v in after.items() if v is not None}
+        count += 1
+
+
+def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray | None:
+    """A tensor of a body as a number, computed only from numbers for some arguments."""
+    env: dict[str, np.ndarray | None] = {body.args[k]: v for k, v in args.items()}
+    by_name = {n.name: n for n in body.nodes}
+    stack = [ref]
+    while stack:
+        top = stack[-1]
+        if top in env:
+            stack.pop()
+            continue
+        node = by_name.get(top.rpartition(":")[0])
+        if node is None:  # an argument whose value is not known
+            env[top] = None
+            continue
+        waiting = [r for r in node.inputs if r not in env]
+        if waiting:
+            stack += waiting
+            continue
+        values = [env[r] for r in node.inputs]
+        if node.op == "Const":
+            shape = [d.size for d in node.attr["value"].tensor.tensor_shape.dim]
+            small = all(s >= 0 for s in shape) and elements(shape) <= 64
+            made = [constant(node, node.attr["value"].tensor, shape)] if small else None
+        elif not values or any(v is None for v in values):
+            made = None
+        else:
+            made = evaluate(node, [v for v in values if v is not None])  # type: ignore[assignment]
+        k = int(top.rpartition(":")[2])
+        env[top] = made[k] if made is not None and k < len(made) else None
+    return env[ref]
+
+
+def _turns(
+    lower: TfLowering, loop: _Loop, node: TfNode, ins: Sequence[TfValue], path: str
+) -> list[TfValue] | None:
+    """The body once, times the trip count. None if a list is both read and written in it, or grows."""
+    b, body = lower.b, loop.body
+    assert loop.times is not None
+    source = b.source
+    read = {r for n in body.nodes for r in n.inputs}
+    args: list[TfValue] = []
+    carried: dict[int, Tensor] = {}
+    for k, (ref, v) in enumerate(zip(body.args, ins, strict=True)):
+        if k in loop.last:
+            args.append(b.constant(loop.last[k].shape, str(loop.last[k].dtype)))
+        elif isinstance(v, TensorList):
+            if v.parts and k not in loop.invariant:
+                return None
+            args.append(_settled_list(lower, v, path, k) if ref in read else v)
+        elif k in loop.invariant:
+            args.append(_settled(lower, v, path, k) if ref in read else v)
+        elif isinstance(v, (Tensor, StaticValue)):
+            init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
+            carried[k] = b.carry(init, Place(path).its("carry", k))
+            lower.results[b.eqn] = (carried[k].name,)
+            args.append(carried[k])
+        else:
+            args.append(v)
+    with b.region("loop", path, times=loop.times):
+        outs = [_whole(lower, v) for v in lower.body(body, args, f"{path}/")]
+        b.source = source
+        lower.results[Place(path).its("outs")] = tuple(v.name if isinstance(v, Tensor) else "" for v in outs)
+        after: list[TfValue] = []
+        for k, (v, before) in enumerate(zip(outs, ins, strict=True)):
+            b.eqn = Place(path).its("y", k)
+            if k in loop.invariant:
+                after.append(before)
+            elif k in loop.last:
+                after.append(StaticValue(loop.last[k]))
+            elif k in carried:
+                after.append(_closed(lower, carried[k], v, path))
+            elif isinstance(v, TensorList) and isinstance(before, TensorList):
+                filled = _filled(b, v, before, loop.times)
+                if filled is None:
+                    raise PaseError(
+                        f"TensorFlow op '{node.op}' at {path}: a list of tensors is read and written in one loop"
+                    )
+                after.append(filled)
+            else:
+                after.append(v)
+    return [_last(lower, v, path, k) for k, v in enumerate(after)]
+
+
+def _whole(lower: TfLowering, v: TfValue) -> TfValue:
+    return v.tensor(lower.b) if isinstance(v, Reshaped) else v
+
+
+def _settled(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
+    """What every iteration reads, in one layout for all iterations."""
+    x = v.tensor if isinstance(v, Handle) else v
+    if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
+        return v
+    lower.b.eqn = Place(path).its("const", k)
+    made = loops.settle(lower.b, x, "loop_const")
+    lower.results[lower.b.eqn] = (made.name,)
+    return Handle(made) if isinstance(v, Handle) else made
+
+
+def _settled_list(lower: TfLowering, v: TensorList, path: str, k: int) -> TensorList:
+    if v.stacked is None or v.stacked.role != "activation":
+        return v
+    lower.b.eqn = Place(path).its("xs", k)
+    made = loops.settle(lower.b, v.stacked, "loop_xs")
+    lower.results[lower.b.eqn] = (made.name,)
+    return replace(v, stacked=made)
+
+
+def _closed(lower: TfLowering, carried: Tensor, value: TfValue, path: str) -> Tensor:
+    if isinstance(value, StaticValue):
+        return carried
+    if not isinstance(value, Tensor) or value.shape != carried.shape:
+        shape = getattr(value, "shape", "no tensor")
+        raise PaseError(
+            f"the loop at {path} carries shape {carried.shape} in and {shape} out: pase needs static shapes"
+        )
+    if value.name != carried.name:
+        lower.b.close_carry(carried, value)
+    return carried
+
+
+def _filled(b: GraphBuilder, v: TensorList, before: TensorList, times: int) -> TensorList | None:
+    """A list that the body sets: stacked if set at the counter; if at a fixed number, the last element (see _last)."""
+    if v.stacked is not before.stacked:
+        return None
+    if not v.parts:
+        return v
+    if any(n >= 0 for n, _ in v.parts):
+        return v
+    ((_, x),) = v.parts
+    length = before.length if before.length is not None else times
+    if length < times:
+        return None
+    if length > times:
+        length = times
+    made = loops.stack(b, x, length, (length, *x.shape))
+    return replace(v, stacked=made, parts=(), length=length)
+
+
+def _last(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
+    """A value as the last iteration left it is a separate tensor for the readers after the loop."""
+    if not isinstance(v, TensorList) or not v.parts:
+        return v
+    lower.b.eqn = Place(path).its("last", k)
+    return replace(v, parts=tuple((n, loops.settle(lower.b, x, "loop_last")) for n, x in v.parts))
+
+
+def _region(
+    lower: TfLowering,
+    node: TfNode,
+    ins: Sequence[TfValue],
+    path: str,
+    bodies: Sequence[TfBody],
+    more: Sequence[TfValue] = (),
+) -> list[TfValue]:
+    """Bodies as one op that is not split, priced once at the work of the most expensive body."""
+    b = lower.b
+    eqn, source = b.eqn, b.source
+    flops = 0.0
+    outs: list[TfValue] = []
+    for body in bodies:
+        scratch = GraphBuilder(name="body")
+        inner = replace(lower, b=scratch, operands={}, results={}, reshaped={})
+        args = [_stand_in(scratch, v) for v in ins]
+        made = [_whole(inner, v) for v in inner.body(body, args, f"{path}/")]
+        outs = outs or made
+        flops = max(flops, loops.body_flops(scratch))
+    b.eqn, b.source = eqn, source
+    xs = [t for v in (*more, *ins) for t in _tensors(v)]
+    shapes: list[tuple[tuple[int, ...], str]] = []
+    where: list[tuple[int, int]] = []
+    result: list[TfValue] = list(outs)
+    for k, v in enumerate(outs):
+        for t in _tensors(v) if not isinstance(v, Handle) else []:
+            where.append((k, len(shapes)))
+            shapes.append((t.shape, t.dtype))  # type: ignore[arg-type]
+    loop = node.op.endswith("While")
+    once = "once, at the work of a turn: how often it turns is not known" if loop else "at its dearest branch"
+    b.remark("turns" if loop else "opaque", f"'{node.op}' at {path} is not split, and is priced {once}")
+    tensors = nests.opaque(b, node.op, xs, shapes, flops=flops)
+    for k, at in where:
+        v = outs[k]
+        if isinstance(v, TensorList):
+            length = v.length or 1
+            whole = (
+                tensors[at]
+                if v.stacked is not None
+                else nests.broadcast(
+                    b,
+                    nests.reshape(b, tensors[at], (1, *tensors[at].shape)),
+                    (length, *tensors[at].shape),
+                    range(len(tensors[at].shape) + 1),
+                )
+            )
+            result[k] = replace(v, stacked=whole, parts=())
+        else:
+            result[k] = tensors[at]
+    return [b.constant(v.shape, v.dtype) if isinstance(v, StaticValue) else v for v in result]
+
+
+def _stand_in(b: GraphBuilder, v: TfValue) -> TfValue:
+    match v:
+        case Tensor():
+            return b.constant(v.shape, v.dtype)
+        case Handle(t):
+            return Handle(b.constant(t.shape, t.dtype))
+        case TensorList():
+            return replace(v, stacked=_stand_in(b, v.stacked) if v.stacked is not None else None, parts=())  # type: ignore[arg-type]
+        case StaticValue() if v.array.ndim == 0 or v.array.size > 64:
+            return b.constant(v.shape, v.dtype)
+    return v
+
+
+def _tensors(v: TfValue) -> list[Tensor]:
+    match v:
+        case Tensor():
+            return [v]
+        case Handle(t):
+            return [t]
+        case TensorList():
+            return ([v.stacked] if v.stacked is not None else [x for _, x in v.parts])[:1]
+    return []

@@ -1,0 +1,253 @@
+"""A TensorFlow graph, node by node, into loop nests: constants, variables, calls, lists, and the rules.
+
+Every node has a stable path, ``CALL/CALL/NODE``: the names of the calls and loops that lead to it, then its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.registry import Unknown, UnknownOp
+from pase.frontends.tf.graph import CALLS, TfBody, TfGraph, TfNode, dtype_name, static_shape
+from pase.frontends.tf.known import constant, evaluate
+from pase.frontends.tf.lists import LISTS
+from pase.frontends.tf.rules import RULES, opaque
+from pase.frontends.tf.values import (
+    MOST_KNOWN,
+    Absent,
+    Handle,
+    Reshaped,
+    StaticValue,
+    TensorList,
+    TfCall,
+    TfValue,
+    elements,
+)
+from pase.ir import Place, SourceLine, Tensor
+from pase.ops import GraphBuilder
+
+if TYPE_CHECKING:
+    from tensorflow.core.framework.attr_value_pb2 import AttrValue
+
+__all__ = ["PASSED_ON", "TfLowering"]
+
+_LOOKS_BEHIND = frozenset(
+    {
+        "Reshape",
+        "MatMul",
+        "BatchMatMul",
+        "BatchMatMulV2",
+        "BatchMatMulV3",
+        "_FusedMatMul",
+        "Identity",
+        "IdentityN",
+        "SparseSoftmaxCrossEntropyWithLogits",
+        "SoftmaxCrossEntropyWithLogits",
+        "Shape",
+        "Size",
+        "Rank",
+        "ShapeN",
+    }
+)
+"""Ops that read a reshape's source; for others the reshape is made."""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+PASSED_ON = _words(
+    "Identity Snapshot PreventGradient CheckNumerics CheckNumericsV2 EnsureShape DebugIdentity DebugIdentityV2 "
+    "DebugIdentityV3 DeepCopy RefIdentity XlaSharding PlaceholderWithDefault Print PrintV2 Copy Enter RefEnter "
+    "Exit RefExit LoopCond"
+)
+"""Ops whose result is their first operand."""
+
+_NO_NUMBERS = _words(
+    "NoOp Assert VarIsInitializedOp AsString StringFormat AssignVariableOp AssignAddVariableOp AssignSubVariableOp "
+    "SaveV2 RestoreV2 MergeV2Checkpoints ScalarSummary HistogramSummary ImageSummary MergeSummary Timestamp "
+    "HashTableV2 LookupTableFindV2 StaticRegexFullMatch StringJoin ShardedFilename ControlTrigger"
+)
+"""Effects, texts, tables: they have no part in a step's price, and what reads their values is refused."""
+
+
+@dataclass(kw_only=True)
+class TfLowering:
+    b: GraphBuilder
+    graph: TfGraph
+    unknown: Unknown
+    variable: Callable[[TfNode], TfValue]
+    """What a VarHandleOp or a version 1 variable in the graph stands for."""
+    weight: Callable[[TfNode, tuple[int, ...], str], Tensor | None] = lambda node, shape, dtype: None
+    """For frozen graphs: the parameter that a Const is; None: it is a constant."""
+    source: Callable[[str], str] = lambda name: ""
+    operands: dict[Place, tuple[str | None, ...]] = field(default_factory=dict)
+    results: dict[Place, tuple[str, ...]] = field(default_factory=dict)
+    reshaped: dict[Place, Reshaped] = field(default_factory=dict)
+    """Node -> its result, where it was not made when the node was met."""
+
+    def body(self, body: TfBody, args: Sequence[TfValue], prefix: str) -> list[TfValue]:
+        """The body's outputs, given values for its arguments."""
+        if len(args) < len(body.args):
+            raise PaseError(
+                f"{prefix or 'the graph'} passes {len(args)} values to function '{body.name}', "
+                f"which takes {len(body.args)}"
+            )
+        env: dict[str, TfValue] = dict(zip(body.args, args, strict=False))
+        for node in body.nodes:
+            path = f"{prefix}{node.name}"
+            at = self.b.eqn = Place(path)
+            self.b.source = self._source(path, node.name)
+            ins = [self._read(env, ref, node) for ref in node.inputs]
+            if node.op not in _LOOKS_BEHIND and node.op not in CALLS and node.op not in self.graph.library:
+                ins = [v.tensor(self.b) if isinstance(v, Reshaped) else v for v in ins]
+            outs = self.node(node, ins, path)
+            self.b.eqn = at
+            self.operands[at] = tuple(map(_tensor_name, ins))
+            self.results[at] = tuple(_tensor_name(v) or "" for v in outs)
+            if outs and isinstance(outs[0], Reshaped):
+                self.reshaped.setdefault(at, outs[0])
+            for k, v in enumerate(outs):
+                env[f"{node.name}:{k}"] = v
+        return [self._read(env, ref, None) for ref in body.outputs]
+
+    def finish(self) -> None:
+        """Name the reshapes that were made after all."""
+        for at, v in self.reshaped.items():
+            if v.made is not None:
+                self.results[at] = (v.made.name,)
+
+    def _read(self, env: dict[str, TfValue], ref: str, node: TfNode | None) -> TfValue:
+        try:
+            return env[ref]
+        except KeyError:
+            who = f"node '{node.name}'" if node else "an output of the graph"
+            raise PaseError(f"{who} reads '{ref}', but that node has no such output") from None
+
+    def _source(self, path: str, name: str) -> SourceLine:
+        """``dense/MatMul (dense)``; before it the user's line, where the frontend knows it."""
+        scope = path.rpartition("/")[0].rpartition("/")[2] or "graph"
+        where = self.source(name)
+        function = "".join(ch if ch.isalnum() else "_" for ch in scope)
+        return SourceLine(f"{where} {path}" if where else path, function)
+
+    def node(self, node: TfNode, ins: Sequence[TfValue], path: str) -> Sequence[TfValue]:
+        from pase.frontends.tf.loops import REGIONS
+
+        op = node.op
+        if op == "Const":
+            return [self._const(node)]
+        if op in CALLS or op in self.graph.library:
+            (name,) = self.graph.called(node)
+            return self.body(self.graph.body(name), ins, f"{path}/")
+        if op in REGIONS:
+            return REGIONS[op].lower(self, node, ins, path)
+        if op in ("VarHandleOp", "VariableV2", "Variable", "AutoReloadVariable"):
+            return [self.variable(node)]
+        if op in ("Placeholder", "PlaceholderV2"):
+            raise PaseError(
+                f"the graph's outputs depend on placeholder '{path}', which is not one of its inputs"
+            )
+        if op in _NO_NUMBERS:
+            return [Absent(f"what {op} returns")] * 4
+        c = TfCall(b=self.b, node=node, ins=ins)
+        if op in PASSED_ON or (op == "Cast" and c.value(0) is not None and c.type("DstT") == c.dtype(0)):
+            return [c.value(0)]
+        if op == "IdentityN":
+            return list(ins)
+        if op in ("Switch", "RefSwitch"):
+            return [c.value(0), c.value(0)]
+        if op == "ReadVariableOp":
+            return [self._variable(c)]
+        if op in ("Assign", "AssignAdd", "AssignSub"):
+            return [c.value(1)]
+        if op in LISTS:
+            return LISTS[op](c)
+        if ins and all(isinstance(v, StaticValue) for v in ins):
+            made = evaluate(node, [v.array for v in ins if isinstance(v, StaticValue)])
+            if made is not None:
+                return [self._value(c, a) for a in made]
+        if op in RULES:
+            return RULES[op](c)
+        if self.unknown == "replicate":
+            self.b.remark_unknown(node.op)
+            return self._replicate(c)
+        raise UnknownOp(
+            f"no lowering for TensorFlow op '{op}' at {path}.\n"
+            f"Add one to frontends/tf/rules.py, or pass unknown='replicate' (the op is then not split)."
+        )
+
+    def _value(self, c: TfCall, a: np.ndarray) -> TfValue:
+        if 0 in a.shape and a.size == 0 and a.ndim > 1:
+            raise c.fail(f"gives a tensor of shape {a.shape}: a dim without elements cannot be parallelized")
+        return StaticValue(a)
+
+    def _variable(self, c: TfCall) -> Tensor:
+        v = c.value(0)
+        if not isinstance(v, Handle):
+            raise c.fail("it reads something that is not a variable")
+        return v.tensor
+
+    def _const(self, node: TfNode) -> TfValue:
+        if "value" not in node.attr:
+            raise PaseError(f"TensorFlow op 'Const' at {node.name} has no value: was the file cut off?")
+        proto = node.attr["value"].tensor
+        shape = static_shape(proto.tensor_shape)
+        if shape is None or any(s is None for s in shape):
+            raise PaseError(f"TensorFlow op 'Const' at {node.name} has no static shape")
+        whole = tuple(s for s in shape if s is not None)
+        dtype = dtype_name(proto.dtype)
+        if dtype in ("string", "resource", "variant"):
+            return Absent(f"a {dtype}")
+        found = self.weight(node, whole, dtype)
+        if found is not None:
+            return found
+        if elements(whole) <= MOST_KNOWN:
+            a = constant(node, proto, whole)
+            if a is not None:
+                return StaticValue(a)
+        if any(s < 1 for s in whole):
+            raise PaseError(f"TensorFlow op 'Const' at {node.name} has shape {whole}: a dim without elements")
+        return self.b.constant(whole, dtype)
+
+    def _replicate(self, c: TfCall) -> Sequence[TfValue]:
+        """An op without a rule, where the user allows it: whole on every device, its traffic priced."""
+        return opaque(c, [(c.hinted(k), dtype) for k, dtype in enumerate(_output_types(c))])
+
+
+def _tensor_name(v: TfValue) -> str | None:
+    match v:
+        case Tensor():
+            return v.name
+        case Handle(t):
+            return t.name
+        case TensorList(stacked=Tensor() as t):
+            return t.name
+        case Reshaped(made=Tensor() as t):
+            return t.name
+    return None
+
+
+def _output_types(c: TfCall) -> list[str]:
+    """The dtypes of a node's results, by its op's definition. Without a definition: one result like operand 0."""
+    from tensorflow.python.framework import op_def_registry
+
+    found = op_def_registry.get(c.node.op)
+    if found is None:
+        count = len(c.node.attr["_output_shapes"].list.shape) if "_output_shapes" in c.node.attr else 1
+        return [c.type("T", "dtype")] * count
+    out: list[str] = []
+    attr: Mapping[str, AttrValue] = c.node.attr
+    for arg in found.output_arg:
+        if arg.type_list_attr:
+            out += [dtype_name(t) for t in attr[arg.type_list_attr].list.type]
+            continue
+        number = arg.type or (attr[arg.type_attr].type if arg.type_attr in attr else 0)
+        times = int(attr[arg.number_attr].i) if arg.number_attr else 1
+        out += [dtype_name(number) if number else c.dtype(0)] * times
+    return out

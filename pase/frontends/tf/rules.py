@@ -1,0 +1,355 @@
+"""One rule per TensorFlow op: which loop nest it is. An elementwise op is a function of ``pase.ir.functions``.
+
+Here are these and reductions; ``rules_products`` has products, ``rules_nn`` convolutions, norms, pools and
+losses, ``rules_shape`` what moves data about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+
+from pase.frontends.tf.values import StaticValue, TfCall, TfValue, elements
+from pase.ir import Tensor, functions
+from pase.ir.functions import FUNCTIONS, Function
+from pase.ops import composites, nests
+from pase.ops.activations import ACTIVATIONS
+from pase.registry import Registry
+
+__all__ = ["RULES", "TfRule", "broadcast_shape", "lowers", "opaque", "pointwise"]
+
+TfRule = Callable[[TfCall], Sequence[TfValue]]
+"""Returns one value per output of the node."""
+
+RULES: Registry[TfRule] = Registry("rule for TensorFlow op", package="pase.frontends.tf", prefix="rules")
+lowers = RULES.register
+
+
+_FUNCTIONS = {
+    "Neg": "neg",
+    "Abs": "abs",
+    "ComplexAbs": "abs",
+    "Sign": "sign",
+    "Add AddV2 BiasAddV1": "add",
+    "Sub": "sub",
+    "Mul MulNoNan": "mul",
+    "Maximum": "max",
+    "Minimum": "min",
+    "Square": "square",
+    "Real": "real",
+    "Imag": "imag",
+    "Conj": "conj",
+    "Complex": "complex",
+    "Angle": "atan2",
+    "Select SelectV2": "select",
+    "ClipByValue": "clamp",
+    "Equal": "eq",
+    "NotEqual": "ne",
+    "Less": "lt",
+    "LessEqual": "le",
+    "Greater": "gt",
+    "GreaterEqual": "ge",
+    "ApproximateEqual": "eq",
+    "LogicalAnd": "all_of",
+    "LogicalOr": "any_of",
+    "LogicalNot": "is_false",
+    "IsFinite": "is_finite",
+    "IsNan": "is_nan",
+    "IsInf": "is_inf",
+    "Floor": "floor",
+    "Ceil": "ceil",
+    "Round Rint": "round",
+    "NextAfter": "nextafter",
+    "BitwiseAnd": "and",
+    "BitwiseOr": "or",
+    "BitwiseXor": "xor",
+    "Invert": "not",
+    "LeftShift": "shift_left",
+    "RightShift": "shift_right",
+    "PopulationCount": "population_count",
+    "Bucketize": "bucketize",
+    "Cast": "cast",
+    "Identity Snapshot PreventGradient CheckNumerics CheckNumericsV2 Copy EnsureShape PlaceholderWithDefault "
+    "DebugIdentity DebugIdentityV2 DebugIdentityV3 DeepCopy RefIdentity XlaSharding": "copy",
+    "StopGradient": "stop_gradient",
+    "Div RealDiv DivNoNan": "div",
+    "TruncateDiv FloorDiv FloorMod Mod TruncateMod": "rem",
+    "Sqrt": "sqrt",
+    "Rsqrt": "rsqrt",
+    "Reciprocal Inv": "reciprocal",
+    "Exp": "exp",
+    "Expm1": "expm1",
+    "Log": "log",
+    "Log1p": "log1p",
+    "Sin": "sin",
+    "Cos": "cos",
+    "Tan": "tan",
+    "Tanh": "tanh",
+    "Sinh": "sinh",
+    "Cosh": "cosh",
+    "Asin": "asin",
+    "Acos": "acos",
+    "Atan": "atan",
+    "Asinh": "asinh",
+    "Acosh": "acosh",
+    "Atanh": "atanh",
+    "Atan2": "atan2",
+    "Sigmoid": "sigmoid",
+    "Erf": "erf",
+    "Erfc": "erfc",
+    "Erfinv Ndtri": "erf_inv",
+    "Pow": "pow",
+    "Lgamma": "lgamma",
+    "Digamma": "digamma",
+    "Polygamma": "polygamma",
+    "Zeta": "zeta",
+    "Igamma": "igamma",
+    "Igammac": "igammac",
+    "IgammaGradA": "igamma_grad",
+    "RandomGammaGrad": "random_gamma_grad",
+    "Betainc": "incomplete_beta",
+    "BesselI0": "bessel_i0",
+    "BesselI0e": "bessel_i0e",
+    "BesselI1": "bessel_i1",
+    "BesselI1e": "bessel_i1e",
+    "BesselJ0 BesselJ1": "bessel_j",
+    "BesselK0 BesselK0e BesselK1 BesselK1e": "bessel_k",
+    "BesselY0 BesselY1": "bessel_y",
+    "Dawsn": "dawsn",
+    "Expint": "expint",
+    "FresnelCos FresnelSin": "fresnel",
+    "Spence": "spence",
+    "Xlogy Xlog1py": "xlogy",
+    "Xdivy": "div",
+    "ReluGrad Relu6Grad LeakyReluGrad": "gradient_of_max",
+    "InvGrad ReciprocalGrad SqrtGrad RsqrtGrad SigmoidGrad TanhGrad SoftsignGrad": "gradient_of_result",
+    "SoftplusGrad EluGrad SeluGrad": "gradient_of_exp",
+}
+"""Ops that are one function, point by point -> the function (``pase.ir.functions``)."""
+
+_TYPED = {
+    "Cast": "DstT",
+    "Real": "Tout",
+    "Imag": "Tout",
+    "ComplexAbs": "Tout",
+    "Angle": "Tout",
+    "Complex": "Tout",
+}
+"""Attributes that say the result's dtype, where it is not T."""
+
+
+def broadcast_shape(c: TfCall, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(*shapes)
+    except ValueError:
+        raise c.fail(f"shapes {', '.join(map(str, shapes))} do not broadcast") from None
+
+
+def pointwise(function: Function, c: TfCall) -> Sequence[TfValue]:
+    """The rule of an op that is one function: a known number among its operands is part of it."""
+    op = c.node.op
+    shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
+    dtype = "bool" if function.boolean else c.type(_TYPED.get(op, "T"))
+    dtype = {"Bucketize": "int32", "PopulationCount": "uint8"}.get(op, dtype)
+    if "int" in dtype and any(c.dtype(i) == "key" for i in range(len(c.ins))):
+        dtype = "key"  # arithmetic on a random seed
+    numbers = [isinstance(v, StaticValue) and v.array.size == 1 for v in c.ins]
+    xs = [c.x(i) for i, number in enumerate(numbers) if not number]
+    if not xs:
+        return [c.b.constant(shape, dtype)]
+    if function is functions.DIV and numbers[0]:
+        function = functions.RECIPROCAL
+    return nests.elementwise(c.b, function, xs, [dtype], name=op, shape=shape)
+
+
+for _ops, _name in _FUNCTIONS.items():
+    for _op in _ops.split():
+        RULES.add(_op, partial(pointwise, FUNCTIONS[_name]))
+
+
+@lowers("ZerosLike", "OnesLike")
+def _constant_like(c: TfCall) -> Sequence[TfValue]:
+    return [c.b.constant(c.shape(), c.type("T"))]
+
+
+_ACTIVATIONS = {
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "LeakyRelu": "leaky_relu",
+    "Elu": "elu",
+    "Selu": "selu",
+    "Softplus": "softplus",
+    "Softsign": "softsign",
+}
+
+
+@lowers(*_ACTIVATIONS)
+def _activation(c: TfCall) -> Sequence[TfValue]:
+    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    return [ACTIVATIONS[_ACTIVATIONS[c.node.op]](c.b, c.x())]
+
+
+@lowers("SquaredDifference")
+def _squared_difference(c: TfCall) -> Sequence[TfValue]:
+    shape = broadcast_shape(c, [c.shape(0), c.shape(1)])
+    (difference,) = nests.elementwise(c.b, functions.SUB, [c.x(0), c.x(1)], [c.type("T")], shape=shape)
+    return [composites.apply(c.b, functions.SQUARE, difference)]
+
+
+def opaque(
+    c: TfCall, outs: Sequence[tuple[tuple[int, ...], str]], *, flops: float = 0.0, differentiable: bool = True
+) -> Sequence[Tensor]:
+    """The node as one op that is not split."""
+    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
+    return nests.opaque(c.b, c.node.op, xs, outs, flops=flops, differentiable=differentiable)
+
+
+@lowers("IdentityN", "ShapeN")
+def _pass_on(c: TfCall) -> Sequence[TfValue]:
+    """Several values passed on, each as it is."""
+    if c.node.op == "ShapeN":
+        return [StaticValue(np.array(c.shape(i), c.type("out_type"))) for i in range(len(c.ins))]
+    return list(c.ins)
+
+
+@lowers("Shape", "Size", "Rank")
+def _shape_of(c: TfCall) -> Sequence[TfValue]:
+    shape = c.shape()
+    if c.node.op == "Rank":
+        return [StaticValue(np.array(len(shape), np.int32))]
+    dtype = c.type("out_type") if "out_type" in c.node.attr else "int32"
+    if c.node.op == "Size" and elements(shape) > np.iinfo(dtype).max:
+        raise c.fail(f"a tensor of shape {shape} has more elements than {dtype} can count")
+    if any(s > np.iinfo(dtype).max for s in shape):
+        raise c.fail(f"a dim of shape {shape} is larger than {dtype} can count")
+    return [StaticValue(np.array(elements(shape) if c.node.op == "Size" else shape, dtype))]
+
+
+@lowers("AddN", "AccumulateNV2")
+def _add_n(c: TfCall) -> Sequence[TfValue]:
+    xs = [c.x(i) for i in range(max(len(c.ins), 1))]
+    shape = broadcast_shape(c, [c.shape(i) for i in range(len(c.ins))])
+    return nests.elementwise(
+        c.b, functions.ADD, xs, [xs[0].dtype], name="AddN", flops=max(len(xs) - 1.0, 0.0), shape=shape
+    )
+
+
+@lowers("BiasAdd")
+def _bias_add(c: TfCall) -> Sequence[TfValue]:
+    """The bias is per channel; channels are the last dim or (NC...) the second."""
+    x, bias = c.x(0), c.x(1)
+    c.rank(1, 1)
+    at = 1 if c.text("data_format", "NHWC").startswith("NC") else len(x.shape) - 1
+    if not 0 <= at < len(x.shape) or x.shape[at] != bias.shape[0]:
+        raise c.fail(f"its bias of shape {c.shape(1)} does not fit a tensor of shape {c.shape(0)}")
+    if at != len(x.shape) - 1:
+        bias = nests.reshape(c.b, bias, (bias.shape[0], *[1] * (len(x.shape) - 1 - at)))
+    return nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name="BiasAdd", shape=x.shape)
+
+
+_REDUCTIONS = {
+    "Sum": "reduce_sum",
+    "Mean": "reduce_sum",
+    "Max": "reduce_max",
+    "Min": "reduce_min",
+    "Prod": "reduce_prod",
+    "All": "reduce_and",
+    "Any": "reduce_or",
+    "EuclideanNorm": "reduce_sum",
+}
+
+
+@lowers(*_REDUCTIONS)
+def _reduce(c: TfCall) -> Sequence[TfValue]:
+    """A mean is a sum and a division, a norm a sum of squares and its root, as in JAX."""
+    op, x, keep = c.node.op, c.x(), c.flag("keep_dims")
+    axes = sorted(set(c.axes(1, len(x.shape))))
+    if not axes:
+        return [x]
+    if op == "EuclideanNorm":
+        x = composites.apply(c.b, functions.SQUARE, x)
+    (out,) = nests.reduce(c.b, FUNCTIONS[_REDUCTIONS[op]], [x], axes, [x.dtype], keepdims=keep, name=op)
+    after = {"Mean": functions.DIV, "EuclideanNorm": functions.SQRT}.get(op)
+    return [out if after is None else composites.apply(c.b, after, out)]
+
+
+@lowers("ArgMax", "ArgMin")
+def _arg(c: TfCall) -> Sequence[TfValue]:
+    x = c.x()
+    axis = c.axis(1, len(x.shape)) if len(c.ins) > 1 else 0
+    dtype = c.type("output_type") if "output_type" in c.node.attr else "int64"
+    return nests.reduce(
+        c.b, FUNCTIONS[c.node.op.lower()], [x], [axis], [dtype], combines=False, name=c.node.op
+    )
+
+
+@lowers("L2Loss")
+def _l2(c: TfCall) -> Sequence[TfValue]:
+    x = c.x()
+    return nests.reduce(
+        c.b,
+        functions.SUM,
+        [composites.apply(c.b, functions.SQUARE, x, flops=2.0)],
+        range(len(x.shape)),
+        [x.dtype],
+    )
+
+
+@lowers(
+    "FakeQuantWithMinMaxVars",
+    "FakeQuantWithMinMaxArgs",
+    "QuantizeAndDequantizeV2",
+    "QuantizeAndDequantizeV3",
+    "QuantizeAndDequantizeV4",
+)
+def _fake_quant(c: TfCall) -> Sequence[TfValue]:
+    """Rounded to a grid whose ends are scalars."""
+    x = c.x()
+    return nests.elementwise(c.b, FUNCTIONS["fake_quantize"], [x], [x.dtype], name=c.node.op)
+
+
+@lowers(
+    "RandomUniform",
+    "RandomStandardNormal",
+    "TruncatedNormal",
+    "RandomUniformInt",
+    "StatelessRandomUniform",
+    "StatelessRandomUniformV2",
+    "StatelessRandomNormal",
+    "StatelessRandomNormalV2",
+    "StatelessTruncatedNormal",
+    "StatelessTruncatedNormalV2",
+    "StatelessRandomUniformInt",
+    "StatelessRandomUniformIntV2",
+    "StatelessRandomUniformFullInt",
+    "StatelessRandomUniformFullIntV2",
+)
+def _random(c: TfCall) -> Sequence[TfValue]:
+    """Made where it is used; the key, a few integers, is on every device."""
+    shape = c.make(c.numbers(0, "shape"))
+    dtype = c.type("dtype", "Tout") if {"dtype", "Tout"} & set(c.node.attr) else "float32"
+    keys = [c.x(i) for i, v in enumerate(c.ins) if i and isinstance(v, Tensor)]
+    return [nests.generate(c.b, functions.RANDOM, shape, dtype, keys, name=c.node.op)]
+
+
+@lowers(
+    "StatelessRandomGetKeyCounter",
+    "StatelessRandomGetKey",
+    "StatelessRandomGetAlg",
+    "StatelessRandomGetKeyCounterAlg",
+    "RngReadAndSkip",
+)
+def _key(c: TfCall) -> Sequence[TfValue]:
+    """Arithmetic on random keys: a few integers, on every device alike."""
+    if c.node.op == "StatelessRandomGetAlg":
+        return [StaticValue(np.array(1, np.int32))]
+    outs = {
+        "StatelessRandomGetKeyCounter": [(1,), (2,)],
+        "StatelessRandomGetKey": [(1,)],
+        "RngReadAndSkip": [(3,)],
+    }
+    shapes = outs.get(c.node.op, [(1,), (2,), ()])
+    dtypes = ["int64" if c.node.op == "RngReadAndSkip" else "key", "key", "int32"]
+    return opaque(c, list(zip(shapes, dtypes, strict=False)), differentiable=False)

@@ -1,0 +1,363 @@
+"""Rules of convolutions, pools, norms, softmax and losses. What is one op in TensorFlow and several loop nests
+(softmax, batch norm, cross entropy) is written out as JAX writes it, so that it is searched and priced alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pase.frontends.tf.rules import lowers, opaque
+from pase.frontends.tf.rules_products import matmul
+from pase.frontends.tf.values import Absent, Reshaped, StaticValue, TfCall, TfValue, elements
+from pase.ir import Tensor, functions
+from pase.ops import composites, nests, windows
+from pase.ops.activations import ACTIVATIONS
+
+__all__: list[str] = []
+
+
+def _layout(c: TfCall, rank: int, default: str = "NHWC") -> tuple[int, int, list[int]]:
+    """(batch, channel, spatial dims) of a tensor by the attribute data_format."""
+    form = c.text("data_format", default)
+    if len(form) != rank or form[0] != "N" or "C" not in form:
+        raise c.fail(f"data format '{form[:20]}' for a tensor of {rank} dims is not supported")
+    return 0, form.index("C"), [i for i, letter in enumerate(form) if letter not in "NC"]
+
+
+def _per_dim(c: TfCall, key: str, rank: int) -> list[int]:
+    out = c.wholes(key) or [1] * rank
+    if len(out) != rank or any(n < 1 for n in out):
+        raise c.fail(f"its {key} {out} do not fit a tensor of {rank} dims")
+    return out
+
+
+def _extent(c: TfCall, i: int, size: int, reach: int, stride: int) -> tuple[int, int]:
+    """Output size of a spatial dim under the node's padding, and how much of it is in front; reach: the window with
+    its dilation."""
+    padding, before = c.text("padding"), 0
+    if padding == "SAME":
+        out = -(-size // stride)
+        return out, max((out - 1) * stride + reach - size, 0) // 2
+    if padding == "EXPLICIT":
+        pads = c.wholes("explicit_paddings")
+        if len(pads) < 2 * i + 2:
+            raise c.fail(f"explicit paddings {pads} do not fit")
+        before = pads[2 * i]
+        size += before + pads[2 * i + 1]
+    elif padding != "VALID":
+        raise c.fail(f"padding '{padding[:20]}' is not SAME, VALID or EXPLICIT")
+    if size < reach:
+        raise c.fail(f"a window of {reach} does not fit a dim of {size}")
+    return (size - reach) // stride + 1, before
+
+
+@lowers("Conv2D", "Conv3D", "DepthwiseConv2dNative", "_FusedConv2D")
+def _conv(c: TfCall) -> Sequence[TfValue]:
+    """Filters are (window, in channels of a group, out channels); a depthwise one (window, channels, multiplier)."""
+    x, w = c.x(0), c.x(1)
+    rank = 5 if c.node.op == "Conv3D" else 4
+    shape, filters = c.rank(0, rank), c.rank(1, rank)
+    form = "NDHWC" if rank == 5 else "NHWC"
+    batch, channel, spatial = _layout(c, rank, form)
+    if c.node.op == "DepthwiseConv2dNative":
+        if filters[2] != shape[channel]:
+            raise c.fail(f"its filters of shape {filters} do not fit {shape[channel]} channels")
+        filters = (*filters[:2], 1, filters[2] * filters[3])
+        w = nests.reshape(c.b, w, filters)
+    inner, outer = filters[-2:]
+    if shape[channel] % inner:
+        raise c.fail(f"its filters of shape {filters} do not fit {shape[channel]} channels")
+    strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
+    out, padding = [0] * rank, [0] * len(spatial)
+    out[batch], out[channel] = shape[batch], outer
+    for k, i in enumerate(spatial):
+        reach = (filters[k] - 1) * dilations[i] + 1
+        out[i], padding[k] = _extent(c, i, shape[i], reach, strides[i])
+    made = windows.conv(
+        c.b,
+        x,
+        w,
+        c.make(out),
+        c.type("T"),
+        x_dims=(batch, channel, spatial),
+        w_dims=(rank - 1, rank - 2, range(rank - 2)),
+        out_dims=(batch, channel, spatial),
+        strides=[strides[i] for i in spatial],
+        dilation=[dilations[i] for i in spatial],
+        padding=padding,
+        groups=shape[channel] // inner,
+    )
+    return [_fused(c, made, channel) if c.node.op == "_FusedConv2D" else made]
+
+
+_FUSED = {
+    "Relu": "relu",
+    "Relu6": "relu6",
+    "Elu": "elu",
+    "LeakyRelu": "leaky_relu",
+    "Tanh": "tanh",
+    "Sigmoid": "sigmoid",
+    "GeluExact": "gelu",
+    "GeluApproximate": "gelu_tanh",
+}
+
+
+def _fused(c: TfCall, x: Tensor, channel: int) -> Tensor:
+    """What the graph optimizer fused after a product: a bias, an activation."""
+    for op in [s.decode("ascii", "replace") for s in c.node.attr["fused_ops"].list.s]:
+        if op == "BiasAdd":
+            bias = c.x(2)
+            if channel != len(x.shape) - 1:
+                bias = nests.reshape(c.b, bias, (*bias.shape, *[1] * (len(x.shape) - 1 - channel)))
+            (x,) = nests.elementwise(c.b, functions.ADD, [x, bias], [x.dtype], name=op, shape=x.shape)
+        elif op in _FUSED:
+            x = ACTIVATIONS[_FUSED[op]](c.b, x)
+        else:
+            raise c.fail(f"fused op '{op[:40]}' is not supported: freeze the graph before optimizing it")
+    return x
+
+
+@lowers("_FusedMatMul")
+def _fused_matmul(c: TfCall) -> Sequence[TfValue]:
+
+    c.rank(0, 2), c.rank(1, 2)
+    made = matmul(c, c.flag("transpose_a"), c.flag("transpose_b"), c.type("T"))
+    return [_fused(c, made.tensor(c.b) if isinstance(made, Reshaped) else made, 1)]  # type: ignore[arg-type]
+
+
+@lowers("Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput")
+def _transposed(c: TfCall) -> Sequence[TfValue]:
+    """A transposed convolution: operands are the result's shape, the filters, and what is spread out."""
+    out = c.make(c.numbers(0, "sizes"))
+    rank = len(out)
+    shape, filters = c.rank(2, rank), c.rank(1, rank)
+    if rank not in (4, 5) or "Depthwise" in c.node.op:
+        return opaque(c, [(out, c.type("T"))], flops=2.0 * elements(shape) * elements(filters[:2]))
+    form = "NDHWC" if rank == 5 else "NHWC"
+    batch, channel, spatial = _layout(c, rank, form)
+    strides, dilations = _per_dim(c, "strides", rank), _per_dim(c, "dilations", rank)
+    if filters[-1] != shape[channel] or out[batch] != shape[batch] or out[channel] != filters[-2]:
+        raise c.fail(f"filters of shape {filters} do not take {shape} to {out}")
+    overlap = [(filters[k] - 1) * dilations[i] for k, i in enumerate(spatial)]
+    return [
+        windows.conv(
+            c.b,
+            c.x(2),
+            c.x(1),
+            out,
+            c.type("T"),
+            x_dims=(batch, channel, spatial),
+            w_dims=(rank - 2, rank - 1, range(rank - 2)),
+            out_dims=(batch, channel, spatial),
+            strides=[1] * len(spatial),
+            dilation=[dilations[i] for i in spatial],
+            padding=[
+                n - _extent(c, i, out[i], n + 1, strides[i])[1] for i, n in zip(spatial, overlap, strict=True)
+            ],
+            input_dilation=[strides[i] for i in spatial],
+        )
+    ]
+
+
+@lowers("MaxPool", "AvgPool", "MaxPoolV2", "MaxPool3D", "AvgPool3D", "MaxPoolWithArgmax")
+def _pool(c: TfCall) -> Sequence[TfValue]:
+    x = c.x()
+    rank = len(x.shape)
+    shape = c.rank(0, 5 if c.node.op.endswith("3D") else 4)
+    if c.node.op == "MaxPoolV2":
+        window, strides = c.numbers(1, "window"), c.numbers(2, "strides")
+    else:
+        window, strides = _per_dim(c, "ksize", rank), _per_dim(c, "strides", rank)
+    if len(window) != rank or len(strides) != rank or min(window + strides) < 1:
+        raise c.fail(f"a window of {window} moved by {strides} does not fit a tensor of {rank} dims")
+    out, padding = zip(*(_extent(c, i, s, window[i], strides[i]) for i, s in enumerate(shape)), strict=True)
+    function = functions.WINDOW_SUM if c.node.op.startswith("Avg") else functions.WINDOW_MAX
+    made = windows.window_reduce(c.b, function, x, c.make(out), window, strides, padding, name=c.node.op)
+    if function is functions.WINDOW_SUM:
+        made = composites.apply(c.b, functions.DIV, made)
+    return (
+        [made, c.b.constant(c.make(out), c.type("Targmax"))] if c.node.op == "MaxPoolWithArgmax" else [made]
+    )
+
+
+def _cast(c: TfCall, x: Tensor, dtype: str) -> Tensor:
+    return nests.elementwise(c.b, functions.CAST, [x], [dtype])[0]
+
+
+@lowers("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
+def _batch_norm(c: TfCall) -> Sequence[TfValue]:
+    """Over the global batch: if the batch is split, its statistics are summed across devices."""
+    x, dtype = c.x(0), c.dtype(0)
+    rank = len(c.rank(0, 4, 5))
+    _, channel, _ = _layout(c, rank, "NHWC" if rank == 4 else "NDHWC")
+    around = [i for i in range(rank) if i != channel]
+    wide = (x.shape[channel], *[1] * (rank - 1 - channel))
+
+    def spread(t: Tensor) -> Tensor:
+        return t if len(wide) == 1 else nests.reshape(c.b, t, wide)
+
+    for i in range(1, 5):
+        used = i < 3 or not c.flag("is_training", True)
+        if used and c.shape(i) != (x.shape[channel],):
+            raise c.fail(
+                f"operand {i} has shape {c.shape(i)}, which does not fit {x.shape[channel]} channels"
+            )
+    y = x if dtype == "float32" else _cast(c, x, "float32")
+    if c.flag("is_training", True):
+        found = composites.normalize(c.b, y, around)
+        out = found.value
+        mean, variance = (nests.reshape(c.b, t, (x.shape[channel],)) for t in (found.mean, found.variance))
+    else:
+        mean, variance = c.x(3), c.x(4)
+        out = composites.rescale(c.b, y, spread(mean), spread(variance))
+    out = composites.scale_and_shift(c.b, out, spread(c.x(1)), spread(c.x(2)))
+    if dtype != "float32":
+        out = _cast(c, out, dtype)
+    if c.node.op == "_FusedBatchNormEx":
+        if c.text("activation_mode", "Identity") == "Relu":
+            out = ACTIVATIONS["relu"](c.b, out)
+        elif c.text("activation_mode", "Identity") != "Identity":
+            raise c.fail(f"activation '{c.text('activation_mode')[:40]}' is not supported")
+    reserved = Absent("what batch norm keeps for a gradient of its own")
+    return [out, mean, variance, reserved, reserved, reserved]
+
+
+@lowers("Softmax", "LogSoftmax")
+def _softmax(c: TfCall) -> Sequence[TfValue]:
+    x = c.x()
+    if not x.shape:
+        raise c.fail("a scalar has no classes")
+    make = composites.softmax if c.node.op == "Softmax" else composites.log_softmax
+    return [make(c.b, x, [len(x.shape) - 1])]
+
+
+@lowers("SoftmaxCrossEntropyWithLogits", "SparseSoftmaxCrossEntropyWithLogits")
+def _cross_entropy(c: TfCall) -> Sequence[TfValue]:
+    """The loss of each row. The second result is a gradient, which pase derives itself."""
+    (rows, classes) = c.rank(0, 2)
+    sparse = c.node.op.startswith("Sparse")
+    if sparse and c.shape(1) != (rows,):
+        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
+    if not sparse and c.shape(1) not in ((rows, classes), (1, classes), (rows, 1), (1, 1)):
+        raise c.fail(f"its labels of shape {c.shape(1)} do not fit logits of shape {c.shape(0)}")
+    x, labels = _rows_apart(c, sparse)
+    n = len(x.shape) - 1
+    if sparse:
+        loss = composites.cross_entropy_of_logits(c.b, x, labels)
+    else:
+        weighted = composites.apply(c.b, functions.MUL, composites.log_softmax(c.b, x, [n]), labels)
+        (total,) = nests.reduce(c.b, functions.SUM, [weighted], [n], [x.dtype])
+        loss = composites.apply(c.b, functions.NEG, total)
+    out: TfValue = loss if n == 1 else Reshaped(source=loss, shape=(rows,), at=c.b.eqn)
+    return [out, Absent("a gradient, which pase derives by itself")]
+
+
+def _rows_apart(c: TfCall, sparse: bool) -> tuple[Tensor, Tensor]:
+    """Logits and labels, with the dims that a reshape merged into rows, where both have them."""
+    v, labels = c.value(0), c.value(1)
+    if isinstance(v, Reshaped) and isinstance(labels, Reshaped) and v.source.shape[-1] == v.shape[-1]:
+        wanted = v.source.shape[:-1] if sparse else v.source.shape
+        if labels.source.shape == wanted:
+            return v.source, labels.source
+    return c.x(0), c.x(1)
+
+
+@lowers("LRN")
+def _lrn(c: TfCall) -> Sequence[TfValue]:
+    """Over neighbouring channels, which are therefore not split: a window's sum, a power, a division."""
+    x = c.x()
+    radius = c.whole("depth_radius", 5)
+    outs = [(c.rank(0, 4), x.dtype)]
+    return nests.sequential(
+        c.b, functions.OPAQUE, [x], 3, outs, name="LRN", flops=2.0 * (2 * radius + 1) + 14.0
+    )
+
+
+@lowers("ResizeBilinear", "ResizeNearestNeighbor", "ResizeBicubic", "ResizeArea", "ScaleAndTranslate")
+def _resize(c: TfCall) -> Sequence[TfValue]:
+    """Rows and columns are not split, images and channels may be."""
+    x = c.x()
+    batch, _, _, channels = c.rank(0, 4)
+    size = c.numbers(1, "size")
+    if len(size) != 2:
+        raise c.fail(f"its size {size} must be rows and columns")
+    dtype = x.dtype if c.node.op == "ResizeNearestNeighbor" else "float32"
+    flops = {"ResizeNearestNeighbor": 1.0, "ResizeBilinear": 8.0}.get(c.node.op, 32.0)
+    made = nests.restrict(c.b, c.node.op, [x], c.make([batch, *size, channels]), [True, False, False, True])
+    if flops == 1.0 and dtype == x.dtype:
+        return [made]
+    return nests.elementwise(c.b, functions.CAST, [made], [dtype], name=c.node.op, flops=flops - 1.0)
+
+
+@lowers("CropAndResize")
+def _crop(c: TfCall) -> Sequence[TfValue]:
+    x, boxes = c.rank(0, 4), c.rank(1, 2)
+    size = c.numbers(3, "crop size")
+    out = c.make([boxes[0], *size, x[3]])
+    return opaque(c, [(out, "float32")], flops=8.0 * elements(out))
+
+
+# FLOPs of a matrix of n rows and n columns, as multiples of n**3 (Golub and Van Loan, Matrix Computations).
+_MATRIX = {
+    "Cholesky": 1 / 3,
+    "Qr": 4 / 3,
+    "SelfAdjointEigV2": 9.0,
+    "Svd": 21.0,
+    "MatrixInverse": 2.0,
+    "MatrixDeterminant": 2 / 3,
+    "LogMatrixDeterminant": 2 / 3,
+    "MatrixSolve": 8 / 3,
+    "MatrixTriangularSolve": 1.0,
+    "Lu": 2 / 3,
+}
+
+
+@lowers(*_MATRIX)
+def _matrix(c: TfCall) -> Sequence[TfValue]:
+    """A factorisation or solve: a batch of matrices may be split, a matrix not."""
+    xs = [c.x(i) for i, v in enumerate(c.ins) if not isinstance(v, StaticValue)]
+    shape: tuple[int, ...] = c.x(0).shape  # type: ignore[assignment]
+    if len(shape) < 2:
+        raise c.fail(f"it needs matrices, but got shape {shape}")
+    lead, rows, columns = shape[:-2], shape[-2], shape[-1]
+    small = min(rows, columns)
+    full = c.flag("full_matrices")
+    outs: dict[str, list[tuple[int, ...]]] = {
+        "Qr": [(rows, rows if full else small), (rows if full else small, columns)],
+        "SelfAdjointEigV2": [(rows,), (rows, columns)],
+        "Svd": [(small,), (rows, rows if full else small), (columns, columns if full else small)],
+        "MatrixDeterminant": [()],
+        "LogMatrixDeterminant": [(), ()],
+        "Lu": [(rows, columns), (rows,)],
+    }
+    if c.node.op.endswith("Solve"):
+        outs[c.node.op] = [c.shape(1)[-2:]]
+    made = [((*lead, *tail), c.dtype(0)) for tail in outs.get(c.node.op, [(rows, columns)])]
+    rank = len(lead) if all(t.shape[: len(lead)] == lead for t in xs) else 0
+    return nests.batched(c.b, c.node.op, xs, made, rank, flops=_MATRIX[c.node.op] * max(rows, columns) ** 3)
+
+
+@lowers("FFT", "FFT2D", "FFT3D", "IFFT", "IFFT2D", "IFFT3D", "RFFT", "IRFFT", "RFFT2D", "IRFFT2D")
+def _fft(c: TfCall) -> Sequence[TfValue]:
+    """The transformed dims are not split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    import math
+
+    x, op = c.x(), c.node.op
+    rank = 2 if "2D" in op else 3 if "3D" in op else 1
+    if len(x.shape) < rank:
+        raise c.fail(f"shape {c.shape(0)} has fewer than {rank} dims")
+    lead, tail = c.shape(0)[:-rank], list(c.shape(0)[-rank:])
+    if "RFFT" in op:
+        tail = c.numbers(1, "length")
+        if op.startswith("RFFT"):
+            tail[-1] = tail[-1] // 2 + 1
+    points = elements(tail)
+    dtype = c.type("Treal") if op.startswith("IRFFT") else c.type("Tcomplex")
+    flops = 5.0 * math.log2(max(points, 2)) * points
+    made = [(c.make([*lead, *tail]), dtype)]
+    return nests.batched(c.b, op, [x], made, len(lead), flops=flops, function=functions.FFT)
+
+
+@lowers("InTopKV2", "InTopK")
+def _in_top(c: TfCall) -> Sequence[TfValue]:
+    (rows, _) = c.rank(0, 2)
+    return opaque(c, [((rows,), "bool")], flops=float(elements(c.shape(0))), differentiable=False)

@@ -1,0 +1,493 @@
+"""Rules of what moves data about: reshapes, slices, joins, lookups, scatters, cumulative ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pase.frontends.tf.rules import broadcast_shape, lowers, opaque
+from pase.frontends.tf.slices import positions
+from pase.frontends.tf.values import Handle, Reshaped, StaticValue, TfCall, TfValue, elements
+from pase.ir import Tensor, functions
+from pase.ir.functions import FUNCTIONS
+from pase.ops import indexed, nests
+
+__all__ = ["pack", "take"]
+
+
+@lowers("Reshape")
+def _reshape(c: TfCall) -> Sequence[TfValue]:
+    shape = c.shape(0)
+    wanted = c.numbers(1, "shape")
+    known = elements(s for s in wanted if s != -1)
+    if wanted.count(-1) > 1 or (-1 in wanted and (not known or elements(shape) % known)):
+        raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
+    out = c.make([elements(shape) // known if s == -1 else s for s in wanted])
+    if elements(out) != elements(shape):
+        raise c.fail(f"shape {shape} cannot be reshaped to {wanted}")
+    v = c.value(0)
+    if isinstance(v, Reshaped):
+        return [v.source if v.source.shape == out else Reshaped(source=v.source, shape=out, at=c.b.eqn)]
+    x = c.x(0)
+    return [x if x.shape == out else Reshaped(source=x, shape=out, at=c.b.eqn)]
+
+
+@lowers("Squeeze")
+def _squeeze(c: TfCall) -> Sequence[TfValue]:
+    shape = c.shape(0)
+    axes = {c.in_range(i, len(shape)) for i in c.wholes("squeeze_dims")}
+    if any(shape[i] != 1 for i in axes):
+        raise c.fail(f"its dims {sorted(axes)} of shape {shape} do not all have one element")
+    out = [s for i, s in enumerate(shape) if i not in (axes or {k for k, n in enumerate(shape) if n == 1})]
+    return [nests.reshape(c.b, c.x(0), out)]
+
+
+@lowers("ExpandDims")
+def _expand(c: TfCall) -> Sequence[TfValue]:
+    shape = list(c.shape(0))
+    shape.insert(c.axis(1, len(shape) + 1), 1)
+    return [nests.reshape(c.b, c.x(0), shape)]
+
+
+@lowers("Transpose", "ConjugateTranspose")
+def _transpose(c: TfCall) -> Sequence[TfValue]:
+    rank = len(c.shape(0))
+    perm = [c.in_range(i, rank) for i in c.numbers(1, "permutation")]
+    if sorted(perm) != list(range(rank)):
+        raise c.fail(f"{perm} is not a permutation of {rank} dims")
+    return [nests.transpose(c.b, c.x(0), perm)]
+
+
+@lowers("BroadcastTo")
+def _broadcast_to(c: TfCall) -> Sequence[TfValue]:
+    shape, out = c.shape(0), c.make(c.numbers(1, "shape"))
+    if broadcast_shape(c, [shape, out]) != out:
+        raise c.fail(f"shape {shape} does not broadcast to {out}")
+    return [nests.broadcast(c.b, c.x(0), out, range(len(out) - len(shape), len(out)))]
+
+
+@lowers("Fill")
+def _fill(c: TfCall) -> Sequence[TfValue]:
+    shape = c.make(c.numbers(0, "dims"))
+    if c.known(1) is not None:
+        return [c.b.constant(shape, c.dtype(1))]
+    return [nests.broadcast(c.b, c.x(1), shape, ())]
+
+
+@lowers("Range", "LinSpace", "XlaIota")
+def _range(c: TfCall) -> Sequence[TfValue]:
+    """More numbers than are carried along as known: a constant of that size."""
+    if c.node.op == "LinSpace":
+        return [c.b.constant(c.make([c.number(2, "number of points")]), c.dtype(0))]
+    ends = [c.known(i) for i in range(3)]
+    if any(e is None or e.size != 1 for e in ends):
+        raise c.fail("its limits are computed from data: pase needs static shapes")
+    start, limit, delta = (float(e.reshape(())) for e in ends if e is not None)
+    if not delta or not np.isfinite([start, limit, delta]).all():
+        raise c.fail(f"a range from {start} to {limit} by {delta} never ends")
+    return [c.b.constant(c.make([int(np.ceil((limit - start) / delta))]), c.type("Tidx"))]
+
+
+@lowers("Pack")
+def _pack(c: TfCall) -> Sequence[TfValue]:
+    rank = len(c.shape(0)) + 1  # raises where there is none
+    return [pack(c, [c.x(i) for i in range(len(c.ins))], c.in_range(c.whole("axis", 0), rank))]
+
+
+def pack(c: TfCall, xs: Sequence[Tensor], axis: int) -> Tensor:
+    """Tensors of one shape side by side in a new dim, which may not be split."""
+    shape = xs[0].shape
+    if any(x.shape != shape for x in xs):
+        raise c.fail(f"tensors of shapes {', '.join(str(x.shape) for x in xs[:5])} cannot be packed")
+    one = [*shape[:axis], 1, *shape[axis:]]
+    parts = [nests.reshape(c.b, x, one) for x in xs]
+    return parts[0] if len(parts) == 1 else nests.concat(c.b, parts, axis)
+
+
+@lowers("Unpack")
+def _unpack(c: TfCall) -> Sequence[TfValue]:
+    x, shape = c.x(), c.shape(0)
+    axis = c.in_range(c.whole("axis", 0), len(shape))
+    return [take(c, x, axis) for _ in range(shape[axis])]
+
+
+def take(c: TfCall, x: Tensor, axis: int) -> Tensor:
+    """One index of a dim, which is removed; the dim may not be split."""
+    one = [*x.shape[:axis], 1, *x.shape[axis + 1 :]]
+    kept = [i != axis for i in range(len(one))]
+    part = x if x.shape[axis] == 1 else nests.restrict(c.b, c.node.op, [x], one, kept)
+    return nests.reshape(c.b, part, [s for s, k in zip(one, kept, strict=True) if k])
+
+
+@lowers("ConcatV2", "Concat")
+def _concat(c: TfCall) -> Sequence[TfValue]:
+    last = c.node.op == "ConcatV2"
+    at = len(c.ins) - 1 if last else 0
+    ids = range(len(c.ins) - 1) if last else range(1, len(c.ins))
+    shapes = [c.shape(i) for i in ids]
+    rank = len(shapes[0]) if shapes else 0
+    if not rank:
+        raise c.fail("it concatenates nothing, or scalars")
+    axis = c.axis(at, rank)
+    if any(
+        len(s) != rank or (*s[:axis], *s[axis + 1 :]) != (*shapes[0][:axis], *shapes[0][axis + 1 :])
+        for s in shapes
+    ):
+        raise c.fail(f"shapes {', '.join(map(str, shapes[:5]))} cannot be concatenated along dim {axis}")
+    xs = [c.x(i) for i in ids]
+    return xs if len(xs) == 1 else [nests.concat(c.b, xs, axis)]
+
+
+@lowers("Split", "SplitV")
+def _split(c: TfCall) -> Sequence[TfValue]:
+    which = 1 if c.node.op == "Split" else 0
+    shape = c.shape(which)
+    axis = c.axis(0 if which else 2, len(shape))
+    if which:
+        parts = c.whole("num_split")
+        if parts < 1 or shape[axis] % parts:
+            raise c.fail(f"a dim of {shape[axis]} cannot be split into {parts}")
+        sizes = [shape[axis] // parts] * parts
+    else:
+        sizes = c.numbers(1, "sizes")
+        if sizes.count(-1) == 1:
+            sizes[sizes.index(-1)] = shape[axis] - sum(s for s in sizes if s != -1)
+        if sum(sizes) != shape[axis]:
+            raise c.fail(f"a dim of {shape[axis]} cannot be split into {sizes}")
+    if len(sizes) == 1:
+        return [c.x(which)]
+    kept = [i != axis for i in range(len(shape))]
+    x = c.x(which)
+    wide = [c.make([*shape[:axis], s, *shape[axis + 1 :]]) for s in sizes]
+    return [nests.restrict(c.b, "split", [x], s, kept) for s in wide]
+
+
+@lowers("Slice")
+def _slice(c: TfCall) -> Sequence[TfValue]:
+    """The start may be known only at run time; the size must be known."""
+    shape, size = c.shape(0), c.numbers(2, "size")
+    if len(size) != len(shape):
+        raise c.fail(f"its size {size} does not match shape {shape}")
+    begin = c.known(1)
+    starts = [None] * len(shape) if begin is None else [int(i) for i in begin.reshape(-1)]
+    if len(starts) != len(shape):
+        raise c.fail(f"it begins at {starts}, which does not match shape {shape}")
+    out = []
+    for n, start, s in zip(shape, starts, size, strict=True):
+        if s == -1 and start is None:
+            raise c.fail("its size depends on its start, which is computed from data")
+        take_n = n - start if s == -1 and start is not None else s
+        if take_n > n or (start is not None and not 0 <= start <= n - take_n):
+            raise c.fail(f"it takes {take_n} elements from position {start} of a dim of {n}")
+        out.append(take_n)
+    return [_part(c, c.make(out), [n == s for n, s in zip(shape, out, strict=True)])]
+
+
+def _part(c: TfCall, shape: Sequence[int], kept: Sequence[bool]) -> Tensor:
+    x = c.x(0)
+    if all(kept):
+        return x
+    return nests.restrict(c.b, c.node.op, [x], shape, kept)
+
+
+@lowers("StridedSlice")
+def _strided(c: TfCall) -> Sequence[TfValue]:
+    strides, shape = c.numbers(3, "strides"), c.shape(0)
+    begin, end = c.known(1), c.known(2)
+    try:
+        picks = positions(
+            c.node,
+            shape,
+            None if begin is None else begin.reshape(-1),
+            None if end is None else end.reshape(-1),
+            strides,
+        )
+    except ValueError as e:
+        raise c.fail(f"its slice of shape {shape} is invalid: {e}") from None
+    old = [p for p in picks if p is None or not p.fresh]
+    part = c.make([n if p is None else len(p.picked) for n, p in zip(shape, old, strict=True)])
+    x = _part(c, part, [p is None or n == 1 for n, p in zip(shape, old, strict=True)])
+    sizes = iter(part)
+    out = []
+    for p in picks:
+        size = 1 if p is not None and p.fresh else next(sizes)
+        if not (p is not None and p.shrink):
+            out.append(size)
+    return [x if tuple(out) == x.shape else nests.reshape(c.b, x, out)]
+
+
+@lowers("Pad", "PadV2", "MirrorPad")
+def _pad(c: TfCall) -> Sequence[TfValue]:
+    shape, pads = c.shape(0), c.numbers(1, "paddings")
+    if len(pads) != 2 * len(shape) or min(pads, default=0) < 0:
+        raise c.fail(f"its paddings {pads} do not match shape {shape}")
+    added = [pads[2 * i] + pads[2 * i + 1] for i in range(len(shape))]
+    out = c.make([s + a for s, a in zip(shape, added, strict=True)])
+    return [_part(c, out, [a == 0 for a in added])]
+
+
+@lowers("Tile")
+def _tile(c: TfCall) -> Sequence[TfValue]:
+    """A dim of one element becomes a new one (a broadcast); another that is repeated may not be split."""
+    shape, reps = c.shape(0), c.numbers(1, "multiples")
+    if len(reps) != len(shape):
+        raise c.fail(f"its multiples {reps} do not match shape {shape}")
+    out = c.make([s * r for s, r in zip(shape, reps, strict=True)])
+    if all(s == 1 or r == 1 for s, r in zip(shape, reps, strict=True)):
+        return [nests.broadcast(c.b, c.x(0), out, range(len(out)))]
+    return [_part(c, out, [r == 1 for r in reps])]
+
+
+@lowers("ReverseV2", "Reverse", "Roll", "ReverseSequence", "RandomShuffle")
+def _reverse(c: TfCall) -> Sequence[TfValue]:
+    x, op = c.x(), c.node.op
+    rank = len(x.shape)
+    if op == "ReverseSequence":
+        axes = {c.in_range(c.whole("seq_dim"), rank)}
+    elif op == "RandomShuffle":
+        axes = {0}
+    elif op == "Reverse":
+        flags = c.known(1)
+        axes = set(range(rank)) if flags is None else {i for i, f in enumerate(flags.reshape(-1)) if f}
+    else:
+        axes = set(c.axes(2 if op == "Roll" else 1, rank))
+    return [nests.restrict(c.b, op, [x], x.shape, [i not in axes for i in range(rank)])]
+
+
+@lowers(
+    "MatrixBandPart",
+    "MatrixDiagPartV3",
+    "MatrixDiagPart",
+    "MatrixDiag",
+    "MatrixDiagV3",
+    "MatrixSetDiagV3",
+    "MatrixSetDiag",
+    "DiagPart",
+    "Diag",
+)
+def _matrix_part(c: TfCall) -> Sequence[TfValue]:
+    """A triangle, or a diagonal; the dims of the matrix are not split where its shape changes."""
+    x, shape, op = c.x(), c.shape(0), c.node.op
+    if op == "MatrixBandPart" or op.startswith("MatrixSetDiag"):
+        return nests.elementwise(c.b, functions.SELECT, [x], [x.dtype], name=op)
+    if op in ("Diag", "DiagPart"):
+        n = len(shape)
+        out = (*shape, *shape) if op == "Diag" else shape[: n // 2]
+        return opaque(c, [(c.make(out), x.dtype)])
+    if op.endswith("V3") and (c.known(1) is None or c.numbers(1, "diagonals") not in ([0], [0, 0])):
+        return opaque(c, [(c.hinted(), x.dtype)])
+    tail = (shape[-1], shape[-1]) if op.startswith("MatrixDiag") and "Part" not in op else (min(shape[-2:]),)
+    lead = shape[:-2] if "Part" in op else shape[:-1]
+    return nests.batched(c.b, op, [x], [((*lead, *tail), x.dtype)], len(lead), flops=float(elements(tail)))
+
+
+@lowers("OneHot")
+def _one_hot(c: TfCall) -> Sequence[TfValue]:
+    """One-hot: ids are compared with 0, 1, …; every dim may be split."""
+    shape, depth = c.shape(0), c.number(1, "depth")
+    axis = c.whole("axis", -1)
+    axis = len(shape) if axis == -1 else c.in_range(axis, len(shape) + 1)
+    out = c.make([*shape[:axis], depth, *shape[axis:]])
+    ids = nests.reshape(c.b, c.x(0), [*shape[:axis], 1, *shape[axis:]])
+    dtype = c.type("T") if "T" in c.node.attr else c.dtype(2)
+    return nests.elementwise(c.b, functions.EQUAL, [ids], [dtype], name="OneHot", shape=out)
+
+
+@lowers("GatherV2", "Gather", "ResourceGather")
+def _gather(c: TfCall) -> Sequence[TfValue]:
+    """Rows of a table. Known indices are a slice, whose dim is not split; others a lookup, whose dim may be."""
+    x, shape, ids = c.x(0), c.shape(0), c.shape(1)
+    axis = c.axis(2, len(shape)) if len(c.ins) > 2 else 0
+    batch = c.whole("batch_dims", 0)
+    batch = batch % (len(ids) + 1) if batch < 0 else batch
+    if c.node.op == "ResourceGather" and "batch_dims" not in c.node.attr:
+        batch = 0
+    axis = max(axis, batch)
+    if not shape or batch > len(ids) or axis >= len(shape) or shape[:batch] != ids[:batch]:
+        raise c.fail(
+            f"its indices of shape {ids} do not fit dim {axis} of shape {shape} with {batch} batch dims"
+        )
+    out = c.make([*shape[:axis], *ids[batch:], *shape[axis + 1 :]])
+    if c.known(1) is not None and len(ids) < 2 and not batch:
+        part = [*shape[:axis], *(ids or (1,)), *shape[axis + 1 :]]
+        kept = [i != axis for i in range(len(shape))]
+        return [nests.reshape(c.b, nests.restrict(c.b, "gather", [x], part, kept), out)]
+    offset = [i for i in range(len(out)) if batch <= i < axis or i >= axis + len(ids) - batch]
+    return [
+        indexed.gather(
+            c.b,
+            "gather",
+            x,
+            nests.reshape(c.b, c.x(1), (*ids, 1)),
+            out,
+            offset_dims=offset,
+            collapsed=(axis,),
+            indexed=(axis,),
+            slice_sizes=[1 if i == axis or i < batch else s for i, s in enumerate(shape)],
+            x_batch=range(batch),
+            ids_batch=range(batch),
+        )
+    ]
+
+
+@lowers("GatherNd", "ResourceGatherNd")
+def _gather_nd(c: TfCall) -> Sequence[TfValue]:
+    x, shape, ids = c.x(0), c.shape(0), c.shape(1)
+    n = ids[-1] if ids else 0
+    if not 1 <= n <= len(shape):
+        raise c.fail(f"its indices of shape {ids} do not fit shape {shape}")
+    out = c.make([*ids[:-1], *shape[n:]])
+    return [
+        indexed.gather(
+            c.b,
+            "gather",
+            x,
+            c.x(1),
+            out,
+            offset_dims=range(len(ids) - 1, len(out)),
+            collapsed=range(n),
+            indexed=range(n),
+            slice_sizes=[1] * n + list(shape[n:]),
+        )
+    ]
+
+
+@lowers(
+    "ScatterNd",
+    "TensorScatterUpdate",
+    "TensorScatterAdd",
+    "TensorScatterSub",
+    "TensorScatterMax",
+    "TensorScatterMin",
+)
+def _scatter(c: TfCall) -> Sequence[TfValue]:
+    fresh = c.node.op == "ScatterNd"
+    at, of = (0, 1) if fresh else (1, 2)
+    ids, updates = c.shape(at), c.shape(of)
+    shape = c.make(c.numbers(2, "shape")) if fresh else c.shape(0)
+    n = ids[-1] if ids else 0
+    if not 1 <= n <= len(shape) or updates != (*ids[:-1], *shape[n:]):
+        raise c.fail(f"its updates of shape {updates} at indices of shape {ids} do not fit shape {shape}")
+    x = c.b.constant(shape, c.dtype(of)) if fresh else c.x(0)
+    return [
+        indexed.scatter(
+            c.b,
+            c.node.op,
+            x,
+            c.x(at),
+            c.x(of),
+            window_dims=range(len(ids) - 1, len(updates)),
+            inserted=range(n),
+            indexed=range(n),
+            combines=c.node.op != "TensorScatterUpdate",
+        )
+    ]
+
+
+@lowers(
+    "UnsortedSegmentSum",
+    "SegmentSum",
+    "SegmentMean",
+    "UnsortedSegmentMax",
+    "UnsortedSegmentMin",
+    "SegmentMax",
+    "SegmentSumV2",
+)
+def _segment(c: TfCall) -> Sequence[TfValue]:
+    """Rows added up by the segment they belong to."""
+    shape, ids = c.shape(0), c.shape(1)
+    if shape[: len(ids)] != ids or not ids:
+        raise c.fail(f"its segments of shape {ids} do not fit shape {shape}")
+    count = c.number(2, "number of segments") if len(c.ins) > 2 else c.hinted()[0]
+    x = c.b.constant(c.make([count, *shape[len(ids) :]]), c.dtype(0))
+    rows = nests.reshape(c.b, c.x(1), (*ids, 1))
+    return [
+        indexed.scatter(
+            c.b,
+            c.node.op,
+            x,
+            rows,
+            c.x(0),
+            window_dims=range(len(ids), len(shape)),
+            inserted=(0,),
+            indexed=(0,),
+        )
+    ]
+
+
+@lowers("Cumsum", "Cumprod", "CumulativeLogsumexp")
+def _cumulative(c: TfCall) -> Sequence[TfValue]:
+    x = c.x()
+    function = FUNCTIONS[{"CumulativeLogsumexp": "cumlogsumexp"}.get(c.node.op, c.node.op.lower())]
+    return nests.sequential(c.b, function, [x], c.axis(1, len(x.shape)), [(x.shape, x.dtype)], name=c.node.op)
+
+
+@lowers("TopK", "TopKV2")
+def _top_k(c: TfCall) -> Sequence[TfValue]:
+    x, shape = c.x(), c.shape(0)
+    k = c.number(1, "number of entries") if len(c.ins) > 1 else c.whole("k")
+    if not shape or k > shape[-1]:
+        raise c.fail(f"it takes the {k} largest elements of shape {shape}")
+    out = c.make([*shape[:-1], k])
+    index = c.type("index_type") if "index_type" in c.node.attr else "int32"
+    return nests.sequential(c.b, functions.TOP_K, [x], len(shape) - 1, [(out, x.dtype), (out, index)])
+
+
+@lowers("SpaceToDepth", "DepthToSpace")
+def _blocks(c: TfCall) -> Sequence[TfValue]:
+    """Blocks of pixels to channels and back: a split of dims, a transpose, and a merge."""
+    n, h, w, d = c.rank(0, 4)
+    size = c.whole("block_size")
+    if c.text("data_format", "NHWC") != "NHWC" or size < 1:
+        raise c.fail("pase supports only NHWC with a block size of at least 1")
+    x = c.x()
+    if c.node.op == "SpaceToDepth":
+        if h % size or w % size:
+            raise c.fail(f"{h} by {w} pixels cannot be divided into blocks of {size}")
+        x = nests.reshape(c.b, x, (n, h // size, size, w // size, size, d))
+        x = nests.transpose(c.b, x, (0, 1, 3, 2, 4, 5))
+        return [nests.reshape(c.b, x, (n, h // size, w // size, size * size * d))]
+    if d % (size * size):
+        raise c.fail(f"{d} channels cannot be divided into blocks of {size}")
+    x = nests.reshape(c.b, x, (n, h, w, size, size, d // size**2))
+    x = nests.transpose(c.b, x, (0, 1, 3, 2, 4, 5))
+    return [nests.reshape(c.b, x, (n, h * size, w * size, d // size**2))]
+
+
+@lowers("SpaceToBatchND", "BatchToSpaceND", "SpaceToBatch", "BatchToSpace")
+def _batch_blocks(c: TfCall) -> Sequence[TfValue]:
+    """What a dilated convolution was once made of; nothing but whole dims is split."""
+    shape, blocks, pads = list(c.shape(0)), c.numbers(1, "block shape"), c.numbers(2, "paddings")
+    times = elements(blocks)
+    if len(pads) != 2 * len(blocks) or len(blocks) >= len(shape) or min(blocks) < 1:
+        raise c.fail(f"its blocks of {blocks} with {pads} do not match shape {tuple(shape)}")
+    grow = c.node.op.startswith("BatchToSpace")
+    for i, s in enumerate(blocks, 1):
+        pad = pads[2 * i - 2] + pads[2 * i - 1]
+        shape[i] = shape[i] * s - pad if grow else (shape[i] + pad) // s
+    shape[0] = shape[0] // times if grow else shape[0] * times
+    kept = [i > len(blocks) for i in range(len(shape))]
+    return [_part(c, c.make(shape), kept)]
+
+
+@lowers("Bitcast")
+def _bitcast(c: TfCall) -> Sequence[TfValue]:
+    from pase.ir.types import itemsize
+
+    x, to = c.x(), c.type("type")
+    if itemsize(to) == x.itemsize:
+        return nests.elementwise(c.b, FUNCTIONS["bitcast"], [x], [to], name="Bitcast")
+    return opaque(c, [(c.hinted(), to)])
+
+
+@lowers("Merge", "RefMerge")
+def _merge(c: TfCall) -> Sequence[TfValue]:
+    """The two ends of a version 1 conditional: both branches are priced."""
+    values = [c.value(i) for i in range(max(len(c.ins), 1))]
+    if all(isinstance(v, (Tensor, StaticValue, Handle)) for v in values):
+        shape = broadcast_shape(c, [c.shape(i) for i in range(len(values))])
+        xs = [c.x(i) for i in range(len(values))]
+        out = nests.elementwise(c.b, functions.ADD, xs, [xs[0].dtype], name="Merge", shape=shape)
+        return [*out, StaticValue(np.array(0, np.int32))]
+    return [values[0], StaticValue(np.array(0, np.int32))]

@@ -1,0 +1,171 @@
+"""What a user calls a TensorFlow model, as a graph with names for what goes in: nothing is run, no weight is read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError
+from pase.frontends.registry import DimSizes, type_names
+from pase.frontends.tf.graph import TfGraph
+
+__all__ = [
+    "KERAS_SUFFIX",
+    "InputSpec",
+    "TfSource",
+    "Variable",
+    "bound",
+    "distinct",
+    "dtype_of",
+    "is_graph_def",
+    "is_keras",
+    "reads",
+    "shape_of",
+    "short",
+]
+
+KERAS_SUFFIX = ".keras"
+_KERAS = re.compile(r"(keras|tf_keras)\..*\.(Layer|Model)$")
+_FUNCTION = re.compile(
+    r"tensorflow\..*\.(Function|GenericFunction|PolymorphicFunction|ConcreteFunction|AtomicFunction)$"
+)
+_DIM = re.compile(r"^[\w./:-]{1,100}$", re.ASCII)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """An input: its user's name, shape (None: not known), dtype."""
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """A variable of the model. trainable: it has a gradient."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    trainable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfSource:
+    """A model as a graph. inputs, captured: keyed by the reference of their placeholder."""
+
+    name: str
+    graph: TfGraph
+    inputs: Mapping[str, InputSpec]
+    captured: Mapping[str, Variable | InputSpec] = field(default_factory=dict)
+    """Variables; a Spec is an array that the function closes over: a constant."""
+    variables: Mapping[str, Variable] = field(default_factory=dict)
+    """Variables that are nodes of the graph, by the node's name."""
+    weights: frozenset[str] = frozenset()
+    """Constants that were variables before the graph was frozen."""
+    lines: Mapping[str, str] = field(default_factory=dict)
+    """Node -> the user's line."""
+
+
+def is_keras(model: object) -> bool:
+    return any(_KERAS.match(n) for n in type_names(model))
+
+
+def _is_function(model: object) -> bool:
+    return any(_FUNCTION.match(n) for n in type_names(model))
+
+
+def reads(model: object) -> bool:
+    """A Keras model, a tf.function or ConcreteFunction, a GraphDef, a SavedModel's folder, a .pb or .keras file."""
+    if isinstance(model, (str, Path)):
+        path = Path(model)
+        return path.suffix in (".pb", KERAS_SUFFIX) or (path / "saved_model.pb").is_file()
+    if isinstance(model, type):
+        return False
+    return is_keras(model) or _is_function(model) or is_graph_def(model)
+
+
+def is_graph_def(model: object) -> bool:
+    return any(n.endswith("graph_pb2.GraphDef") for n in type_names(model))
+
+
+# -- dims --
+
+
+def _dim_names(spec_name: str, i: int) -> tuple[str, ...]:
+    """What a dim that is not known may be called: INPUT.DIM, and batch where it is the first."""
+    return (f"{spec_name}.{i}", "batch") if i == 0 else (f"{spec_name}.{i}",)
+
+
+def bound(specs: Iterable[InputSpec], dims: DimSizes, model: str) -> list[InputSpec]:
+    """The specs with sizes for all dims; PaseError that says which dim to bind, or which binding means none."""
+    out: list[InputSpec] = []
+    used: set[str] = set()
+    known: dict[str, None] = {}
+    missing: list[str] = []
+    for spec in specs:
+        shape: list[int | None] = []
+        for i, s in enumerate(spec.shape):
+            names = _dim_names(spec.name, i)
+            given = [n for n in names if n in dims]
+            if s is None:
+                known.update(dict.fromkeys(reversed(names)))
+                used.update(given)
+                if given:
+                    s = dims[given[0]]
+                else:
+                    short = "batch" if i == 0 else names[0]
+                    missing.append(
+                        f"input '{spec.name}' has shape {spec.shape}: bind its dim {i}, dims={{'{short}': 64}} or "
+                        f"--dim {short}=64"
+                    )
+            elif s < 1:
+                raise PaseError(
+                    f"input '{spec.name}' of '{model}' has shape {spec.shape}: a dim of {s} elements cannot be "
+                    f"parallelized"
+                )
+            shape.append(s)
+        out.append(InputSpec(name=spec.name, shape=tuple(shape), dtype=spec.dtype))
+    for key, value in dims.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise PaseError(f"dim {key}={value!r}: a size is a positive whole number")
+        if key not in used:
+            raise PaseError(
+                f"model '{model}' has no dim '{key[:100]}' to bind; it has: "
+                f"{', '.join(known) or 'none, all are numbers'}"
+            )
+    if missing:
+        raise PaseError(f"model '{model}': {missing[0]}")
+    return out
+
+
+def shape_of(shape: Any, what: str) -> tuple[int | None, ...]:
+    sizes = shape.as_list() if getattr(shape, "rank", 0) is not None and hasattr(shape, "as_list") else shape
+    if sizes is None or getattr(shape, "rank", 0) is None:
+        raise PaseError(f"{what} has no static rank: give it a shape, tf.TensorSpec(shape, dtype)")
+    return tuple(None if s is None else int(s) for s in sizes)
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names that occur twice get ~2, ~3, … in their order."""
+    seen: Counter[str] = Counter()
+    out = []
+    for n in names:
+        seen[n] += 1
+        out.append(n if seen[n] == 1 else f"{n}~{seen[n]}")
+    return out
+
+
+def dtype_of(dtype: object) -> str:
+    """A TensorFlow, Keras or numpy dtype by name."""
+    text = str(getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or dtype)
+    return text.removesuffix("_ref")
+
+
+def short(e: BaseException) -> str:
+    return " ".join(str(e).split())[:500]

@@ -1,0 +1,124 @@
+"""An exported PyTorch model's repeated blocks, the blocks that it marks for rematerialisation, and its trace on a
+micro-batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.frontends.common.repeats import crossing, equal_runs
+from pase.frontends.registry import NotInParts
+from pase.frontends.torch.control import LOOPS, turns
+from pase.frontends.torch.types import FxNode
+from pase.ir.blocks import Block
+from pase.once import once
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pase.frontends.torch.frontend import TracedTorch
+
+__all__ = ["batch_size", "blocks_of", "micro"]
+
+_HEAVY = ("matmul", "conv", "attention")
+"""Kinds of ops for whose sake a run of nodes is worth computing again."""
+
+
+def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:
+    """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself; marked: these too.
+    Runs are cut where the fewest bytes cross."""
+    nodes = list(traced.scope.nodes)
+    heavy = {op.eqn.path for n in traced.graph.nodes for op in n.ops if op.kind in _HEAVY}
+    whole = {int(path.partition(".")[0]) for path in heavy if path}
+    bodies = [
+        Block(prefix=f"{i}.", start=0, stop=len(traced.scope.inner[f"{i}"].nodes))
+        for i, n in enumerate(nodes)
+        if _turns(n) > 1 and i in whole
+    ]
+    runs = equal_runs(
+        [_token(i, n) for i, n in enumerate(nodes)],
+        lambda a, b: any(i in whole for i in range(a, b)),
+        lambda: _alive(nodes),
+    )
+    found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
+    own = any(b.start < m.stop and m.start < b.stop for b in found for m in traced.marked)
+    if (own and not marked) or any(_turns(n) for b in found for n in nodes[b.start : b.stop]):
+        found = ()
+    return (*bodies, *found)
+
+
+def _turns(n: FxNode) -> int:
+    """How often a loop turns; 0: it is none."""
+    return turns(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
+
+
+def _token(i: int, n: FxNode) -> object:
+    if n.op != "call_function":
+        return i
+    return str(n.target), tuple((str(t.dtype), tuple(t.shape)) for t in _made(n))
+
+
+def _made(n: FxNode) -> list[Tensor]:
+    made: Any = n.meta.get("val")
+    return [t for t in (made if isinstance(made, (tuple, list)) else [made]) if hasattr(t, "dtype")]
+
+
+def _alive(nodes: list[FxNode]) -> np.ndarray:
+    number = {n: i for i, n in enumerate(nodes)}
+    last = {m: i for i, n in enumerate(nodes) for m in n.all_input_nodes}
+    made = {n: i for n, i in number.items() if n.op == "call_function"}
+    return crossing(made, last, lambda n: sum(t.nbytes for t in _made(n)), len(nodes))
+
+
+def batch_size(traced: TracedTorch) -> int:
+    """The first dim that most inputs have; PaseError where none has one."""
+    shapes = [t.shape for t in _leaves(traced) if len(t.shape)]
+    if not shapes:
+        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
+    return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
+
+
+def _leaves(traced: TracedTorch) -> list[Tensor]:
+    import torch
+    from torch.utils._pytree import tree_leaves
+
+    return [t for t in tree_leaves(traced.batch) if isinstance(t, torch.Tensor)]
+
+
+@once
+def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
+    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
+    is the batch. PaseError if it does not divide, NotInParts if the model cannot be traced on a micro-batch."""
+    import torch
+    from torch.utils._pytree import tree_map
+
+    from pase.frontends.torch.frontend import trace
+
+    if micro_batches == 1:
+        return traced
+    traced.program.settings.check(traced.module)
+    size = batch_size(traced)
+    if size % micro_batches:
+        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
+
+    def part(t: Tree) -> Tree:
+        batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
+        return t[: size // micro_batches] if batched else t
+
+    try:
+        return trace(
+            traced.module,
+            *tree_map(part, traced.batch),
+            name=traced.graph.name,
+            unknown=traced.unknown,
+            loss=traced.loss,
+        )
+    except PaseError as e:
+        raise NotInParts(
+            f"'{traced.graph.name}' cannot be run in {micro_batches} micro-batches: does its code have the batch's "
+            f"size in it? {e}"
+        ) from e

@@ -1,0 +1,231 @@
+"""Derivatives that the user's own code decides, of which an exported graph shows nothing: ``torch.autograd.Function``,
+and hooks on gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.frontends.torch.reasons import of_pytorch
+from pase.frontends.torch.types import FxNode
+from pase.frontends.torch.values import TorchOperand
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module
+
+__all__ = ["check_linear", "derivatives_traced", "refuse_module_hooks"]
+
+_COTANGENT = "pase_cotangent"
+"""Mark of what stands for the gradient of a Function's result: its name and place."""
+_OWN: ContextVar[bool] = ContextVar("pase_own_derivative", default=False)
+"""Whether a derivative is taken here, not by the user's step."""
+
+
+@contextlib.contextmanager
+def derivatives_traced() -> Iterator[None]:
+    """Within, a call of the user's ``torch.autograd.Function`` is traced with the backward that it states.
+
+    Its backward B is linear in the gradient g of the result y. With L = Bᵀ, the graph of
+    ``y.detach() + (L(x) - L(x).detach())`` has the value y and the derivative B: what L is made of are ops as any
+    other. Refused are a hook on the gradient of a tensor, and a derivative that the step itself takes (a gradient
+    penalty): it is no op of an exported graph, in which what is made of it would be a constant.
+    """
+    import torch
+
+    autograd = {name: getattr(torch.autograd, name) for name in ("grad", "backward")}
+    usual, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    inner, under_vmap = (
+        torch.autograd.function._SingleLevelFunction,
+        torch.autograd.function.custom_function_call,
+    )
+
+    def apply(cls: TorchOperand, *args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
+        if cls.__module__.partition(".")[0] == "torch":
+            return usual.__func__(cls, *args, **kwargs)
+        return _Call(of=cls, place=_users_line(), args=args).traced()
+
+    def apply_held(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
+        """What the usual ``apply`` calls: programs hold it under names of their own (``rounded = Rounded.apply``)."""
+        if cls.__module__.partition(".")[0] == "torch":
+            return super(inner, cls).apply(*args)
+        return _Call(of=cls, place=_users_line(), args=args).traced()
+
+    def apply_under_vmap(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
+        """What the usual ``apply`` calls within ``torch.func``'s transforms."""
+        if cls.__module__.partition(".")[0] == "torch":
+            return under_vmap(cls, *args)
+        return _Call(of=cls, place=_users_line(), args=args).traced()
+
+    def register_hook(self: Tensor, hook: object) -> object:
+        raise PaseError(
+            f"a hook on the gradient of a tensor, at {_users_line()}, is Python that runs in backward, of which an "
+            f"exported graph shows nothing: write it as a torch.autograd.Function whose backward does it, or remove it"
+        )
+
+    def taken(name: str) -> Callable[..., TorchOperand]:
+        def call(*args: TorchOperand, **kwargs: TorchOperand) -> TorchOperand:
+            if _OWN.get() or _of_a_body():
+                return autograd[name](*args, **kwargs)
+            raise PaseError(
+                f"the step takes a derivative itself (torch.autograd.grad, backward or torch.func) at {_users_line()}, "
+                f"which PyTorch's export does not record: write the derivative out in tensors, or write the model in "
+                f"JAX, whose jax.grad inside of a loss is read"
+            )
+
+        return call
+
+    for name in autograd:
+        setattr(torch.autograd, name, taken(name))
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]
+    inner.apply = classmethod(apply_held)  # type: ignore[attr-defined]
+    torch.autograd.function.custom_function_call = apply_under_vmap  # type: ignore[assignment]
+    torch.Tensor.register_hook = register_hook  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for name, function in autograd.items():
+            setattr(torch.autograd, name, function)
+        torch.autograd.Function.apply = usual  # type: ignore[method-assign]
+        del inner.apply  # type: ignore[attr-defined]  # it is its parent's again
+        torch.autograd.function.custom_function_call = under_vmap
+        torch.Tensor.register_hook = hook  # type: ignore[method-assign]
+
+
+def refuse_module_hooks(module: Module) -> None:
+    """PaseError if a module has hooks that run in backward."""
+    for path, m in module.named_modules():
+        if m._backward_hooks or m._backward_pre_hooks:
+            raise PaseError(
+                f"{type(module).__name__}: '{path or type(m).__name__}' has a backward hook, which is Python that runs "
+                f"in backward: an exported graph shows nothing of it. Remove it before compiling"
+            )
+
+
+def check_linear(nodes: Iterable[FxNode], model: str) -> None:
+    """PaseError if the backward of a Function is not linear in the gradient that it is given."""
+    for n in nodes:
+        told = (n.meta.get("custom") or {}).get(_COTANGENT)
+        if told is not None:
+            raise PaseError(
+                f"{model}: the backward of {told} is not linear in the gradient that it is given (it clips or "
+                f"normalises it, for example), so that gradients of parts do not add up: do this to the parameters' "
+                f"gradients, after backward"
+            )
+
+
+def _of_a_body() -> bool:
+    """Whether PyTorch itself takes a derivative: of the body of a loop or a branch, which it traces with one."""
+    return any("/torch/_higher_order_ops/" in f.f_code.co_filename for f, _ in traceback.walk_stack(None))
+
+
+def _users_line() -> str:
+    frames = [f for f in traceback.extract_stack() if not of_pytorch(f.filename)]
+    own = [f for f in frames if "/pase/" not in f.filename]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "an unknown line"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A call of a user's Function."""
+
+    of: TorchOperand
+    place: str
+    args: Sequence[TorchOperand]
+
+    def traced(self) -> TorchOperand:
+        """What it returns, with the derivative that its backward states."""
+        import torch
+
+        watched = [
+            isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled() for x in self.args
+        ]
+        ctx = _Context(needs_input_grad=tuple(watched))
+        with torch.no_grad():
+            given = [x.detach() if isinstance(x, torch.Tensor) else x for x in self.args]
+            if self.of.setup_context is torch.autograd.Function.setup_context:
+                made = self.of.forward(ctx, *given)
+            else:
+                made = self.of.forward(*given)
+                self.of.setup_context(ctx, tuple(given), made)
+        if ctx.dirty:
+            raise self.fails("it writes its operands in place (mark_dirty)")
+        if not any(watched):
+            return made
+        outs = made if isinstance(made, tuple) else (made,)
+        with torch.enable_grad():
+            found = self.with_derivative(ctx, outs, watched)
+        return found if isinstance(made, tuple) else found[0]
+
+    def with_derivative(
+        self, ctx: _Context, outs: Sequence[TorchOperand], watched: Sequence[bool]
+    ) -> tuple[TorchOperand, ...]:
+        import torch
+        from torch.fx.traceback import annotate
+
+        floating = [isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()) for y in outs]
+        given: list[TorchOperand] = []
+        for y, f in zip(outs, floating, strict=True):
+            with annotate({_COTANGENT: f"torch.autograd.Function '{self.of.__name__}' at {self.place}"}):
+                g = torch.zeros_like(y) if isinstance(y, torch.Tensor) else None
+            given.append(g.requires_grad_() if f and g is not None else g)
+        backward = getattr(self.of.backward, "__wrapped__", self.of.backward)  # of @once_differentiable
+        back = backward(ctx, *given)
+        back = back if isinstance(back, tuple) else (back,)
+        pairs = [
+            (x, b)
+            for x, b, w in zip(self.args, back, watched, strict=False)
+            if w and b is not None and b.requires_grad
+        ]
+        ends = [g for g, f in zip(given, floating, strict=True) if f]
+        every: Sequence[Tensor | None] = [None] * len(ends)
+        if pairs:
+            for x, b in pairs:
+                if x.shape != b.shape:
+                    raise self.fails(f"it gives a gradient of shape {list(b.shape)} to {list(x.shape)}")
+            own = _OWN.set(True)
+            every = torch.autograd.grad(
+                [b for _, b in pairs],
+                ends,
+                [x.to(b.dtype) for x, b in pairs],
+                create_graph=True,
+                allow_unused=True,
+            )
+            _OWN.reset(own)
+        linear = iter(every)
+        return tuple(
+            y if not f or (t := next(linear)) is None else y.detach() + (t - t.detach()).to(y.dtype)
+            for y, f in zip(outs, floating, strict=True)
+        )
+
+    def fails(self, why: str) -> PaseError:
+        return PaseError(f"torch.autograd.Function '{self.of.__name__}' at {self.place}: {why}")
+
+
+@dataclass(kw_only=True)
+class _Context:
+    """What forward and backward of a Function know as ``ctx``."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[TorchOperand, ...] = ()
+    dirty: bool = False
+    materialize_grads: bool = True
+
+    def save_for_backward(self, *tensors: TorchOperand) -> None:
+        self.saved_tensors = tensors
+
+    save_for_forward = save_for_backward
+
+    def mark_dirty(self, *tensors: TorchOperand) -> None:
+        self.dirty = True
+
+    def mark_non_differentiable(self, *tensors: TorchOperand) -> None:
+        """Nothing: what has no gradient is given none."""
+
+    def set_materialize_grads(self, value: bool) -> None:
+        self.materialize_grads = value

@@ -1,0 +1,236 @@
+"""Which layers of a module are equal by structure: their classes, attributes, hooks, shapes and ties.
+
+A number that only counts the layers (``layer_idx``) may differ; ``reading`` tells whether a layer's code reads it.
+``PythonState`` is the Python state that a module can reach, to see whether it changed and to put it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pase.frontends.torch.values import TorchOperand
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+__all__ = ["EqualLayer", "PythonState", "equal_layers", "is_word", "kind_of", "reading"]
+
+_FEWEST = 4
+"""Of equal layers three are traced to be compared: fewer than this have nothing to save."""
+
+
+@dataclass(frozen=True)
+class EqualLayer:
+    """A module that has equals. path: in the user's module. group: equal for equal layers. counts: its attributes that
+    only number the layers, (module that holds it, name). last: is it the last of its group, in the module's order?"""
+
+    module: Module
+    path: str
+    group: int
+    counts: tuple[tuple[Module, str], ...]
+    last: bool
+
+
+def equal_layers(module: Module, paths: Mapping[str, str]) -> dict[Module, EqualLayer]:
+    """The children of lists of modules that have equals, but lone ops, of which nothing is saved."""
+    import torch
+
+    held: dict[str, list[str]] = {}
+    for path, first in paths.items():
+        held.setdefault(first, []).append(path)
+    found: dict[Hashable, list[tuple[Module, str, tuple[tuple[Module, str], ...]]]] = {}
+    for outer, m in module.named_modules():
+        if not isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)):
+            continue
+        children = [(f"{outer}.{k}".lstrip("."), c) for k, c in m._modules.items() if c is not None]
+        counts = _counting(c for _, c in children)
+        for path, child in children:
+            if child._modules:
+                print_, numbers = _structure(child, path, counts, paths, held)
+                found.setdefault(print_, []).append((child, path, numbers))
+    return {
+        child: EqualLayer(child, path, group, counts, path == equal[-1][1])
+        for group, equal in enumerate(found.values())
+        if len(equal) >= _FEWEST
+        for child, path, counts in equal
+    }
+
+
+def _counting(children: Iterable[Module]) -> set[tuple[str, str]]:
+    """(path inside of a child, attribute) of whole numbers that count the children: each's place and a constant."""
+    offsets: dict[tuple[str, str], list[int]] = {}
+    for i, child in enumerate(children):
+        for path, m in child.named_modules():
+            for k, v in vars(m).items():
+                if type(v) is int:
+                    offsets.setdefault((path, k), []).append(v - i)
+    return {key for key, each in offsets.items() if len(each) >= _FEWEST and len(set(each)) == 1}
+
+
+def _structure(
+    layer: Module,
+    path: str,
+    counts: set[tuple[str, str]],
+    paths: Mapping[str, str],
+    held: Mapping[str, Sequence[str]],
+) -> tuple[Hashable, tuple[tuple[Module, str], ...]]:
+    """What two layers have in common exactly if they are equal, and those of their attributes that are not compared."""
+    out: list[Hashable] = []
+    numbers = []
+    inside = path + "."
+    for name, m in layer.named_modules(remove_duplicate=False):
+        kept = m._non_persistent_buffers_set
+        out.append((name, type(m), m.training, tuple(sorted(kept))))
+        for kind, tensors in (("parameter", m._parameters), ("buffer", m._buffers)):
+            for k, t in tensors.items():
+                full = ".".join(p for p in (path, name, k) if p)
+                alike = held.get(paths.get(full, full), [full])
+                ties = tuple(
+                    p.removeprefix(inside) if p.startswith(inside) else f"outside {p}" for p in alike
+                )
+                out.append((kind, k, None if t is None else kind_of(t), ties if t is not None else ()))
+        for k, v in sorted(vars(m).items()):
+            if k in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+                continue
+            if (name, k) in counts:
+                numbers.append((m, k))
+                out.append(("counts", k))
+            else:
+                out.append((k, _value(v)))
+    return tuple(out), tuple(numbers)
+
+
+@dataclass(frozen=True)
+class PythonState:
+    """The lists, dicts and sets that a module can reach, attributes of objects too, each with what it held. Not
+    followed: tensors, classes, functions and modules of Python."""
+
+    each: tuple[tuple[TorchOperand, tuple[TorchOperand, ...]], ...]
+
+    @staticmethod
+    def by(module: Module) -> PythonState:
+        import torch
+
+        never = (torch.Tensor, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType)
+        seen: dict[int, object] = {}
+        each = []
+        todo: list[TorchOperand] = [module]
+        while todo:
+            x = todo.pop()
+            if is_word(x) or isinstance(x, never) or id(x) in seen:
+                continue
+            seen[id(x)] = x
+            if isinstance(x, (list, dict, set)):
+                each.append((x, _inside(x)))
+            if isinstance(x, (list, dict, set, tuple, frozenset)):
+                todo += _inside(x)
+            if isinstance(own := getattr(x, "__dict__", None), dict):
+                todo.append(own)
+        return PythonState(tuple(each))
+
+    def changed(self) -> bool:
+        """By identity: another object of the same value counts as a change."""
+        return any(not _identical(_inside(x), before) for x, before in self.each)
+
+    def changes(self, but: Collection[str], apart: Collection[int]) -> list[str]:
+        """What holds another value now: attributes and keys by name, and "a list" or "a set". but: names that do not
+        count. apart: ids of dicts that do not."""
+        out = set()
+        for x, before in self.each:
+            now = _inside(x)
+            if (
+                id(x) in apart
+                or _identical(now, before)
+                or list(map(_value, now)) == list(map(_value, before))
+            ):
+                continue
+            if not isinstance(x, dict):
+                out.add(f"a {type(x).__name__}")
+                continue
+            old = {id(k): v for k, v in zip(before[::2], before[1::2], strict=True)}
+            out |= {str(k) for k, v in x.items() if id(k) not in old or _value(old[id(k)]) != _value(v)} - {
+                *but
+            }
+        return sorted(out)
+
+    def put_back(self) -> None:
+        for x, before in self.each:
+            if _identical(_inside(x), before):
+                continue
+            x.clear()
+            if isinstance(x, dict):
+                x.update(zip(before[::2], before[1::2], strict=True))
+            elif isinstance(x, list):
+                x.extend(before)
+            else:
+                x.update(before)
+
+
+def _inside(x: TorchOperand) -> tuple[TorchOperand, ...]:
+    return tuple(part for pair in x.items() for part in pair) if isinstance(x, dict) else tuple(x)
+
+
+def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))
+
+
+def _value(v: object) -> Hashable:
+    """An attribute, to compare: numbers, words and lists of them by value, anything else by identity."""
+    if isinstance(v, (tuple, list)):
+        return type(v), tuple(map(_value, v))
+    if isinstance(v, dict):
+        return type(v), tuple((_value(k), _value(x)) for k, x in v.items())
+    return (type(v), v) if is_word(v) else ("is", id(v))
+
+
+def is_word(v: object) -> bool:
+    import torch
+
+    return v is None or isinstance(v, (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
+
+
+def kind_of(x: TorchOperand) -> tuple[object, ...]:
+    """Of a tensor what its tracing depends on, else the value."""
+    import torch
+
+    if isinstance(x, torch.Tensor):
+        return "tensor", tuple(x.shape), tuple(x.stride()), x.dtype, x.device, x.requires_grad
+    return type(x), x
+
+
+class _Noted:
+    """Stands in a class for an attribute of its objects, and notes that it is read or written."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.read = name, False
+
+    def __get__(self, holder: TorchOperand, of: type) -> TorchOperand:
+        self.read = True
+        if holder is None or self.name not in vars(holder):
+            raise AttributeError(self.name)
+        return vars(holder)[self.name]
+
+    def __set__(self, holder: TorchOperand, value: object) -> None:
+        self.read = True
+        holder.__dict__[self.name] = value
+
+
+@contextlib.contextmanager
+def reading(counts: Sequence[tuple[Module, str]]) -> Iterator[Callable[[], bool]]:
+    """Within, it is noted whether these attributes are read; yields the question. The objects hold what they held."""
+    noted = {(type(m), k): _Noted(k) for m, k in counts}
+    before = {(c, k): vars(c)[k] for c, k in noted if k in vars(c)}
+    try:
+        for (c, k), note in noted.items():
+            setattr(c, k, note)
+        yield lambda: any(n.read for n in noted.values())
+    finally:
+        for c, k in noted:
+            if (c, k) in before:
+                setattr(c, k, before[c, k])
+            elif k in vars(c):
+                delattr(c, k)

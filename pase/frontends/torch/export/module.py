@@ -1,0 +1,409 @@
+"""A PyTorch module as a graph of ATen ops: ``torch.export`` on fake tensors, which hold shapes and no data.
+
+Composite ops (linear, attention, norms, losses) stay whole. Only the forward step with its loss is traced: what the
+gradient costs follows from the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from pase.errors import PaseError
+from pase.frontends.torch.derivatives import refuse_module_hooks
+from pase.frontends.torch.export.buffers import assignments_in_place, data_written, left_behind, refuse_state
+from pase.frontends.torch.export.equal import PythonState
+from pase.frontends.torch.export.folded import Folding, folding
+from pase.frontends.torch.export.functional import inline_regions, is_functional, refuse_autocast, unwatch
+from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
+from pase.frontends.torch.export.traceable import AGAIN, traceable
+from pase.frontends.torch.export.unfolded import unfolded
+from pase.frontends.torch.reasons import real_places, why
+from pase.frontends.torch.types import FxNode
+from pase.ir.blocks import Block
+from pase.pytree import Tree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+    from torch.export import ExportedProgram
+    from torch.fx import GraphModule
+    from torch.nn import Module
+
+__all__ = ["STEP_FILE", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
+
+STEP_FILE = __file__
+"""In which the step is defined that calls the user's module: no line of the user's."""
+_INSIDE = "module."
+"""What the paths of the user's module begin with: it stands inside of the module that is exported."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchProgram:
+    """An exported step. graph: functional, of ATen ops; its placeholders are the leaves.
+
+    parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order. A
+    parameter that needs no gradient and is written by the step counts as a buffer.
+    frozen: paths of parameters that need no gradient.
+    mutated: node's name -> path of the buffer whose next value it is, and depends on data.
+    counters: node's name -> path of the buffer whose next value it is, and depends on no data.
+    constants: path of a tensor that the model keeps outside its buffers -> that tensor.
+    inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
+    losses: names of the nodes that the step returns.
+    order: all paths of parameters, in the module's order, each tensor once.
+    settings: what the step reads of the module's Python state.
+    """
+
+    graph: GraphModule
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+    frozen: frozenset[str]
+    mutated: Mapping[str, str]
+    counters: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+    inputs: Mapping[str, str]
+    losses: tuple[str, ...]
+    order: tuple[str, ...]
+    settings: ReadSettings
+
+    def without_data(self, nodes: Collection[str]) -> TorchProgram:
+        """The same, where the next values of buffers at these nodes depend on shapes of data alone."""
+        free = {n: path for n, path in self.mutated.items() if n in nodes}
+        left = {n: path for n, path in self.mutated.items() if n not in nodes}
+        return replace(self, mutated=left, counters={**self.counters, **free})
+
+
+def program_of(
+    module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
+) -> TorchProgram:
+    """Export a step: ``loss(module, *batch)``, else what the module itself returns.
+
+    batch: tensors, real, fake or on meta, and anything that holds them. reads: whether an op of this name has a rule.
+    PaseError where PyTorch cannot export it.
+    """
+    refuse_autocast(f"{type(module).__name__} is read")
+    refuse_module_hooks(module)
+    first = _first_paths(module)
+    noted: ReadNames = {}
+    try:
+        paths = {path: known for path, (known, _) in first.items()}
+        exported = _exported(module, batch, loss, reads, paths, noted)
+    except PaseError:
+        raise
+    except Exception as e:
+        if loss is not None and isinstance(e, (TypeError, AttributeError)) and not _asks(loss, module, batch):
+            raise PaseError(
+                f"loss is called as loss(module, *batch), here with {type(module).__name__} and {len(batch)} of "
+                f"the batch, and has to call the module itself: give loss=lambda module, *batch: criterion(module(…), "
+                f"…). It says: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
+            ) from e
+        places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
+        raise PaseError(why(type(module).__name__, e, places, module)) from e
+    return _described(exported, first, ReadSettings.of(module, noted))
+
+
+def _exported(
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    paths: Mapping[str, str],
+    noted: ReadNames,
+) -> ExportedProgram:
+    """The step as the module's Python state has it now. Afterwards the module holds that state again. What it reads of
+    that state is added to ``noted``.
+
+    PaseError if it changes state that it reads, so that the next step would be another one.
+    """
+    held = PythonState.by(module)
+    changed: list[str] = []
+    try:
+        made = _from_now(
+            module, batch, loss, reads, paths, held, lambda: changed.extend(left_behind(module, held)), noted
+        )
+        if changed:
+            held.put_back()
+            refuse_state(
+                module, held, lambda end: _traced(module, batch, loss, reads, end, {}), paths, changed
+            )
+        return made
+    finally:
+        held.put_back()
+
+
+def _from_now(
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    paths: Mapping[str, str],
+    held: PythonState,
+    at_end: Callable[[], None],
+    noted: ReadNames,
+) -> ExportedProgram:
+    """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
+    trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
+    then."""
+    fold: Folding | None = None
+    try:
+        with folding(module, paths, True) as fold:
+            exported = _traced(module, batch, loss, reads, at_end, noted)
+            if unfolded(exported, fold, _INSIDE):
+                return exported
+    except Exception:
+        if fold is None or not fold.layers:
+            raise
+    held.put_back()
+    with folding(module, paths, False):
+        return _traced(module, batch, loss, reads, at_end, noted)
+
+
+def _traced(
+    module: Module,
+    batch: Sequence[Tree],
+    loss: Callable[..., Tree] | None,
+    reads: Callable[[str], bool],
+    at_end: Callable[[], None],
+    noted: ReadNames,
+) -> ExportedProgram:
+    import torch
+
+    with faked(module) as fake:
+        # A tensor that occurs twice in the example (as ids and as labels) is two inputs: detach makes a second one.
+        args = torch.utils._pytree.tree_map(
+            lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
+        )
+        with traceable(STEP_FILE), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*_flat_weights.* assigned during export")
+            exported = torch.export.export(step_of(module, loss, at_end, noted), args, strict=False)
+            if is_functional(exported.graph_module, reads):
+                inline_regions(exported.graph_module)
+                return exported
+            _by_node(exported.graph_module)
+            for n in exported.graph.nodes:  # PyTorch refuses marks that tracing again would write otherwise
+                if n.op == "placeholder":
+                    n.meta.pop("custom", None)
+            return exported.run_decompositions({})
+
+
+def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
+    """Each path of a parameter or buffer -> (the first path of the same tensor, does it need a gradient?).
+
+    Ties are by identity: tied weights are one object under several paths.
+    """
+    seen: dict[int, str] = {}
+    out: dict[str, tuple[str, bool]] = {}
+    for pairs in (
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
+    ):
+        for path, t in pairs:
+            out[path] = (seen.setdefault(id(t), path), bool(t.requires_grad))
+    return out
+
+
+@contextlib.contextmanager
+def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
+
+    Yields the function that makes a tensor's fake. Afterwards the module has its own tensors again.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that its id stays its own
+
+    def fake(t: Tensor) -> Any:
+        if id(t) not in made:
+            with mode:
+                f = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+            if isinstance(t, torch.nn.Parameter):
+                f = torch.nn.Parameter(f, requires_grad=t.requires_grad)
+            made[id(t)] = (t, f)
+        return made[id(t)][1]
+
+    holders = [d for m in module.modules() for d in (m._parameters, m._buffers)]
+    recurrent = [m for m in module.modules() if isinstance(m, torch.nn.RNNBase)]
+    saved = [dict(d) for d in holders]
+    try:
+        for d in holders:
+            d.update({k: fake(t) for k, t in d.items() if t is not None})
+        yield fake
+    finally:
+        for d, before in zip(holders, saved, strict=True):
+            d.update(before)  # type: ignore[arg-type]
+        for m in recurrent:  # which hold their parameters a second time
+            m._init_flat_weights()
+
+
+def step_of(
+    module: Module,
+    loss: Callable[..., Tree] | None,
+    at_end: Callable[[], None] = lambda: None,
+    noted: ReadNames | None = None,
+) -> Module:
+    """A module whose forward is the step, and returns a scalar loss. at_end: called when it is made. noted: what is
+    read of the module's Python state is added to it."""
+    import torch
+
+    class Step(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = module
+            self.training = module.training  # its parts keep their own modes: a frozen norm is in eval
+
+        def forward(self, *batch: Tree) -> Tensor:
+            noting = contextlib.nullcontext() if noted is None else reads_noted(noted, self.module)
+            with assignments_in_place(self.module), noting:
+                made = self.loss(*batch)
+            at_end()
+            return made
+
+        def loss(self, *batch: Tree) -> Tensor:
+            if loss is not None:
+                return _scalar(loss(self.module, *batch), "loss(module, *batch)")
+            (one,) = batch if len(batch) == 1 else (batch,)
+            if isinstance(one, Mapping):
+                out = self.module(**one)
+            else:
+                out = self.module(*one) if isinstance(one, (tuple, list)) else self.module(one)
+            return _scalar(out, type(module).__name__)
+
+    return Step()
+
+
+def _asks(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree]) -> bool:
+    """Whether a loss calls its first argument, or reads an attribute that a module has. A criterion does neither."""
+
+    class Asked(Exception):
+        pass
+
+    class Probe:
+        def __call__(self, *given: object, **named: object) -> object:
+            raise Asked
+
+        def __getattr__(self, name: str) -> object:
+            getattr(module, name)
+            raise Asked
+
+    try:
+        loss(Probe(), *batch)
+    except Asked:
+        return True
+    except Exception:
+        return False
+    return True
+
+
+def _scalar(out: Tree, what: str) -> Tensor:
+    """The loss in what a module returns: a scalar, the first of a tuple, or what is called loss (transformers)."""
+    import torch
+
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
+    found = found[0] if isinstance(found, (tuple, list)) and found else found
+    if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
+        return found.reshape(())
+    got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(out).__name__
+    raise PaseError(
+        f"{what} returns {got}: pase needs a scalar loss. Give one with pase.compile(module, batch, loss=lambda "
+        f"module, batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
+    )
+
+
+def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
+    """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
+    out: list[Block] = []
+    before: object = None
+    for i, n in enumerate(nodes):
+        mark = (n.meta.get("custom") or {}).get(AGAIN)
+        if mark is None and n.target is operator.getitem:
+            mark = before
+        if mark is not None and mark == before:
+            out[-1] = Block(prefix="", start=out[-1].start, stop=i + 1)
+        elif mark is not None:
+            out.append(Block(prefix="", start=i, stop=i + 1))
+        before = mark
+    return tuple(out)
+
+
+def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
+    """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive.
+
+    watched: whether gradients are on around it. PyTorch's decomposition forgets where they were off, and parameters
+    would get gradients that they do not have: nodes are marked instead.
+    """
+    import torch
+
+    ops = torch.ops.higher_order
+    at = {ops.wrap_with_set_grad_enabled: 1, ops.wrap_with_autocast: 4}
+    for node in graph_module.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not watched:
+            unwatch(node)
+        which = at.get(node.target)
+        if which is not None:
+            inner = getattr(graph_module, node.args[which].target)
+            switched = node.target is ops.wrap_with_set_grad_enabled
+            _by_node(inner, bool(node.args[0]) if switched else watched)
+            inner.forward = torch.fx.Interpreter(inner).run
+
+
+def _described(
+    exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: ReadSettings
+) -> TorchProgram:
+    from torch.export.graph_signature import InputKind, OutputKind
+
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    inputs: dict[str, str] = {}
+    constants: dict[str, Tensor] = {}
+    for spec in exported.graph_signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        path = (spec.target or "").removeprefix(_INSIDE)
+        if spec.kind is InputKind.PARAMETER:
+            parameters[name] = first[path][0]
+        elif spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+            buffers[name] = first.get(path, (path, False))[0]
+            if spec.kind is InputKind.CONSTANT_TENSOR:
+                constants[path] = exported.constants[spec.target]
+        elif spec.kind is InputKind.USER_INPUT:
+            inputs[name] = name.removeprefix("batch_").removeprefix("0_")
+    written: dict[str, str] = {}
+    losses: list[str] = []
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind in (OutputKind.PARAMETER_MUTATION, OutputKind.BUFFER_MUTATION):
+            path = (spec.target or "").removeprefix(_INSIDE)
+            path, trained = first.get(path, (path, False))
+            if trained:
+                raise PaseError(
+                    f"the step writes the parameter '{path}', which it trains: write it behind the optimizer's update, "
+                    f"outside of forward"
+                )
+            written[spec.arg.name] = path
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            losses.append(spec.arg.name)
+    state = {name: path for name, path in parameters.items() if path in set(written.values())}
+    parameters = {name: path for name, path in parameters.items() if name not in state}
+    buffers |= state  # what is written and not trained, such as the weights of a momentum encoder
+    of_data = data_written(exported.graph, written, buffers, (*parameters, *inputs))
+    read = set(parameters.values())
+    return TorchProgram(
+        graph=exported.graph_module,
+        parameters=parameters,
+        buffers=buffers,
+        frozen=frozenset(path for path, needs in first.values() if not needs),
+        mutated={n: path for n, path in written.items() if n in of_data},
+        counters={n: path for n, path in written.items() if n not in of_data},
+        constants=constants,
+        inputs=inputs,
+        losses=tuple(losses),
+        order=tuple(dict.fromkeys(path for path, _ in first.values() if path in read)),
+        settings=settings,
+    )

@@ -1,0 +1,328 @@
+"""One rule per ATen op: which loop nests it is. This file has the table of rules, what is done point by point, and
+reductions.
+
+A rule takes a ``TorchCall`` (``values``) and returns the op's values. Rules are by the op's name, whatever its
+overload; shapes and dtypes of the results are those that PyTorch found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pase.frontends.common.slicing import join
+from pase.frontends.common.values import Value
+from pase.frontends.torch.values import TorchCall
+from pase.ir import functions
+from pase.ir.functions import FUNCTIONS, Function
+from pase.ops import composites, nests
+from pase.ops.activations import ACTIVATIONS
+from pase.registry import Registry
+
+__all__ = ["POINTWISE", "RULES", "TorchRule", "lowers"]
+
+TorchRule = Callable[[TorchCall], "Value | Sequence[Value | None]"]
+RULES: Registry[TorchRule] = Registry("rule for ATen op", package="pase.frontends.torch", prefix="rules")
+lowers = RULES.register
+"""Op (with "namespace::" before it where that is not aten) -> rule."""
+
+POINTWISE = {
+    "add": "add",
+    "sub": "sub",
+    "rsub": "sub",
+    "mul": "mul",
+    "neg": "neg",
+    "abs": "abs",
+    "sign": "sign",
+    "sgn": "sign",
+    "maximum": "max",
+    "minimum": "min",
+    "fmax": "max",
+    "fmin": "min",
+    "clamp": "clamp",
+    "hardtanh": "clamp",
+    "clamp_min": "max",
+    "clamp_max": "min",
+    "exp": "exp",
+    "exp2": "exp2",
+    "expm1": "expm1",
+    "log": "log",
+    "log2": "log2",
+    "log10": "log",
+    "log1p": "log1p",
+    "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
+    "reciprocal": "reciprocal",
+    "sin": "sin",
+    "cos": "cos",
+    "tan": "tan",
+    "sinh": "sinh",
+    "cosh": "cosh",
+    "asin": "asin",
+    "acos": "acos",
+    "atan": "atan",
+    "asinh": "asinh",
+    "acosh": "acosh",
+    "atanh": "atanh",
+    "atan2": "atan2",
+    "erf": "erf",
+    "erfc": "erfc",
+    "erfinv": "erf_inv",
+    "lgamma": "lgamma",
+    "digamma": "digamma",
+    "xlogy": "xlogy",
+    "floor": "floor",
+    "ceil": "ceil",
+    "round": "round",
+    "trunc": "floor",
+    "fmod": "rem",
+    "remainder": "rem",
+    "floor_divide": "floor",
+    "eq": "eq",
+    "ne": "ne",
+    "lt": "lt",
+    "le": "le",
+    "gt": "gt",
+    "ge": "ge",
+    "isnan": "is_nan",
+    "isinf": "is_inf",
+    "isfinite": "is_finite",
+    "logical_and": "all_of",
+    "logical_or": "any_of",
+    "logical_not": "is_false",
+    "logical_xor": "ne",
+    "bitwise_and": "and",
+    "bitwise_or": "or",
+    "bitwise_xor": "xor",
+    "bitwise_not": "not",
+    "__and__": "and",
+    "__or__": "or",
+    "__xor__": "xor",
+    "__lshift__": "shift_left",
+    "__rshift__": "shift_right",
+    "bitwise_left_shift": "shift_left",
+    "bitwise_right_shift": "shift_right",
+    "where": "select",
+    "real": "real",
+    "imag": "imag",
+    "conj": "conj",
+    "_conj": "conj",
+    "complex": "complex",
+    "detach": "stop_gradient",
+}
+"""Ops that are one function, point by point, of operands that broadcast -> the function (``pase.ir.functions``)."""
+
+_ACTIVATIONS = {
+    "relu": "relu",
+    "relu6": "relu6",
+    "leaky_relu": "leaky_relu",
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+    "elu": "elu",
+    "selu": "selu",
+    "celu": "celu",
+    "softplus": "softplus",
+    "silu": "silu",
+    "mish": "mish",
+    "hardsigmoid": "hard_sigmoid",
+    "hardswish": "hard_silu",
+}
+
+
+def _elementwise(function: Function, c: TorchCall) -> Value:
+    scaled = c.arg("alpha", 1) != 1
+    return c.pointwise(function, flops=function.flops + 1.0 if scaled else None)
+
+
+for _op, _name in POINTWISE.items():
+    RULES.add(_op, partial(_elementwise, FUNCTIONS[_name]))
+
+
+@lowers("div", "true_divide")
+def _div(c: TorchCall) -> Value:
+    """Rounded, it has no gradient."""
+    return c.pointwise(functions.DIV if c.arg("rounding_mode") is None else FUNCTIONS["floor"])
+
+
+@lowers("pow", "float_power")
+def _pow(c: TorchCall) -> Value:
+    power = c.arg("exponent")
+    if isinstance(power, (int, float)):
+        known = {
+            2.0: functions.SQUARE,
+            0.5: functions.SQRT,
+            -0.5: functions.RSQRT,
+            -1.0: functions.RECIPROCAL,
+        }
+        whole = functions.INTEGER_POW if float(power).is_integer() else functions.POW
+        return c.pointwise(known.get(float(power), whole))
+    return c.pointwise(functions.POW)
+
+
+@lowers("square")
+def _square(c: TorchCall) -> Value:
+    return c.pointwise(functions.SQUARE)
+
+
+@lowers("masked_fill")
+def _masked_fill(c: TorchCall) -> Value:
+    return c.pointwise(functions.SELECT, [c.x("mask"), c.x()])
+
+
+@lowers("tril", "triu")
+def _triangle(c: TorchCall) -> Value:
+    """A value or zero, by the positions in the last two dims."""
+    return c.pointwise(functions.SELECT, [c.x()])
+
+
+@lowers("_to_copy", "to", "type_as")
+def _cast(c: TorchCall) -> Value:
+    x = c.x()
+    return x if c.out()[1] == x.dtype else c.pointwise(functions.CAST, [x])
+
+
+@lowers("view_as_complex")
+def _complex(c: TorchCall) -> Value:
+    """The last dim, of two numbers, becomes one number."""
+    x = c.x()
+    return _over(c, FUNCTIONS["complex"], x, [len(x.shape) - 1], keep=False, combines=False)
+
+
+@lowers("view_as_real")
+def _pairs(c: TorchCall) -> Value:
+    x = c.x()
+    parts = [c.elementwise([x], FUNCTIONS[name], dtype=c.out()[1]) for name in ("real", "imag")]
+    return join(c, [c.reshape(v, (*x.shape, 1)) for v in parts], len(x.shape))
+
+
+def activation(c: TorchCall, name: str, x: Value) -> Value:
+    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
+
+
+@lowers(*_ACTIVATIONS)
+def _activation(c: TorchCall) -> Value:
+    return activation(c, _ACTIVATIONS[c.op], c.x())
+
+
+@lowers("gelu")
+def _gelu(c: TorchCall) -> Value:
+    return activation(c, "gelu_tanh" if c.arg("approximate", "none") == "tanh" else "gelu", c.x())
+
+
+# Reductions.
+
+
+_REDUCE: dict[str, tuple[str, str | None]] = {
+    "sum": ("reduce_sum", None),
+    "mean": ("reduce_sum", "div"),
+    "amax": ("reduce_max", None),
+    "amin": ("reduce_min", None),
+    "any": ("reduce_or", None),
+    "all": ("reduce_and", None),
+}
+"""op -> the function over the dims, and that of what comes out."""
+
+
+def _over(
+    c: TorchCall, function: Function, x: Value, axes: Sequence[int], keep: bool, combines: bool = True
+) -> Value:
+    if not x.shape:
+        return x
+    (out,) = nests.reduce(c.b, function, [c.tensor(x)], axes, [c.out()[1]], keepdims=keep, combines=combines)
+    return c.value(out)
+
+
+@lowers(*_REDUCE)
+def _reduce(c: TorchCall) -> Value:
+    over, after = _REDUCE[c.op]
+    x = c.x()
+    made = _over(c, FUNCTIONS[over], x, c.dims("dim", len(x.shape)), bool(c.arg("keepdim", False)))
+    return made if after is None else c.elementwise([made], FUNCTIONS[after])
+
+
+@lowers("prod", "max", "min", "argmax", "argmin")
+def _extreme(c: TorchCall) -> Value | Sequence[Value]:
+    """Over all dims, or over one: max and min then also return the index. Two tensors: the elementwise max or min."""
+    x = c.x()
+    if c.opt("other") is not None:
+        return c.pointwise(FUNCTIONS[c.op])
+    keep, axes = bool(c.arg("keepdim", False)), c.dims("dim", len(x.shape))
+    name = c.op if c.op.startswith("arg") else f"reduce_{c.op}"
+    made = _over(c, FUNCTIONS[name], x, axes, keep, combines=not c.op.startswith("arg"))
+    if len(c.outs) == 1:
+        return made
+    (where,) = nests.reduce(
+        c.b, FUNCTIONS[f"arg{c.op}"], [c.tensor(x)], axes, ["int64"], keepdims=keep, combines=False
+    )
+    return [made, c.value(where)]
+
+
+@lowers("var", "std", "var_mean", "std_mean")
+def _variance(c: TorchCall) -> Value | Sequence[Value]:
+    x = c.x()
+    axes = c.dims("dim", len(x.shape))
+    centre = composites.mean(c.b, c.tensor(x), axes)
+    square = composites.apply(
+        c.b, functions.SQUARE, composites.apply(c.b, functions.SUB, c.tensor(x), centre)
+    )
+    spread = c.value(composites.mean(c.b, square, axes))
+    if c.op.startswith("std"):
+        spread = c.elementwise([spread], functions.SQRT)
+    spread = c.reshape(spread, c.shape_out)
+    return [spread, c.reshape(c.value(centre), c.shape_out)] if c.op.endswith("mean") else spread
+
+
+@lowers("logsumexp")
+def _logsumexp(c: TorchCall) -> Value:
+    x = c.tensor(c.x())
+    axes = c.dims("dim", len(x.shape))
+    top = composites.apply(
+        c.b,
+        functions.STOP_GRADIENT,
+        nests.reduce(c.b, functions.REDUCE_MAX, [x], axes, [x.dtype], keepdims=True)[0],
+    )
+    e = composites.apply(c.b, functions.EXP, composites.apply(c.b, functions.SUB, x, top))
+    (total,) = nests.reduce(c.b, functions.SUM, [e], axes, [x.dtype], keepdims=True)
+    log = composites.apply(c.b, functions.LOG, total)
+    return c.reshape(c.value(composites.apply(c.b, functions.ADD, log, top)), c.shape_out)
+
+
+@lowers("softmax", "_softmax", "log_softmax", "_log_softmax")
+def _softmax(c: TorchCall) -> Value:
+    x = c.x()
+    if not x.shape:
+        return c.pointwise(functions.EXP)
+    if c.out()[1] != x.dtype:
+        x = c.elementwise([x], functions.CAST, dtype=c.out()[1])
+    make = composites.log_softmax if "log" in c.op else composites.softmax
+    return c.value(make(c.b, c.tensor(x), c.dims("dim", len(x.shape))))
+
+
+_SEQUENTIAL = {
+    "cumsum": "cumsum",
+    "cumprod": "cumprod",
+    "cummax": "cummax",
+    "cummin": "cummin",
+    "logcumsumexp": "cumlogsumexp",
+    "sort": "sort",
+    "argsort": "argsort",
+    "topk": "top_k",
+    "kthvalue": "top_k",
+    "median": "sort",
+    "multinomial": "random",
+}
+"""What goes along a dim in order."""
+
+
+@lowers(*_SEQUENTIAL)
+def _sequential(c: TorchCall) -> Sequence[Value]:
+    x = c.x()
+    if not x.shape or len(c.shape_out) != len(x.shape):
+        made = nests.opaque(c.b, c.op, [c.tensor(x)], [s for s in c.outs if s], flops=20.0 * x.elements)
+        return [c.value(t) for t in made]
+    axis = c.axis(c.arg("dim", -1), len(x.shape))
+    made = nests.sequential(
+        c.b, FUNCTIONS[_SEQUENTIAL[c.op]], [c.tensor(x)], axis, [s for s in c.outs if s], name=c.op
+    )
+    return [c.value(t) for t in made]

@@ -1,0 +1,448 @@
+"""ATen: products, convolutions, pooling, normalization, attention, lookups in tables, dropout and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from pase.frontends.common.products import einsum, matmul
+from pase.frontends.common.slicing import take
+from pase.frontends.common.values import Value
+from pase.frontends.torch.rules import activation, lowers
+from pase.frontends.torch.values import TorchCall
+from pase.ir import functions
+from pase.ir.functions import FUNCTIONS
+from pase.ops import composites, nests, windows
+from pase.ops.attention import attention
+
+__all__: list[str] = []
+
+
+# Products.
+
+
+def _times(c: TorchCall, x: Value, w: Value) -> Value:
+    """x [... k] times w [n k], transposed as linear layers store it."""
+    rank = len(x.shape)
+    return c.value(nests.contract(c.b, c.tensor(x), c.tensor(w), ([rank - 1], [len(w.shape) - 1])))
+
+
+@lowers("linear")
+def _linear(c: TorchCall) -> Value:
+    x, bias = c.x("input"), c.opt("bias")
+    out = _times(c, c.unmerged(x), c.x("weight"))
+    if bias is not None:
+        out = c.elementwise([out, bias], functions.ADD)
+    return c.reshape(out, c.shape_out)
+
+
+@lowers("matmul", "mm", "bmm", "mv", "dot")
+def _matmul(c: TorchCall) -> Value:
+    x, y = (v for v in c.values)
+    return c.reshape(matmul(c, x, y, c.out()[1]), c.shape_out)
+
+
+@lowers("addmm", "baddbmm", "addmv")
+def _addmm(c: TorchCall) -> Value:
+    """A product and what is added to it, each perhaps times a number."""
+    added, x, y = c.values
+    out = matmul(c, x, y, c.out()[1])
+    if x.note[:1] == ("view",) and out.note[:1] == ("view",) and len(added.shape) == 1:
+        out = out.note[1]  # as the product was made, its rows not merged
+    if c.arg("alpha", 1) != 1:
+        out = c.elementwise([out], functions.MUL)
+    flops = 1.0 if c.arg("beta", 1) == 1 else 2.0
+    return c.reshape(c.elementwise([out, added], functions.ADD, flops=flops), c.shape_out)
+
+
+@lowers("einsum")
+def _einsum(c: TorchCall) -> Value:
+    return einsum(c, c.arg("equation"), c.values)
+
+
+@lowers("_fft_c2c", "_fft_r2c", "_fft_c2r")
+def _fft(c: TorchCall) -> Value:
+    """The dims before those that are transformed may be split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    x, (shape, dtype) = c.x(), c.out()
+    dims = c.dims("dim", len(x.shape))
+    lead = min(dims, default=len(x.shape))
+    flops = 5.0 * math.log2(math.prod(x.shape[d] for d in dims)) * math.prod(x.shape[lead:])
+    made = nests.batched(
+        c.b, "fft", [c.tensor(x)], [(shape, dtype)], lead, flops=flops, function=functions.FFT
+    )
+    return c.value(made[0])
+
+
+@lowers("_grouped_mm", "transformers::grouped_mm_fallback")
+def _grouped(c: TorchCall) -> Value:
+    """Rows in groups, each group times its own weights. The number of rows in a group is known only at run time."""
+    x, w = c.values[:2]
+    ends = c.opt("offs")
+    if (len(x.shape), len(w.shape)) != (2, 3) or ends is None:
+        raise c.fail(f"pase does not read groups of {list(x.shape)} and of {list(w.shape)}")
+    if c.opt("bias") is not None:
+        raise c.fail("pase does not read a bias of groups: add it to the result by each row's group")
+    rows, weights, until = c.tensors(x, w, ends)
+    return c.value(nests.grouped_product(c.b, rows, weights, 1, 1, 0, c.out()[1], ends=until))
+
+
+@lowers("scaled_dot_product_attention")
+def _attention(c: TorchCall) -> Value:
+    """One op: of queries, keys and values [batch, heads, positions, width] the scores are not kept."""
+    q, k, v = (c.x(n) for n in ("query", "key", "value"))
+    lead = q.shape[:-3]
+    if len(q.shape) != 4:  # [positions, width], or several batch dims
+        q, k, v = (_four(c, t) for t in (q, k, v))
+    beside = []
+    if (mask := c.opt("attn_mask")) is not None and mask.note != ("filled",):
+        if len(mask.shape) > 4:
+            mask = c.reshape(mask, (math.prod(mask.shape[: len(lead)]), *mask.shape[len(lead) :]))
+        beside.append(c.tensor(c.reshape(mask, (*[1] * (4 - len(mask.shape)), *mask.shape))))
+    causal = bool(c.arg("is_causal", False))
+    turned = all(t.note[:1] == ("transposed",) and t.note[2] == _HEADS_FIRST for t in (q, k, v))
+    if turned:  # as the projections made them
+        q, k, v = (t.note[1] for t in (q, k, v))
+    order = (0, 1, 2, 3) if turned else (0, 2, 1, 3)
+    out = c.value(attention(c.b, c.tensor(q), c.tensor(k), c.tensor(v), beside, causal=causal, order=order))
+    out = c.transpose(out, _HEADS_FIRST) if turned else out
+    return out if out.shape == c.shape_out else c.reshape(out, c.shape_out)
+
+
+_HEADS_FIRST = [0, 2, 1, 3]
+"""From [batch, positions, heads, width], and back."""
+
+
+def _four(c: TorchCall, v: Value) -> Value:
+    full = (*[1] * max(0, 3 - len(v.shape)), *v.shape)
+    return c.reshape(v, (math.prod(full[:-3]), *full[-3:]))
+
+
+# Convolutions and pools. Dims are [batch, channels, space ...].
+
+
+def _space(c: TorchCall, x: Value, rank: int) -> Value:
+    """x with a batch dim, which one example lacks."""
+    return x if len(x.shape) == rank else c.reshape(x, (1, *x.shape))
+
+
+def _a_channel(c: TorchCall, v: Value, rank: int) -> Value:
+    """A value a channel, to broadcast against [n c ...]."""
+    return c.reshape(v, (v.elements, *[1] * (rank - 2)))
+
+
+@lowers(
+    "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"
+)
+def _convolution(c: TorchCall) -> Value:
+    w, bias = c.x("weight"), c.opt("bias")
+    rank, n, groups = len(w.shape), len(w.shape) - 2, c.arg("groups", 1)
+    x = _space(c, c.x("input"), rank)
+    shape = c.shape_out if len(c.shape_out) == rank else (1, *c.shape_out)
+    strides, dilation = c.ints("stride", n, [1] * n), c.ints("dilation", n, [1] * n)
+    dims = tuple(range(2, rank))
+    turned = "transpose" in c.op or bool(c.arg("transposed", False))
+    pads = _padding(c, [(k - 1) * d for k, d in zip(w.shape[2:], dilation, strict=True)])
+    if turned:  # elements of the result that are left out at its ends
+        pads = [(k - 1) * d - pad for k, d, pad in zip(w.shape[2:], dilation, pads, strict=True)]
+    if (
+        turned and groups > 1
+    ):  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
+        per = w.shape[0] // groups
+        w = c.transpose(c.reshape(w, (groups, per, *w.shape[1:])), [0, 2, 1, *range(3, rank + 1)])
+        w = c.reshape(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
+    out = c.value(
+        windows.conv(
+            c.b,
+            c.tensor(x),
+            c.tensor(w),
+            shape,
+            c.out()[1],
+            x_dims=(0, 1, dims),
+            w_dims=(1, 0, dims) if turned and groups == 1 else (0, 1, dims),
+            out_dims=(0, 1, dims),
+            strides=[1] * n if turned else strides,
+            dilation=dilation,
+            padding=pads,
+            input_dilation=strides if turned else (),
+            groups=groups,
+        )
+    )
+    if bias is not None:
+        out = c.elementwise([out, _a_channel(c, bias, rank)], functions.ADD)
+    return c.reshape(out, c.shape_out)
+
+
+def _padding(c: TorchCall, overlap: Sequence[int]) -> list[int]:
+    """Elements in front of each dim; of a convolution whose windows overlap so, "same" puts the odd one behind."""
+    told = c.arg("padding", 0)
+    if isinstance(told, str):
+        return [n // 2 if told == "same" else 0 for n in overlap]
+    return c.ints("padding", len(overlap), [0] * len(overlap))
+
+
+_POOLS = {"max_pool": functions.WINDOW_MAX, "avg_pool": functions.WINDOW_SUM}
+
+
+@lowers(
+    "max_pool1d",
+    "max_pool2d",
+    "max_pool3d",
+    "max_pool2d_with_indices",
+    "max_pool3d_with_indices",
+    "avg_pool1d",
+    "avg_pool2d",
+    "avg_pool3d",
+)
+def _pool(c: TorchCall) -> Sequence[Value]:
+    n = int(c.op[8])
+    x = _space(c, c.x(), n + 2)
+    kernel = c.ints("kernel_size", n)
+    strides, dilation = c.ints("stride", n, kernel), c.ints("dilation", n, [1] * n)
+    shape = (*x.shape[:2], *c.shape_out[-n:])
+    made = windows.window_reduce(
+        c.b,
+        _POOLS[c.op[:8]],
+        c.tensor(x),
+        shape,
+        [1, 1, *kernel],
+        [1, 1, *strides],
+        [0, 0, *c.ints("padding", n, [0] * n)],
+        [1, 1, *dilation],
+    )
+    out = c.value(made)
+    if c.op.startswith("avg"):
+        out = c.elementwise([out], functions.DIV)
+    found = c.reshape(out, c.shape_out)
+    return [found, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
+
+
+@lowers(
+    "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d",
+    "adaptive_avg_pool3d",
+    "_adaptive_avg_pool2d",
+    "_adaptive_avg_pool3d",
+    "adaptive_max_pool1d",
+    "adaptive_max_pool2d",
+    "adaptive_max_pool3d",
+)
+def _adaptive(c: TorchCall) -> Sequence[Value]:
+    """To a given number of elements per dim. One: mean or maximum over space; else windows that may overlap by one."""
+    n = int(c.op[c.op.index("pool") + 4])
+    x, largest = c.x(), "max" in c.op
+    rank, sizes = len(x.shape), c.shape_out[-n:]
+    if set(sizes) == {1}:
+        function = functions.REDUCE_MAX if largest else functions.SUM
+        axes = list(range(rank - n, rank))
+        made = nests.reduce(c.b, function, [c.tensor(x)], axes, [x.dtype], keepdims=True)[0]
+    else:
+        ways = [-(-s // t) for s, t in zip(x.shape[-n:], sizes, strict=True)]
+        steps = [max(s // t, 1) for s, t in zip(x.shape[-n:], sizes, strict=True)]
+        front = [1] * (rank - n)
+        made = windows.window_reduce(
+            c.b,
+            _POOLS["max_pool" if largest else "avg_pool"],
+            c.tensor(x),
+            c.shape_out,
+            [*front, *ways],
+            [*front, *steps],
+            [0] * rank,
+        )
+    out = c.value(made) if largest else c.elementwise([c.value(made)], functions.DIV)
+    return [out, *(c.nothing(*s) for s in c.outs[1:] if s is not None)]
+
+
+# Normalization.
+
+
+def _affine(c: TorchCall, x: Value, scale: Value | None, shift: Value | None) -> Value:
+    if scale is not None:
+        x = c.elementwise([x, scale], functions.MUL)
+    return x if shift is None else c.elementwise([x, shift], functions.ADD)
+
+
+@lowers("layer_norm", "native_layer_norm", "rms_norm")
+def _layer_norm(c: TorchCall) -> Sequence[Value]:
+    x = c.x("input")
+    axes = list(range(len(x.shape) - len(c.arg("normalized_shape")), len(x.shape)))
+    if c.op == "rms_norm":
+        y, inverse = (c.value(t) for t in composites.rms_normalize(c.b, c.tensor(x), axes))
+        return [_affine(c, y, c.opt("weight"), None), inverse]
+    found = composites.normalize(c.b, c.tensor(x), axes)
+    out = _affine(c, c.value(found.value), c.opt("weight"), c.opt("bias"))
+    return [out, c.value(found.mean), c.value(found.inverse)]
+
+
+@lowers("group_norm", "native_group_norm", "instance_norm")
+def _group_norm(c: TorchCall) -> Sequence[Value]:
+    x = c.x("input")
+    rank, channels = len(x.shape), x.shape[1]
+    groups = channels if c.op == "instance_norm" else c.arg("num_groups") or c.arg("group")
+    cut = c.reshape(x, (x.shape[0], groups, channels // groups, *x.shape[2:]))
+    found = composites.normalize(c.b, c.tensor(cut), list(range(2, rank + 1)))
+    scale, shift = (None if v is None else _a_channel(c, v, rank) for v in (c.opt("weight"), c.opt("bias")))
+    out = _affine(c, c.reshape(c.value(found.value), x.shape), scale, shift)
+    two = (x.shape[0], groups)
+    return [out, c.reshape(c.value(found.mean), two), c.reshape(c.value(found.inverse), two)]
+
+
+@lowers(
+    "batch_norm",
+    "_native_batch_norm_legit_functional",
+    "_native_batch_norm_legit",
+    "native_batch_norm",
+    "_native_batch_norm_legit_no_training",
+)
+def _batch_norm(c: TorchCall) -> Sequence[Value]:
+    """In training by the batch's mean and variance, which also update the running ones; else by the running ones."""
+    x = c.x("input")
+    rank = len(x.shape)
+    scale, shift, mean, variance = (
+        None if v is None else _a_channel(c, v, rank)
+        for v in (c.opt(n) for n in ("weight", "bias", "running_mean", "running_var"))
+    )
+    if c.arg("training", False) or mean is None or variance is None:
+        found = composites.normalize(c.b, c.tensor(x), [i for i in range(rank) if i != 1])
+        out, own = c.value(found.value), [c.value(found.mean), c.value(found.inverse)]
+        pairs = [(mean, found.mean), (variance, found.variance)] if len(c.outs) > 3 else []
+        new = [_running(c, old, c.value(now)) for old, now in pairs if old is not None]
+    else:
+        out = c.value(composites.rescale(c.b, c.tensor(x), c.tensor(mean), c.tensor(variance)))
+        own, new = [], []
+    flat = [c.reshape(v, (x.shape[1],)) for v in (*own, *new)]
+    rest = [c.nothing(*s) for s in c.outs[1 + len(flat) :] if s is not None]
+    return [_affine(c, out, scale, shift), *flat, *rest]
+
+
+def _running(c: TorchCall, old: Value, now: Value) -> Value:
+    """The running statistic with a part of the batch's own."""
+    return c.elementwise(
+        [c.elementwise([old], functions.MUL), c.elementwise([now], functions.MUL)], functions.ADD
+    )
+
+
+# Lookups, dropout, losses.
+
+
+@lowers("embedding")
+def _embedding(c: TorchCall) -> Value:
+    return take(c, c.x("weight"), c.x("indices"), 0)
+
+
+@lowers("native_dropout", "dropout", "feature_dropout", "alpha_dropout")
+def _dropout(c: TorchCall) -> Sequence[Value]:
+    """A random mask, and what it leaves times a number."""
+    x = c.values[0]
+    if not c.arg("train", False) or c.arg("p", 0.0) == 0.0:
+        return [x, c.filled(x.shape, "bool")]
+    mask = nests.generate(c.b, functions.RANDOM, x.shape, "bool", name="dropout")
+    (out,) = nests.elementwise(c.b, functions.MUL, [c.tensor(x), mask], [x.dtype], flops=2.0)
+    return [c.value(out), c.value(mask)]
+
+
+@lowers(
+    "rand",
+    "randn",
+    "randint",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "bernoulli",
+    "normal",
+    "uniform",
+    "exponential",
+    "randperm",
+    "normal_functional",
+)
+def _random(c: TorchCall) -> Value:
+    return c.value(nests.generate(c.b, functions.RANDOM, *c.out(), name=c.op))
+
+
+@lowers(
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"
+)
+def _cross_entropy(c: TorchCall) -> Sequence[Value]:
+    """Scores [n c ...], or [c], and labels [n ...], or the classes' probabilities; classes are moved last, where a
+    lookup wants them. A mean is over the labels that count: those that are not ``ignore_index``."""
+    x, labels = c.x(), c.x("target")
+    if len(x.shape) == 1:
+        x, labels = c.reshape(x, (1, *x.shape)), c.reshape(labels, (1, *labels.shape))
+    rank = len(x.shape)
+    flat = _unflattened(x)
+    x = flat if flat is not x else c.transpose(x, [0, *range(2, rank), 1])
+    rank = len(x.shape)
+    labels = labels if "float" in labels.dtype else c.reshape(labels, x.shape[:-1])
+    logp = x
+    if c.op == "cross_entropy_loss":
+        logp = c.value(composites.log_softmax(c.b, c.tensor(x), [rank - 1]))
+    if "float" in labels.dtype:
+        moved = labels if flat is x else c.transpose(labels, [0, *range(2, rank), 1])
+        return [_of_probabilities(c, logp, c.reshape(moved, x.shape))]
+    losses = c.value(composites.cross_entropy(c.b, c.tensor(logp), c.tensor(labels)))
+    known = counts = c.elementwise([labels], FUNCTIONS["ne"])
+    if (weight := c.opt("weight")) is not None:
+        each = take(c, weight, labels, 0)
+        counts = c.elementwise([known, each], functions.SELECT, dtype=each.dtype)
+        losses = c.elementwise([losses, counts], functions.MUL)
+    if c.arg("label_smoothing", 0.0):
+        scores = logp if weight is None else c.elementwise([logp, weight], functions.MUL)
+        (every,) = nests.reduce(c.b, functions.SUM, [c.tensor(scores)], [rank - 1], [x.dtype])
+        parts = [c.elementwise([v], functions.MUL) for v in (losses, c.value(every))]
+        losses = c.elementwise(parts, functions.ADD)
+    losses = c.elementwise([known, losses], functions.SELECT, dtype=x.dtype)
+    how = c.arg("reduction", 1)
+    if how == 0:
+        return [c.reshape(losses, c.shape_out)]
+    axes = range(len(losses.shape))
+    (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(losses)], axes, [x.dtype])
+    (number,) = nests.reduce(c.b, functions.SUM, [c.tensor(counts)], axes, [x.dtype])
+    out = c.value(total)
+    if how == 1:
+        out = c.elementwise([out, c.value(number)], functions.DIV)
+    return [out, c.value(number)]
+
+
+def _unflattened(x: Value) -> Value:
+    """[b s c] where x is the [(b s) c] made of it, as most losses are written: examples and positions stay apart, and
+    may be split as the layers before split them."""
+    if len(x.shape) != 2 or x.note[:1] != ("view",):
+        return x
+    base: Value = x.note[1]
+    return base if len(base.shape) > 2 and base.shape[-1] == x.shape[-1] else x
+
+
+def _of_probabilities(c: TorchCall, logp: Value, target: Value) -> Value:
+    """The classes' log-probabilities, weighted."""
+    each = c.elementwise([logp, target], functions.MUL)
+    how, rank = c.arg("reduction", 1), len(logp.shape)
+    axes = [rank - 1] if how == 0 else range(rank)
+    out = c.value(nests.reduce(c.b, functions.SUM, [c.tensor(each)], axes, [logp.dtype])[0])
+    return c.elementwise([out], functions.DIV) if how == 1 else c.elementwise([out], functions.NEG)
+
+
+@lowers("mse_loss", "l1_loss")
+def _distance(c: TorchCall) -> Value:
+    x = c.elementwise([c.x(), c.x("target")], functions.SUB)
+    x = c.elementwise([x], functions.SQUARE if c.op == "mse_loss" else FUNCTIONS["abs"])
+    how = c.arg("reduction", 1)
+    if how == 0:
+        return x
+    (total,) = nests.reduce(c.b, functions.SUM, [c.tensor(x)], range(len(x.shape)), [x.dtype])
+    return c.elementwise([c.value(total)], functions.DIV) if how == 1 else c.value(total)
+
+
+@lowers("glu")
+def _glu(c: TorchCall) -> Value:
+    """One half times the sigmoid of the other."""
+    x = c.x()
+    axis = c.axis(c.arg("dim", -1), len(x.shape))
+    halves = [c.value(nests.part(c.b, "split", c.tensor(x), axis, 2)) for _ in range(2)]
+    return c.elementwise([halves[0], activation(c, "sigmoid", halves[1])], functions.MUL)
+
+
+@lowers("prelu")
+def _prelu(c: TorchCall) -> Value:
+    x, slope = c.x(), c.x("weight")
+    slope = _a_channel(c, slope, len(x.shape)) if slope.elements > 1 else slope
+    below = c.elementwise([x, slope], functions.MUL)
+    return c.elementwise([c.elementwise([x], FUNCTIONS["gt"]), below, x], functions.SELECT, dtype=x.dtype)

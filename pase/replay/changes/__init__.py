@@ -1,0 +1,1 @@
+"""Measured graphs with changes, and the optimizer that looks for them."""

@@ -1,0 +1,136 @@
+"""Peak memory of an iteration, from the allocator's events, and what recomputation or accumulation would make of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.replay.changes.coarse import FUSIBLE
+from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.measurement.model import Measured
+from pase.replay.simulation.simulate import replay_graph
+from pase.replay.simulation.steady import evaluate
+from pase.replay.types import COLLECTIVE, KINDS, on_stream
+
+__all__ = ["MemoryOption", "MemoryUse", "memory_options", "memory_use"]
+
+_KEPT = re.compile(r"(^|::)_?(mm|addmm|bmm|baddbmm|matmul|linear|conv\w*|\w*convolution\w*|\w*attention\w*)$")
+_FLOOR_NS = 2_000.0
+"""No device op gets shorter than this, however small its batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUse:
+    """Bytes on one rank. kept: share of the activations that matrix products and convolutions write."""
+
+    rank: int
+    peak_bytes: int
+    start_bytes: int
+    kept: float
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.peak_bytes - self.start_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryOption:
+    """A way to need less memory, with its predicted time and peak."""
+
+    name: str
+    iteration_ns: float
+    peak_bytes: int
+
+
+def memory_use(m: Measured) -> MemoryUse | None:
+    """The rank with the highest peak in the steady iterations; None where the trace has no memory events."""
+    t = m.timeline
+    events = np.flatnonzero(
+        (t["kind"] == KINDS.index("memory")) & (t["nbytes"] >= 0) & np.isin(t["iteration"], m.steady())
+    )
+    if not len(events):
+        return None
+    top = int(events[t["nbytes"][events].argmax()])
+    rank, iteration = int(t.rank_of[top]), int(t["iteration"][top])
+    mine = events[(t.rank_of[events] == rank) & (t["iteration"][events] == iteration)]
+    mine = mine[np.argsort(t["start_ns"][mine], kind="stable")]
+    growth = mine[: int(t["nbytes"][mine].argmax()) + 1]
+    change = np.diff(t["nbytes"][growth])
+    total = float(change.sum())
+    host = np.flatnonzero(
+        (t["kind"] == KINDS.index("host")) & (t.rank_of == rank) & (t["iteration"] == iteration)
+    )
+    heavy = np.array([bool(_KEPT.search(n)) for n in t.names], dtype=bool)[t["name"][host]]
+    host = host[heavy]
+    host = host[np.argsort(t["start_ns"][host], kind="stable")]
+    at = t["start_ns"][growth[1:]]
+    where = np.searchsorted(t["start_ns"][host], at, side="right") - 1
+    inside = (
+        (where >= 0) & (at <= t.end_ns[host[np.maximum(where, 0)]]) if len(host) else np.zeros(len(at), bool)
+    )
+    kept = float(change[inside].sum()) / total if total > 0 else 1.0
+    return MemoryUse(
+        rank=rank,
+        peak_bytes=int(t["nbytes"][top]),
+        start_bytes=int(t["nbytes"][mine[0]]),
+        kept=min(max(kept, 0.0), 1.0),
+    )
+
+
+def memory_options(g: DataflowGraph, use: MemoryUse) -> list[MemoryOption]:
+    """As it is, with recomputation (matrix products and convolutions kept), and with 2 to 8 accumulation steps."""
+    base = max(evaluate(g).values())
+    out = [MemoryOption(name="as it is", iteration_ns=base, peak_bytes=use.peak_bytes)]
+    again = _recomputed(g)
+    if again is not None:
+        peak = use.start_bytes + round(use.kept * use.activation_bytes)
+        out.append(
+            MemoryOption(name="recomputation", iteration_ns=max(evaluate(again).values()), peak_bytes=peak)
+        )
+    comm = g.kind == COLLECTIVE
+    device = on_stream(g.kind) & ~comm
+    for k in (2, 4, 8):
+        shrunk = np.where(
+            device, np.maximum(g.duration_ns / k, np.minimum(g.duration_ns, _FLOOR_NS)), g.duration_ns
+        )
+        whole = max(evaluate(replace(g, duration_ns=shrunk)).values())
+        silent = max(evaluate(replace(g, duration_ns=np.where(comm, 0.0, shrunk))).values())
+        peak = use.start_bytes + use.activation_bytes // k
+        out.append(
+            MemoryOption(
+                name=f"accumulation over {k}", iteration_ns=whole + (k - 1) * silent, peak_bytes=peak
+            )
+        )
+    return out
+
+
+def _recomputed(g: DataflowGraph) -> DataflowGraph | None:
+    """The graph with the light forward ops run again before backward begins; None where backward is not seen.
+
+    Backward begins where the main thread hands over to another one, as PyTorch's autograd does.
+    """
+    handed = np.flatnonzero(g.edge_kind == EDGES.index("handoff"))
+    if not len(handed):
+        return None
+    r = replay_graph(g)
+    duration = g.duration_ns.copy()
+    light = np.array([bool(FUSIBLE.search(n)) for n in g.names])[g.name]
+    for rank in g.ranks:
+        starts = [int(g.dst[e]) for e in handed if g.rank[g.dst[e]] == rank]
+        if not starts:
+            continue
+        begin = min(starts, key=lambda i: r.start_ns[i])
+        when = float(r.start_ns[begin])
+        launch = (g.edge_kind == EDGES.index("launch")) & (g.rank[g.dst] == rank) & light[g.dst]
+        forward = launch & (r.finish_ns[g.src] < when) & (g.kind[g.dst] != COLLECTIVE)
+        first = np.flatnonzero(
+            (g.edge_kind == EDGES.index("launch")) & (g.rank[g.dst] == rank) & (r.start_ns[g.src] >= when)
+        )
+        if not len(first):
+            continue
+        op = int(g.dst[first[np.argmin(r.start_ns[g.src[first]])]])
+        duration[op] += float(g.duration_ns[g.dst[forward]].sum())
+        duration[begin] += float(g.duration_ns[g.src[forward]].sum())
+    return replace(g, duration_ns=duration)

@@ -1,0 +1,107 @@
+"""Tracing a PyTorch program with its own profiler (Kineto), for ``pase.replay.collect.profiling``.
+
+One Chrome trace a process, with its devices' kernels where it has any; NCCL's and gloo's collectives are in it with
+their sizes. Iterations end with the first optimizer's step, unless the program marks them itself.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+__all__ = ["StepHook", "TorchTrace", "world"]
+
+_MARK = "ProfilerStep#"
+
+
+def world() -> tuple[int, int]:
+    """(rank, processes) of this process, by its process group, else by torchrun's environment."""
+    dist = sys.modules["torch"].distributed
+    if dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank()), int(dist.get_world_size())
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    return (int(rank), int(size)) if rank.isdigit() and size.isdigit() else (0, 1)
+
+
+class TorchTrace:
+    """Runs torch.profiler; ``mark`` begins an iteration, ``stop`` writes the trace to ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        torch = sys.modules["torch"]
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self.path = path
+        # Shapes give the bytes of collectives; stacks are the expensive part, and replay does not need them.
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        self._open: AbstractContextManager[object] | None = None
+        self._number = -1
+        self._profiler.start()
+
+    def mark(self, number: int) -> None:
+        """From here to the next mark, or to ``unmark``, is iteration ``number``."""
+        self.unmark()
+        self._number = number
+        opened = sys.modules["torch"].profiler.record_function(f"{_MARK}{number}")
+        opened.__enter__()
+        self._open = opened
+
+    def unmark(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+
+    def stop(self) -> None:
+        self._profiler.stop()
+        cut = self._number if self._open is not None else None
+        self.unmark()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self.path))
+        if cut is not None:
+            _rename(self.path, f'"{_MARK}{cut}"', '"after the last step"')
+
+
+def _rename(path: Path, old: str, new: str) -> None:
+    """What follows the last step is no iteration, and the profiler may have written it as one."""
+    fresh = path.with_name("renamed.gz")
+    with gzip.open(path, "rt", encoding="utf-8") as f, gzip.open(fresh, "wt", encoding="utf-8") as out:
+        for line in f:
+            out.write(line.replace(old, new))
+    fresh.replace(path)
+
+
+class StepHook:
+    """Calls ``then()`` after every step of the first optimizer that takes one, until remove()."""
+
+    _all: ClassVar[list[StepHook]] = []
+    _registered = False
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then, self._first = then, 0
+        StepHook._all.append(self)
+        if not StepHook._registered:
+            # Once and for good: PyTorch walks its hooks while they run, and they may not come and go meanwhile.
+            StepHook._registered = True
+            sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(_stepped)
+
+    def remove(self) -> None:
+        if self in StepHook._all:
+            StepHook._all.remove(self)
+
+    def after(self, optimizer: Optimizer) -> None:
+        self._first = self._first or id(optimizer)
+        if id(optimizer) == self._first:
+            self._then()
+
+
+def _stepped(optimizer: Optimizer, *_: object) -> None:
+    for hook in list(StepHook._all):
+        hook.after(optimizer)

@@ -1,0 +1,1 @@
+"""What traces say of a run: clocks, iterations, tasks, times."""

@@ -1,0 +1,153 @@
+"""One iteration of one rank as tasks with edges, from its events: launching threads, streams, waits, hand-offs.
+
+A CPU thread becomes a chain of tasks: the work between two driver calls, the call, the next work …; calls that
+neither launch nor wait (queries, polls) are part of the work. A blocked call becomes its wait (an edge from
+what it waits for) and its own work.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from pase.replay.measurement.handoff import add_handoffs, main_lane
+from pase.replay.measurement.tasks import RankProgram, Thread
+from pase.replay.measurement.waits import SYNC, WAIT, Launches, add_waits
+from pase.replay.types import KINDS, Mark, Timeline, on_stream
+
+__all__ = ["RankProgram", "extract"]
+
+HOST = KINDS.index("host")
+RUNTIME = KINDS.index("runtime")
+
+
+def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankProgram:
+    """The program of one rank and iteration. before: that of the iteration before, on whose ops this one may wait."""
+    p = RankProgram(rank=mark.rank, iteration=mark.iteration, zero_ns=mark.start_ns)
+    here = np.flatnonzero((t.rank_of == mark.rank) & (t["iteration"] == mark.iteration))
+    kind = t["kind"][here]
+    ops = here[on_stream(kind)]
+    ops = ops[np.argsort(t["start_ns"][ops], kind="stable")]
+    calls = here[(kind == RUNTIME)]
+    op_task = _device_tasks(t, p, ops, mark.start_ns)
+    of_op = _launched(t, ops)
+    threads = _threads(t, here, calls, of_op)
+    call_task, work_task = _host_tasks(t, p, threads, mark, of_op, ops)
+    add_handoffs(t, p, threads, call_task, work_task, mark)
+    launches = Launches(
+        threads=threads, ops=ops, task=op_task, of_call=of_op, call_task=call_task, work_task=work_task
+    )
+    add_waits(t, p, launches, before)
+    _previous_backlog(t, p, mark, ops)
+    return p
+
+
+def _launched(t: Timeline, ops: np.ndarray) -> dict[int, list[int]]:
+    """Correlation id → what that call launched, in time order: one op, or all ops of a CUDA graph."""
+    out: dict[int, list[int]] = {}
+    for i, c in enumerate(t["correlation"][ops].tolist()):
+        if c >= 0:
+            out.setdefault(c, []).append(i)
+    return out
+
+
+def _device_tasks(t: Timeline, p: RankProgram, ops: np.ndarray, zero: int) -> list[int]:
+    seen: dict[tuple[str, int], int] = defaultdict(int)
+    lanes, names = t["lane"][ops].tolist(), t["name"][ops].tolist()
+    starts, ends = (t["start_ns"][ops] - zero).tolist(), (t.end_ns[ops] - zero).tolist()
+    kinds = t["kind"][ops].tolist()
+    out = []
+    for e, lane, name, s, f, k in zip(ops.tolist(), lanes, names, starts, ends, kinds, strict=True):
+        stream, text = t.lanes[lane].stream, t.names[name]
+        n = seen[(stream, name)] = seen[(stream, name)] + 1
+        out.append(p.task(("op", p.rank, stream, text, n), (t.lanes[lane].name, "stream"), text, k, s, f, e))
+    return out
+
+
+def _threads(t: Timeline, here: np.ndarray, calls: np.ndarray, of_op: dict[int, list[int]]) -> list[Thread]:
+    names = [bool(SYNC.search(n)) or bool(WAIT.search(n)) for n in t.names]
+    relevant = np.array(names, dtype=bool)[t["name"][calls]] if len(calls) else np.zeros(0, bool)
+    relevant |= np.fromiter(
+        (c in of_op for c in t["correlation"][calls].tolist()), dtype=bool, count=len(calls)
+    )
+    launching = {int(x) for x in np.unique(t["lane"][calls[relevant]])}
+    active = here[np.isin(t["kind"][here], (HOST, RUNTIME))]
+    out = []
+    for lane in sorted(launching):
+        mine = calls[relevant & (t["lane"][calls] == lane)]
+        mine = mine[np.argsort(t["start_ns"][mine], kind="stable")]
+        events = active[t["lane"][active] == lane]
+        busy = _merge(t["start_ns"][events], t.end_ns[events])
+        out.append(Thread(lane=lane, label="", calls=mine, busy=busy))
+    # Thread numbers differ between runs and ranks: name them by their share of calls, most first.
+    out.sort(key=lambda x: (-len(x.calls), int(t["start_ns"][x.calls[0]])))
+    return [Thread(lane=x.lane, label=f"thread {i}", calls=x.calls, busy=x.busy) for i, x in enumerate(out)]
+
+
+def _merge(start: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """Union of intervals, sorted, [k, 2]."""
+    if not len(start):
+        return np.zeros((0, 2), dtype=np.int64)
+    order = np.argsort(start, kind="stable")
+    s, reach = start[order], np.maximum.accumulate(end[order])
+    first = np.r_[True, s[1:] > reach[:-1]]
+    last = np.r_[first[1:], True]
+    return np.stack([s[first], reach[last]], axis=1)
+
+
+def _host_tasks(
+    t: Timeline,
+    p: RankProgram,
+    threads: list[Thread],
+    mark: Mark,
+    of_op: dict[int, list[int]],
+    ops: np.ndarray,
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Work and call tasks in a chain; call event → call task, and → the work task before it."""
+    call_task: dict[int, int] = {}
+    work_task: dict[int, int] = {}
+    main = main_lane(t, mark)
+    for thread in threads:
+        device = (thread.label, "thread")
+        seen: dict[str, int] = defaultdict(int)
+        owner = thread.lane == main
+        at = mark.start_ns if owner else int(thread.busy[0, 0])
+        previous = -1
+        for c in thread.calls.tolist():
+            text = t.names[int(t["name"][c])]
+            op = of_op.get(int(t["correlation"][c]))
+            label = text if op is None else f"{text} {t.names[int(t['name'][ops[op[0]]])]}"
+            n = seen[label] = seen[label] + 1
+            start, end = int(t["start_ns"][c]), int(t.end_ns[c])
+            key = (thread.label, p.rank, label, n)
+            s0 = mark.start_ns
+            work = p.task(("work", *key), device, f"before {text}", HOST, min(at, start) - s0, start - s0)
+            call = p.task(("call", *key), device, text, RUNTIME, start - s0, end - s0, c)
+            p.edge(previous, work, "program")
+            p.edge(work, call, "program")
+            if previous < 0 and owner:
+                p.root = work
+            work_task[c], call_task[c] = work, call
+            at, previous = end, call
+        stop = mark.end_ns if owner else int(thread.busy[-1, 1])
+        s0 = mark.start_ns
+        tail = p.task(
+            ("tail", thread.label, p.rank), device, "after the last call", HOST, at - s0, max(at, stop) - s0
+        )
+        p.edge(previous, tail, "program")
+        if owner:
+            p.tail = tail
+    return call_task, work_task
+
+
+def _previous_backlog(t: Timeline, p: RankProgram, mark: Mark, ops: np.ndarray) -> None:
+    earlier = on_stream(t["kind"]) & (t.rank_of == mark.rank)
+    if not len(ops):
+        return
+    mine = t["start_ns"][ops]
+    for lane in np.unique(t["lane"][ops]).tolist():
+        first = int(mine[t["lane"][ops] == lane].min())
+        before = earlier & (t["lane"] == lane) & (t["start_ns"] < first) & (t.end_ns > mark.start_ns)
+        if before.any():
+            p.busy_until[t.lanes[lane].name] = int(t.end_ns[before].max()) - mark.start_ns

@@ -1,0 +1,294 @@
+"""How long tasks and the lags between them take: medians over iterations, by task, never of a mixed pair."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.replay.graph import EDGES
+from pase.replay.measurement.tasks import RankProgram
+
+__all__ = ["UNSEEN_NS", "Edges", "RankTimes", "rank_times"]
+
+_E = {k: i for i, k in enumerate(EDGES)}
+_INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
+_DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_000.0}
+"""Seen on V100 and A100 traces; used only where a trace shows no instance."""
+_PLAIN_NS = 50_000.0
+"""A delay up to this needs no other cause than a launch, a stream or an event."""
+UNSEEN_NS = 1_000_000.0
+"""Delays past that are waits for something that the trace does not show; between threads, too."""
+_ALIKE = 0.9
+"""Iterations whose tasks overlap by less than this do not run the same program: their tasks are not paired."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Edges:
+    """Edges of a template as columns. carried: the source belongs to the iteration before."""
+
+    src: np.ndarray
+    dst: np.ndarray
+    kind: np.ndarray
+    carried: np.ndarray
+
+    def only(self, keep: np.ndarray) -> Edges:
+        return Edges(src=self.src[keep], dst=self.dst[keep], kind=self.kind[keep], carried=self.carried[keep])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankTimes:
+    """A rank's iteration as estimated: the tasks of ``template`` with durations, its edges with lags. Times in ns."""
+
+    template: RankProgram
+    duration: np.ndarray
+    own: np.ndarray
+    """What each task took in each of the iterations, float64 [iterations, tasks], NaN where one lacks it."""
+    numbers: tuple[int, ...]
+    """Which iterations these are: of the chosen ones those that run this program."""
+    edges: Edges
+    lag: np.ndarray
+    own_lag: np.ndarray
+    """The delay over each edge in each of the iterations where it is what bound the task, else ``lag``; float64
+    [iterations, edges]."""
+    plain_lag: np.ndarray
+    """The same without delays that some other iteration shows not to be needed: those had a cause that is not seen."""
+    release: np.ndarray
+    free: dict[str, float]
+
+
+def rank_times(
+    all_programs: dict[tuple[int, int], RankProgram],
+    wait_ns: dict[int, float],
+    measured_ns: dict[tuple[int, int], float],
+    rank: int,
+    chosen: Sequence[int],
+) -> RankTimes:
+    """Times of one rank from the ``chosen`` iterations; see ``model.estimate``."""
+    programs = [all_programs[(rank, i)] for i in chosen if (rank, i) in all_programs]
+    if not programs:
+        raise PaseError(f"rank {rank} has none of the iterations {list(chosen)}")
+    template, programs = _template(programs, measured_ns)
+    row = {k: i for i, k in enumerate(template.keys)}
+    n = len(row)
+    edges = _edges(template, programs, row)
+    start, end, own, before = (np.full((len(programs), n), np.nan) for _ in range(4))
+    apart = np.zeros((len(programs), len(edges.src)), dtype=bool)
+    for k, p in enumerate(programs):
+        to, of = _rows(p, row)
+        s, e = np.array(p.start, dtype=float), np.array(p.end, dtype=float)
+        work = e - s
+        for call, done in p.blocked.items():
+            work[call] = e[call] - max(done, s[call])
+        for i, event in enumerate(p.event):
+            if event in wait_ns:
+                work[i] -= wait_ns[event]
+        start[k, to], end[k, to], own[k, to] = s[of], e[of], work[of]
+        apart[k] = _not_in(p, row, n, edges)
+        # When the iteration before was done is where this one begins: known, whether or not it is predicted.
+        earlier = all_programs.get((rank, p.iteration - 1))
+        if earlier is not None and _alike(_ops(earlier), _ops(template)):
+            to, of = _rows(earlier, row)
+            before[k, to] = np.array(earlier.end, dtype=float)[of] + (earlier.zero_ns - p.zero_ns)
+    delay = start[:, edges.dst] - np.where(edges.carried, before[:, edges.src], end[:, edges.src])
+    late = end[:, edges.dst] - np.where(edges.carried, before[:, edges.src], end[:, edges.src])
+    keep = ~_contradicted(edges, delay, late)
+    edges, delay, apart = edges.only(keep), delay[:, keep], apart[:, keep]
+    delay = np.where(apart, np.nan, delay)
+    lag, happened, sample = _lags(template, start, delay, edges)
+    duration = _match_sums(template, np.maximum(_median(own), 0.0), own)
+    has_pred = np.zeros(n, dtype=bool)
+    has_pred[edges.dst[~edges.carried]] = True
+    release = np.where(has_pred, -np.inf, np.maximum(_median(start), 0.0))
+    streams = {d for d, k in template.device if k == "stream"}
+    return RankTimes(
+        template=template,
+        duration=duration,
+        own=own,
+        numbers=tuple(p.iteration for p in programs),
+        edges=edges,
+        lag=lag,
+        own_lag=np.where(np.isfinite(happened), happened, lag),
+        plain_lag=np.where(np.isfinite(sample), sample, lag),
+        release=release,
+        free={d: float(np.median([p.busy_until.get(d, 0) for p in programs])) for d in streams},
+    )
+
+
+def _template(
+    programs: list[RankProgram], measured_ns: dict[tuple[int, int], float]
+) -> tuple[RankProgram, list[RankProgram]]:
+    """The program with the most common set of tasks and the median length, and those that run the same one.
+
+    A task is told by its place among those of its name, so in an iteration with other ops the n-th is another one.
+    """
+    sets = [frozenset(p.keys) for p in programs]
+    common = Counter(sets).most_common(1)[0][0]
+    alike = [p for p, s in zip(programs, sets, strict=True) if s == common]
+    # What an iteration waits for in the one before is known of those that have one before.
+    alike = [p for p in alike if p.carried] or alike
+    alike.sort(key=lambda p: measured_ns[(p.rank, p.iteration)])
+    template = alike[(len(alike) - 1) // 2]
+    return template, [p for p in programs if _alike(_ops(p), _ops(template))]
+
+
+def _ops(p: RankProgram) -> frozenset[tuple[object, ...]]:
+    return frozenset(k for k in p.keys if k[0] == "op") or frozenset(p.keys)
+
+
+def _alike(a: frozenset[tuple[object, ...]], b: frozenset[tuple[object, ...]]) -> bool:
+    return len(a & b) >= _ALIKE * max(len(a), len(b))
+
+
+def _rows(p: RankProgram, row: dict[tuple[object, ...], int]) -> np.ndarray:
+    """Two rows: the template's tasks that ``p`` has, and which tasks of ``p`` they are."""
+    spot = [(row[key], i) for i, key in enumerate(p.keys) if key in row]
+    return np.array(spot, dtype=np.int64).reshape(-1, 2).T
+
+
+def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[object, ...], int]) -> Edges:
+    """The template's edges, and the waits that other iterations show: what had ended before leaves no sign."""
+    found = dict.fromkeys((a, b, k, 0) for (a, b), k in template.edges.items())
+    found |= dict.fromkeys((row[a], b, k, 1) for (a, b), k in template.carried.items() if a in row)
+    pairs = set(template.edges)
+    for p in programs:
+        place = [row.get(key, -1) for key in p.keys]
+        for (a, b), k in p.edges.items():
+            if k == _E["wait"] and place[a] >= 0 and place[b] >= 0 and (place[a], place[b]) not in pairs:
+                found[place[a], place[b], k, 0] = None
+        for (key, b), k in p.carried.items():
+            if key in row and place[b] >= 0:
+                found[row[key], place[b], k, 1] = None
+    every = np.array(list(found), dtype=np.int64).reshape(-1, 4)
+    return Edges(
+        src=every[:, 0], dst=every[:, 1], kind=every[:, 2].astype(np.uint8), carried=every[:, 3].astype(bool)
+    )
+
+
+def _not_in(p: RankProgram, row: dict[tuple[object, ...], int], n: int, edges: Edges) -> np.ndarray:
+    """Launch and stream edges that ``p`` lacks though it has both tasks: there they are other ops by the same name."""
+    place = np.full(len(p.keys) + 1, -1, dtype=np.int64)
+    to, of = _rows(p, row)
+    place[of] = to
+    mine = np.array(list(p.edges), dtype=np.int64).reshape(-1, 2)
+    known = (place[mine] >= 0).all(axis=1)
+    codes = place[mine[known, 0]] * n + place[mine[known, 1]]
+    bound = ~edges.carried & np.isin(edges.kind, (_E["launch"], _E["stream"]))
+    return bound & ~np.isin(edges.src * n + edges.dst, codes)
+
+
+def _median(x: np.ndarray) -> np.ndarray:
+    """Median of each column over its finite entries; every column has one."""
+    if len(x) == 1:
+        return x[0]
+    ordered = np.sort(x, axis=0)
+    count = np.isfinite(x).sum(axis=0)
+    at = np.arange(x.shape[1])
+    return 0.5 * (ordered[(count - 1) // 2, at] + ordered[count // 2, at])
+
+
+def _match_sums(p: RankProgram, duration: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Scale the work of each thread and stream so that its sum is the median of the measured sums.
+
+    Noise is skewed: a sum of medians lies below the median of sums, by percents on a launch-bound thread.
+    """
+    whole = np.isfinite(own).all(axis=0)
+    device = _numbered(p.device)
+    out = duration.copy()
+    for d in np.unique(device):
+        mine = whole & (device == d)
+        total = float(duration[mine].sum())
+        if total > 0 and len(own) > 1:
+            target = float(np.median(np.maximum(own[:, mine], 0.0).sum(axis=1)))
+            out[device == d] *= min(max(target / total, 0.8), 1.25)
+    return out
+
+
+def _numbered(things: list[tuple[str, str]]) -> np.ndarray:
+    """A number for each thing, equal for equal ones."""
+    numbers: dict[tuple[str, str], int] = {}
+    return np.array([numbers.setdefault(x, len(numbers)) for x in things])
+
+
+def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarray:
+    """Inferred waits that any measured iteration contradicts. delay, late: [iterations, edges] in ns, from the end of
+    the source to the start and to the end of the destination."""
+    inferred = np.isin(edges.kind, (_E["wait"], _E["depth"], _E["sync"]))
+    inferred |= edges.carried & (edges.kind == _E["handoff"])
+    seen = np.where(np.isin(edges.kind, (_E["wait"], _E["handoff"])), delay, late)
+    return inferred & np.nan_to_num(seen < -1000.0, nan=False).any(axis=0)
+
+
+def _lags(
+    p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lag of each edge; the delays that bound a task, [iterations, edges], NaN where another edge did; and of these the
+    samples. delay: [iterations, edges] in ns, NaN where an iteration lacks the edge.
+
+    An op's start is explained by the one edge that bound it; only that one is a sample.
+
+    launch: from the begin of the call to the start of the op on an idle stream. stream: the gap between two
+    ops back to back. wait: the cost of an event. An edge that never bound gets the typical lag of its kind,
+    but no more than it was seen to leave. An iteration that lacks one of an op's predecessors (an op that ran on
+    another lane there) cannot tell which edge bound it, and is no sample.
+    """
+    dst, kind = edges.dst, edges.kind
+    into = np.isin(kind, _INTO_OP)
+    lag = np.zeros(len(dst))
+    other = ~into & (kind == _E["handoff"])
+    if other.any():
+        lag[other] = np.maximum(np.nan_to_num(_median(delay[:, other])), 0.0)
+    handed = np.where(other, np.maximum(delay, 0.0), np.nan)
+    usual = np.where(handed <= np.maximum(3 * lag, UNSEEN_NS), handed, np.nan)
+    if not into.any():
+        return lag, handed, usual
+    stream = _numbered(p.device)[dst]
+    typical = np.zeros(len(dst))
+    for k in _INTO_OP:
+        these = into & (kind == k)
+        # What no stream shows by itself is taken from all streams, and what none shows, from experience.
+        overall = _typical(delay, these, into, dst)
+        overall = _DEFAULT_LAG_NS[k] if overall is None else overall
+        for s in np.unique(stream[these]):
+            mine = these & (stream == s)
+            own = _typical(delay, mine, into & (stream == s), dst)
+            typical[mine] = overall if own is None else own
+    # The binding edge of each op and iteration: the one that predicts the latest start.
+    predicted = np.where(into & np.isfinite(delay), start[:, dst] - delay + typical, -np.inf)
+    bound = np.full((len(start), start.shape[1]), -np.inf)
+    for k in range(len(start)):
+        np.maximum.at(bound[k], dst, predicted[k])
+    lacking = np.zeros(start.shape, dtype=bool)
+    for k in range(len(start)):
+        np.logical_or.at(lacking[k], dst, into & ~np.isfinite(delay[k]))
+    binding = into & ~lacking[:, dst] & (predicted >= bound[:, dst]) & np.isfinite(predicted)
+    # Latencies: where some iteration shows that so long a delay is not needed, the long ones had an unseen cause.
+    happened = np.where(binding, np.maximum(delay, 0.0), np.nan)
+    plain = binding & (delay <= np.maximum(3 * typical, _PLAIN_NS))
+    binding &= plain | ~plain.any(axis=0)
+    sample = np.where(binding, np.maximum(delay, 0.0), np.nan)
+    seen = binding.any(axis=0)
+    at_most = np.where(np.isfinite(delay), np.maximum(delay, 0.0), np.inf).min(axis=0)
+    lag = np.where(into, np.minimum(typical, at_most), lag)
+    if seen.any():
+        lag[seen] = _median(sample[:, seen])
+    return lag, np.where(other, handed, happened), np.where(other, usual, sample)
+
+
+def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.ndarray) -> float | None:
+    """Median delay of the edges ``these`` where they were the last to be satisfied; None where they never were.
+
+    Delays past ``UNSEEN_NS`` are left out.
+    """
+    if not these.any():
+        return None
+    nearest = np.full((len(delay), int(dst.max()) + 1), np.inf)
+    for k in range(len(delay)):
+        np.minimum.at(nearest[k], dst[group], np.nan_to_num(delay[k, group], nan=np.inf))
+    mine = delay[:, these]
+    last = np.isfinite(mine) & (mine <= nearest[:, dst[these]])
+    values = np.maximum(mine[last & (mine < UNSEEN_NS)], 0.0)
+    return float(np.median(values)) if len(values) else None

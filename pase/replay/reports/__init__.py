@@ -1,0 +1,1 @@
+"""Findings about a run, and reports of them."""

@@ -1,0 +1,128 @@
+"""A diagnosis as one HTML page: findings, where the time goes, and the iteration as a timeline to look around in."""
+
+from __future__ import annotations
+
+import html
+
+import numpy as np
+
+from pase.files.json_values import JsonObject
+from pase.pages.parts import bar, table
+from pase.pages.shell import Section, page
+from pase.pages.streams import StreamBox, drawn_streams, timeline_mount
+from pase.replay.reports.diagnose import Diagnosis
+from pase.replay.simulation.simulate import replay_graph
+from pase.replay.types import COLLECTIVE, GPU_KINDS, KINDS
+
+__all__ = ["diagnosis_page"]
+
+_MOST = 60_000
+"""Boxes on the page, the longest ones: a browser draws them in a blink, and the file stays small."""
+_MOST_RANKS = 8
+_DRAWN = [
+    ("compute", "compute"),
+    ("communication", "communication"),
+    ("host", "other"),
+    ("critical path", "ours"),
+]
+_COMPUTE, _COMMUNICATION, _HOST, _CRITICAL = range(4)
+
+
+def diagnosis_page(d: Diagnosis, report: JsonObject) -> str:
+    """The page as text. report: what ``report_diagnose`` says of the diagnosis."""
+    drawn, left_out = _drawn(d)
+    sections = [
+        Section(anchor="findings", title="What costs time", body="".join(map(_finding, report["findings"]))),
+        Section(
+            anchor="time",
+            title="Where the time goes",
+            body="".join(_where_time_goes(r) for r in report["ranks"]),
+        ),
+        Section(
+            anchor="timeline",
+            title="The replayed iteration",
+            body=f"{timeline_mount('iteration')}<p class='soft'>{left_out}</p>",
+        ),
+    ]
+    if report["problems"]:
+        notes = "".join(f"<li>{html.escape(p)}" for p in report["problems"])
+        sections.append(Section(anchor="notes", title="Notes on the traces", body=f"<ul>{notes}</ul>"))
+    lead = (
+        f"<p><strong>{html.escape(report['headline'])}</strong></p>"
+        f"<p>Replayed it takes {report['replayed_s'] * 1e3:.2f} ms. Each cost is that minus the replay without the "
+        "cause; costs overlap. Times of evidence count from the beginning of the trace.</p>"
+    )
+    return page(
+        title=f"Why {report['source']} takes {report['measured_s'] * 1e3:.2f} ms an iteration",
+        lead=lead,
+        sections=sections,
+        widgets=("timeline",),
+        data={"unit": "s", "timelines": {"iteration": drawn}},
+    )
+
+
+def _finding(f: JsonObject) -> str:
+    seen = f"{f['measured_s'] * 1e3:.2f} ms measured" if f["measured_s"] else "remark"
+    cost = f"−{f['cost_s'] * 1e3:.2f} ms ({f['share']:.1%})" if f["cost_s"] else seen
+    where = "; ".join(
+        f"rank {e['rank']}: {html.escape(e['name'][:90])} at {e['start_s'] * 1e3:.3f} ms for "
+        f"{e['seconds'] * 1e6:.1f} µs"
+        for e in f["evidence"]
+    )
+    return (
+        f"<div class='finding{'' if f['cost_s'] else ' remark'}'><span class='cost'>{cost}</span>"
+        f"<h3>{html.escape(f['title'])}</h3><p>{html.escape(f['detail'])}</p>"
+        + (f"<p class='soft'>Evidence: {where}</p>" if where else "")
+        + "</div>"
+    )
+
+
+def _where_time_goes(r: JsonObject) -> str:
+    most = max((p["seconds"] for p in r["parts"]), default=0.0)
+    rows = (
+        (
+            html.escape(p["in_words"] + (f" ({p['what']})" if p["what"] else "")),
+            f"{p['seconds'] * 1e3:.3f}",
+            bar([("compute", p["seconds"])], most),
+        )
+        for p in r["parts"]
+    )
+    title = f"Rank {r['rank']}: {r['measured_s'] * 1e3:.3f} ms"
+    return f"<h3>{title}</h3>" + table(title, ["part", "ms>", "|"], rows)
+
+
+def _drawn(d: Diagnosis) -> tuple[JsonObject, str]:
+    """The replayed iteration for the timeline widget, the critical path marked; and what is left out of it."""
+    g = d.run.graph
+    r = replay_graph(g)
+    critical = {s.task % len(g) for s in d.run.replay.path()}
+    ranks = list(g.ranks[:_MOST_RANKS])
+    devices = sorted(
+        (i for i, x in enumerate(g.devices) if x.rank in ranks), key=lambda i: (g.devices[i].rank, i)
+    )
+    streams: dict[int, list[StreamBox]] = {i: [] for i in devices}
+    there = np.flatnonzero(np.isin(g.device, devices) & (r.finish_ns - r.start_ns > 0))
+    shown = there[np.argsort(-(r.finish_ns - r.start_ns)[there], kind="stable")[:_MOST]]
+    for i in shown.tolist():
+        kind = _HOST
+        if int(g.kind[i]) in GPU_KINDS:
+            kind = _COMMUNICATION if g.kind[i] == COLLECTIVE else _COMPUTE
+        streams[int(g.device[i])].append(
+            StreamBox(
+                label=g.task_name(i)[:200],
+                kind=_CRITICAL if i in critical else kind,
+                start_ns=round(float(r.start_ns[i])),
+                length_ns=round(float(r.finish_ns[i] - r.start_ns[i])),
+                more=KINDS[int(g.kind[i])],
+            )
+        )
+    drawn = drawn_streams(
+        "Timeline of the replayed iteration",
+        {f"rank {g.devices[i].rank} {g.devices[i].name}": boxes for i, boxes in streams.items()},
+        _DRAWN,
+        end_ns=round(r.makespan_ns),
+        hint="Click a box, or use the arrow keys, to read it; drag to move; Ctrl and the wheel, or two fingers, zoom.",
+    )
+    said = f"The {_MOST} longest of {len(there)} tasks are drawn." if len(there) > len(shown) else ""
+    more = f" Ranks {min(ranks)} to {max(ranks)} of {len(g.ranks)}." if len(g.ranks) > len(ranks) else ""
+    return drawn, said + more

@@ -1,0 +1,346 @@
+"""Reports of a replay as plain values, for the commands and for programs."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from pase.errors import Infeasible, PaseError
+from pase.files.json_values import JsonObject
+from pase.replay.changes.whatif import apply, parse_knob
+from pase.replay.graph import DataflowGraph
+from pase.replay.measurement.breakdown import Breakdown, breakdowns
+from pase.replay.measurement.clocks import align as align_clocks
+from pase.replay.measurement.model import measure
+from pase.replay.reports.trust import Run, unexplained_ns
+from pase.replay.simulation.analyse import to_timeline
+from pase.replay.simulation.chance import mean_iteration_ns, spreads
+from pase.replay.simulation.contention import relieved
+from pase.replay.simulation.simulate import replay_graph
+from pase.replay.simulation.steady import evaluate, stretched
+from pase.replay.traces.ingest import load
+from pase.replay.traces.reader import read_small_json
+from pase.replay.traces.timeline_io import from_json, save_timeline
+from pase.replay.types import KINDS, Timeline, on_stream
+
+__all__ = [
+    "Rewrite",
+    "compare_timelines",
+    "is_layout",
+    "layout_timeline",
+    "load_any",
+    "replay_report",
+    "summary",
+    "use",
+]
+
+Rewrite = Callable[[Timeline, DataflowGraph], tuple[DataflowGraph, JsonObject]]
+"""A change to a run's graph: the changed graph, and what to report of it. "control" in that is a graph too: the run
+as it is, made in the same way, with which the changed one is then compared."""
+
+
+def is_layout(path: Path) -> bool:
+    """Whether the file is a layout of ours, by its first bytes."""
+    if not path.is_file() or path.suffix != ".json":
+        return False
+    with path.open("rb") as f:
+        return b"pase.layout/" in f.read(4096)
+
+
+def layout_timeline(path: Path) -> Timeline | None:
+    """The predicted timeline inside a layout file; None where the file is no layout."""
+    if not is_layout(path):
+        return None
+    d = read_small_json(path)
+    t = d.get("timeline") if isinstance(d, dict) else None
+    if not t:
+        raise PaseError(f"{path}: this layout holds no predicted timeline; compile it again with a schedule")
+    return from_json(t, f"{path}: timeline")
+
+
+def load_any(source: Path) -> Timeline:
+    """Traces, a timeline, or the timeline of a layout."""
+    t = layout_timeline(source) if source.is_file() else None
+    return load(source) if t is None else t
+
+
+def replay_report(
+    source: Path,
+    *,
+    align: str = "ends",
+    what_if: Sequence[str] = (),
+    output: Path | None = None,
+    predicted: Path | None = None,
+    timeline: Timeline | None = None,
+    rewrites: Mapping[str, Rewrite] | None = None,
+    wire_bytes_per_s: float | None = None,
+    force: bool = False,
+) -> JsonObject:
+    """Everything that ``pase replay`` prints. Times in seconds, errors relative to the measured time.
+
+    timeline: what to replay in place of what ``source`` holds: a plan, of which nothing is measured. rewrites: what
+    some of the ``what_if`` do, by their text, where that is not a knob of ours. wire_bytes_per_s: what a rank's link
+    carries each way, where known. Infeasible where the replay contradicts the run's own iterations, and for a what-if
+    of a run whose replay is not to be believed, unless forced.
+    """
+    rewrites = rewrites or {}
+    # Rewrites first: they read the graph as measured, and what knobs do holds for any.
+    # Stages are cut last: what else changes a run is told by its ranks as they were measured.
+    texts = sorted(dict.fromkeys(what_if), key=lambda k: (k not in rewrites, k.startswith("stages=")))
+    knobs = {k: parse_knob(k) for k in texts if k not in rewrites}
+    t = align_clocks(load_any(source) if timeline is None else timeline, align)
+    run = Run(measured=measure(t))
+    asked = [(k, rewrites.get(k) or _knob(run, knobs[k], wire_bytes_per_s)) for k in texts]
+    if timeline is None:
+        run.must_be_possible(f"{source}", force)
+    heads = [k.partition("=")[0] for k in texts if k in rewrites]
+    changes = _what_ifs(run, asked, len(set(heads)) == len(heads))
+    if timeline is not None:
+        # Of a plan nothing is measured, and what it waits for is what it says.
+        changes = [row | {"doubt": None} for row in changes]
+    elif not force:
+        _must_be_believed(source, changes)
+    if output is not None:
+        tasks = [s.task % len(run.graph) for s in run.replay.path()]
+        save_timeline(t, output, critical=[int(e) for e in run.graph.event[tasks] if e >= 0])
+    if predicted is not None:
+        save_timeline(to_timeline(run.graph, replay_graph(run.graph)), predicted)
+    return {
+        "source": str(source),
+        **summary(run, is_planned=timeline is not None),
+        "events": len(t),
+        "tasks": len(run.graph),
+        "held_out": bool(run.held_out),
+        "iterations": _iterations(run),
+        "ranks": _ranks(run),
+        "critical_path": _by_kind(run),
+        "what_if": changes,
+        "problems": [str(p) for p in t.problems],
+    }
+
+
+def summary(run: Run, is_planned: bool = False) -> JsonObject:
+    """What every report says of a run: how long an iteration takes, and how far its replay is to be believed."""
+    return {
+        "headline": "A plan: nothing of it is measured." if is_planned else run.headline,
+        "believable": not run.doubts,
+        "measured_s": run.measured_ns / 1e9,
+        "replayed_s": run.replayed_ns / 1e9,
+        "spread": run.spread,
+        "held_out_error": {"median": run.error(), "worst": run.error(worst=True)},
+        "naive_error": {"median": run.error(naive=True), "worst": run.error(naive=True, worst=True)},
+        "unexplained": run.unexplained,
+        "left_out": {str(i): why for i, why in run.measured.left_out.items()},
+    }
+
+
+def _iterations(run: Run) -> list[JsonObject]:
+    """Steady ones first; replayed and error are of a prediction that did not see the iteration, None without one."""
+    out = []
+    for i in sorted(run.measured.iterations(), key=lambda i: (i in run.measured.left_out, i)):
+        longest = run.length_ns(i)
+        mine = [p for p in run.held_out if p.iteration == i] if len(run.iterations) > 1 else []
+        replayed = max((p.replayed_ns for p in mine), default=None)
+        out.append(
+            {
+                "iteration": i,
+                "measured_s": longest / 1e9,
+                "replayed_s": None if replayed is None else replayed / 1e9,
+                "error": None if replayed is None else replayed / longest - 1,
+                "steady": i not in run.measured.left_out,
+                "why_not": run.measured.left_out.get(i),
+            }
+        )
+    return out
+
+
+def _ranks(run: Run) -> list[JsonObject]:
+    """Per rank: means of the measured iterations and their parts, the replay, and the median error held out."""
+    parts = {b.rank: b for b in breakdowns(run.measured)}
+    out = []
+    for rank, replayed in sorted(run.replay.length_ns.items()):
+        mine = [p.error for p in run.held_out if p.rank == rank]
+        clock = run.measured.timeline.clock(rank)
+        b = parts[rank]
+        out.append(
+            {
+                "rank": rank,
+                "measured_s": b.iteration_ns / 1e9,
+                "replayed_s": replayed / 1e9,
+                "error": float(np.median(mine)) if mine else None,
+                "clock_offset_s": clock.offset_ns / 1e9,
+                "clock_drift": clock.drift,
+                "clock_uncertainty_s": clock.uncertainty_ns / 1e9
+                if math.isfinite(clock.uncertainty_ns)
+                else None,
+                **use(b),
+            }
+        )
+    return out
+
+
+def use(b: Breakdown) -> JsonObject:
+    """Where a rank's mean iteration went, in seconds; parts sum to its length."""
+    n = len(b.iterations)
+    return {
+        "compute_s": b.mean_ns("compute") / 1e9,
+        "communication_s": b.communication_ns / n / 1e9,
+        "exposed_communication_s": b.exposed_ns / 1e9,
+        "waiting_s": b.mean_ns("rank") / 1e9,
+        "idle_s": b.idle_ns / 1e9,
+        "parts": [
+            {"cause": cause, "what": what, "seconds": ns / n / 1e9}
+            for (cause, what), ns in sorted(b.parts.items(), key=lambda x: -x[1])
+            if ns
+        ],
+    }
+
+
+def _knob(run: Run, knob: tuple[str, str, float], wire_bytes_per_s: float | None) -> Rewrite:
+    def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
+        made = apply(g, [knob], wire_bytes_per_s)
+        if knob[0] in ("bandwidth", "latency", "ranks", "data"):
+            made = relieved(t, g, made)
+        return made, {"of_ranks": int(knob[2])} if knob[0] in ("ranks", "data") else {}
+
+    return change
+
+
+def _by_chance(run: Run, made: DataflowGraph, ranks: int) -> JsonObject:
+    """What other numbers of ranks take on average: a step waits for the slowest of them."""
+    unknown: JsonObject = {
+        "note": "how much longer the slowest of so many ranks takes is not in it: that needs traces of two ranks or "
+        "more that all share their collectives, two iterations or more, the tasks that were measured and no others, "
+        "and few enough of them in all to replay so often"
+    }
+    g = run.medians
+    if len(made) != len(g):
+        return unknown
+    # Chance is drawn: what waiting adds on average is not to be in the times as well.
+    made = stretched(made, 1 / run.stretch)
+    spread = spreads(run.measured, g, run.measured.whole())
+    now, then = mean_iteration_ns(g, spread, len(g.ranks)), mean_iteration_ns(made, spread, ranks)
+    if now is None or then is None:
+        return unknown
+    note = (
+        f"the mean of steps that wait for the slowest of {ranks} ranks, each as in an iteration drawn at random; the "
+        f"run as it is, drawn so: {now / 1e6:.2f} ms, with which the speedup compares"
+    )
+    return {"mean_s": then / 1e9, "control_mean_s": now / 1e9, "note": note}
+
+
+def _must_be_believed(source: Path, changes: list[JsonObject]) -> None:
+    """Infeasible with the first what-if's reasons, if any is not to be believed."""
+    for row in changes:
+        if row["doubt"]:
+            raise Infeasible(
+                f"{source}: what-if {row['knob']}: not predicted, since {row['doubt']}. --force predicts anyway"
+            )
+
+
+def _what_ifs(run: Run, asked: list[tuple[str, Rewrite]], joint: bool) -> list[JsonObject]:
+    """Each change alone, then (joint) all together, one after the other."""
+    t = run.measured.timeline
+    out = []
+    changed, together = run.graph, _Changed()
+    for text, change in asked:
+        made, more = change(t, run.graph)
+        out.append(_row(run, text, made, _Changed().then(more)))
+        if joint and len(asked) > 1:
+            changed, more = change(t, changed)
+            together = together.then(more)
+    if joint and len(asked) > 1:
+        out.append(_row(run, " and ".join(text for text, _ in asked), changed, together))
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Changed:
+    """What one change, or several one after the other, say beside the graph. control: the run as it is, made in the
+    same way. added_s: time that has no place in the graph. of_ranks: as many ranks as the change is about, 0: as many
+    as were traced. more: what to report of it."""
+
+    control: DataflowGraph | None = None
+    added_s: float = 0.0
+    of_ranks: int = 0
+    more: JsonObject = field(default_factory=dict)
+
+    def then(self, told: JsonObject) -> _Changed:
+        own = {k: v for k, v in told.items() if k not in ("control", "of_ranks")}
+        return _Changed(
+            control=told.get("control", self.control),
+            added_s=self.added_s + told.get("added_s", 0.0),
+            of_ranks=told.get("of_ranks", self.of_ranks),
+            more=_told(self.more, own),
+        )
+
+
+def _told(before: JsonObject, now: JsonObject) -> JsonObject:
+    """What both say, with the notes of both."""
+    notes = [x["note"] for x in (before, now) if "note" in x]
+    return before | now | ({"note": "; ".join(notes)} if notes else {})
+
+
+def _row(run: Run, text: str, made: DataflowGraph, c: _Changed) -> JsonObject:
+    """One line of the what-ifs, alone or together. Where it is about other numbers of ranks and chance is known, of
+    steps that are drawn."""
+    base = run.replayed_ns
+    before = base if c.control is None else max(evaluate(c.control).values())
+    ns, doubt = run.judged(made)
+    ns += c.added_s * 1e9
+    more = c.more | ({} if c.control is None else {"control_s": before / 1e9})
+    if c.of_ranks:
+        more = _told(more, _by_chance(run, made, c.of_ranks))
+    if "mean_s" in more:
+        before, ns = more["control_mean_s"] * 1e9, more["mean_s"] * 1e9 + c.added_s * 1e9
+    row = {"knob": text, "base_s": base / 1e9, "iteration_s": ns / 1e9, "speedup": before / ns}
+    return row | {"within_spread": run.within_spread(before / ns), "doubt": doubt or None} | more
+
+
+def _by_kind(run: Run) -> dict[str, float]:
+    """Seconds of the critical path by kind of task; gaps are what launches, streams and events cost between tasks."""
+    total: defaultdict[str, float] = defaultdict(float)
+    lost = unexplained_ns(run.graph)
+    n = len(run.graph)
+    for s in run.replay.path():
+        unknown = min(s.lag_ns, float(lost[s.task % n]))
+        total[KINDS[int(run.graph.kind[s.task % n])]] += (s.added_ns - s.lag_ns) / 1e9
+        total["gaps"] += (s.lag_ns - unknown) / 1e9
+        total["unexplained"] += unknown / 1e9
+    return dict(total)
+
+
+def compare_timelines(
+    predicted: Path, traces: Path, align: str = "ends", timeline: Timeline | None = None
+) -> JsonObject:
+    """A predicted timeline and measured traces op by op, by name; mean seconds an iteration on a rank."""
+    want = load_any(predicted) if timeline is None else timeline
+    run = Run(measured=measure(align_clocks(load(traces), align)))
+    ours, theirs = _op_seconds(want, None), _op_seconds(run.measured.timeline, run.iterations)
+    both = sorted(set(ours) & set(theirs), key=lambda n: -abs(ours[n] - theirs[n]))
+    marks = [mark.end_ns - mark.start_ns for mark in want.marks]
+    whole = max(marks) if marks else int(want.end_ns.max() - want["start_ns"].min())
+    return {
+        "predicted_s": whole / 1e9,
+        "measured_s": run.measured_ns / 1e9,
+        "matched": len(both),
+        "only_predicted": len(set(ours) - set(theirs)),
+        "only_measured": len(set(theirs) - set(ours)),
+        "ops": [{"name": n, "predicted_s": ours[n], "measured_s": theirs[n]} for n in both],
+    }
+
+
+def _op_seconds(t: Timeline, iterations: list[int] | None) -> dict[str, float]:
+    keep = on_stream(t["kind"])
+    runs = 1
+    if iterations is not None:
+        keep &= np.isin(t["iteration"], iterations)
+        runs = len(iterations)
+    total = np.bincount(t["name"][keep], weights=t["duration_ns"][keep], minlength=len(t.names))
+    ranks = max(1, len(t.ranks))
+    return {t.names[i]: float(total[i]) / 1e9 / runs / ranks for i in np.flatnonzero(total).tolist()}

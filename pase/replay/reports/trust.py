@@ -1,0 +1,421 @@
+"""How far a replay can be trusted: its error on held-out iterations, compared with a guess that needs no replay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.replay.changes.whatif import balanced_rows
+from pase.replay.graph import EDGES, DataflowGraph
+from pase.replay.measurement.model import Measured, OwnTimes, own_times
+from pase.replay.measurement.times import UNSEEN_NS
+from pase.replay.simulation.predict import HeldOut, held_out, held_out_ranks
+from pase.replay.simulation.steady import Steady, evaluate, lengths_in_a_row, steady, stretched
+from pase.replay.types import on_stream
+
+__all__ = ["UNEXPLAINED", "Run", "unexplained_ns", "unexplained_share"]
+
+UNEXPLAINED = 0.1
+"""Above this unexplained share of the critical path a replay of a changed run is a guess."""
+_GOOD = 0.01
+"""A median error up to this is as good as replay is meant to be, however well the mean of the others does."""
+_POOR, _WRONG = 0.1, 0.5
+"""A median and a worst error above which nothing is to be believed, however badly the mean of the others does."""
+_ALLOWED = 0.05
+"""How far outside of the range of the measured iterations a replay of the run as it is may lie."""
+_IMPOSSIBLE = 0.5
+"""So far outside, the replay is not shown either: iterations of a busy machine differ, but not by that."""
+_PLAIN_NS = {"launch": 100_000.0, "stream": 30_000.0, "wait": 50_000.0, "handoff": UNSEEN_NS}
+"""What launches, streams, events and threads cost at most; up to three times as much where most lags are so long."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A measured run, its replay, and how far to trust it. All reports take their numbers from here."""
+
+    measured: Measured
+
+    @cached_property
+    def iterations(self) -> list[int]:
+        """The steady iterations. PaseError if no iteration is complete on every rank."""
+        found = self.measured.steady()
+        if not found:
+            own_times(self.measured, found)  # says which iterations the ranks have
+        return found
+
+    @cached_property
+    def _own(self) -> OwnTimes:
+        return own_times(self.measured, self.iterations)
+
+    @property
+    def medians(self) -> DataflowGraph:
+        """One iteration whose tasks take their medians: shorter than the mean one where ranks take turns at being late
+        or noise is skewed."""
+        return self._own.graph
+
+    @cached_property
+    def stretch(self) -> float:
+        """How much longer than the replay of medians the iterations are on average, each replayed with its own
+        times; 1 where fewer than two can be."""
+        usual = max(evaluate(self.medians).values(), default=0.0)
+        mean = _mean_ns(self.medians, self._own.own_ns, self._own.own_lag_ns)
+        return mean / usual if mean is not None and usual > 0 else 1.0
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        """The mean iteration: medians by task, all stretched alike to what the iterations take on average.
+
+        A change is made to this graph; what it then takes, ``changed_ns`` says.
+        """
+        return stretched(self.medians, self.stretch)
+
+    def changed_ns(self, changed: DataflowGraph) -> float:
+        """The iteration after a change of ``graph``.
+
+        Where only times changed, each iteration's own times change as its medians did, and all are replayed in a row:
+        what waiting for whichever rank is late adds is then no part of what the change scales. Another graph (ops or
+        waits that the run does not have) is replayed as it is.
+
+        With less to do, ops whose order nothing in the trace fixes may change places, and the whole may take longer
+        (Graham, 1969). Where no time is longer and the replay is, devices run their ops in the order in which they do
+        now: then each op can only end earlier, and what a few iterations in a row still add is not the change's.
+        """
+        ns = self._changed_ns(changed)
+        if ns > self.replayed_ns and _only_shorter(self.graph, changed):
+            return min(self._changed_ns(changed, in_order=True), self.replayed_ns)
+        return ns
+
+    def _changed_ns(self, changed: DataflowGraph, in_order: bool = False) -> float:
+        mean = self._in_a_row(changed, in_order) if _same_tasks(self.graph, changed) else None
+        if mean is None or self._as_it_is is None:
+            return max(evaluate(changed, self.graph if in_order else None).values(), default=0.0)
+        return self.replayed_ns * (mean / self._as_it_is)
+
+    @cached_property
+    def _as_it_is(self) -> float | None:
+        return self._in_a_row(self.graph)
+
+    def _in_a_row(self, changed: DataflowGraph, in_order: bool = False) -> float | None:
+        """Mean (ns) of the iterations with their own times, changed as this graph's times differ from the run's.
+        in_order: each device runs its ops as it does now."""
+        g, x = self.graph, self._own
+        own = _as_the_medians(x.own_ns, g.duration_ns, changed.duration_ns)
+        lag = _as_the_medians(x.own_lag_ns, g.lag_ns, changed.lag_ns)
+        if changed.even:
+            own, lag = balanced_rows(changed, own, lag)
+        before = (x.graph, x.own_ns, x.own_lag_ns) if in_order else None
+        return _mean_ns(stretched(changed, 1 / self.stretch), own, lag, before)
+
+    @cached_property
+    def replay(self) -> Steady:
+        return steady(self.graph)
+
+    @cached_property
+    def held_out(self) -> list[HeldOut]:
+        """Each iteration predicted from the others; with only one iteration, each rank from the other ranks."""
+        if len(self.iterations) > 1:
+            return held_out(self.measured, self.iterations)
+        return held_out_ranks(self.measured, self.graph, self.iterations)
+
+    @property
+    def _kept_out(self) -> str:
+        return "iterations" if len(self.iterations) > 1 else "ranks"
+
+    def length_ns(self, iteration: int) -> float:
+        """Measured length of an iteration on the slowest rank."""
+        return max(v for (_, i), v in self.measured.measured_ns.items() if i == iteration)
+
+    @cached_property
+    def lengths_ns(self) -> np.ndarray:
+        """Measured lengths of the steady iterations."""
+        return np.array([self.length_ns(i) for i in self.iterations])
+
+    @property
+    def measured_ns(self) -> float:
+        """The run's iteration as measured: the mean of the steady ones."""
+        return float(self.lengths_ns.mean())
+
+    @property
+    def replayed_ns(self) -> float:
+        """The run's iteration as replayed: what every what-if and every cost is compared with."""
+        return self.replay.iteration_ns
+
+    @property
+    def spread(self) -> float:
+        """Half of the range of the steady iterations, relative to their mean."""
+        return float(np.ptp(self.lengths_ns)) / 2 / self.measured_ns if self.measured_ns else 0.0
+
+    def within_spread(self, speedup: float) -> bool:
+        """Whether a change of that size is smaller than the variation between the run's own iterations."""
+        return abs(speedup - 1) < self.spread
+
+    def error(self, naive: bool = False, worst: bool = False) -> float | None:
+        """Median (or worst) magnitude of the error of iterations predicted from the others; None if there are none.
+
+        naive: predict with the mean of the others instead of the replay.
+        """
+        sizes = [abs(p.naive_error if naive else p.error) for p in self.held_out]
+        if not sizes:
+            return None
+        return max(sizes) if worst else float(np.median(sizes))
+
+    @cached_property
+    def gaps_errors(self) -> tuple[float, float] | None:
+        """Median error of iterations replayed with their ops' own times and the others' gaps, and that of the mean of
+        the others; None where fewer than three can be.
+
+        Replayed with its own gaps too, an iteration is copied, and the mean of the others agrees with their mean
+        whatever the gaps are. Every what-if supposes that gaps stay as they are whatever the ops take: where they are
+        waits for something that is not seen, this shows it.
+        """
+        own, gaps = self._own.own_ns, self._own.own_lag_ns
+        if len(own) < 3:
+            return None
+        others = (gaps.sum(axis=0) - gaps) / (len(gaps) - 1)
+        lengths = lengths_in_a_row(self.medians, own, others)
+        if lengths is None:
+            return None
+        measured = self.lengths_ns
+        naive = (measured.sum() - measured) / (len(measured) - 1)
+        replayed = lengths.max(axis=1)
+        error, plain = (
+            float(np.median(np.abs(x / measured[: len(x)] - 1))) for x in (replayed, naive[: len(replayed)])
+        )
+        return error, plain
+
+    @cached_property
+    def unexplained(self) -> float:
+        """Share of the replayed iteration that is delay without a known cause: on the critical path, and what is in the
+        mean because of delays that only some of the iterations have."""
+        x = self._own
+        whole, plain = (_mean_ns(x.graph, x.own_ns, lag) for lag in (x.own_lag_ns, x.plain_lag_ns))
+        now_and_then = 1 - plain / whole if whole and plain is not None else 0.0
+        return self._unexplained_path + max(now_and_then, 0.0)
+
+    @cached_property
+    def _unexplained_path(self) -> float:
+        return unexplained_share(self.graph, self.replay)
+
+    def _outside(self, allowed: float) -> str:
+        """How the replay of the unchanged run contradicts its iterations, with the cause; empty if it does not."""
+        low, high = float(self.lengths_ns.min()), float(self.lengths_ns.max())
+        if low * (1 - allowed) <= self.replayed_ns <= high * (1 + allowed):
+            return ""
+        return (
+            f"the replay of the run as it is takes {self.replayed_ns / 1e6:.2f} ms, and its iterations take "
+            f"{low / 1e6:.2f} to {high / 1e6:.2f} ms: {self._cause()}"
+        )
+
+    @cached_property
+    def doubts(self) -> list[str]:
+        """Why a prediction of a changed run cannot be trusted, in words; empty if it can."""
+        lost = (
+            f"{self.unexplained:.0%} of the critical path is delay that nothing in the trace explains "
+            "(see pase diagnose)"
+        )
+        return [
+            *self._outside_doubts,
+            *([lost] if self.unexplained > UNEXPLAINED else []),
+            *self._other_doubts,
+        ]
+
+    @property
+    def _outside_doubts(self) -> list[str]:
+        outside = self._outside(_ALLOWED)
+        return [outside] if outside else []
+
+    @cached_property
+    def _other_doubts(self) -> list[str]:
+        """Of the iterations, and of how well they are predicted."""
+        out = []
+        cut = [x for x in self.measured.iteration_of.values() if x.number in self.iterations and x.partial]
+        if cut:
+            out.append(
+                f"no iteration is whole: of iteration {cut[0].number} on rank {cut[0].rank}, {cut[0].why_not}"
+            )
+        error, naive, worst = self.error(), self.error(naive=True), self.error(worst=True)
+        if error is not None and worst is not None and (error > _POOR or worst > _WRONG):
+            plain = self.error(naive=True, worst=True) or 0.0
+            out.append(
+                f"{self._kept_out} held out are predicted {error:.0%} off in the median and {worst:.0%} at worst (the "
+                f"mean of the others: {naive or 0.0:.0%} and {plain:.0%})"
+            )
+        elif error is not None and naive is not None and error > max(_GOOD, 1.1 * naive):
+            out.append(
+                f"the mean of the other {self._kept_out} predicts one better ({naive:.1%} off in the median) than the "
+                f"replay does ({error:.1%})"
+            )
+        gaps = self.gaps_errors
+        if gaps is not None and gaps[0] > max(_GOOD, 1.1 * gaps[1]):
+            out.append(
+                f"an iteration's own ops with the gaps of the others are {gaps[0]:.1%} off in the median, and the mean "
+                f"of the others {gaps[1]:.1%}: its gaps are no constant of the run"
+            )
+        return out
+
+    @property
+    def _stretch_doubts(self) -> list[str]:
+        """Of a change of more than times."""
+        if abs(self.stretch - 1) <= _ALLOWED:
+            return []
+        usual = self.replayed_ns / self.stretch
+        return [
+            f"iterations take {self.replayed_ns / 1e6:.2f} ms on average and {usual / 1e6:.2f} ms where each op takes "
+            "its median, and nothing shows what becomes of the difference among other ops or waits"
+        ]
+
+    def _cause(self) -> str:
+        """What makes up a replay that is far from the measured iterations."""
+        path = self.replay.path()
+        if not path:
+            return "nothing in the trace ties its ops to each other"
+        s = max(path, key=lambda s: s.added_ns)
+        name = self.graph.task_name(s.task % self.replay.tasks)[:60]
+        if s.lag_ns > 0.5 * s.added_ns:
+            return f"most of it is a delay of {s.lag_ns / 1e6:.2f} ms before '{name}'"
+        own = self.graph.duration_ns[[s.task % self.replay.tasks for s in path]].sum()
+        if self.replayed_ns < self.lengths_ns.min():
+            return f"ops and calls on its critical path are {own / 1e6:.2f} ms, and what fills the rest is not seen"
+        return f"most of it is '{name}', {s.added_ns / 1e6:.2f} ms"
+
+    @property
+    def headline(self) -> str:
+        """The first line of every report: whether to trust it."""
+        if self.doubts:
+            return f"Do not rely on what-ifs of this run: {'; '.join(self.doubts)}."
+        error, naive = self.error(), self.error(naive=True)
+        if error is None or naive is None:
+            return (
+                "One iteration to learn from: nothing is left to test the replay on, so its error is unknown."
+            )
+        these = "Iterations" if len(self.iterations) > 1 else "One iteration; ranks"
+        return (
+            f"{these} held out are predicted within {error:.1%} in the median, {self.error(worst=True) or 0:.1%} at "
+            f"worst (the mean of the others: {naive:.1%}, {self.error(naive=True, worst=True) or 0:.1%})."
+        )
+
+    def must_be_possible(self, what: str, force: bool) -> None:
+        """Infeasible, with the cause, if the replay of the unchanged run is far outside of its iterations."""
+        outside = self._outside(_IMPOSSIBLE)
+        if outside and not force:
+            raise Infeasible(
+                f"{what}: {outside}. pase diagnose says where the measured time went; --force shows the replay"
+            )
+
+    def judged(self, changed: DataflowGraph) -> tuple[float, str]:
+        """The iteration (ns) after a change, and why that is not to be believed; an empty text if it is.
+
+        Delay that nothing explains counts where it is on the changed run's critical path: a change that takes it away
+        (a rank that is no longer late) is no guess.
+        """
+        s, ns = steady(changed), self.changed_ns(changed)
+        share = unexplained_share(changed, s) + self.unexplained - self._unexplained_path
+        doubts = [*self._outside_doubts, *self._other_doubts]
+        if not _same_tasks(self.graph, changed):
+            doubts += self._stretch_doubts
+        if share > UNEXPLAINED:
+            doubts.append(
+                f"{share:.0%} of the critical path would be delay that nothing in the trace explains, and that a "
+                "change might move"
+            )
+        return ns, "; and ".join(doubts)
+
+    def must_be_explained(self, what: str, changed: DataflowGraph) -> float:
+        """The iteration (ns) after a change; Infeasible, with the reasons, if that is not to be believed."""
+        ns, doubt = self.judged(changed)
+        if doubt:
+            raise Infeasible(f"{what}: not predicted, since {doubt}. --force predicts anyway")
+        return ns
+
+    def must_be_believed(self, what: str, force: bool) -> None:
+        """Infeasible, with the reasons, if changes of the run's ops and waits cannot be predicted."""
+        doubts = [*self.doubts, *self._stretch_doubts]
+        if doubts and not force:
+            raise Infeasible(f"{what}: not predicted, since {'; and '.join(doubts)}. --force predicts anyway")
+
+
+def _mean_ns(
+    g: DataflowGraph,
+    own_ns: np.ndarray,
+    lag_ns: np.ndarray,
+    before: tuple[DataflowGraph, np.ndarray, np.ndarray] | None = None,
+) -> float | None:
+    """Mean of iterations replayed in a row; see ``lengths_in_a_row``."""
+    lengths = lengths_in_a_row(g, own_ns, lag_ns, before)
+    return None if lengths is None else float(lengths.max(axis=1).mean())
+
+
+def _as_the_medians(own: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """Own times, changed in the proportion of their medians; by as much where the median was nothing."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(before > 0, own * (after / before), own + after)
+
+
+def _same_tasks(g: DataflowGraph, changed: DataflowGraph) -> bool:
+    """Whether the changed graph differs only in times."""
+    return all(
+        np.array_equal(a, b)
+        for a, b in (
+            (g.device, changed.device),
+            (g.gang, changed.gang),
+            (g.priority, changed.priority),
+            (g.src, changed.src),
+            (g.dst, changed.dst),
+            (g.carried.src, changed.carried.src),
+            (g.carried.dst, changed.carried.dst),
+        )
+    )
+
+
+def _only_shorter(g: DataflowGraph, changed: DataflowGraph) -> bool:
+    """Whether the changed graph differs only in times, and none of them is longer than before."""
+    if not _same_tasks(g, changed):
+        return False
+    times = (
+        (g.duration_ns, changed.duration_ns),
+        (g.lag_ns, changed.lag_ns),
+        (g.carried.lag_ns, changed.carried.lag_ns),
+        (g.release_ns, changed.release_ns),
+        (g.device_free_ns, changed.device_free_ns),
+    )
+    return all(bool((after <= before + 1e-6).all()) for before, after in times)
+
+
+def unexplained_share(g: DataflowGraph, replay: Steady) -> float:
+    """Share of a replay's critical path that is delay without a known cause."""
+    lost = unexplained_ns(g)
+    total = sum(min(s.lag_ns, float(lost[s.task % replay.tasks])) for s in replay.path())
+    return total / replay.iteration_ns if replay.iteration_ns else 0.0
+
+
+def unexplained_ns(g: DataflowGraph) -> np.ndarray:
+    """Delay (ns) before each task that no launch, stream, event or hand-over explains; float64 [tasks]."""
+    out = _since_the_beginning(g)
+    dst = np.concatenate([g.dst, g.carried.dst])
+    lag = np.concatenate([g.lag_ns, g.carried.lag_ns])
+    kind = np.concatenate([g.edge_kind, g.carried.kind])
+    device = g.device[dst]
+    for name, plain in _PLAIN_NS.items():
+        mine = np.flatnonzero(kind == EDGES.index(name))
+        mine = mine[on_stream(g.kind[dst[mine]])] if name != "handoff" else mine
+        for d in np.unique(device[mine]):
+            these = mine[device[mine] == d]
+            usual = min(max(plain, 3 * float(np.median(lag[these]))), 3 * plain)
+            np.maximum.at(out, dst[these], np.maximum(lag[these] - usual, 0.0))
+    return out
+
+
+def _since_the_beginning(g: DataflowGraph) -> np.ndarray:
+    """Delay since the iteration's start, for tasks where nothing shows what they wait for; float64 [tasks]."""
+    out = np.zeros(len(g))
+    waits = np.zeros(len(g), dtype=bool)
+    waits[g.dst] = waits[g.carried.dst] = True
+    for rank in g.ranks:
+        mine = np.flatnonzero(~waits & (g.rank == rank))
+        if len(mine):
+            begin = g.release_ns[g.root[rank]] if rank in g.root else g.release_ns[mine].min()
+            out[mine] = np.maximum(g.release_ns[mine] - begin - _PLAIN_NS["handoff"], 0.0)
+    return out

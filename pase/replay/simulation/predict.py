@@ -1,0 +1,102 @@
+"""How well the replay predicts: each iteration from the others, never from itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.replay.graph import DataflowGraph, twins
+from pase.replay.measurement.model import Measured, OwnTimes, own_times
+from pase.replay.simulation.steady import evaluate, lengths_in_a_row
+
+__all__ = ["HeldOut", "held_out", "held_out_ranks", "mean_lengths"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """One iteration of one rank, predicted without looking at it. Times in ns."""
+
+    rank: int
+    iteration: int
+    measured_ns: float
+    replayed_ns: float
+    naive_ns: float
+    """Mean length of the iterations that the prediction was made from: the guess without any replay."""
+
+    @property
+    def error(self) -> float:
+        return self.replayed_ns / self.measured_ns - 1
+
+    @property
+    def naive_error(self) -> float:
+        return self.naive_ns / self.measured_ns - 1
+
+
+def held_out(m: Measured, iterations: list[int] | None = None, folds: int = 10) -> list[HeldOut]:
+    """Predictions of the steady iterations: times and structure from the others, then compared.
+
+    Up to ``folds`` iterations each is predicted from all others; of more, each from those outside its fold (every
+    folds-th iteration). With one iteration there is nothing to hold out, and the list is empty.
+    """
+    steady = m.steady() if iterations is None else iterations
+    out: list[HeldOut] = []
+    if len(steady) < 2:
+        return out
+    for fold in range(min(folds, len(steady))):
+        left_out = steady[fold::folds]
+        rest = [i for i in steady if i not in left_out]
+        for rank, ns in mean_lengths(own_times(m, rest)).items():
+            others = [m.measured_ns[(rank, i)] for i in rest if (rank, i) in m.measured_ns]
+            for k in left_out:
+                if (rank, k) in m.measured_ns:
+                    out.append(
+                        HeldOut(
+                            rank=rank,
+                            iteration=k,
+                            measured_ns=m.measured_ns[(rank, k)],
+                            replayed_ns=ns,
+                            naive_ns=float(np.mean(others)),
+                        )
+                    )
+    return sorted(out, key=lambda p: (steady.index(p.iteration), p.rank))
+
+
+def mean_lengths(e: OwnTimes) -> dict[int, float]:
+    """Rank → mean length (ns) of the iterations replayed one after the other, each with its own times."""
+    lengths = lengths_in_a_row(e.graph, e.own_ns, e.own_lag_ns)
+    if lengths is None:
+        return evaluate(e.graph)
+    present = [r for r in e.graph.ranks if (e.graph.rank == r).any()]
+    return dict(zip(present, lengths.mean(axis=0).tolist(), strict=True))
+
+
+def held_out_ranks(m: Measured, g: DataflowGraph, iterations: list[int]) -> list[HeldOut]:
+    """Each rank predicted with the times of the other ranks only, over the mean of the iterations; empty for one rank.
+
+    g: the graph of these iterations. What a rank alone does keeps its own times.
+    """
+    if len(g.ranks) < 2:
+        return []
+    groups = twins(g)
+    mean = {r: float(np.mean([m.measured_ns[r, i] for i in iterations])) for r in g.ranks}
+    out = []
+    for rank in g.ranks:
+        duration = g.duration_ns.copy()
+        for by_rank in groups.values():
+            others = [g.duration_ns[i] for r, i in by_rank.items() if r != rank]
+            if rank in by_rank and others:
+                duration[by_rank[rank]] = np.median(others)
+        length = evaluate(replace(g, duration_ns=duration)).get(rank)
+        if length is not None:
+            naive = float(np.mean([v for r, v in mean.items() if r != rank]))
+            out.append(
+                HeldOut(
+                    rank=rank,
+                    iteration=iterations[0],
+                    measured_ns=mean[rank],
+                    replayed_ns=length,
+                    naive_ns=naive,
+                )
+            )
+    return out

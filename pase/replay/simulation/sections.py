@@ -1,0 +1,325 @@
+"""What each task of a measured iteration belongs to: forward, backward or update, which micro-batch, which layer.
+
+Nothing is told by names of models. PyTorch launches forward and update from the thread that runs the program, and
+backward from autograd's: their turns are micro-batches. A program of XLA says itself which of its ops JAX made by
+transposing others: that is backward, and products of forward that come after one of backward begin the next
+micro-batch. Layers are what repeats: products (matrix multiplications) of one shape that occur as often as there are
+layers, or a multiple of that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+from pase.errors import Infeasible
+from pase.replay.graph import DataflowGraph, launching_calls
+from pase.replay.simulation.simulate import replay_graph
+from pase.replay.types import COLLECTIVE, KINDS, CompiledOp, Shapes, Timeline, on_stream
+
+__all__ = ["OpShape", "ProductKey", "Sections", "StepPhase", "op_shapes", "product_of", "sections"]
+
+ProductKey = tuple[int, int, int]
+"""Elements of a product's two operands and its result, ascending: the same for every way to transpose or flatten."""
+_HOST = KINDS.index("host")
+_PRODUCTS = {"aten::mm": 0, "aten::addmm": 1, "aten::bmm": 0, "aten::baddbmm": 1}
+"""Op → where its two factors begin among its operands."""
+
+
+class StepPhase(IntEnum):
+    """Part of a step."""
+
+    FORWARD = 0
+    BACKWARD = 1
+    UPDATE = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpShape:
+    """The op that launched a device op, or that it is, and the extents of its operands.
+
+    product: of a compiled op that is or holds one product, the extents of its factors and of its result. itemsize:
+    bytes of an element, 0 where only the kernel's name says.
+    """
+
+    name: str
+    operands: Shapes
+    product: Shapes = ()
+    itemsize: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Of the largest operand; 1 where all are scalars."""
+        return max((math.prod(d) for d in self.operands if d), default=1)
+
+
+def product_of(s: OpShape | None) -> ProductKey | None:
+    """Which product an op is; None where it is none.
+
+    >>> product_of(OpShape(name="aten::mm", operands=((2, 3), (3, 5))))
+    (6, 10, 15)
+    """
+    if s is not None and s.product:
+        a, b, c = sorted(map(math.prod, s.product))
+        return a, b, c
+    at = _PRODUCTS.get(s.name, -1) if s is not None else -1
+    if s is None or at < 0 or len(s.operands) < at + 2:
+        return None
+    x, w = s.operands[at : at + 2]
+    if len(x) < 2 or len(x) != len(w) or x[-1] != w[-2] or x[:-2] != w[:-2]:
+        return None
+    a, b, c = sorted((math.prod(x), math.prod(w), math.prod((*x[:-1], w[-1]))))
+    return a, b, c
+
+
+def op_shapes(t: Timeline, g: DataflowGraph) -> dict[int, OpShape]:
+    """Device task → the innermost op with operands around the call that launched it, where the trace says so; of
+    compiled programs the op that it is."""
+    if t.compiled:
+        known = {i: t.compiled.get(g.task_name(i)) for i in np.flatnonzero(on_stream(g.kind)).tolist()}
+        return {i: _shape_of(g.task_name(i), x) for i, x in known.items() if x is not None}
+    call_of = launching_calls(g)
+    shaped = np.flatnonzero((t["kind"] == _HOST) & (t["shape"] >= 0))
+    by_lane: dict[int, np.ndarray] = {}
+    for lane in np.unique(t["lane"][shaped]).tolist():
+        mine = shaped[t["lane"][shaped] == lane]
+        by_lane[lane] = mine[np.argsort(t["start_ns"][mine], kind="stable")]
+    out: dict[int, OpShape] = {}
+    for op, call in call_of.items():
+        event = int(g.event[call])
+        around = by_lane.get(int(t["lane"][event])) if event >= 0 else None
+        if around is None:
+            continue
+        at = int(t["start_ns"][event])
+        k = int(np.searchsorted(t["start_ns"][around], at, side="right")) - 1
+        # Ops nest a few levels deep: the innermost that has not ended is near.
+        for e in around[max(k - 8, 0) : k + 1][::-1].tolist():
+            if int(t.end_ns[e]) > at:
+                out[op] = OpShape(name=t.names[int(t["name"][e])], operands=t.shapes[int(t["shape"][e])])
+                break
+    return out
+
+
+def _shape_of(name: str, op: CompiledOp) -> OpShape:
+    return OpShape(
+        name=name.partition(".")[0], operands=op.operands, product=op.product, itemsize=op.itemsize
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sections:
+    """Of each task [tasks] of one rank's iteration; −1 for tasks of other ranks.
+
+    order: the rank's tasks as the replay starts them. product: device task → which product it is.
+    """
+
+    rank: int
+    phase: np.ndarray
+    micro: np.ndarray
+    layer: np.ndarray
+    micro_batches: int
+    layers: int
+    order: np.ndarray
+    compute: int
+    """The stream that computes, a device of the graph."""
+    product: dict[int, ProductKey]
+    shapes: dict[int, OpShape]
+
+
+def sections(t: Timeline, g: DataflowGraph) -> Sections:
+    """The sections of the first rank. Infeasible, with the reason, where the trace does not show them."""
+    rank = g.ranks[0]
+    mine = g.rank == rank
+    order = replay_graph(g).order
+    order = order[mine[order]]
+    if t.compiled:
+        return _of_program(t, g, rank, order)
+    call_of = {op: c for op, c in launching_calls(g).items() if mine[op]}
+    ops_of: dict[int, list[int]] = defaultdict(list)
+    for op, c in call_of.items():
+        ops_of[c].append(op)
+    main = int(g.device[g.root[rank]]) if rank in g.root else -1
+    launching = [c for c in order.tolist() if c in ops_of]
+    if main < 0 or all(int(g.device[c]) == main for c in launching):
+        raise Infeasible(
+            "the trace does not show forward and backward apart: that needs PyTorch's, which launches backward from a "
+            "thread of its own, or an .xplane.pb of jax.profiler, which holds the compiled program"
+        )
+    shapes = op_shapes(t, g)
+    product = {i: k for i, s in shapes.items() if mine[i] and (k := product_of(s)) is not None}
+    if not product:
+        raise Infeasible(
+            "no matrix multiplication in the trace has the shapes of its operands; record with record_shapes=True, as "
+            "pase profile does"
+        )
+    phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
+    turns = _turns(g, launching, main)
+    for c, (kind, turn) in turns.items():
+        for i in (c, *ops_of[c]):
+            phase[i], micro[i] = kind, turn
+    micro_batches = 1 + max(turn for _, turn in turns.values())
+    layers = _layers(phase, micro, layer, [i for c in launching for i in ops_of[c]], product, micro_batches)
+    for c in launching:
+        layer[c] = layer[ops_of[c][0]]
+    _label_rest(g, order, phase, micro, layer)
+    return Sections(
+        rank=rank,
+        phase=phase,
+        micro=micro,
+        layer=layer,
+        micro_batches=micro_batches,
+        layers=layers,
+        order=order,
+        compute=_computes(g, order),
+        product=product,
+        shapes={i: s for i, s in shapes.items() if mine[i]},
+    )
+
+
+def _computes(g: DataflowGraph, order: np.ndarray) -> int:
+    """The stream with most work of these tasks."""
+    kernels = order[on_stream(g.kind[order]) & (g.kind[order] != COLLECTIVE)]
+    return int(np.bincount(g.device[kernels], weights=g.duration_ns[kernels]).argmax())
+
+
+def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> Sections:
+    """Of a compiled program, which says what each op is."""
+    mine = set(order.tolist())
+    shapes = {i: s for i, s in op_shapes(t, g).items() if i in mine}
+    product = {i: k for i, s in shapes.items() if (k := product_of(s)) is not None}
+    if not product:
+        raise Infeasible(
+            "the compiled program in the trace has no matrix product, so nothing tells its layers apart"
+        )
+    phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
+    ops = [i for i in order.tolist() if i in shapes]
+    for i in ops:
+        phase[i] = StepPhase[t.compiled[g.task_name(i)].part.upper()]
+    if not any(phase[i] == StepPhase.BACKWARD for i in product):
+        raise Infeasible(
+            "no product of the compiled program comes from backward by the names that JAX gives its ops, so it is no "
+            "training step whose parts could be told apart"
+        )
+    micro[ops] = _turns_of_program(phase[ops], np.isin(ops, list(product)))
+    micro_batches = 1 + int(micro[ops].max())
+    layers = _layers(phase, micro, layer, ops, product, micro_batches)
+    _label_rest(g, order, phase, micro, layer)
+    return Sections(
+        rank=rank,
+        phase=phase,
+        micro=micro,
+        layer=layer,
+        micro_batches=micro_batches,
+        layers=layers,
+        order=order,
+        compute=_computes(g, order),
+        product=product,
+        shapes=shapes,
+    )
+
+
+def _turns_of_program(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
+    """The micro-batch of each op of a compiled program, in order: the next begins with forward's first product after
+    one of backward, and with what forward does before it. The update belongs to the last."""
+    out = np.zeros(len(phase), dtype=np.int64)
+    turn, after_backward = 0, False
+    for i, (p, product) in enumerate(zip(phase.tolist(), is_product.tolist(), strict=True)):
+        forward = p == StepPhase.FORWARD
+        out[i] = turn + int(after_backward and forward)
+        if product and p != StepPhase.UPDATE:
+            turn, after_backward = int(out[i]), not forward
+    return np.where(phase == StepPhase.UPDATE, turn, np.minimum(out, turn))
+
+
+def _turns(g: DataflowGraph, launching: list[int], main: int) -> dict[int, tuple[StepPhase, int]]:
+    """Launching call → (phase, micro-batch), from the turns that the program's thread and autograd's take."""
+    out: dict[int, tuple[StepPhase, int]] = {}
+    last = max(k for k, c in enumerate(launching) if int(g.device[c]) != main)
+    micro, back = 0, False
+    for k, c in enumerate(launching):
+        of_main = int(g.device[c]) == main
+        if back and of_main and k < last:
+            micro += 1
+        back = not of_main
+        phase = StepPhase.BACKWARD if back else StepPhase.FORWARD if k < last else StepPhase.UPDATE
+        out[c] = phase, micro
+    return out
+
+
+def _layers(
+    phase: np.ndarray,
+    micro: np.ndarray,
+    layer: np.ndarray,
+    ops: list[int],
+    product: dict[int, ProductKey],
+    micro_batches: int,
+) -> int:
+    """Fill in the layers of the device's ops, given in order, and return how many there are."""
+    sequence: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for i in ops:
+        sequence[int(phase[i]), int(micro[i])].append(i)
+    counts = [Counter(product[i] for i in v if i in product) for (p, _), v in sequence.items() if not p]
+    if len(counts) != micro_batches or any(c != counts[0] for c in counts):
+        raise Infeasible(
+            f"the {micro_batches} turns of forward and backward do not run the same products, so they are no "
+            "micro-batches"
+        )
+    forward = next([product.get(i) for i in v] for (p, _), v in sequence.items() if not p)
+    layers = _repeats([k for k in forward if k is not None])
+    for (p, _), ops in sequence.items():
+        turns = _turns_of([product.get(i) for i in ops], layers)
+        back = p == StepPhase.BACKWARD
+        at = layers - 1 if back else 0
+        for i, turn in zip(ops, turns, strict=True):
+            if turn is not None and p != StepPhase.UPDATE:
+                at = layers - 1 - turn if back else turn
+            layer[i] = at
+    return layers
+
+
+def _turns_of(keys: list[ProductKey | None], turns: int) -> list[int | None]:
+    """Of each product the turn that it belongs to, where so many turns have equally many of it; None of others."""
+    count, seen = Counter(keys), Counter[ProductKey | None]()
+    out: list[int | None] = []
+    for k in keys:
+        inside = k is not None and count[k] % turns == 0
+        out.append(seen[k] * turns // count[k] if inside else None)
+        seen[k] += 1
+    return out
+
+
+def _repeats(keys: list[ProductKey]) -> int:
+    """How many turns the products take: the most that leave the fewest products out, each over before the next."""
+    count = Counter(keys)
+    best, inside_best = 1, 0
+    for n in range(2, max(count.values(), default=1) + 1):
+        turns = [t for t in _turns_of(list(keys), n) if t is not None]
+        if turns == sorted(turns) and len(turns) >= inside_best:
+            best, inside_best = n, len(turns)
+    return best
+
+
+def _label_rest(
+    g: DataflowGraph, order: np.ndarray, phase: np.ndarray, micro: np.ndarray, layer: np.ndarray
+) -> None:
+    """Work and calls that launch nothing belong to what their thread launches next; behind the last, to that."""
+    for d in np.unique(g.device[order]).tolist():
+        here = order[g.device[order] == d]
+        known = np.flatnonzero(phase[here] >= 0)
+        if not len(known):
+            phase[here], micro[here], layer[here] = StepPhase.UPDATE, 0, 0
+            continue
+        # On a stream, an op that nothing launched (an inserted collective) belongs with the op before it.
+        side = np.searchsorted(known, np.arange(len(here)), side="left")
+        side = (
+            side
+            if g.devices[d].kind == "thread"
+            else np.searchsorted(known, np.arange(len(here)), "right") - 1
+        )
+        nearest = known[np.clip(side, 0, len(known) - 1)]
+        for x in (phase, micro, layer):
+            x[here] = x[here[nearest]]

@@ -1,0 +1,135 @@
+"""Replay: run the data-flow graph on its devices, and say what took the time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from pase.errors import PaseError
+from pase.replay.graph import Carried, DataflowGraph, csr
+
+__all__ = [
+    "Replay",
+    "critical_path",
+    "replay_graph",
+    "subgraph",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Replay:
+    """When each task ran, in ns. cause: the task that fixed a task's start (−1 none); latest: of each gang,
+    the member that came last; order: tasks in the order in which they started."""
+
+    start_ns: np.ndarray
+    finish_ns: np.ndarray
+    ready_ns: np.ndarray
+    cause: np.ndarray
+    latest: np.ndarray
+    order: np.ndarray
+
+    @property
+    def makespan_ns(self) -> float:
+        return float(self.finish_ns.max()) if len(self.finish_ns) else 0.0
+
+
+def replay_graph(g: DataflowGraph, kernel: str = "numba") -> Replay:
+    """Simulate the graph; kernel "python" is the readable twin of "numba".
+
+    PaseError where tasks wait for each other in a circle, naming some of them.
+    """
+    if len(g) and not (np.isfinite(g.duration_ns).all() and float(g.duration_ns.min()) >= 0):
+        bad = int(np.flatnonzero(~(np.isfinite(g.duration_ns) & (g.duration_ns >= 0)))[0])
+        raise PaseError(f"task '{g.task_name(bad)}' has no sound duration: {g.duration_ns[bad]} ns")
+    simulate: Any
+    if kernel == "numba":
+        from pase.replay.simulation import _kernels
+
+        simulate = _kernels.simulate
+    elif kernel == "python":
+        from pase.replay.simulation import _twin
+
+        simulate = _twin.simulate
+    else:
+        raise ValueError(f"no kernel '{kernel}'; choose numba or python")
+    ptr, dst, lag = csr(g)
+    size = np.bincount(g.gang[g.gang >= 0], minlength=0).astype(np.int64)
+    if (size == 0).any():
+        size[size == 0] = 1
+    start, finish, ready, cause, latest, order, done = simulate(
+        g.device.astype(np.int64),
+        g.duration_ns.astype(np.float64),
+        g.priority.astype(np.int64),
+        g.release_ns.astype(np.float64),
+        g.gang.astype(np.int64),
+        size,
+        ptr,
+        dst,
+        lag.astype(np.float64),
+        g.device_free_ns.astype(np.float64),
+    )
+    stuck = np.flatnonzero(np.isnan(finish))
+    if len(stuck):
+        shown = "; ".join(f"'{g.task_name(int(i))}' on rank {int(g.rank[i])}" for i in stuck[:4])
+        raise PaseError(
+            f"{len(stuck)} of {len(g)} tasks wait for each other, so the replay stops: {shown}. Either the "
+            "graph has a cycle, or ranks issue collectives in different orders (a deadlock in a real run)"
+        )
+    return Replay(
+        start_ns=start, finish_ns=finish, ready_ns=ready, cause=cause, latest=latest, order=order[:done]
+    )
+
+
+def critical_path(g: DataflowGraph, r: Replay, end: int | None = None) -> list[int]:
+    """Tasks on the longest chain of the execution graph, first to last, ending at ``end`` or the last task.
+
+    The execution graph is the data-flow graph plus the order in which devices ran their tasks. A collective
+    continues with the member that came last.
+    """
+    if not len(g):
+        return []
+    i = int(np.argmax(r.finish_ns)) if end is None else end
+    path = [i]
+    while True:
+        if g.gang[i] >= 0:
+            last = int(r.latest[g.gang[i]])
+            if last != i:
+                path.append(last)
+                i = last
+        i = int(r.cause[i])
+        if i < 0:
+            return path[::-1]
+        path.append(i)
+
+
+def subgraph(g: DataflowGraph, keep: np.ndarray) -> DataflowGraph:
+    """The tasks where ``keep`` [tasks] holds, with the edges among them."""
+    index = np.cumsum(keep) - 1
+    edges = keep[g.src] & keep[g.dst]
+    gangs, gang = np.unique(g.gang[keep], return_inverse=True)
+    gang = gang - int(len(gangs) > 0 and gangs[0] < 0)
+    picked = np.flatnonzero(keep)
+    c = g.carried
+    held = keep[c.src] & keep[c.dst]
+    return replace(
+        g,
+        **{
+            f: getattr(g, f)[keep]
+            for f in ("name", "kind", "device", "duration_ns", "priority", "release_ns")
+        },
+        **{f: getattr(g, f)[keep] for f in ("nbytes", "operation", "ways", "event")},
+        gang=gang.astype(np.int64),
+        src=index[g.src[edges]],
+        dst=index[g.dst[edges]],
+        lag_ns=g.lag_ns[edges],
+        edge_kind=g.edge_kind[edges],
+        key=tuple(g.key[i] for i in picked) if g.key else (),
+        root={r: int(index[i]) for r, i in g.root.items() if keep[i]},
+        tail={r: int(index[i]) for r, i in g.tail.items() if keep[i]},
+        gangs=int((gangs >= 0).sum()),
+        carried=Carried(
+            src=index[c.src[held]], dst=index[c.dst[held]], lag_ns=c.lag_ns[held], kind=c.kind[held]
+        ),
+    )

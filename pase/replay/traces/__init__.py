@@ -1,0 +1,1 @@
+"""Files of traces, read and written."""

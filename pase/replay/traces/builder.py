@@ -1,0 +1,273 @@
+"""Fills timeline columns event by event, within limits, and counts what had to be left out."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+
+from pase.replay.traces.reader import LIMITS, Limits
+from pase.replay.types import COLUMNS, GPU_KINDS, Group, Lane, Mark, Problem, Shapes, Timeline
+
+__all__ = ["Builder", "combine", "is_sound", "split_devices"]
+
+_FAR_NS = 1 << 61
+
+
+def is_sound(start_ns: int, duration_ns: int) -> bool:
+    """Whether these are times: neither negative lengths, nor so far away that ns do not fit 64 bits."""
+    return 0 <= duration_ns < _FAR_NS and -_FAR_NS < start_ns < _FAR_NS
+
+
+_JUMP_NS = 600 * 10**9
+"""Ten minutes without any event: the clock was set, or two runs share the file."""
+
+
+class Builder:
+    """Columns of one rank under construction."""
+
+    def __init__(self, where: str, rank: int, limits: Limits = LIMITS) -> None:
+        self.where, self.rank, self.limits = where, rank, limits
+        self._columns = {k: array(np.dtype(t).char) for k, t in COLUMNS.items()}
+        self._append = tuple(c.append for c in self._columns.values())
+        self._count = 0
+        self.names: dict[str, int] = {}
+        self.lanes: dict[tuple[object, bool], int] = {}
+        self.lane_names: list[str] = []
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[Shapes, int] = {}
+        self.marks: list[Mark] = []
+        self.left_out: Counter[str] = Counter()
+        self.noted: Counter[str] = Counter()
+        """What was read although something in it is wrong."""
+        self.dataflow: dict[str, tuple[str, ...]] = {}
+        self.host = ""
+
+    def name(self, text: str) -> int:
+        """The number of a name."""
+        known = self.names.get(text)
+        if known is not None:
+            return known
+        if len(self.names) >= self.limits.names:
+            self.left_out[f"names past {self.limits.names} were filed under one"] += 1
+            text = "(other names)"
+        elif len(text) > self.limits.name_chars:
+            text = text[: self.limits.name_chars]
+        return self.names.setdefault(text, len(self.names))
+
+    def lane(self, key: object, device: bool, label: str) -> int:
+        """The number of a lane; −1 once the limit of lanes is reached."""
+        known = self.lanes.get((key, device))
+        if known is not None:
+            return known
+        if len(self.lanes) >= self.limits.lanes:
+            return -1
+        self.lanes[(key, device)] = len(self.lane_names)
+        self.lane_names.append(label[:100])
+        return len(self.lane_names) - 1
+
+    def shape(self, operands: Shapes) -> int:
+        """The number of an op's operands' extents; −1 once there are as many different ones as there may be names."""
+        if len(self.shapes) >= self.limits.names:
+            return self.shapes.get(operands, -1)
+        return self.shapes.setdefault(operands, len(self.shapes))
+
+    def group(self, name: str, ranks: tuple[int, ...] = ()) -> int:
+        if name not in self.groups or (ranks and not self.groups[name]):
+            self.groups[name] = ranks
+        return list(self.groups).index(name)
+
+    def add(
+        self,
+        lane: int,
+        kind: int,
+        name: int,
+        start_ns: int,
+        duration_ns: int,
+        correlation: int = -1,
+        nbytes: int = -1,
+        operation: int = 0,
+        group: int = -1,
+        iteration: int = -1,
+        shape: int = -1,
+    ) -> None:
+        """Append one event, or count why it cannot be used."""
+        if lane < 0:
+            self.left_out[f"events on threads beyond the first {self.limits.lanes} of this rank"] += 1
+        elif not is_sound(start_ns, duration_ns):
+            self.left_out["events with a negative or absurd time or duration"] += 1
+        elif self._count >= self.limits.events:
+            self.left_out[f"events past the first {self.limits.events}"] += 1
+        else:
+            if not -1 <= correlation < _FAR_NS:
+                correlation = -1
+            if not -1 <= nbytes < _FAR_NS:
+                nbytes = -1
+            self._count += 1
+            # Spelled out: this runs for every event of a trace, and a loop costs four times as much.
+            to = self._append
+            to[0](lane)
+            to[1](kind)
+            to[2](name)
+            to[3](start_ns)
+            to[4](duration_ns)
+            to[5](correlation)
+            to[6](nbytes)
+            to[7](operation)
+            to[8](group)
+            to[9](iteration)
+            to[10](shape)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def finish(self) -> Timeline:
+        """The rank's timeline: sorted, clock jumps removed, problems listed."""
+        columns = {k: np.frombuffer(self._columns[k], dtype=t) for k, t in COLUMNS.items()}
+        problems = [
+            Problem(where=self.where, what=f"{n} {what}, left out") for what, n in self.left_out.items()
+        ]
+        problems += [Problem(where=self.where, what=f"{n} {what}") for what, n in self.noted.items()]
+        keep = _largest_cluster(columns["start_ns"])
+        if keep is not None:
+            lost = len(keep) - int(keep.sum())
+            columns = {k: v[keep] for k, v in columns.items()}
+            problems.append(
+                Problem(
+                    where=self.where,
+                    what=f"the clock jumps by over ten minutes; {lost} events before or after left out",
+                )
+            )
+        # An enclosing event sorts before the events inside it.
+        order = np.lexsort((-columns["duration_ns"], columns["start_ns"], columns["lane"]))
+        device = {i: dev for (_, dev), i in self.lanes.items()}
+        for k in COLUMNS:
+            # One column at a time, its unsorted form let go: a trace of millions of events is held once.
+            columns[k] = columns[k][order]
+            self._columns[k] = array(np.dtype(COLUMNS[k]).char)
+        return Timeline(
+            columns=columns,
+            names=tuple(self.names),
+            lanes=tuple(
+                Lane(rank=self.rank, name=n, device=device[i]) for i, n in enumerate(self.lane_names)
+            ),
+            groups=tuple(Group(name=n, ranks=r) for n, r in self.groups.items()),
+            marks=tuple(sorted(self.marks, key=lambda m: m.start_ns)),
+            problems=tuple(problems),
+            hosts={self.rank: self.host} if self.host else {},
+            dataflow=self.dataflow,
+            shapes=tuple(self.shapes),
+        )
+
+
+def _largest_cluster(starts: np.ndarray) -> np.ndarray | None:
+    """Mask of the events in the most populous stretch without a ten-minute hole; None without a hole."""
+    if len(starts) < 2:
+        return None
+    order = np.argsort(starts, kind="stable")
+    cuts = np.flatnonzero(np.diff(starts[order]) > _JUMP_NS) + 1
+    if not len(cuts):
+        return None
+    edges = np.concatenate(([0], cuts, [len(starts)]))
+    best = int(np.diff(edges).argmax())
+    keep = np.zeros(len(starts), dtype=bool)
+    keep[order[edges[best] : edges[best + 1]]] = True
+    return keep
+
+
+def without_overruns(t: Timeline) -> Timeline:
+    """Ops on a stream end before what comes after the next one begins: a stream runs its launches in order.
+
+    An op that outlasts the next launch's op on its stream has a wrong end (ROCm's profiler writes such); it is ended
+    where the next one begins, and a Problem says so. Ops of one launch (a graph's) may run at once, and neighbours may
+    overlap (programmatic dependent launch).
+    """
+    ops = np.flatnonzero(
+        np.isin(t["kind"], GPU_KINDS) & np.array([x.device for x in t.lanes] + [False])[t["lane"]]
+    )
+    lane, start, end, launch = (c[ops] for c in (t["lane"], t["start_ns"], t.end_ns, t["correlation"]))
+    if len(ops) < 2:
+        return t
+    later = (lane[1:] == lane[:-1]) & (launch[1:] != launch[:-1]) & (launch[1:] >= 0) & (launch[:-1] >= 0)
+    wrong = np.flatnonzero(later & (end[:-1] > end[1:]) & (start[1:] > start[:-1]))
+    if not len(wrong):
+        return t
+    durations = t["duration_ns"].copy()
+    durations[ops[wrong]] = start[wrong + 1] - start[wrong]
+    worst = ops[wrong[np.argmax(end[wrong] - end[wrong + 1])]]
+    where = t.lanes[int(t["lane"][worst])]
+    what = (
+        f"{len(wrong)} ops outlast the next op of their stream, which a stream does not do; they are ended where the "
+        f"next begins: the worst is '{t.names[int(t['name'][worst])]}' on stream {where.name}"
+    )
+    problem = Problem(where=f"rank {where.rank}", what=what)
+    return replace(t, columns={**t.columns, "duration_ns": durations}, problems=(*t.problems, problem))
+
+
+def split_devices(t: Timeline, executions: list[tuple[int, Mark]] | None = None) -> Timeline:
+    """One rank per device where a process drives several (XLA lanes are named "device:stream").
+
+    Device d of process p becomes rank p · devices + d. The CPU threads stay with the first; every rank
+    gets the process's iterations, as they share its clock; or, where no step is marked, its device's executions.
+    """
+    parsed = [lane.name.partition(":") if lane.device else ("", "", "") for lane in t.lanes]
+    numbers = sorted({int(p[0]) for p in parsed if p[1] and p[0].isdigit()})
+    if not numbers:
+        return t
+    base = t.lanes[0].rank * len(numbers)
+    lanes = [
+        Lane(
+            rank=base + (numbers.index(int(p[0])) if p[1] else 0), name=p[2] or lane.name, device=lane.device
+        )
+        for lane, p in zip(t.lanes, parsed, strict=True)
+    ]
+    ranks = range(base, base + len(numbers))
+    marks = tuple(replace(m, rank=r) for r in ranks for m in t.marks)
+    if not marks:
+        marks = tuple(replace(m, rank=base + numbers.index(d)) for d, m in executions or () if d in numbers)
+    host = next(iter(t.hosts.values()), "")
+    everyone = tuple(Group(name=g.name, ranks=g.ranks or tuple(ranks) * (len(numbers) > 1)) for g in t.groups)
+    return replace(
+        t, lanes=tuple(lanes), marks=marks, groups=everyone, hosts=dict.fromkeys(ranks, host) if host else {}
+    )
+
+
+def combine(parts: list[Timeline], problems: list[Problem] | None = None) -> Timeline:
+    """One timeline from the ranks' timelines; names and groups are merged."""
+    names: dict[str, int] = {}
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    shapes: dict[Shapes, int] = {}
+    lanes: list[Lane] = []
+    columns: dict[str, list[np.ndarray]] = {k: [] for k in COLUMNS}
+    for t in parts:
+        name_map = np.array([names.setdefault(n, len(names)) for n in t.names], dtype=np.int32)
+        # Groups known by name alone are one group for all ranks; equal names with other ranks are others.
+        keys = [(g.name, g.ranks) for g in t.groups]
+        group_map = np.array([groups.setdefault(k, len(groups)) for k in keys] + [-1], dtype=np.int32)
+        shape_map = np.array([shapes.setdefault(s, len(shapes)) for s in t.shapes] + [-1], dtype=np.int32)
+        for k, v in t.columns.items():
+            if k == "name":
+                v = name_map[v] if len(name_map) else v
+            elif k == "group":
+                v = group_map[v]
+            elif k == "shape":
+                v = shape_map[v]
+            elif k == "lane":
+                v = v + np.int32(len(lanes))
+            columns[k].append(v)
+        lanes.extend(t.lanes)
+    return Timeline(
+        columns={k: np.concatenate(v) if v else np.zeros(0, COLUMNS[k]) for k, v in columns.items()},
+        names=tuple(names),
+        lanes=tuple(lanes),
+        groups=tuple(Group(name=n, ranks=r) for n, r in groups),
+        clocks=tuple(c for t in parts for c in t.clocks),
+        marks=tuple(m for t in parts for m in t.marks),
+        problems=tuple(p for t in parts for p in t.problems) + tuple(problems or ()),
+        hosts={r: h for t in parts for r, h in t.hosts.items()},
+        dataflow={k: v for t in parts for k, v in t.dataflow.items()},
+        compiled={k: v for t in parts for k, v in t.compiled.items()},
+        shapes=tuple(shapes),
+    )

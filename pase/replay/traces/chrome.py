@@ -1,0 +1,481 @@
+"""Chrome-format traces of PyTorch (Kineto) and the JAX/XLA profiler, streamed in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pase.errors import PaseError, needed
+from pase.files.json_values import JsonObject
+from pase.files.terminal import printable
+from pase.replay.traces.builder import Builder, is_sound, split_devices, without_overruns
+from pase.replay.traces.gloo import tie_gloo
+from pase.replay.traces.reader import LIMITS, BoundedReader, Limits, open_stream
+from pase.replay.traces.xla import Executions, untangle
+from pase.replay.types import COLLECTIVE, KINDS, OPERATIONS, Mark, Problem, Timeline
+
+__all__ = ["DEVICE_LINES", "collective_operation", "hlo_collective", "read_chrome", "step_marks", "xla_lane"]
+
+_K = {k: i for i, k in enumerate(KINDS)}
+_CATEGORIES = {
+    "kernel": _K["kernel"],
+    "gpu_memcpy": _K["memcpy"],
+    "memcpy": _K["memcpy"],
+    "gpu_memset": _K["memset"],
+    "memset": _K["memset"],
+    "runtime": _K["runtime"],
+    "mtia_ccp_events": _K["kernel"],
+    "hpu_op": _K["kernel"],
+    "cpu_op": _K["host"],
+    "operator": _K["host"],
+    "python_function": _K["annotation"],
+    "user_annotation": _K["annotation"],
+}
+_MTIA_KINDS = {"dma_request": _K["memcpy"], "event_wait": _K["annotation"], "event_record": _K["annotation"]}
+"""Of the events of an MTIA's queue, by name, those that are no kernels: a queue that waits does no work."""
+_SKIPPED = {"gpu_user_annotation", "Trace", "ac2g", "async_cpu_to_gpu", "fwdbwd", "overhead"}
+_DTYPE_BYTES = {
+    **dict.fromkeys(("float", "float32", "int", "int32", "uint32", "c10::float32", "f32", "s32"), 4),
+    **dict.fromkeys(("double", "float64", "long", "int64", "long int", "uint64"), 8),
+    **dict.fromkeys(("half", "float16", "bfloat16", "c10::half", "c10::bfloat16", "short", "bf16", "f16"), 2),
+    **dict.fromkeys(("byte", "char", "int8", "uint8", "bool", "signed char", "unsigned char"), 1),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "c10::float8_e4m3fn", "c10::float8_e5m2"), 1),
+}
+_WORDS = (
+    ("allreduce", "all_reduce"),
+    ("reducescatter", "reduce_scatter"),
+    ("allgather", "all_gather"),
+    ("alltoall", "all_to_all"),
+    ("collectivepermute", "permute"),
+    ("collectivebroadcast", "broadcast"),
+    ("broadcast", "broadcast"),
+    ("sendrecv", "send_recv"),
+    ("barrier", "barrier"),
+)
+_OPERANDS = 64
+"""Ops with more operands (lists of a whole model's tensors) are no products: their shapes are not kept."""
+_STEP = re.compile(r"^ProfilerStep\s?#(\d+)$")
+_FAR = 1 << 60
+"""The first of the numbers that correlations beyond it get."""
+_RANKS = re.compile(r"^\s*\[([\d,\s]*)\]\s*$")
+
+
+def _kind_of(category: object, name: str) -> int:
+    """Index in KINDS by Kineto's category, −1 for one that is not Kineto's. Calls into a driver are "cuda_runtime",
+    "xpu_driver", "mtia_runtime", "privateuse1_runtime" and so on, one pair for each kind of device. PyTorch before 1.10
+    wrote "Kernel", "Memcpy", "Operator", and steps as operators."""
+    if not isinstance(category, str):
+        return -1
+    category = category.lower()
+    if category == "operator" and _STEP.match(name):
+        return _K["annotation"]
+    if category.endswith(("_runtime", "_driver")):
+        return _K["runtime"]
+    if category == "mtia_ccp_events" and name in _MTIA_KINDS:
+        return _MTIA_KINDS[name]
+    return _CATEGORIES.get(category, -1)
+
+
+def collective_operation(text: str) -> int:
+    """Index in OPERATIONS of what an NCCL kernel, an annotation or an HLO op does; 0 for none.
+
+    >>> OPERATIONS[collective_operation("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)")]
+    'reduce_scatter'
+    >>> OPERATIONS[collective_operation("_reduce_scatter_base")], collective_operation("gemm")
+    ('reduce_scatter', 0)
+    """
+    flat = re.sub(r"[^a-z]", "", text.lower())
+    for word, operation in _WORDS:
+        if word in flat:
+            return OPERATIONS.index(operation)
+    if "reduce" in flat:
+        return OPERATIONS.index("reduce")
+    return OPERATIONS.index("send_recv") if flat in ("send", "recv", "ncclsend", "ncclrecv") else 0
+
+
+def read_chrome(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
+    """One rank's events from a Chrome-format trace (.json, .json.gz).
+
+    rank: overrides what the file says of itself; 0 where neither says.
+    A file that stops short gives the events before the cut, and a Problem. PaseError where nothing is usable.
+    """
+    header = _header(path, limits)
+    info = header.get("distributedInfo")
+    info = info if isinstance(info, dict) else {}
+    if rank is None:
+        rank = _whole(info.get("rank"), 0)
+    b = Builder(str(path), rank, limits)
+    for pg in info.get("pg_config") or ():
+        if isinstance(pg, dict) and isinstance(pg.get("ranks"), list):
+            b.groups[str(pg.get("pg_name"))] = tuple(int(r) for r in pg["ranks"] if isinstance(r, int))
+    feed = _Feed(b, world=_whole(info.get("world_size"), 0))
+    with open_stream(path, limits) as stream:
+        cut = _pump(stream, header["prefix"], feed)
+    problems = []
+    if stream.broken or cut:
+        what = (
+            f"the file is cut or damaged after {len(b)} events ({stream.broken or cut}); the rest is missing"
+        )
+        problems.append(Problem(where=str(path), what=what))
+    problems += [Problem(where=str(path), what=what) for what in stream.repairs()]
+    if not len(b):
+        why = str(problems[0]) if problems else "; ".join(b.left_out) or "traceEvents is empty"
+        raise PaseError(f"{path}: no usable event ({printable(why)})")
+    feed.finish(bool(stream.broken or cut))
+    t = b.finish()
+    t = replace(t, problems=(*t.problems, *problems))
+    if feed.executions.spans:
+        return untangle(split_devices(t, feed.executions.marks(b.rank)))
+    return tie_gloo(without_overruns(t))
+
+
+def _whole(x: object, default: int) -> int:
+    return x if isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 31 else default
+
+
+def _integer(x: object, default: int = -1) -> int:
+    """A whole number, or the default. Some writers put numbers into strings.
+
+    >>> _integer(3), _integer("3"), _integer(3.0), _integer(None), _integer(True), _integer("3a")
+    (3, 3, 3, -1, -1, -1)
+    """
+    if isinstance(x, bool):
+        return default
+    if isinstance(x, str) and len(x) < 20:
+        x = int(x) if x.isdecimal() else default
+    if isinstance(x, float) and x.is_integer() and abs(x) < 2**53:
+        x = int(x)
+    return x if isinstance(x, int) else default
+
+
+def _header(path: Path, limits: Limits) -> JsonObject:
+    """Top-level values that come before the events, and the ijson prefix of the events."""
+    with open_stream(path, limits) as stream:
+        return _read_header(stream, path)
+
+
+def _read_header(stream: BoundedReader, path: Path) -> JsonObject:
+    ijson = needed("ijson", str(path))
+    out: JsonObject = {}
+    builder: Any = None
+    try:
+        for prefix, event, value in ijson.parse(stream, use_float=True):
+            if event == "start_array" and prefix == "":
+                return {"prefix": "item"}
+            if event == "start_array" and prefix == "traceEvents":
+                return {**out, "prefix": "traceEvents.item"}
+            if prefix == "" and event == "map_key":
+                key, builder = value, ijson.ObjectBuilder()
+            elif builder is not None and prefix.split(".", 1)[0] == key and key == "distributedInfo":
+                builder.event(event, value)
+                if prefix == key and event == "end_map":
+                    out[key], builder = builder.value, None
+    except ijson.JSONError as e:
+        if not stream.total:
+            what = f"the file is empty or not readable ({stream.broken or 'no bytes'})"
+            raise PaseError(f"{path}: {what}") from e
+        raise PaseError(f"{path}: not a JSON trace: {stream.broken or _short(e)}") from e
+    raise PaseError(f'{path}: no "traceEvents" in it, so not a Chrome-format trace')
+
+
+def _short(e: Exception) -> str:
+    text = e.args[0] if e.args else ""
+    text = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
+    return printable(" ".join(text.split()))[:160]
+
+
+def _pump(stream: BoundedReader, prefix: str, feed: _Feed) -> str:
+    """Hand every event to ``feed``; the reason where the JSON breaks off, else an empty string."""
+    ijson = needed("ijson", stream.where)
+    try:
+        for e in ijson.items(stream, prefix, use_float=True, buf_size=BoundedReader.CHUNK):
+            stream.event_done()
+            feed.take(e)
+    except (ijson.JSONError, UnicodeDecodeError, ValueError, OverflowError) as e:
+        if isinstance(e, PaseError):
+            raise
+        return _short(e)
+    return ""
+
+
+class _Feed:
+    """Turns trace events into columns; holds what has to be known across events."""
+
+    def __init__(self, b: Builder, world: int) -> None:
+        self.b = b
+        self.default_group = tuple(range(world)) if 1 < world <= 1 << 16 else ()
+        self.steps: list[tuple[int, int, int]] = []
+        self.thread_names: dict[tuple[object, object], str] = {}
+        self.process_names: dict[object, str] = {}
+        self.executions = Executions()
+        self.places: dict[tuple[int, int, bool, int], int] = {}
+        self.far: dict[int, int] = {}
+        self.open: dict[int, list[tuple[int, int, int]]] = {}
+
+    def take(self, e: JsonObject) -> None:
+        if not isinstance(e, dict):
+            self.b.left_out["entries that are not events"] += 1
+            return
+        ph = e.get("ph")
+        if ph == "X":
+            if not (isinstance(e.get("cat"), str) and e["cat"] in _SKIPPED):
+                self._span(e)
+        elif ph == "M":
+            self._metadata(e)
+        elif ph == "B" or ph == "E":
+            self._begin_end(e, ph)
+        elif ph == "i" and e.get("name") == "[memory]":
+            self._memory(e)
+
+    def _span(self, e: JsonObject) -> None:
+        b, args = self.b, e.get("args")
+        if not isinstance(args, dict):
+            args = {}
+        if "dur" not in e:
+            b.noted["complete events without a duration, read as instants"] += 1
+        start, duration = _ns(e.get("ts")), _ns(e.get("dur", 0))
+        if start is None or duration is None:
+            b.left_out["events whose time is no finite number"] += 1
+            return
+        text = e.get("name")
+        text = text if isinstance(text, str) else str(text)[:80]
+        cat = e.get("cat")
+        kind = _kind_of(cat, text)
+        device = kind in (_K["kernel"], _K["memcpy"], _K["memset"])
+        if kind < 0:
+            kind, device = self._jax_kind(e, args)
+        lane = self._lane(e, args, device)
+        correlation = self._correlation(args.get("correlation"))
+        nbytes, operation, group, shape = -1, 0, -1, -1
+        if kind == _K["host"] and "Input Dims" in args:
+            shape = self._shape(args["Input Dims"])
+        if device or kind == _K["host"]:
+            if "ccl" in text and device and kind == _K["kernel"]:
+                kind, operation = COLLECTIVE, collective_operation(str(args.get("Collective name") or text))
+                nbytes, group = self._collective(args)
+            elif "hlo_op" in args:
+                text = str(args["hlo_op"])
+                operation = hlo_collective(text)
+                if operation:
+                    kind, group = COLLECTIVE, b.group("", self.default_group)
+                correlation = _whole(args.get("correlation_id"), -1)
+                ordinal, module = str(args.get("device_ordinal", 0)), str(args.get("hlo_module", ""))[:200]
+                number = int(ordinal) if ordinal.isdigit() and len(ordinal) < 9 else 0
+                self.executions.add(number, module, str(args.get("run_id", ""))[:40], start, start + duration)
+            stated = args.get("bytes", args.get("size") if cat == "mtia_ccp_events" else None)
+            nbytes = _integer(stated, nbytes)
+        elif kind == _K["annotation"]:
+            if text.startswith("gloo:"):
+                # On a worker thread of its own: what a device's queue is to NCCL.
+                operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
+                kind, group = COLLECTIVE, b.group("", self.default_group)
+                lane = b.lane(("gloo", e.get("pid"), e.get("tid")), True, f"gloo of thread {e.get('tid')}")
+            elif text.startswith("nccl:") or text.startswith("c10d::"):
+                operation, nbytes = collective_operation(text.split(":", 1)[1]), _dims_bytes(args)
+            else:
+                m = _STEP.match(text)
+                number = int(m.group(1)) if m else _step_number(args)
+                if number >= 0 and is_sound(start, duration):
+                    self.steps.append((start, start + duration, number))
+        b.add(lane, kind, b.name(text), start, duration, correlation, nbytes, operation, group, shape=shape)
+
+    def _correlation(self, stated: object) -> int:
+        number = _integer(stated)
+        if number < -1 or number >= _FAR:  # an unsigned number of 64 bits
+            return self.far.setdefault(number, _FAR + len(self.far))
+        return number
+
+    def _shape(self, dims: Any) -> int:
+        """The number of an op's operands' extents; −1 where none is a tensor."""
+        if not isinstance(dims, list) or len(dims) > _OPERANDS:
+            return -1
+        operands = tuple(
+            tuple(d) if isinstance(d, list) and all(type(x) is int and x >= 0 for x in d) else ()
+            for d in dims
+        )
+        return self.b.shape(operands) if any(operands) else -1
+
+    def _jax_kind(self, e: JsonObject, args: JsonObject) -> tuple[int, bool]:
+        """Kind of an event without a Kineto category: XLA ops run on a device, the rest on the host."""
+        process = self.process_names.get(_key(e.get("pid")), "")
+        if process.startswith("/device:"):
+            thread = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
+            runs = thread.startswith(DEVICE_LINES)
+            return (_K["kernel"], True) if runs else (_K["annotation"], False)
+        # On the CPU backend a thunk runs on a pool thread; its device is its queue.
+        return (_K["kernel"], True) if "hlo_op" in args else (_K["annotation"], False)
+
+    def _lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
+        """The lane of an event; found again without further ado where its ids are plain numbers."""
+        pid, tid = e.get("pid"), args.get("stream") if device else e.get("tid")
+        if type(pid) is not int or type(tid) is not int:
+            return self._new_lane(e, args, device)
+        number = args.get("device")
+        place = (pid, tid, device, number if isinstance(number, int) else -1)
+        known = self.places.get(place)
+        if known is None:
+            known = self._new_lane(e, args, device)
+            if len(self.places) < self.b.limits.lanes:
+                self.places[place] = known
+        return known
+
+    def _new_lane(self, e: JsonObject, args: JsonObject, device: bool) -> int:
+        if device and "stream" not in args:
+            label = self.thread_names.get((_key(e.get("pid")), _key(e.get("tid"))), "")
+            name, ordinal = xla_lane(
+                self.process_names.get(_key(e.get("pid")), ""), label, args.get("device_ordinal")
+            )
+            if name:
+                return self.b.lane((name, ordinal), True, f"{ordinal}:{name}")
+        if device:
+            stream = args.get("stream", e.get("tid"))
+            key = (args.get("device", e.get("pid")), stream)
+            return self.b.lane(_key(key), True, str(stream))
+        key = (e.get("pid"), e.get("tid"))
+        return self.b.lane(_key(key), False, str(e.get("tid")))
+
+    def _collective(self, args: JsonObject) -> tuple[int, int]:
+        sizes = [args.get(k) for k in ("In msg nelems", "Out msg nelems")]
+        count = max(map(_integer, sizes))
+        width = _DTYPE_BYTES.get(str(args.get("dtype", "")).lower(), 0)
+        name = str(args.get("Process Group Name", args.get("Process Group ID", "")))
+        m = _RANKS.match(str(args.get("Process Group Ranks", "")))
+        ranks = (
+            tuple(int(r) for r in m.group(1).split(",") if r.strip()) if m else self.b.groups.get(name, ())
+        )
+        if not name and not ranks:
+            ranks = self.default_group
+        return (count * width if count >= 0 and width else -1), self.b.group(name[:100], ranks)
+
+    def _metadata(self, e: JsonObject) -> None:
+        args = e.get("args")
+        label = args.get("name") if isinstance(args, dict) else None
+        if not isinstance(label, str) or len(self.thread_names) > self.b.limits.lanes:
+            return
+        if e.get("name") == "process_name":
+            self.process_names[_key(e.get("pid"))] = label[:100]
+        elif e.get("name") == "thread_name":
+            self.thread_names[(_key(e.get("pid")), _key(e.get("tid")))] = label[:100]
+
+    def _begin_end(self, e: JsonObject, ph: str) -> None:
+        start = _ns(e.get("ts"))
+        lane = self._lane(e, {}, False)
+        if start is None or lane < 0:
+            self.b.left_out["events whose time is no finite number"] += 1
+            return
+        stack = self.open.setdefault(lane, [])
+        if ph == "B":
+            if len(stack) < 10_000:
+                stack.append((start, self.b.name(str(e.get("name"))), _K["host"]))
+        elif stack:
+            begun, name, kind = stack.pop()
+            self.b.add(lane, kind, name, begun, start - begun)
+        else:
+            self.b.left_out["ends without a begin"] += 1
+
+    def _memory(self, e: JsonObject) -> None:
+        args, start = e.get("args"), _ns(e.get("ts"))
+        if isinstance(args, dict) and args.get("Device Type") == 1 and start is not None:
+            total = args.get("Total Allocated")
+            lane = self.b.lane("memory", False, "memory")
+            self.b.add(
+                lane,
+                _K["memory"],
+                self.b.name("[memory]"),
+                start,
+                0,
+                nbytes=total if isinstance(total, int) else -1,
+            )
+
+    def finish(self, cut: bool) -> None:
+        unclosed = sum(len(stack) for stack in self.open.values())
+        if unclosed:
+            self.b.left_out["begins without an end"] += unclosed
+        self.b.marks.extend(step_marks(self.steps, self.b.rank, cut))
+
+
+def step_marks(steps: list[tuple[int, int, int]], rank: int, cut: bool) -> list[Mark]:
+    """Marks from (start, end, number) of steps: one runs to the start of the next, the last to its end."""
+    steps = sorted(set(steps))
+    out = []
+    for i, (start, end, number) in enumerate(steps):
+        last = i + 1 == len(steps)
+        follows = not last and steps[i + 1][2] == number + 1
+        end = steps[i + 1][0] if follows else end
+        out.append(Mark(rank=rank, iteration=number, start_ns=start, end_ns=end, complete=not (cut and last)))
+    return out
+
+
+def _key(x: object) -> object:
+    """A hashable stand-in for whatever a trace puts where an id belongs."""
+    if isinstance(x, tuple):
+        return tuple(_key(y) for y in x)
+    return x if isinstance(x, (int, str, float, type(None))) else str(x)[:80]
+
+
+DEVICE_LINES = ("Stream", "XLA Ops", "XLA Async Ops")
+"""Names of the lines of a device's plane that hold what ran; other lines repeat it by module or by name."""
+
+
+def hlo_collective(op: str) -> int:
+    """Index in OPERATIONS of an HLO op by its name ("all-gather.3", or as JAX calls it "all_gather.3"); a done op moves
+    nothing."""
+    base = op.partition(".")[0].replace("_", "-")
+    prefixes = (
+        "all-reduce",
+        "all-gather",
+        "reduce-scatter",
+        "all-to-all",
+        "collective-",
+        "ragged-all-to-all",
+    )
+    return collective_operation(base) if base.startswith(prefixes) and not base.endswith("-done") else 0
+
+
+def xla_lane(process: str, line: str, ordinal: Any) -> tuple[str, int]:
+    """Stream name and device number of an XLA op; an empty name where the trace does not say."""
+    if process.startswith("/device:"):
+        number = process.rpartition(":")[2]
+        return line.partition("(")[0].strip() or "stream", int(number) if number.isdigit() else 0
+    if str(ordinal).isdigit():
+        return "XLA ops", int(ordinal)
+    return "", 0
+
+
+def _step_number(args: JsonObject) -> int:
+    """The step that jax.profiler.StepTraceAnnotation states, −1 where there is none."""
+    text = args.get("step_num", args.get("_r") and args.get("step"))
+    return int(text) if isinstance(text, (int, str)) and str(text).isdigit() and len(str(text)) < 12 else -1
+
+
+def _dims_bytes(args: JsonObject) -> int:
+    """Bytes of the first operands of a collective's annotation, −1 where the trace does not say."""
+    dims, types = args.get("Input Dims"), args.get("Input type")
+    if not isinstance(dims, list) or not isinstance(types, list):
+        return -1
+    total = 0
+    for d, t in zip(dims, types, strict=False):
+        width = _DTYPE_BYTES.get(str(t).lower(), 0)
+        if isinstance(d, list) and width and all(isinstance(x, int) and x >= 0 for x in d):
+            total += width * math.prod(d)
+    return total or -1
+
+
+def _ns(us: object) -> int | None:
+    """Whole nanoseconds from microseconds, without the rounding that float·1000 brings at 10¹⁵ µs."""
+    if type(us) is float:
+        if not -1e17 < us < 1e17:
+            return None if us != us or us in (math.inf, -math.inf) else int(us) * 1000
+        whole = int(us)
+        return whole * 1000 + round((us - whole) * 1000)
+    if isinstance(us, int):
+        return us * 1000
+    if isinstance(us, str) and len(us) < 40:
+        try:
+            return _ns(float(us))
+        except ValueError:
+            return None
+    return None

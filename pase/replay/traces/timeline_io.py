@@ -1,0 +1,299 @@
+"""Timelines on disk: versioned JSON (timeline.schema.json), and Chrome/Perfetto traces to look at."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from collections.abc import Collection
+from dataclasses import fields
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pase.errors import PaseError
+from pase.files.atomic import write_atomically
+from pase.files.codec import convert, json_schema, to_builtins, to_tree
+from pase.files.json_values import Json, JsonObject
+from pase.replay.traces.perfetto import MEMORY, counters, flows
+from pase.replay.types import (
+    COLUMNS,
+    KINDS,
+    OPERATIONS,
+    Clock,
+    CompiledOp,
+    Group,
+    Lane,
+    Mark,
+    Problem,
+    Shapes,
+    Timeline,
+)
+
+__all__ = [
+    "SCHEMA",
+    "chrome_trace",
+    "from_json",
+    "load_timeline",
+    "made_schema",
+    "save_timeline",
+    "schema",
+    "to_json",
+]
+
+TimelineVersion = Literal["pase.timeline/1"]
+SCHEMA: TimelineVersion = "pase.timeline/1"
+
+Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+IndexOrNone = Annotated[int, Meta(ge=-1, le=2**31 - 1, description="-1 where unknown")]
+Whole = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class LaneForm(Struct, kw_only=True):
+    """A queue that runs one thing at a time: a CPU thread, or a device stream, of one rank."""
+
+    rank: Index
+    name: str
+    device: bool
+
+
+class GroupForm(Struct, kw_only=True):
+    """The ranks that take part in a collective; none listed: the trace does not say."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class ClockForm(Struct, kw_only=True):
+    """Global time = local time + offset + drift · (local time - reference); nanoseconds."""
+
+    rank: int
+    offset_ns: float = 0.0
+    drift: float = 0.0
+    reference_ns: Whole = 0
+    uncertainty_ns: Annotated[
+        float | None, Meta(description="null: nothing ties this rank to the others")
+    ] = 0.0
+
+
+class ColumnsForm(Struct, kw_only=True):
+    """One entry per event. lane, kind, name, operation, group and shape index the lists above; without shapes the last
+    is absent."""
+
+    lane: list[Index]
+    kind: list[Annotated[int, Meta(ge=0, lt=len(KINDS))]]
+    name: list[Index]
+    start_ns: list[Whole]
+    duration_ns: list[Annotated[int, Meta(ge=0, le=2**63 - 1)]]
+    correlation: list[Whole]
+    nbytes: list[Whole]
+    operation: list[Annotated[int, Meta(ge=0, lt=len(OPERATIONS))]]
+    group: list[IndexOrNone]
+    iteration: list[IndexOrNone]
+    shape: list[IndexOrNone] | UnsetType = UNSET
+
+
+class TimelineForm(Struct, kw_only=True):
+    """Events of a distributed run as columns; times in nanoseconds on each rank's own clock."""
+
+    schema: TimelineVersion
+    kinds: tuple[str, ...] = KINDS
+    operations: tuple[str, ...] = OPERATIONS
+    names: tuple[str, ...]
+    lanes: tuple[LaneForm, ...]
+    groups: tuple[GroupForm, ...]
+    clocks: tuple[ClockForm, ...] = ()
+    marks: tuple[Mark, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    hosts: dict[int, str] = {}
+    dataflow: dict[str, tuple[str, ...]] = {}
+    shapes: tuple[Shapes, ...] | UnsetType = UNSET
+    compiled: dict[str, CompiledOp] | UnsetType = UNSET
+    columns: ColumnsForm
+
+
+def made_schema() -> JsonObject:
+    """The JSON Schema of a timeline, made of ``TimelineForm``; the committed file is equal to it."""
+    return json_schema(TimelineForm, "pase.timeline/1: what a run did, when")
+
+
+def schema() -> JsonObject:
+    """The published JSON Schema of the timeline file."""
+    return json.loads(resources.files("pase.replay").joinpath("timeline.schema.json").read_text())
+
+
+def to_json(t: Timeline) -> JsonObject:
+    """The timeline as JSON-ready values; see timeline.schema.json."""
+    tree: JsonObject = to_tree(_form_of(t))
+    return tree
+
+
+def _form_of(t: Timeline) -> TimelineForm:
+    return TimelineForm(
+        schema=SCHEMA,
+        names=t.names,
+        lanes=tuple(LaneForm(rank=x.rank, name=x.name, device=x.device) for x in t.lanes),
+        groups=tuple(GroupForm(name=g.name, ranks=g.ranks) for g in t.groups),
+        clocks=tuple(_clock_form(c) for c in t.clocks),
+        marks=t.marks,
+        problems=t.problems,
+        hosts=t.hosts,
+        dataflow=t.dataflow,
+        shapes=t.shapes or UNSET,
+        compiled=t.compiled or UNSET,
+        columns=ColumnsForm(
+            **{k: v.tolist() for k, v in t.columns.items() if k != "shape"},
+            shape=t["shape"].tolist() if t.shapes else UNSET,
+        ),
+    )
+
+
+def _clock_form(c: Clock) -> ClockForm:
+    values = {f.name: getattr(c, f.name) for f in fields(Clock)}
+    return ClockForm(
+        **values | {"uncertainty_ns": c.uncertainty_ns if math.isfinite(c.uncertainty_ns) else None}
+    )
+
+
+def _clock_of(form: ClockForm) -> Clock:
+    values = {f.name: getattr(form, f.name) for f in fields(Clock)}
+    return Clock(
+        **values | {"uncertainty_ns": math.inf if form.uncertainty_ns is None else form.uncertainty_ns}
+    )
+
+
+def from_json(d: Json, where: str = "timeline") -> Timeline:
+    """The inverse of to_json. PaseError names the file and the first place that does not fit."""
+    if not isinstance(d, dict) or not str(d.get("schema", "")).startswith("pase.timeline/"):
+        raise PaseError(f'{where}: not a pase timeline (no "schema": "{SCHEMA}")')
+    if d["schema"] != SCHEMA:
+        raise PaseError(f"{where}: schema {d['schema']} is not known here; this version reads {SCHEMA}")
+    form = convert(d, TimelineForm, f"{where}: a broken timeline")
+    if form.kinds != KINDS or form.operations != OPERATIONS:
+        raise PaseError(f"{where}: lists other kinds or operations of events than {SCHEMA} has")
+    given = {k: getattr(form.columns, k) for k in COLUMNS}
+    if given["shape"] is UNSET:
+        given["shape"] = [-1] * len(given["lane"])
+    shapes = () if form.shapes is UNSET else form.shapes
+    columns = {k: np.array(given[k], dtype) for k, dtype in COLUMNS.items()}
+    if len({len(c) for c in columns.values()}) != 1:
+        raise PaseError(f"{where}: a broken timeline: the columns must have one length")
+    tables = (("lane", form.lanes), ("name", form.names), ("group", form.groups), ("shape", shapes))
+    for column, table in tables:
+        if int(columns[column].max(initial=-1)) >= len(table):
+            raise PaseError(f"{where}: column '{column}' points outside its table of {len(table)}")
+    return Timeline(
+        columns=columns,
+        names=form.names,
+        lanes=tuple(Lane(rank=x.rank, name=x.name, device=x.device) for x in form.lanes),
+        groups=tuple(Group(name=g.name, ranks=g.ranks) for g in form.groups),
+        clocks=tuple(map(_clock_of, form.clocks)),
+        marks=form.marks,
+        problems=form.problems,
+        hosts=form.hosts,
+        dataflow=form.dataflow,
+        shapes=shapes,
+        compiled={} if form.compiled is UNSET else form.compiled,
+    )
+
+
+def save_timeline(
+    t: Timeline,
+    path: str | Path,
+    *,
+    critical: Collection[int] = (),
+    findings: Collection[JsonObject] = (),
+    chrome: bool = True,
+) -> None:
+    """Write JSON, gzipped where the name ends in .gz.
+
+    chrome: add the events in the form that Perfetto and chrome://tracing load, so that one file serves both.
+    """
+    d = to_builtins(_form_of(t))
+    if chrome:
+        d |= chrome_trace(t, critical, findings)
+    text = json.dumps(d, separators=(",", ":"), allow_nan=False).encode()
+    path = Path(path)
+    write_atomically(path, [gzip.compress(text, 6, mtime=0) if path.suffix == ".gz" else text])
+
+
+def load_timeline(path: str | Path) -> Timeline:
+    """Read what save_timeline wrote. PaseError names the file and what is wrong with it."""
+    from pase.replay.traces.reader import read_small_json
+
+    return from_json(read_small_json(Path(path)), str(path))
+
+
+_FIRST_LANE = 10
+"""Tracks of a rank before its lanes: critical path, findings, iterations."""
+
+
+def chrome_trace(
+    t: Timeline, critical: Collection[int] = (), findings: Collection[JsonObject] = ()
+) -> JsonObject:
+    """The timeline on one clock, in the trace format that Perfetto and chrome://tracing load.
+
+    critical: indices of events on the critical path; they get their own track for each rank and a
+    ``critical`` argument. Arrows lead from the rank that came last to a collective to those that waited; counters show
+    what is being sent and what memory holds. findings: dicts with rank, name, start_ns, duration_ns (global) to draw
+    as a track.
+    """
+    out: list[JsonObject] = []
+    for rank in t.ranks:
+        label = f"rank {rank}" + (f" on {t.hosts[rank]}" if rank in t.hosts else "")
+        out.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": label}})
+        for tid, name in ((0, "critical path"), (1, "findings"), (2, "iterations")):
+            out.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": tid, "args": {"name": name}})
+    drawn = set(t["lane"][(t["kind"] != MEMORY) | (t["nbytes"] < 0)].tolist())
+    for i, lane in enumerate(t.lanes):
+        if i not in drawn:
+            continue
+        label = ("stream " if lane.device else "thread ") + lane.name
+        out.append(
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": lane.rank,
+                "tid": i + _FIRST_LANE,
+                "args": {"name": label},
+            }
+        )
+    starts = t.global_start_ns()
+    zero = float(starts.min()) if len(t) else 0.0
+    marked = set(critical)
+    names, cols = t.names, {k: v.tolist() for k, v in t.columns.items()}
+    ranks = t.rank_of.tolist()
+    for i, s in enumerate(((starts - zero) / 1e3).tolist()):
+        if cols["kind"][i] == MEMORY and cols["nbytes"][i] >= 0:
+            continue  # a counter
+        args: JsonObject = {"kind": KINDS[cols["kind"][i]]}
+        for key in ("correlation", "nbytes", "iteration"):
+            if cols[key][i] >= 0:
+                args[key] = cols[key][i]
+        if cols["group"][i] >= 0:
+            args["group"] = t.groups[cols["group"][i]].name
+        e = {"ph": "X", "name": names[cols["name"][i]], "cat": args["kind"], "ts": s}
+        e |= {
+            "dur": cols["duration_ns"][i] / 1e3,
+            "pid": ranks[i],
+            "tid": cols["lane"][i] + _FIRST_LANE,
+            "args": args,
+        }
+        if i in marked:
+            args["critical"] = True
+            out.append({**e, "tid": 0, "cat": "critical"})
+        out.append(e)
+    for m in t.marks:
+        a, b = t.clock(m.rank).to_global(np.array([m.start_ns, m.end_ns])).tolist()
+        e = {"ph": "X", "name": f"iteration {m.iteration}", "cat": "iteration", "ts": (a - zero) / 1e3}
+        out.append({**e, "dur": (b - a) / 1e3, "pid": m.rank, "tid": 2, "args": {"complete": m.complete}})
+    for f in findings:
+        e = {"ph": "X", "name": f["name"], "cat": "finding", "ts": (f["start_ns"] - zero) / 1e3}
+        out.append(
+            {**e, "dur": f["duration_ns"] / 1e3, "pid": f["rank"], "tid": 1, "args": f.get("args", {})}
+        )
+    out += [*flows(t, zero, _FIRST_LANE), *counters(t, zero)]
+    return {"displayTimeUnit": "ms", "traceEvents": out, "otherData": {"writer": "pase"}}

@@ -1,0 +1,169 @@
+"""XLA profiler planes (.xplane.pb): what jax.profiler writes, for GPU, TPU and CPU."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pase.errors import PaseError
+from pase.files.json_values import JsonObject
+from pase.files.terminal import printable
+from pase.hlo.protos import parse
+from pase.replay.traces.builder import Builder, split_devices
+from pase.replay.traces.chrome import DEVICE_LINES, hlo_collective, step_marks, xla_lane
+from pase.replay.traces.hlo import HloFacts, read_hlo
+from pase.replay.traces.reader import LIMITS, Limits
+from pase.replay.traces.xla import Executions, describe, untangle
+from pase.replay.types import COLLECTIVE, KINDS, Timeline
+
+if TYPE_CHECKING:
+    from google.protobuf.message import Message
+
+__all__ = ["read_xplane"]
+
+_LAUNCH = re.compile(r"^(cu|hip|cuda)[A-Z]\w*")
+_SYNTHETIC = ("ThreadpoolListener::", "end: ")
+
+
+def read_xplane(path: Path, rank: int | None = None, limits: Limits = LIMITS) -> Timeline:
+    """Events of one process; one rank for each device. Steps are StepTraceAnnotations.
+
+    PaseError where the file is no XSpace or holds no event.
+    """
+    size = path.stat().st_size
+    if size > 2 << 30:
+        raise PaseError(f"{path}: {size >> 20} MiB; protobuf messages end at 2 GiB: profile fewer steps")
+    space = parse("XSpace", path.read_bytes(), str(path))
+    b = Builder(str(path), rank or 0, limits)
+    begun = _start_ns(space)
+    if begun:
+        # Times count from the profile's start; with that known, processes of one machine share a clock.
+        b.host = space.hostnames[0] if space.hostnames else ""
+    steps: list[tuple[int, int, int]] = []
+    executions = Executions()
+    for plane in space.planes:
+        _plane(plane, b, steps, executions, begun)
+    if not len(b):
+        raise PaseError(
+            f"{path}: no usable event in {len(space.planes)} planes ({printable('; '.join(b.left_out)) or 'empty'})"
+        )
+    b.marks.extend(step_marks(steps, b.rank, False))
+    t = split_devices(b.finish(), executions.marks(b.rank))
+    facts = _facts(space, executions.main(), str(path))
+    return untangle(describe(t, facts) if facts else t)
+
+
+def _facts(space: Message, module: str, where: str) -> HloFacts | None:
+    """The HLO of the module that makes the iterations; the profiler keeps it in a plane of its own."""
+    for plane in space.planes:
+        if plane.name != "/host:metadata":
+            continue
+        for meta in plane.event_metadata.values():
+            if meta.name == module or meta.name.startswith(module + "("):
+                data = next((s.bytes_value for s in meta.stats if s.bytes_value), b"")
+                if data:
+                    return read_hlo(data, f"{where}: {meta.name}")
+    return None
+
+
+def _start_ns(space: Message) -> int:
+    """Wall-clock time at which the profile began, 0 where the file does not say."""
+    for plane in space.planes:
+        names = {k: v.name for k, v in plane.stat_metadata.items()}
+        for s in plane.stats:
+            if names.get(s.metadata_id) == "profile_start_time":
+                return _number(s) if _number(s) > 0 else 0
+    return 0
+
+
+def _plane(
+    plane: Message, b: Builder, steps: list[tuple[int, int, int]], executions: Executions, begun: int
+) -> None:
+    stat_names = {k: v.name for k, v in plane.stat_metadata.items()}
+    device_plane = plane.name.startswith("/device:")
+    if not device_plane and not plane.name.startswith("/host:CPU"):
+        return
+    for line in plane.lines:
+        label = line.display_name or line.name
+        if device_plane and not label.startswith(DEVICE_LINES):
+            continue
+        for e in line.events:
+            stats = {stat_names.get(s.metadata_id, ""): s for s in e.stats}
+            meta = plane.event_metadata.get(e.metadata_id)
+            text = (meta.display_name or meta.name) if meta else "(unnamed)"
+            if text.startswith(_SYNTHETIC):
+                continue
+            start = begun + line.timestamp_ns + e.offset_ps // 1000
+            _event(
+                b,
+                plane.name,
+                (line.id, label),
+                text,
+                start,
+                max(0, e.duration_ps) // 1000,
+                stats,
+                stat_names,
+                steps,
+                executions,
+            )
+
+
+def _event(
+    b: Builder,
+    plane: str,
+    line: tuple[int, str],
+    text: str,
+    start: int,
+    duration: int,
+    stats: JsonObject,
+    stat_names: dict[int, str],
+    steps: list[tuple[int, int, int]],
+    executions: Executions,
+) -> None:
+    op = _text(stats.get("hlo_op"), stat_names)
+    correlation = _number(stats.get("correlation_id"))
+    name, ordinal = xla_lane(
+        plane, line[1], _number(stats.get("device_ordinal")) if "device_ordinal" in stats else None
+    )
+    if name and (op or plane.startswith("/device:")):
+        lane = b.lane((name, ordinal), True, f"{ordinal}:{name}")
+        operation = hlo_collective(op or text)
+        group = b.group("") if operation else -1
+        kind = COLLECTIVE if operation else KINDS.index("kernel")
+        b.add(lane, kind, b.name(op or text), start, duration, correlation, -1, operation, group)
+        if op:
+            # Programs may share a name: a step that was compiled twice, or two plans of one model.
+            program, run = _number(stats.get("program_id")), stats.get("run_id")
+            module = _text(stats.get("hlo_module"), stat_names) + (f"({program})" if program >= 0 else "")
+            executions.add(
+                ordinal,
+                module,
+                str(run.int64_value or run.uint64_value) if run else "",
+                start,
+                start + duration,
+            )
+        return
+    lane = b.lane(line, False, line[1] or str(line[0]))
+    step = _number(stats.get("step_num"))
+    if step >= 0:
+        steps.append((start, start + duration, step))
+    launches = correlation >= 0 and _LAUNCH.match(text)
+    b.add(
+        lane, KINDS.index("runtime" if launches else "annotation"), b.name(text), start, duration, correlation
+    )
+
+
+def _number(stat: Message) -> int:
+    if stat is None:
+        return -1
+    value = stat.int64_value or stat.uint64_value
+    if not value and stat.str_value.isdigit() and len(stat.str_value) < 19:
+        value = int(stat.str_value)
+    return value if 0 <= value < 1 << 61 else -1
+
+
+def _text(stat: Message, stat_names: dict[int, str]) -> str:
+    if stat is None:
+        return ""
+    return stat.str_value or (stat_names.get(stat.ref_value, "") if stat.ref_value else "")

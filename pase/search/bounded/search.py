@@ -1,0 +1,488 @@
+"""Search in bounded memory: for graphs too dense to eliminate, and under a memory limit.
+
+Rounds of three parts until the bound meets the cost or time is up: raise the Lagrangian bound (tree-
+reweighted messages, prices on the points that bind); search neighbourhoods around its choices; remove
+what the bound proves too expensive, and contract again. Once the rest is small, an integer program
+runs in parallel on the other core and may finish the search.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pase.clock import Deadline
+from pase.compiled import is_compiled
+from pase.errors import Infeasible
+from pase.search.bounded.bundle import next_prices
+from pase.search.bounded.contract import contract, restrict
+from pase.search.bounded.depth_first import DepthFirst, depth_first_fits
+from pase.search.bounded.greedy import greedy_choice
+from pase.search.bounded.ilp import IlpJob, ilp_problem, solve_ilp
+from pase.search.bounded.residual import ACTIVE_POINTS, Incumbent, Residual, usable_pairs
+from pase.search.check import cost_of
+from pase.search.elimination.exact import eliminate_pairwise
+from pase.search.types import MemoryProfile, SearchProgress, Solution
+from pase.tables.types import CostTables
+
+__all__ = ["bounded_search"]
+
+_ILP_PAIRS = 120_000  # allowed pairs of all edges, at most, for an integer program
+_SMALL_ILP = 6_000  # pairs and configs, at most, for one at once and in this process
+_SWEEPS = 100
+_WORTH_DROPPING = 0.04  # of the configs: less is not worth making the arrays again
+_TREE = 100  # nodes in a tree of a neighbourhood, about
+_CUTS = 12  # cutting-plane steps a turn
+_ROUNDS = 60  # turns, where neither time nor turns are limited
+_TURN_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
+_COMPILE_S = 20.0  # that compiling the kernels of a turn takes on a quiet core, and half as much again
+_PAIRS_A_TURN = 6_000  # an integer program with that many pairs more is waited for one turn later
+
+
+def bounded_search(
+    tables: CostTables,
+    memory: MemoryProfile | None,
+    time_limit: float | None,
+    seed: int,
+    began: float,
+    progress: SearchProgress | None = None,
+    known: tuple[np.ndarray, float] | None = None,
+    gap: float = 0.0,
+    rounds: int | None = None,
+) -> Solution:
+    """The best choice found, and a lower bound.
+
+    time_limit: seconds after ``began`` at which the search ends wherever it is; None: no clock is asked, so that the
+    answer depends on the seed alone. rounds: the most turns; None: 60, or no limit if there is a time limit.
+    known: a choice to start from, and a bound that elimination proved. gap: the relative gap that suffices.
+    Raises Infeasible if it is proven that nothing fits.
+    """
+    clock = Deadline.after(began, time_limit)
+    if rounds is None and time_limit is None:
+        rounds = _ROUNDS
+    state = Incumbent(tables, memory, began)
+    state.enough = gap
+    turns: _Rounds | None = None
+    if known is not None:
+        state.offer(known[0])
+        state.prove(min(known[1], state.cost), "elimination at the best price per byte")
+    try:
+        # Reductions may take most of the remaining time. The problem is valid whenever they stop.
+        left = contract(tables, memory, until=time.perf_counter() + 0.75 * max(0.0, clock.left))
+        now = clock.run("residual", Residual, left, memory)
+        rng = np.random.default_rng(seed)
+        if time_limit is not None:  # one answer at least before it ends
+            _start(state, now, clock)
+        turns = _Rounds(state, now, rng, clock, progress, rounds)
+        method = turns.run()
+    except KeyboardInterrupt:
+        method = "interrupted"
+    return replace(_solution(state, method), work=_TURN_WORK * (0 if turns is None else turns.turn + 1))
+
+
+def _solution(state: Incumbent, method: str) -> Solution:
+    seconds = time.perf_counter() - state.began
+    feasible = state.choice is not None
+    cheapest = [int(c.argmin()) for c in state.tables.node_costs]
+    choice = np.array(cheapest, np.int64) if state.choice is None else state.choice
+    cost = cost_of(state.tables, choice)
+    optimal = feasible and state.done()
+    return Solution(
+        choice=choice,
+        cost=cost,
+        bound=min(state.bound, cost),
+        optimal=optimal,
+        feasible=feasible,
+        seconds=seconds,
+        method=method,
+        certificate=state.certificate,
+    )
+
+
+@dataclass(eq=False)
+class _Rounds:
+    """The turns of the search; each is a fixed amount of work.
+
+    now: what is left of the problem. rounds: turns at most; None: as many as the clock allows. pairs_tried: of the last
+    integer program. tree: a depth-first search of what is left, where that is small.
+    """
+
+    state: Incumbent
+    now: Residual
+    rng: np.random.Generator
+    clock: Deadline
+    progress: SearchProgress | None
+    rounds: int | None
+    turn: int = 0
+    job: IlpJob | None = None
+    pairs_tried: float = np.inf
+    tree: DepthFirst | None = None
+
+    def run(self) -> str:
+        """Turns until the search ends; returns how it did."""
+        pool = ThreadPoolExecutor(1)
+        try:
+            while True:
+                ended = self._settle() or self._uncompiled() or self._take_turn(pool) or self._ended()
+                if ended:
+                    return ended
+                # Nothing is removed while an integer program runs on what is there.
+                if self.job is None and not self._begin_program() and not self._shrink():
+                    return "dual bound and neighbourhood search"
+        finally:
+            self._stop_program()
+            pool.shutdown()
+
+    def _settle(self) -> str:
+        """What settles the rest at once; empty if nothing does."""
+        state, now, clock = self.state, self.now, self.clock
+        _refuse_hopeless(state, now)
+        if not now.flat.n:
+            state.offer(now.left.expand(np.zeros(0, np.int64)))
+            state.prove(min(now.left.constant, state.cost), "reductions")
+            return "reductions"
+        narrow = (self.turn == 0 or self.job is None) and clock.allows("elimination")
+        if narrow and clock.run("elimination", _eliminate, state, now, clock):
+            return "reductions and elimination"
+        return "integer program" if self.turn == 0 and _settle_small(state, now, clock) else ""
+
+    def _uncompiled(self) -> str:
+        """Whether the first turn would take the rest of the time to compile its kernels, which nothing can stop."""
+        if self.turn or self.clock.left > _COMPILE_S:
+            return ""
+        from pase.search.bounded.kernels_memory import dual_ascent, lns, polish
+
+        if all(is_compiled(k) for k in (dual_ascent, lns if self.now.rows.points else polish)):
+            return ""
+        left = self.now.left
+        self._prove(left.constant + sum(float(a.min()) for a in (*left.costs, *left.matrices)))
+        return "a greedy start: no time to compile kernels, which `python -m pase.search.warm` does once"
+
+    def _take_turn(self, pool: ThreadPoolExecutor) -> str:
+        """The dual and the neighbourhoods side by side, the latter with the last turn's prices and the former with the
+        last turn's cost, so that what happens does not depend on which is faster."""
+        state, now, clock = self.state, self.now, self.clock
+        if self.turn == 0:
+            self._prove(clock.run("bound", _raise_bound, now, state.cost))
+        price, rounded = now.price.copy(), now.choice.copy()
+        dual = None
+        if clock.allows("bound"):
+            dual = pool.submit(clock.run, "bound", _raise_bound, now, state.cost)
+        _neighbourhoods(state, now, price, rounded, self.rng, clock)
+        if dual is not None:
+            self._prove(dual.result())
+        self.turn += 1
+        if self.progress is not None:
+            self.progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
+        if self._deeper():
+            return "depth-first search"
+        if self.job is None or not (self._last or self.turn >= self.job.due):
+            return ""
+        # Where the clock ends the search anyway, turns go on until the answer is there.
+        answer = self.job.wait(clock.left if self.rounds is not None else 0.0)
+        if answer is None and self.rounds is None:
+            return ""
+        self._stop_program()
+        return "integer program" if answer is not None and _take(state, now, answer) else ""
+
+    def _deeper(self) -> bool:
+        """Go on depth first, where what is left is small; True once nothing cheaper than the best choice is left."""
+        if not depth_first_fits(self.now) or self.state.done() or not self.clock.allows("depth"):
+            return False
+        from pase.search.bounded.kernels_depth import descend
+
+        if self.clock.left < _COMPILE_S and not is_compiled(descend):
+            return False
+        if self.tree is None or self.tree.of is not self.now:
+            self.tree = DepthFirst(self.now, self.state.integers)
+        found, lower, ended = self.clock.run("depth", self.tree.run, self.state.cost)
+        if found is not None:
+            self.state.offer(found)
+        if ended and self.state.choice is None:
+            raise Infeasible(
+                "no choice of configs has a finite cost: a depth-first search of all of them proves it"
+            )
+        self.state.prove(min(self.state.cost if ended else lower, self.state.cost), "depth-first search")
+        return ended
+
+    def _prove(self, lower: float) -> None:
+        self.state.prove(min(lower, self.state.cost), "dual bound")
+
+    @property
+    def _last(self) -> bool:
+        return self.rounds is not None and self.turn >= self.rounds
+
+    def _ended(self) -> str:
+        """Why the search ends here; empty if it goes on."""
+        state = self.state
+        if state.done():
+            return "dual bound and neighbourhood search"
+        if state.cost - state.bound <= state.enough * abs(state.cost):
+            return "dual bound and neighbourhood search, to the gap asked for"
+        if not self.clock.allows("moves"):
+            return "dual bound and neighbourhood search, stopped by time"
+        return f"dual bound and neighbourhood search, {self.rounds} rounds" if self._last else ""
+
+    def _begin_program(self) -> bool:
+        """Start an integer program on the other core once the rest is small; False if it is not, or was tried."""
+        if self.turn < 2:
+            return False
+        usable, pairs = usable_pairs(self.state, self.now)
+        if pairs > min(_ILP_PAIRS, 0.7 * self.pairs_tried):
+            return False
+        self.pairs_tried = pairs
+        size = self.state.cost if np.isfinite(self.state.cost) else self.state.bound
+        problem = ilp_problem(
+            self.now.flat, self.now.rows, usable, max(abs(size), 1e-300), max(0.1, self.clock.left)
+        )
+        self.job = IlpJob(problem, self.turn + 1 + pairs // _PAIRS_A_TURN)
+        return True
+
+    def _stop_program(self) -> None:
+        if self.job is not None:
+            self.job.stop()
+            self.job = None
+
+    def _shrink(self) -> bool:
+        """Now and then, remove what the bound proves too expensive; False if that leaves nothing."""
+        clock = self.clock
+        if self.turn % 4 or not clock.allows("shrinking") or not clock.allows("residual"):
+            return True
+        keep = clock.run("shrinking", _affordable, self.state, self.now)
+        if keep is None:
+            return True
+        # Every choice cheaper than the best is still there. So a bound on what is left, capped at the best's cost, is
+        # a bound on all choices.
+        until = time.perf_counter() + 0.5 * clock.left
+        try:
+            rest = clock.run("residual", restrict, self.now.left, keep, until)
+            smaller = clock.run("residual", Residual, rest, self.state.memory)
+        except Infeasible:  # nothing cheaper is left
+            self.state.prove(self.state.cost, "dual bound")
+            return False
+        smaller.inherit(self.now)
+        self.now = smaller
+        return True
+
+
+def _start(state: Incumbent, now: Residual, clock: Deadline) -> None:
+    """A first choice, also where the cheapest config of each node meets forbidden pairs."""
+    state.offer(now.left.expand(now.choice))
+    choice = greedy_choice(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 4))
+    if choice is not None:
+        state.offer(now.left.expand(choice))
+
+
+def _refuse_hopeless(state: Incumbent, now: Residual) -> None:
+    if state.choice is None and now.rows.points and now.rows.capacity.min() < 0:
+        assert state.memory is not None
+        raise Infeasible(
+            f"the memory limit of {state.memory.limit_bytes:,.0f} bytes cannot be met: at some point even "
+            f"the least that can live takes {-float(now.rows.capacity.min()):,.0f} bytes more"
+        )
+
+
+def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
+    """Finish exactly by elimination if there is no memory limit and the rest is narrow."""
+    if now.rows.points:
+        return False
+    choice = eliminate_pairwise(now.left.costs, now.left.pairs, now.left.matrices, clock.past(1 / 2))
+    if choice is None:
+        return False
+    state.offer(now.left.expand(choice))
+    state.prove(state.cost, "elimination")
+    return True
+
+
+def _settle_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
+    """A small residual goes to the integer program at once, in this process."""
+    usable, pairs = usable_pairs(state, now)
+    if pairs + now.flat.cost.size > _SMALL_ILP:
+        return False
+    scale = max(1.0, float(np.abs(now.flat.cost).max(initial=0.0)))
+    seconds = max(0.1, clock.left)
+    return _take(state, now, solve_ilp(ilp_problem(now.flat, now.rows, usable, scale, seconds)))
+
+
+def _raise_bound(now: Residual, cost: float) -> float:
+    """A lower bound, raised by a turn's work. cost: of the best choice when the turn began."""
+    from pase.search.bounded.kernels_memory import dual_ascent
+
+    flat = now.flat
+    # A fixed amount of work per turn, whatever the clock says: the same seed then gives the same result.
+    sweeps = int(np.clip(2e8 / max(1, flat.entries.size + 10 * flat.cost.size), 4, _SWEEPS))
+    before = float(now.dual[0])
+    if now.rows.points and now.cutting:
+        # Cutting planes alone first: if few points bind, they converge in a few turns.
+        lower = _cut(now, max(2, sweeps // _CUTS // 2 * 2), _CUTS, now.cut_points)
+        now.turn += 1
+        if now.turn >= 3 and lower - before < 3e-3 * abs(lower):
+            now.cutting = False
+    else:
+        lower = dual_ascent(
+            flat.graph,
+            now.rows.limit,
+            flat.cost,
+            now.price,
+            now.message,
+            now.choice,
+            now.active,
+            now.dual,
+            cost - now.left.constant,
+            sweeps,
+        )
+        if now.rows.points:
+            _remember(now, now.choice)
+            lower = _cut(now, max(2, sweeps // 10 // 2 * 2), _CUTS // 3, now.active[: int(now.dual[2])])
+    return lower + now.left.constant
+
+
+def _cut(now: Residual, sweeps: int, steps: int, points: np.ndarray) -> float:
+    """Cutting-plane steps on the prices of ``points`` and of the worst one; returns the best bound."""
+    from pase.search.bounded.kernels_flat import trws_pass
+
+    flat, bundle, reduced = now.flat, now.bundle, np.zeros(now.flat.cost.size)
+    if not bundle.values:
+        _remember(now, now.choice)
+    for _ in range(steps if bundle.values else 0):
+        over = bundle.slopes[-1]
+        if over.max() > 0:
+            points = np.union1d(points, [int(over.argmax())]).astype(np.int64)
+        if points.size == 0 or points.size > ACTIVE_POINTS // 2:
+            break
+        if bundle.reach <= 0.0:
+            start = abs(now.dual[0]) if np.isfinite(now.dual[0]) else abs(bundle.values[-1])
+            bundle.reach = max(float(now.price.max()), 0.3 * start / max(1.0, float(np.abs(over).max())))
+        got = next_prices(bundle, now.price, points)
+        if got is None:
+            break
+        price, promised = got
+        priced, offset = now.priced(price), float(price @ now.rows.capacity)
+        choice, bound, least = now.choice, -np.inf, np.inf
+        for sweep in range(sweeps):
+            rounded = now.choice.copy()
+            lower = trws_pass(flat.graph, priced, now.message, rounded, reduced, sweep % 2 == 0, True)
+            bound = max(bound, lower - offset)
+            value = flat.cost_of(rounded, priced)
+            if value < least:
+                least, choice = value, rounded
+        _remember(now, choice)
+        if bound > now.dual[0]:
+            bundle.reach *= 1.5 if bound - now.dual[0] > 0.25 * (promised - now.dual[0]) else 1.0
+            now.dual[0], now.price, now.choice = bound, price, choice
+            now.dual[2] = points.size
+            now.active[: points.size] = points
+        else:
+            bundle.reach = max(0.7 * bundle.reach, 1e-6 * float(now.price.max()))
+    if now.cutting:
+        now.cut_points = points
+    return float(now.dual[0])
+
+
+def _remember(now: Residual, choice: np.ndarray) -> None:
+    """A choice without forbidden pairs is a plane of the bundle."""
+    cost = now.flat.cost_of(choice)
+    if np.isfinite(cost):
+        now.bundle.add(cost, now.over(choice))
+
+
+def _neighbourhoods(
+    state: Incumbent,
+    now: Residual,
+    price: np.ndarray,
+    rounded: np.ndarray,
+    rng: np.random.Generator,
+    clock: Deadline,
+) -> None:
+    """Search around the dual's rounded choice, then around the best, as long as there is time."""
+    from pase.search.bounded.kernels_memory import lns, polish
+
+    flat = now.flat
+    # A step reads the pairs of the edges in a tree and the points at which its bytes change.
+    a_step = _TREE * flat.entries.size / max(1, flat.n) + 4 * now.rows.points
+    steps = int(np.clip(1e8 / max(1.0, a_step), 200, 2_000))
+    starts = [rounded]
+    polish(flat.graph, now.priced(price), starts[0], 20, int(rng.integers(2**31)))
+    if state.choice is None or "moves" not in clock.longest:  # the first time
+        starts.append(_press(now, price, starts[0], rng))
+    if state.choice is not None:
+        starts.append(now.left.narrow(state.choice))
+    for start in starts:
+        for largest in (30, 100, 1000):
+            best = start.copy()
+            stats = np.array([np.inf, 0.0])
+            seed = int(rng.integers(2**31))
+            if not clock.allows("moves"):
+                return
+            # Nothing is cheaper than a forbidden pair: to leave one, it must have a price.
+            graph = flat.graph if np.isfinite(flat.cost_of(start)) else flat.softened
+            rows, size = now.rows.limit, (steps // 3, largest, 0.0, seed)
+            clock.run("moves", lns, graph, rows, flat.cost, price, start, best, stats, *size)
+            if stats[0] + now.left.constant < state.cost:
+                state.offer(now.left.expand(best))
+
+
+def _press(now: Residual, price: np.ndarray, choice: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A choice that fits, or nearly: the worst point's price is doubled until nothing is over."""
+    from pase.search.bounded.kernels_memory import polish, usage_of
+
+    flat = now.flat
+    price, used, choice = price.copy(), np.zeros(now.rows.points), choice.copy()
+    least = max(1e-12 * abs(flat.cost_of(choice)), 1e-300) / max(
+        1.0, float(now.rows.capacity.max(initial=1.0))
+    )
+    for _ in range(60):
+        usage_of(now.rows.limit, flat.slot, choice, used)
+        over = used - now.rows.capacity
+        if not over.size or over.max() <= 0:
+            break
+        worst = int(over.argmax())
+        price[worst] = max(4.0 * price[worst], price.max(initial=0.0) / 16, least * 1e9)
+        polish(flat.graph, now.priced(price), choice, 5, int(rng.integers(2**31)))
+    return choice
+
+
+def _take(state: Incumbent, now: Residual, answer: tuple[str, np.ndarray | None, float]) -> bool:
+    """Use an integer program's answer; True if it settles the search."""
+    status, choice, bound = answer
+    if choice is not None:
+        state.offer(now.left.expand(choice))
+    if status == "infeasible":
+        if state.choice is None:
+            raise Infeasible("no choice of configs fits the memory limit: the integer program proves it")
+        state.prove(state.cost, "integer program (HiGHS)")
+        return True
+    bound += now.left.constant
+    # A bound above a known cost is a solver error: it proves nothing.
+    if np.isfinite(bound) and bound <= state.cost + 1e-6 * abs(state.cost):
+        state.prove(min(bound, state.cost), "integer program (HiGHS)")
+    return state.done()
+
+
+def _affordable(state: Incumbent, now: Residual) -> list[np.ndarray] | None:
+    """Per node, the configs that a choice as good as the best may use; None if few would be dropped."""
+    from pase.search.bounded.kernels_flat import trws_pass
+
+    if state.choice is None:
+        return None
+    flat = now.flat
+    priced = now.priced(now.price)
+    offset = float(now.price @ now.rows.capacity)
+    ceiling = state.cost - now.left.constant + offset + 1e-9 * abs(state.cost)
+    message = now.message.copy()
+    reduced = np.zeros(flat.cost.size)
+    forced = np.full(flat.cost.size, -np.inf)
+    scratch = now.choice.copy()
+    before = -np.inf
+    for sweep in range(30):
+        bound = trws_pass(flat.graph, priced, message, scratch, reduced, sweep % 2 == 0, False)
+        np.maximum(forced, before + reduced, out=forced)
+        before = bound
+    state.prove(min(before - offset + now.left.constant, state.cost), "dual bound")
+    keep = forced <= ceiling
+    if (~keep).sum() < _WORTH_DROPPING * keep.size:
+        return None
+    return [keep[a:b] for a, b in zip(flat.slot[:-1], flat.slot[1:], strict=True)]

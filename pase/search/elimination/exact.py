@@ -1,0 +1,100 @@
+"""Exact elimination: the best of several orders, within a budget of work and memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Literal
+
+import numpy as np
+
+from pase.clock import Stopped, never
+from pase.search.elimination import kernels_numpy
+from pase.search.elimination.eliminate import back_substitute, run_plan
+from pase.search.elimination.factors import Factor, Pool, load
+from pase.search.elimination.plan import EliminationPlan, plan_elimination
+from pase.tables.types import CostTables, EdgeTable
+
+__all__ = ["KernelName", "best_plan", "eliminate_pairwise", "kernels_for"]
+
+KernelName = Literal["numba", "numpy"]
+
+MAX_WORK = 20_000_000_000  # min-plus operations: some seconds on two cores
+MAX_ENTRIES = 100_000_000  # entries of all tables together, 8 bytes each
+_IMPORT_WORK = 1e9  # what numpy does in the time that numba and its kernels take to load, about 1.5 s
+_PLANNING_WORK = 4_000_000  # looking for another order costs about as much, for each ten nodes
+
+
+class _Rented:
+    """Work done by numpy in this process so far, in min-plus operations (whether numba is loaded is of the process
+    too). Either kernel gives the same bits, so that this decides about time alone.
+    """
+
+    work = 0.0
+
+
+def kernels_for(kernel: KernelName, work: float) -> ModuleType:
+    """The kernel module for about that much work: numpy's, or numba's where asked for and worth its import.
+
+    It is worth it once numpy would have worked for as long as the import takes: at most twice the least time.
+    """
+    if kernel not in ("numba", "numpy"):
+        raise ValueError(f"kernel {kernel!r}: choose 'numba' or 'numpy'")
+    if kernel == "numpy":
+        return kernels_numpy
+    if "pase.search.elimination.kernels_numba" not in sys.modules and _Rented.work + work < _IMPORT_WORK:
+        _Rented.work += work
+        return kernels_numpy
+    from pase.search.elimination import kernels_numba
+
+    return kernels_numba
+
+
+def best_plan(
+    n: int, factors: list[Factor], pool: Pool, seed: int = 0, stop: Callable[[], bool] = never
+) -> EliminationPlan | None:
+    """The cheapest order found, or None if all exceed MAX_WORK or MAX_ENTRIES.
+
+    Tries more rules, then random ones, while that costs little beside what the best would take. stop: asked now and
+    then; the best so far if it says so.
+    """
+    best: EliminationPlan | None = None
+    ceiling = float(MAX_WORK)
+    tries: list[tuple[str, float]] = [("growth", 0.0), ("work", 0.0), ("size", 0.0)]
+    tries += [("growth", 0.5), ("work", 0.5)] * 4
+    for i, (rule, noise) in enumerate(tries):
+        plan = plan_elimination(
+            n, factors, pool, rule=rule, noise=noise, seed=seed + i, stop_above=ceiling, stop=stop
+        )
+        if plan.complete and plan.entries <= MAX_ENTRIES and (best is None or plan.work < best.work):
+            best, ceiling = plan, float(plan.work)
+        spent = (i + 1) * n * _PLANNING_WORK // 10
+        if (best is not None and best.work < 8 * spent) or (best is None and i >= 4) or stop():
+            break
+    return best
+
+
+def eliminate_pairwise(
+    costs: list[np.ndarray],
+    pairs: list[tuple[int, int]],
+    matrices: list[np.ndarray],
+    stop: Callable[[], bool] = never,
+) -> np.ndarray | None:
+    """The best choice, int64 [n], by elimination; None if no order fits the budget, or if ``stop`` said so first."""
+    iota = {c.size: np.arange(c.size, dtype=np.int32) for c in costs}
+    edges = tuple(
+        EdgeTable(src=a, dst=b, cost=m, src_class=iota[m.shape[0]], dst_class=iota[m.shape[1]])
+        for (a, b), m in zip(pairs, matrices, strict=True)
+    )
+    tables = CostTables(node_costs=tuple(costs), edges=edges)
+    pool = Pool()
+    factors = load(tables, pool, kernels_for("numba", tables.entries * 20))
+    plan = best_plan(len(costs), factors, pool, stop=stop)
+    if plan is None:
+        return None
+    try:
+        run_plan(plan, pool, kernels_for("numba", plan.work), 2, stop)
+    except Stopped:
+        return None
+    return back_substitute(plan, pool, len(costs))

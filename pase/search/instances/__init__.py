@@ -1,0 +1,1 @@
+"""Instances of problems from files."""

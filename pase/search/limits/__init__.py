@@ -1,0 +1,1 @@
+"""Elimination within limits on sums of bytes."""

@@ -1,0 +1,109 @@
+"""Sums of bytes and their limits: the best price per byte, by elimination.
+
+The Lagrangian dual of one limit is a line search: each price's cheapest choice is a point (bytes, cost), and the lower
+hull of all points is walked from a choice that does not fit and one that does to the edge between them that crosses the
+limit. Its height there bounds every choice that fits from below; its lower end fits. Elimination makes each step exact.
+Of several limits, the walk goes along one ray of prices first; cutting planes then move each price by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pase.search.bounded.bundle import Bundle, next_prices
+
+__all__ = ["Dual", "best_prices"]
+
+_STEPS = 24
+_CUTS = 16
+
+HullPoint = tuple[np.ndarray, float]
+
+
+@dataclass(eq=False)
+class Dual:
+    """The best prices met, and what they prove.
+
+    bound: no choice within the room costs less. choices: (choice int64 [nodes], cost) of every step, those that fit
+    among them.
+    """
+
+    prices: np.ndarray
+    bound: float
+    choices: list[HullPoint] = field(default_factory=list)
+
+
+def best_prices(
+    at: Callable[[np.ndarray], tuple[np.ndarray, float, float]],
+    used: Callable[[np.ndarray], np.ndarray],
+    room: np.ndarray,
+    over: HullPoint,
+    *,
+    below: float = np.inf,
+    start: np.ndarray | None = None,
+    ceiling: float = np.inf,
+    stop: Callable[[], bool] = lambda: False,
+) -> Dual:
+    """The best prices of the sums, and every choice that was met on the way.
+
+    at: prices float64 [sums] -> (cheapest choice, its cost without prices, lower bound on its cost with them).
+    used: choice -> bytes in each sum, float64 [sums]. over: the cheapest choice of all, and its cost. below: ends once
+    no cheaper choice can be within the room; ceiling: the same, for what no choice can cost. start: prices to begin
+    with. stop: asked before each step but the first.
+    """
+    out = Dual(prices=np.zeros(room.size), bound=over[1] - 1e-12 * abs(over[1]))
+    bundle = Bundle()
+
+    def priced(prices: np.ndarray) -> tuple[np.ndarray, float]:
+        choice, cost, least = at(prices)
+        bytes_ = used(choice)
+        bundle.add(cost, bytes_ - room)
+        out.choices.append((choice, cost))
+        bound = least - float(prices @ room)
+        bound -= 1e-12 * abs(bound)  # sums of costs times prices are rounded
+        if bound > out.bound:
+            out.bound, out.prices = bound, prices
+        return bytes_, cost
+
+    over_bytes = used(over[0])
+    bundle.add(over[1], over_bytes - room)
+    ray = np.maximum(over_bytes - room, 0.0) if start is None or not start.any() else start
+    ray = ray / ray.max(initial=1e-300)
+    if not ray.any():
+        ray = np.ones(room.size)
+    have = float(ray @ room)
+    high = (float(ray @ over_bytes), over[1])
+    low: tuple[float, float] | None = None
+    scale = 1.0 if start is None or not start.any() else float(start.max())
+    if start is None or not start.any():
+        scale = max(abs(high[1]), 1.0) / max(high[0] - have, 1.0) / 16
+    for _ in range(_STEPS):
+        bytes_, cost = priced(scale * ray)
+        if out.bound >= min(below, ceiling) or stop():
+            return out
+        point = (float(ray @ bytes_), cost)
+        if low is not None and point in (low, high):
+            break
+        if point[0] <= have:
+            if low is None or point[1] < low[1]:
+                low = point
+        else:
+            high = point
+        if low is None:
+            scale *= 8.0
+        elif low[0] < high[0] and low[1] > high[1]:
+            scale = (low[1] - high[1]) / (high[0] - low[0])
+        else:
+            break
+    for _ in range(_CUTS if room.size > 1 else 0):
+        bundle.reach = max(4.0 * float(out.prices.max()), 1e-300)
+        got = next_prices(bundle, out.prices, np.arange(room.size))
+        if got is None or got[1] <= out.bound + 1e-6 * abs(out.bound):
+            break
+        priced(got[0])
+        if out.bound >= min(below, ceiling) or stop():
+            return out
+    return out

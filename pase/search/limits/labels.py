@@ -1,0 +1,292 @@
+"""The exact cheapest choice under limits on a few sums of bytes: labels that go back through an elimination.
+
+An elimination at some price per byte gives each node's best config for its neighbours' configs. It also gives the
+*slack* of every other config: how much more it costs in the end. The priced cost of a choice is the minimum plus its
+slacks. Nodes are chosen in reverse: the result of each elimination comes before the nodes that went into it. A label is
+a partial choice. It is kept while its slack is below a cap and its bytes, plus the minimum of what follows, fit. If two
+labels agree in everything that later nodes see, and one neither costs nor holds more than the other, it dominates and
+the other is dropped. At the end all choices within the cap remain, except dominated ones. This is a
+resource-constrained shortest path with perfect completion bounds (Handler & Zang, Networks 1980; Dumitrescu & Boland,
+Networks 2003).
+
+A sum of unlimited room is an *excess* (``pase.search.limits.excess``): a choice pays max(sum, 0) for it. So a label
+with a larger sum still dominates if it costs as much less. And whatever follows, a sum ends between its least and its
+most: what a choice pays for it, or for room that it leaves unused, above what the prices charge, is slack too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pase.search.elimination.factors import ConfigPartition, Pool
+from pase.search.elimination.plan import Elimination
+from pase.search.elimination.priced import HeldAlong, PricedTables
+
+__all__ = ["Labels", "label_choices"]
+
+_CHUNK = 1 << 22
+_COMPARED = 256  # labels of the same state that a label is compared with, if there are several sums
+_WIDEST = 200_000  # labels at a time
+_BEAM, _BEAM_LABELS = 1000, 200_000  # labels at a time once there were too many; for all nodes together
+_NARROWEST = 100  # labels at a time at least, for any number of nodes
+_PRECISION = 1e-13
+"""Of the cost and of each sum: differences below it, a node, count as none, so that additions in another order are one
+label."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Labels:
+    """Choices within the cap, cheapest first.
+
+    cost: without what the sums are charged, float64 [choices]. used: their sums, float64 [choices, sums]. whole:
+    whether they are complete, i.e. no choice within the cap is missing.
+    """
+
+    cost: np.ndarray
+    used: np.ndarray
+    whole: bool
+    _trail: tuple[tuple[int, np.ndarray, np.ndarray], ...]
+    _last: np.ndarray
+
+    @property
+    def made(self) -> int:
+        """Labels that were kept, of all nodes."""
+        return sum(config.size for _, _, config in self._trail)
+
+    def choice(self, i: int) -> np.ndarray:
+        """The ith choice, int64 [nodes]."""
+        out = np.zeros(len(self._trail), np.int64)
+        at = int(self._last[i])
+        for v, parent, config in reversed(self._trail):
+            out[v] = config[at]
+            at = int(parent[at])
+        return out
+
+
+def label_choices(
+    priced: PricedTables,
+    pool: Pool,
+    prices: np.ndarray,
+    least: float,
+    room: np.ndarray,
+    cap: float,
+    work: int,
+    along: Sequence[HeldAlong] = (),
+) -> Labels:
+    """All choices that cost at most ``cap`` above the bound of the prices: the least, less the price of the room.
+
+    pool, least: from ``priced.at(prices)``. room: float64 [sums]. work: the most labels to make; beyond that, only a
+    few with the least slack are continued. along: what pairs of nodes hold in addition, in sums of unlimited room. Sums
+    of unlimited room are an excess, at prices in [0, 1].
+    """
+    order = _depth_first(priced.plan.steps)
+    seen = _seen_later(order, pool, along)
+    closing = _closed_at(order, along)
+    held = priced.held
+    rest = _Rest.of(order, held, closing)
+    paid = np.isinf(room)
+    limit = room * (1 + 1e-12) + 1e-9  # sums are rounded; callers check the choice that they use
+    grain = _PRECISION * max(abs(least), cap, 1e-200)
+    beam = min(_BEAM, max(_NARROWEST, _BEAM_LABELS // len(order)))
+    open_: dict[int, np.ndarray] = {}
+    slack, used = np.zeros(1), np.zeros((1, room.size))
+    trail, whole = [], True
+    for i, step in enumerate(order):
+        parent, config, more = _extended(step, pool, open_, slack, cap)
+        slack, used = more, used[parent] + held[step.v][config]
+        for other, e in closing[i]:
+            used = used + e.between(step.v, config, open_[other][parent])
+        low, high = used + rest.least[i + 1], used + rest.most[i + 1]
+        within = slack + _unseen(low, high, prices, room, paid) <= cap + 10 * grain
+        fits = np.flatnonzero(within & (low <= limit).all(axis=1))
+        now = {u: (config if u == step.v else open_[u][parent])[fits] for u in seen[i]}
+        base, matters = _compared(slack - used @ prices, used, rest, i + 1, room, paid)
+        cost = np.rint(base[fits] / grain)
+        coarse = _PRECISION * np.maximum(np.abs(matters).max(axis=0, initial=0.0), 1e-200)
+        coarse = np.where(paid, grain, coarse)  # an excess is compared with the cost
+        sums = np.rint(matters[fits] / coarse)
+        keep = fits[_undominated(_state(now, seen[i], fits.size), cost, sums, paid)]
+        work -= slack.size
+        if keep.size > (_WIDEST if work > 0 and whole else beam):
+            whole = False
+            keep = keep[np.argsort(slack[keep], kind="stable")[:beam]]
+        where = np.zeros(slack.size, np.int64)
+        where[fits] = np.arange(fits.size)
+        open_ = {u: ks[where[keep]] for u, ks in now.items()}
+        slack, used = slack[keep], used[keep]
+        trail.append((step.v, parent[keep], config[keep]))
+    cost = least + slack - used @ prices
+    by_cost = np.argsort(cost, kind="stable")
+    return Labels(cost=cost[by_cost], used=used[by_cost], whole=whole, _trail=tuple(trail), _last=by_cost)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Rest:
+    """The least and the most that what follows each step adds to the sums, float64 [steps + 1, sums]."""
+
+    least: np.ndarray
+    most: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        order: list[Elimination],
+        held: Sequence[np.ndarray],
+        closing: list[list[tuple[int, HeldAlong]]],
+    ) -> _Rest:
+        sums = held[0].shape[1] if held else 0
+        least, most = np.zeros((2, len(order) + 1, sums))
+        for i in range(len(order) - 1, -1, -1):
+            every = [held[order[i].v], *(e.held.reshape(-1, sums) for _, e in closing[i])]
+            least[i] = least[i + 1] + sum(h.min(axis=0) for h in every)
+            most[i] = most[i + 1] + sum(h.max(axis=0) for h in every)
+        return cls(least=least, most=most)
+
+
+def _compared(
+    cost: np.ndarray, used: np.ndarray, rest: _Rest, step: int, room: np.ndarray, paid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Costs and sums of labels with the same future as these, as far as sums still matter: not where there is room for
+    all that follows, nor where an excess surely stays below zero; one that surely stays above it is a cost."""
+    least, most = rest.least[step], rest.most[step]
+    with np.errstate(invalid="ignore"):
+        limited = np.maximum(used, room - most)
+    surely = np.where(paid, np.maximum(used + least, 0.0), 0.0).sum(axis=1)
+    return cost + surely, np.where(paid, np.clip(used, -most, -least), limited)
+
+
+def _unseen(
+    low: np.ndarray, high: np.ndarray, prices: np.ndarray, room: np.ndarray, paid: np.ndarray
+) -> np.ndarray:
+    """What a choice costs at least above its slack, float64 [labels], if its sums end between low and high: the price
+    of the room that it leaves unused, and what an excess costs above its price."""
+    with np.errstate(invalid="ignore"):
+        unused = np.where(paid, 0.0, prices * np.maximum(room - high, 0.0))
+    excess = np.maximum((1 - prices) * low, 0.0) + np.maximum(-prices * high, 0.0)
+    out: np.ndarray = np.where(paid, excess, unused).sum(axis=1)
+    return out
+
+
+def _depth_first(steps: list[Elimination]) -> list[Elimination]:
+    """Order the steps: each after the one that uses its result, small branches first, so that few nodes are open."""
+    when = {s.v: i for i, s in enumerate(steps)}
+    children: list[list[int]] = [[] for _ in steps]
+    size = [1] * len(steps)
+    roots = []
+    for i, s in enumerate(steps):
+        if s.out.scope:
+            parent = min(when[u] for u in s.out.scope)
+            children[parent].append(i)
+            size[parent] += size[i]
+        else:
+            roots.append(i)
+    order = []
+    todo = sorted(roots, key=lambda i: size[i], reverse=True)
+    while todo:
+        i = todo.pop()
+        order.append(steps[i])
+        todo += sorted(children[i], key=lambda c: size[c], reverse=True)
+    return order
+
+
+def _closed_at(order: list[Elimination], along: Sequence[HeldAlong]) -> list[list[tuple[int, HeldAlong]]]:
+    """For each step, (the other node, pair) of the pairs whose second node the step chooses."""
+    when = {s.v: i for i, s in enumerate(order)}
+    out: list[list[tuple[int, HeldAlong]]] = [[] for _ in order]
+    for e in along:
+        early, late = sorted((e.src, e.dst), key=when.__getitem__)
+        out[when[late]].append((early, e))
+    return out
+
+
+def _seen_later(
+    order: list[Elimination], pool: Pool, along: Sequence[HeldAlong] = ()
+) -> list[dict[int, ConfigPartition]]:
+    """For each step, the nodes chosen so far that later steps still look at, and at which resolution."""
+    views = {id(c): pool.view(c) for e in along for c in (e.src_class, e.dst_class)}
+    closing = _closed_at(order, along)
+    out: list[dict[int, ConfigPartition]] = [{}] * len(order)
+    later: dict[int, ConfigPartition] = {}
+    for i in range(len(order) - 1, -1, -1):
+        out[i] = dict(later)
+        step = order[i]
+        later.pop(step.v, None)
+        looked = list(zip(step.out.scope, step.out.views, strict=True))
+        looked += [(u, views[id(e.src_class if u == e.src else e.dst_class)]) for u, e in closing[i]]
+        for u, view in looked:
+            later[u] = pool.joint(later[u], view) if u in later else view
+    return out
+
+
+def _state(now: dict[int, np.ndarray], views: dict[int, ConfigPartition], size: int) -> np.ndarray:
+    """A number per label, int64 [size]: equal for labels that these views of the open nodes' configs cannot tell
+    apart."""
+    out = np.zeros(size, np.int64)
+    many = 1
+    for u, ks in now.items():
+        if many * views[u].n > 1 << 62:
+            out, many = np.unique(out, return_inverse=True)[1].reshape(-1), size
+        out = out * views[u].n + views[u].cls[ks]
+        many *= views[u].n
+    return out
+
+
+def _extended(
+    step: Elimination, pool: Pool, open_: dict[int, np.ndarray], slack: np.ndarray, cap: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(label, config of the step's node, slack) of every pair within the cap."""
+    views = dict(zip(step.out.scope, step.out.views, strict=True))
+    states = _state({u: open_[u] for u in views}, views, slack.size)
+    _, first, which = np.unique(states, return_index=True, return_inverse=True)
+    which = which.reshape(-1)
+    configs = step.view.cls.size
+    parts = [(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))]
+    for rows in _chunks(np.argsort(which, kind="stable"), configs):
+        distinct = np.unique(which[rows])
+        at = {u: open_[u][first[distinct]] for u in views}
+        total = np.zeros((distinct.size, configs))
+        for f in step.factors:
+            own = f.scope.index(step.v)
+            table = np.moveaxis(pool.arrays[f.sig], own, -1)
+            others = tuple(w.cls[at[u]] for u, w in zip(f.scope, f.views, strict=True) if u != step.v)
+            total = total + (table[others] if others else table)[..., f.views[own].cls]
+        with np.errstate(invalid="ignore"):
+            more = total - total.min(axis=1, keepdims=True)
+        some = np.flatnonzero((more <= cap).any(axis=0))
+        sums = slack[rows, None] + more[np.searchsorted(distinct, which[rows])][:, some]
+        label, config = np.nonzero(sums <= cap)
+        parts.append((rows[label], some[config], sums[label, config]))
+    label, config, sums = (np.concatenate(p) for p in zip(*parts, strict=True))
+    return label, config, sums
+
+
+def _chunks(order: np.ndarray, configs: int) -> Iterator[np.ndarray]:
+    """The labels in pieces whose sums with all configs stay small."""
+    rows = max(1, _CHUNK // max(configs, 1))
+    for i in range(0, order.size, rows):
+        yield order[i : i + rows]
+
+
+def _undominated(state: np.ndarray, cost: np.ndarray, used: np.ndarray, paid: np.ndarray) -> np.ndarray:
+    """Labels that no other label of the same state dominates in cost and sums; one of equal labels. int64 indices."""
+    order = np.lexsort((*used.T[::-1], cost, state))
+    if not order.size:
+        return order
+    state, cost, used = state[order], cost[order], used[order]
+    begins = np.concatenate([[True], state[1:] != state[:-1]])
+    segment = np.cumsum(begins) - 1
+    if used.shape[1] == 1 and not paid.any():
+        rank = np.unique(used[:, 0], return_inverse=True)[1].reshape(-1)
+        # Later segments are shifted lower, so that one running minimum works for all.
+        below = rank - segment * np.int64(rank.max() + 1)
+        so_far = np.minimum.accumulate(below)
+        keep = np.concatenate([[True], below[1:] < so_far[:-1]])
+        return order[keep]
+    from pase.search.limits.kernels_labels import undominated
+
+    keep = np.empty(order.size, bool)
+    undominated(begins, cost, np.ascontiguousarray(used), paid, _COMPARED, keep)
+    return np.asarray(order[keep])

@@ -1,0 +1,197 @@
+"""The circular schedule runs as one JAX program, with the unsharded loss, gradients and parameters, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+import pase
+from pase.backends.audit.xla import worst_difference
+from pase.compiler.stages.circular import circular_bound_s, circular_problem, circular_staged
+from pase.compiler.stages.menu import ONLY
+from pase.compiler.stages.search import StageMenu
+from pase.errors import Infeasible, PaseError
+from pase.pipeline.registry import schedule
+from pase.pipeline.simulate import simulate
+from pase.tables.itemize import split_of
+from pase.tables.layouts import configs
+from tests.compiler.stages.test_search import tables_of
+from tests.pipeline.small import MICRO, OPTIMIZER, arguments, gpt, reference
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@cache
+def planned(ranks=2, mesh="2x2", remat="none"):
+    with jax.enable_x64(True):
+        asked = {"pipeline": ranks, "mesh": mesh, "accumulate": MICRO, "memory_limit": "none", "remat": remat}
+        return pase.compile(gpt, *arguments(True), devices=8, machine="h100x8", **asked)
+
+
+def circular(plan, strategy, weights):
+    """The plan under the circular schedule with one strategy for all stages."""
+    p = plan.pipeline
+    n = sum(p.cuts) // p.degree
+    one = replace(p.stages[0], blocks=n, strategy=0, weights=weights)
+    made = replace(
+        p,
+        schedule="circular",
+        chunks=1,
+        cuts=(n,) * p.degree,
+        stages=tuple(replace(one, rank=r) for r in range(p.degree)),
+        strategies=(strategy,),
+        again=p.again[:1],
+    )
+    return replace(plan, pipeline=made)
+
+
+def drawn(plan, seed, data=None):
+    """A random split of every node. data: an axis that is to split the batch, and nothing else that is computed."""
+    rng = np.random.default_rng(seed)
+
+    def split(n):
+        every = [split_of(n, cfg, plan.mesh) for cfg in configs(n, plan.mesh)]
+        if data is not None:
+            has = "b" in {d.name for d in n.space}
+            every = [
+                s
+                for s in every
+                if all((data not in axes) or dim == "b" for dim, axes in s.items())
+                and (data in s.get("b", ())) == has
+            ]
+        return every[rng.integers(len(every))]
+
+    return {n.name: split(n) for n in plan.graph.nodes}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mesh", "remat", "seed", "lanes"),
+    [
+        (2, "2x2", "none", None, False),
+        (2, "2x2", "light", 1, False),
+        (2, "2x2", "none", 5, True),
+        (4, "2", "all", 2, False),
+    ],
+)
+def test_one_program_equals_the_unsharded_step(ranks, mesh, remat, seed, lanes):
+    base = planned(ranks, mesh, remat)
+    data = base.mesh.names[0] if lanes else None
+    strategy = base.pipeline.strategies[0] if seed is None else drawn(base, seed, data)
+    jp, whole = circular(base, strategy, "once" if lanes else "each").jax, reference(True)
+    assert (jp.by_lane is not None) == lanes
+    params, batch = arguments(True)
+    if lanes or ranks > 2:
+        loss, grads = jax.jit(jp.value_and_grad())(params, batch)
+        assert abs(float(loss) - whole.loss) < 1e-12
+        assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
+    step = jp.train_step(OPTIMIZER)
+    placed, there = jp.device_put(params, batch)
+    updated, state, loss = step(placed, jp.init(OPTIMIZER, params), there)
+    assert abs(float(loss) - whole.loss) < 1e-12
+    assert worst_difference(whole.parameters, jp.gathered(updated)) < 1e-12
+    stack = updated["blocks"]["up"]
+    assert stack.sharding.spec[0] == "stage" and stack.addressable_shards[0].data.shape[0] == 4 // ranks
+    *_, second = step(updated, state, there)
+    assert float(second) < float(loss)
+
+
+@cache
+def asked(**more):
+    with jax.enable_x64(True):
+        of = {
+            "pipeline": 2,
+            "stage_schedule": "circular",
+            "mesh": "2x2",
+            "accumulate": MICRO,
+            "memory_limit": "none",
+        }
+        return pase.compile(gpt, *arguments(True), devices=8, machine="h100x8", **of, **more)
+
+
+def test_a_plan_that_asks_for_it_says_so_and_runs():
+    plan = asked(remat="none")
+    p = plan.pipeline
+    assert (p.schedule, p.cuts, len(p.strategies)) == ("circular", (2, 2), 1) and plan.bound <= plan.cost
+    assert "as one program" in str(plan) and "under schedule 'circular'" in p.scope
+    whole, (params, batch) = reference(True), arguments(True)
+    updated, _, loss = plan.jax.train_step(OPTIMIZER)(params, plan.jax.init(OPTIMIZER, params), batch)
+    assert abs(float(loss) - whole.loss) < 1e-12
+    assert worst_difference(whole.parameters, plan.jax.gathered(updated)) < 1e-12
+
+
+def test_without_a_named_schedule_it_is_tried_where_the_program_can_run_it():
+    asked_for = {"pipeline": 2, "mesh": "2x2", "accumulate": MICRO, "memory_limit": "none", "remat": "none"}
+    with jax.enable_x64(True):
+        loop, written = (
+            pase.compile(gpt, *arguments(scan), devices=8, machine="h100x8", **asked_for)
+            for scan in (True, False)
+        )
+    tried = {loop.pipeline.schedule, *loop.pipeline.others}
+    assert "circular" in tried and "under all schedules," in loop.pipeline.scope
+    assert loop.bound <= loop.cost <= asked(remat="none").cost * (1 + 1e-9)
+    assert "circular" not in {written.pipeline.schedule, *written.pipeline.others}
+    assert "all schedules but 'circular'" in written.pipeline.scope
+
+
+def test_a_rank_that_works_on_either_end_is_not_idle():
+    """All ranks together work as long as one would alone; the rest is bubble."""
+    t = tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, "once")
+    for ranks in (1, 2):
+        menu, s = StageMenu([t], ranks, 4, np.inf, only="circular"), schedule("circular", ranks, 4)
+        best, _ = circular_staged(menu, s, np.inf, ())
+        alone, one = StageMenu([t], 1, 4, np.inf), schedule("1f1b", 1, 4)
+        work = simulate(one, alone.problem(one, (best.split,)).times(np.array([4]))).busy
+        done = best.cuts.simulated
+        assert done.busy.sum() == pytest.approx(work.sum(), rel=1e-12) and len(done.busy) == ranks
+        assert done.bubble == pytest.approx(1 - work.sum() / ranks / done.step_s, rel=1e-12)
+
+
+@pytest.mark.parametrize("weights", ["once", "each"])
+def test_the_price_is_one_sum_over_nodes_and_edges_and_what_crosses(weights):
+    """On one rank nothing crosses: the searched sum is the step. On two no split takes less than the bound."""
+    t, rng = (
+        tables_of("zoo:gpt2?layers=4&batch=16&seq=128&vocab=2048&remat=0", 4, weights),
+        np.random.default_rng(0),
+    )
+    for ranks in (1, 2):
+        menu, s = StageMenu([t], ranks, 4, np.inf, only="circular"), schedule("circular", ranks, 4)
+        best, _ = circular_staged(menu, s, np.inf, ())
+        assert best.cuts.counts == (4 // ranks,) * ranks
+        if ranks == 1:
+            assert best.cuts.simulated.step_s == pytest.approx(circular_bound_s(menu, s), rel=1e-9)
+        for _ in range(10):
+            choice = np.array([rng.integers(len(c)) for c in t.features.space.configs])
+            step = step_of(menu, s, t.split_by(ONLY, choice))
+            assert step >= circular_bound_s(menu, s) * (1 - 1e-9)
+
+
+def step_of(menu, s, split):
+    return simulate(s, circular_problem(menu, s, split).times(np.full(s.stages, 4 // s.ranks))).step_s
+
+
+def test_what_cannot_be_one_program_is_refused():
+    with pytest.raises(PaseError, match="stage_schedule='circular' is of stages"):
+        pase.compile(gpt, *arguments(True), devices=8, stage_schedule="circular")
+    with pytest.raises(Infeasible, match="under schedule 'circular' with equal stages of equal blocks"):
+        pase.compile(
+            gpt, *arguments(True), devices=2, pipeline=2, stage_schedule="circular", mesh="1", accumulate=1
+        )
+    with pytest.raises(PaseError, match="needs one loop over its layers"):
+        _ = pase.compile(
+            gpt,
+            *arguments(False),
+            devices=2,
+            pipeline=2,
+            stage_schedule="circular",
+            mesh="1",
+            accumulate=MICRO,
+            remat="none",
+        ).jax
+    base = planned()
+    uneven = circular(base, base.pipeline.strategies[0], "once")
+    with pytest.raises(PaseError, match="runs one stage's program on all ranks"):
+        _ = replace(uneven, pipeline=replace(uneven.pipeline, cuts=(1, 3))).jax

@@ -1,0 +1,164 @@
+"""The train step as users meet it: any optimizer, donation, auxiliary results, and errors that help."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bench.cases.plans import case_of, reduced
+from pase.backends.audit.xla import sharded_step, unsharded_step, worst_difference
+from pase.backends.jax.make import jax_plan
+from pase.compiler.meshes.methods import complete
+from pase.compiler.meshes.plans import plan_of
+from pase.errors import PaseError
+from pase.machine import mesh_from
+from pase.tables.layouts import configs, state_index
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+PARAMS = {
+    "norm": {"scale": jnp.ones(16)},
+    "up": jax.random.normal(KEYS[0], (16, 128)) / 4,
+    "down": jax.random.normal(KEYS[1], (128, 16)) / 11,
+}
+X = jax.random.normal(KEYS[2], (8, 16))
+
+
+def loss_fn(params, x):
+    h = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True)) * params["norm"]["scale"]
+    return jnp.mean((jax.nn.relu(h @ params["up"]) @ params["down"] - x) ** 2)
+
+
+OPTIMIZERS = {
+    "adamw_masked": optax.adamw(
+        1e-2, eps=1e-3, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    ),
+    "clipped": optax.chain(
+        optax.clip_by_global_norm(1e-3), optax.adam(optax.cosine_decay_schedule(1e-2, 10), eps=1e-6)
+    ),
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "multi_steps": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), every_k_schedule=2),
+    "partitioned": optax.multi_transform(
+        {"slow": optax.sgd(0.1), "fast": optax.adam(1e-2, eps=1e-3)},
+        {"norm": "slow", "up": "fast", "down": "fast"},
+    ),
+    "lion": optax.lion(1e-3),
+}
+
+
+def _plan():
+    return case_of(loss_fn, PARAMS, X).plan("ours@2x4")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name):
+    """Three steps each; state that mirrors a parameter is stored as the parameter is."""
+    optimizer, plan = OPTIMIZERS[name], _plan()
+    jp = plan.jax
+    mesh = jp.mesh()
+    params, state = PARAMS, optimizer.init(PARAMS)
+
+    @jax.jit
+    def plain(params, state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    placed, x = jp.device_put(PARAMS, X, mesh=mesh)
+    placed_state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)
+    step = jp.train_step(optimizer, mesh)
+    for _ in range(3):
+        params, state, loss = plain(params, state, X)
+        placed, placed_state, loss_s = step(placed, placed_state, x)
+        assert abs(loss_s - loss) <= 1e-5 * abs(loss)
+    assert worst_difference(params, placed) < 1e-5
+    assert worst_difference(state, placed_state) < 1e-5
+    sharded = [s for s in jax.tree.leaves(placed_state) if s.shape == (16, 128)]
+    assert all(s.sharding == placed["up"].sharding for s in sharded)
+    assert not placed["up"].sharding.is_fully_replicated
+
+
+def test_state_is_split_where_parameters_are_whole():
+    """ZeRO-2: every parameter on every device, an eighth of each moment; three steps as unsharded."""
+    case, optimizer = case_of(loss_fn, PARAMS, X), optax.adamw(1e-2, eps=1e-3)
+    p = case.problem
+    space = {n.name: configs(n, mesh_from("8", 8)) for n in p.graph.nodes}
+    state = {n.name: state_index(n) for n in p.graph.nodes}
+    split = {name: np.array(i, np.int8) for name, i in state.items() if i}
+    assert all((space[name] == c).all(axis=1).any() for name, c in split.items())
+    mesh = mesh_from("8", 8)
+    jp = jax_plan(plan_of(p, complete(p, split, mesh), mesh, "model", case.traced))
+    mesh, params, moments = jp.mesh(), PARAMS, optimizer.init(PARAMS)
+    placed, x = jp.device_put(PARAMS, X, mesh=mesh)
+    placed_moments = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer, mesh))(placed)
+    step = jp.train_step(optimizer, mesh)
+    for _ in range(3):
+        grads = jax.grad(loss_fn)(params, X)
+        updates, moments = optimizer.update(grads, moments, params)
+        params = optax.apply_updates(params, updates)
+        placed, placed_moments, _ = step(placed, placed_moments, x)
+    assert worst_difference(params, placed) < 1e-5
+    assert worst_difference(moments, placed_moments) < 1e-5
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(placed))
+    for leaf in jax.tree.leaves(placed_moments):
+        assert leaf.ndim == 0 or leaf.addressable_shards[0].data.size * 8 == leaf.size
+    _, grads = jax.jit(jp.value_and_grad(mesh))(placed, x)
+    assert all(g.addressable_shards[0].data.size * 8 == g.size for g in jax.tree.leaves(grads))
+
+
+def test_step_donates():
+    """Old parameters and state are gone after a step, their memory reused; the caller's own arrays are not."""
+    plan, optimizer = _plan(), optax.adam(1e-3)
+    jp = plan.jax
+    params, x = jp.device_put(PARAMS, X)
+    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(params)
+    jp.train_step(optimizer)(params, state, x)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((params, state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((PARAMS, X, x)))
+    sizes = jp.lower_train_step(optimizer).compile().memory_analysis()
+    stored = sum(
+        leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(jp.device_put(PARAMS, X)[0])
+    )
+    assert sizes.alias_size_in_bytes >= 3 * stored
+    kept, x = jp.device_put(PARAMS, X)
+    state = jax.jit(optimizer.init, out_shardings=jp.state_shardings(optimizer))(kept)
+    jp.train_step(optimizer, donate=False)(kept, state, x)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((kept, state)))
+
+
+def test_auxiliary_results():
+    def with_aux(params, x):
+        loss = loss_fn(params, x)
+        return loss, {"doubled": 2 * loss, "rows": x.sum(-1)}
+
+    plan = case_of(with_aux, PARAMS, X).plan("ours@8")
+    step = sharded_step(plan, optax.sgd(0.1), PARAMS, X)
+    off = unsharded_step(loss_fn, optax.sgd(0.1), PARAMS, X).differences(step)
+    assert max(off.values()) < 1e-5, off
+    jp = plan.jax
+    loss, aux = jax.jit(jp.loss(jp.mesh()))(*jp.device_put(PARAMS, X))
+    np.testing.assert_allclose(aux["doubled"], 2 * loss, rtol=1e-6)
+    np.testing.assert_allclose(aux["rows"], X.sum(-1), rtol=1e-5)
+
+
+def test_scan_and_remat_survive():
+    """A rematerialised loop over layers stays both: its body is in the compiled program once, forward and backward."""
+    plan = reduced("gpt2").plan("data_parallel")
+    jaxpr = str(jax.make_jaxpr(plan.jax.value_and_grad(plan.jax.mesh()))(*plan.jax._shapes()))
+    assert jaxpr.count("scan[") == 2 and "remat" in jaxpr
+
+
+def test_errors_say_what_to_do():
+    jp = _plan().jax
+    with pytest.raises(
+        PaseError, match=r"the plan is for 8 devices, but JAX sees 4: .*device_count=8 before JAX starts"
+    ):
+        jp.mesh(jax.devices()[:4])
+    wrong = PARAMS | {"up": jnp.zeros((16, 64))}
+    with pytest.raises(PaseError, match=r"'up' has shape \(16, 64\); the plan was compiled for \(16, 128\)"):
+        jp.loss(jp.mesh())(wrong, X)
+    with pytest.raises(PaseError, match=r"'0' has dtype int32; the plan was compiled for float32"):
+        jp.loss(jp.mesh())(PARAMS, X.astype(int))
+    with pytest.raises(PaseError, match=r"the plan was compiled for arguments .* got "):
+        jp.loss(jp.mesh())(PARAMS["norm"], X)

@@ -1,0 +1,253 @@
+"""Programs beside a plain loss: aux and threaded state, modules, integers and keys, inference, the user's own step."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import pase
+from pase.errors import PaseError
+from tests.command import run
+
+KEY = jax.random.key(0)
+X = jax.random.normal(KEY, (32, 16))
+PARAMS = {"w": jax.random.normal(KEY, (16, 16)) / 4, "count": jnp.int32(3), "key": jax.random.key(1)}
+
+
+def with_statistics(p: Any, x: Any, stats: Any) -> Any:
+    h = x @ p["w"] + 0.1 * jax.random.normal(p["key"], (16,))
+    new = {"mean": 0.9 * stats["mean"] + 0.1 * jnp.mean(h, 0), "steps": stats["steps"] + 1}
+    return jnp.mean((h - stats["mean"]) ** 2) / p["count"], {"stats": new, "largest": jnp.max(h)}
+
+
+def test_statistics_are_threaded_and_what_is_not_trained_is_carried_along() -> None:
+    optimizer, stats = optax.adam(1e-2), {"mean": jnp.zeros(16), "steps": jnp.int32(0)}
+    plan = pase.compile(with_statistics, PARAMS, X, stats, devices=8, mesh="2x4", carry={1: (1, "stats")})
+    step = plan.jax.train_step(optimizer)
+    params, x, placed = plan.jax.device_put(PARAMS, X, stats)
+    state = plan.jax.init(optimizer, params)
+    wanted = []
+    mine, kept = {"w": PARAMS["w"]}, {k: PARAMS[k] for k in ("count", "key")}
+    plain, mean = optimizer.init(mine), stats
+    for _ in range(3):
+        (loss, aux), grads = jax.value_and_grad(lambda p, m: with_statistics(p | kept, X, m), has_aux=True)(
+            mine, mean
+        )
+        updates, plain = optimizer.update(grads, plain)
+        mine, mean = optax.apply_updates(mine, updates), aux["stats"]
+        wanted.append((float(loss), float(aux["largest"])))
+    got = []
+    for _ in range(3):
+        params, state, (loss, aux) = step(params, state, x, placed)
+        placed = aux["stats"]
+        got.append((float(loss), float(aux["largest"])))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    np.testing.assert_allclose(params["w"], mine["w"], atol=1e-5)
+    np.testing.assert_allclose(placed["mean"], mean["mean"], atol=1e-5)
+    assert int(placed["steps"]) == 3 and int(params["count"]) == 3
+    assert (jax.random.key_data(params["key"]) == jax.random.key_data(PARAMS["key"])).all()
+
+
+def test_a_module_as_it_is_in_the_natural_loop() -> None:
+    model = eqx.nn.MLP(16, 8, 32, 2, key=KEY)
+    optimizer = optax.adam(1e-3)
+
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    plan = pase.compile(loss, model, X, devices=8, mesh="2x4")
+    step = plan.jax.train_step(optimizer, donate=False)
+    trained, state = model, plan.jax.init(optimizer, model)
+    losses = []
+    for _ in range(3):
+        trained, state, value = step(trained, state, X)
+        losses.append(float(value))
+    assert trained.activation is model.activation and losses[0] == pytest.approx(
+        float(loss(model, X)), rel=1e-5
+    )
+    assert float(loss(trained, X)) < losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("zero", [False, True])
+def test_state_made_on_sharded_parameters(zero: bool) -> None:
+    """optimizer.init(params) on the plan's own parameters, where state is split as they are and where further."""
+    from bench.cases.plans import case_of
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2)
+
+    params = {"up": jnp.ones((16, 128)) / 9, "down": jnp.ones((128, 16)) / 7}
+    plan = case_of(loss, params, X).plan("zero2" if zero else "ours@2x4")
+    assert plan is not None
+    optimizer = optax.adam(1e-2)
+    step = plan.jax.train_step(optimizer)
+    placed, x = plan.jax.device_put(params, X)
+    state = optimizer.init(placed)
+    for _ in range(2):
+        placed, state, value = step(placed, state, x)
+    assert float(value) < float(loss(params, X))
+
+
+def decode(p: Any, cache: Any, token: Any) -> Any:
+    cache = jnp.roll(cache, 1, 1).at[:, 0].set(token @ p["k"])
+    weights = jax.nn.softmax(jnp.einsum("bd,btd->bt", token @ p["q"], cache))
+    return jnp.einsum("bt,btd->bd", weights, cache) @ p["o"], cache
+
+
+def test_inference_threads_its_cache() -> None:
+    params = {n: jax.random.normal(jax.random.key(i), (64, 64)) / 8 for i, n in enumerate("kqo")}
+    cache, token = jnp.zeros((16, 32, 64)), jax.random.normal(KEY, (16, 64))
+    plan = pase.compile(decode, params, cache, token, devices=8, mode="inference", carry={0: 1})
+    assert plan.memory.gradients == plan.memory.optimizer == 0
+    assert not [c for c in plan.collectives if c.phase != "forward"]
+    _, placed, _ = plan.jax.device_put(params, cache, token)
+    plain = cache
+    for _ in range(2):
+        out, placed = plan.jax.apply(params, placed, token)
+        wanted, plain = decode(params, plain, token)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+    np.testing.assert_allclose(placed, plain, atol=1e-5)
+    assert placed.sharding.is_equivalent_to(plan.jax.in_shardings()[1], 3)
+    with pytest.raises(PaseError, match=r"compiled with mode='inference': it has no gradients"):
+        plan.jax.train_step(optax.sgd(0.1))
+
+
+def test_a_train_step_of_ones_own() -> None:
+    optimizer = optax.adam(1e-2, eps=1e-3)
+
+    def step(p: Any, state: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2))(p)
+        updates, state = optimizer.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, value
+
+    params = {"up": jax.random.normal(KEY, (16, 64)) / 4, "down": jax.random.normal(KEY, (64, 16)) / 8}
+    state = optimizer.init(params)
+    plan = pase.compile(step, params, state, X, devices=8, mode="step", mesh="2x4")
+    sharded = plan.jax.step(donate=False)
+    got = wanted = (params, state)
+    for _ in range(2):
+        *got, value = sharded(*got, X)
+        *wanted, plain = step(*wanted, X)
+    assert float(value) == pytest.approx(float(plain), rel=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(PaseError, match=r"returns .*mode='step'"):
+        pase.compile(step, params, state, X, devices=8)
+
+
+def test_what_is_no_loss_is_said() -> None:
+    params, stats = (
+        {"w": jnp.ones((16, 16)), "b": jnp.ones(16)},
+        {"mean": jnp.zeros(16), "steps": jnp.int32(0)},
+    )
+
+    def loss_first(p: Any, x: Any) -> Any:
+        return jnp.sum(x @ p["w"]), jax.tree.map(lambda w: 2 * w, p)
+
+    def batch_first(batch: Any, params: Any) -> Any:
+        return jnp.sum(batch @ params["w"])
+
+    with pytest.raises(PaseError, match=r"returns new parameters .* mode='step'"):
+        pase.compile(loss_first, params, X, devices=8)
+    with pytest.raises(
+        PaseError, match=r"the first argument is what is trained: write it as fn\(params, …\)"
+    ):
+        pase.compile(batch_first, X, params, devices=8)
+    with pytest.raises(PaseError, match="the function returns nothing at"):
+        pase.compile(with_statistics, PARAMS, X, stats, devices=8, carry={1: (1, "nothing")})
+
+
+def test_statistics_of_the_parameters_form_are_no_parameters() -> None:
+    """A batch normalization of Keras alone: two weights and two statistics, each of a channel."""
+
+    def loss(p: Any, stats: Any, x: Any) -> Any:
+        mean, spread = jnp.mean(x, 0), jnp.var(x, 0)
+        made = (x - mean) / jnp.sqrt(spread + 1e-3) * p[0] + p[1]
+        return jnp.mean(made**2), [0.9 * stats[0] + 0.1 * mean, 0.9 * stats[1] + 0.1 * spread]
+
+    ones = [jnp.ones(16), jnp.ones(16)]
+    assert pase.compile(loss, ones, ones, X[:, :16], devices=8)
+
+    def with_momentum(p: Any, momentum: Any, x: Any) -> Any:
+        value, rest = loss(p, momentum, x)
+        return value, rest, p
+
+    with pytest.raises(PaseError, match="returns new parameters"):
+        pase.compile(with_momentum, ones, ones, X[:, :16], devices=8)
+
+
+def test_a_users_exception_stays_what_it_is() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return {}["missing"]
+
+    with pytest.raises(KeyError) as e:
+        pase.compile(loss, {"w": X}, X, devices=8)
+    assert any("while pase traced loss" in note for note in e.value.__notes__)
+
+
+def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    params = {"w": jax.random.normal(KEY, (16, 64))}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", params)
+    plan = pase.compile(loss, params, X, devices=8, mesh="2x4", baselines=False)
+    found = plan.jax.restore(tmp_path / "saved")
+    np.testing.assert_array_equal(found["w"], params["w"])
+    assert found["w"].sharding.is_equivalent_to(plan.jax.in_shardings()[0]["w"], 2)
+    with pytest.raises(PaseError, match="cannot restore the parameters of 'loss' from"):
+        plan.jax.restore(tmp_path / "missing")
+
+
+def test_in_shardings_warn_where_they_stand_alone() -> None:
+    params = {"up": jax.random.normal(KEY, (16, 64)) / 4, "down": jax.random.normal(KEY, (64, 16)) / 8}
+    plan = pase.compile(
+        lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2), params, X, devices=8, mesh="2x4"
+    )
+    with pytest.warns(UserWarning, match=r"half of the plan.*plan\.jax\.value_and_grad\(\)"):
+        stored, _ = plan.jax.in_shardings()
+    plan.jax.device_put(params, X)  # says nothing
+    graded = plan.jax.value_and_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan.jax.in_shardings()[0] == stored
+        jax.jit(graded, in_shardings=plan.jax.in_shardings())(params, X)
+
+
+def test_carry_and_chances_on_the_command_line() -> None:
+    def compiled(carry: str, chance: str) -> tuple[int, str]:
+        told = "compile tests.backends.jax.test_programs:made --devices 8 --mode inference --json"
+        code, _, error = run(*told.split(), "--carry", carry, "--chance", chance)
+        return code, error
+
+    assert compiled("0=1", "cond0=0.9,0.1") == (0, "")
+    for given, said in (
+        (("0=1", "cond0=0.9"), "it has 2 branches"),
+        (("0", "cond0=0.9,0.1"), "--carry 1=1"),
+        (("0=0", "cond0=0.9,0.1"), "its next value, at (0,)"),
+    ):
+        code, error = compiled(*given)
+        assert code == 2 and said in error
+
+
+def made() -> Any:
+    def either(p: Any, cache: Any, token: Any) -> Any:
+        return jax.lax.cond(token.sum() > 0, decode, lambda p, cache, token: (token, cache), p, cache, token)
+
+    params = {n: jax.ShapeDtypeStruct((64, 64), "float32") for n in "kqo"}
+    return (
+        either,
+        params,
+        jax.ShapeDtypeStruct((16, 32, 64), "float32"),
+        jax.ShapeDtypeStruct((16, 64), "float32"),
+    )

@@ -1,0 +1,70 @@
+"""Equations that read one value several times, each time split in another way."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from bench.cases.plans import case_of
+from pase.backends.audit.xla import sharded_step, unsharded_step
+
+
+def gram(y):
+    return jnp.einsum("si,sj->ij", y, y)
+
+
+@jax.custom_vjp
+def product(a, b):
+    return a.T @ b
+
+
+product.defvjp(lambda a, b: (a.T @ b, (a, b)), lambda kept, g: (kept[1] @ g.T, kept[0] @ g))
+
+
+def of_a_rule(y):
+    return product(y, y)
+
+
+def over_a_loop(y):
+    """The rows, read twice by each turn."""
+    return jax.lax.scan(
+        lambda total, rows: (total + jnp.outer(rows[0], rows[1]), None), jnp.zeros((8, 8)), (y, y)
+    )[0]
+
+
+def in_a_branch(y):
+    return jax.lax.cond(y.sum() > 0, lambda a, b: a.T @ b, lambda a, b: -a.T @ b, y, y)
+
+
+def stacked(y):
+    return jnp.concatenate([y, y, y]) @ y.T
+
+
+@pytest.mark.parametrize("lowering", ["auto", "annotated"])
+@pytest.mark.parametrize("pattern", [gram, of_a_rule, over_a_loop, in_a_branch, stacked])
+def test_each_operand_has_its_own_layout(pattern, lowering):
+    def loss(p, x):
+        made = pattern(x @ p)
+        return jnp.mean(jnp.sin(made) * jnp.arange(made.size).reshape(made.shape))
+
+    with jax.enable_x64(True):
+        p, x = np.random.default_rng(0).normal(size=(2, 8, 8))
+        case, whole = case_of(loss, p, x), unsharded_step(loss, optax.sgd(0.1), p, x)
+        for strategy in ("random1@2x4", "random2@2x4"):
+            step = sharded_step(case.plan(strategy), optax.sgd(0.1), p, x, lowering=lowering)
+            assert max(whole.differences(step).values()) < 1e-12, strategy
+
+
+def test_a_gram_matrix_is_lowered_by_hand():
+    def loss(p, x):
+        return jnp.sum(jnp.sin(gram(x @ p)))
+
+    with jax.enable_x64(True):
+        p, x = np.random.default_rng(0).normal(size=(2, 8, 8))
+        case, right = case_of(loss, p, x), loss(p, x)
+        for seed in range(1, 6):
+            got = case.plan(f"random{seed}@2x4").jax.loss(lowering="manual")(p, x)
+            assert abs(got - right) < 1e-12, seed

@@ -1,0 +1,121 @@
+"""Loops and branches run by ``plan.torch``: the numbers of the unsharded step, under any split."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import pase
+from bench.cases.torch_ranks import alone_among, on_ranks
+from pase.backends.audit.torch import planned, sent_by_one_rank
+from pase.errors import PaseError
+from tests.backends.torch.models import case
+from tests.backends.torch.test_plan import one_step, whole
+
+pytestmark = pytest.mark.torch
+RANKS = 4
+MANY = 32
+TURNS = {"layers": 3, "recurrent": 6, "mapped": 4}
+SPLITS = ("fsdp", "zero2", "ours@2x2", "random1@2x2", "random2@2x2", "random5@4")
+
+
+@pytest.mark.parametrize("strategy", SPLITS)
+@pytest.mark.parametrize("model", [*TURNS, "taken", "untaken"])
+def test_the_step_is_the_unsharded_one(model: str, strategy: str) -> None:
+    """Loss, every gradient and the updated parameters; layers of the branch that is not taken have a gradient of zero,
+    as in PyTorch."""
+    import torch
+
+    c = case(model, RANKS)
+    for loss, gradients, after in one_step(c, strategy):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(after, c.after, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("model", "strategy"),
+    [(m, s) for m in ("flexes", "shares") for s in ("fsdp", "zero2", "ours@2x2", "random3@2x2")]
+    + [("shares", "random1@2x2"), ("shares", "random2@2x2")],
+)
+def test_functions_of_flex_attention_are_given_places_in_the_whole(model: str, strategy: str) -> None:
+    test_the_step_is_the_unsharded_one(model, strategy)
+
+
+def test_flex_attention_goes_around_no_ring() -> None:
+    with pytest.raises(PaseError, match=r"flex_attention.*its keys are split as its queries are \(a ring\)"):
+        one_step(case("flexes", RANKS), "random1@2x2")
+
+
+def gradients_of(model: str, ranks: int, *, compile: bool = False, **options: Any) -> list[Any]:
+    c = case(model, RANKS)
+    run = pase.compile(c.module, *c.batch, devices=ranks, overlap="none", **options).torch
+    assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
+
+    def on_rank(rank: int) -> Any:
+        module = copy.deepcopy(c.module)
+        loss = run.parallelize(module, compile="aot_eager" if compile else False).backward(*c.batch)
+        return loss, {k: whole(p.grad) for k, p in module.named_parameters() if p.grad is not None}
+
+    return on_ranks(ranks, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("layers", {"accumulate": 2}),
+        ("recurrent", {"accumulate": 4}),
+        ("layers", {"remat": "all"}),
+        ("layers", {"remat": "light"}),
+        ("mapped", {"remat": "all"}),
+    ],
+)
+def test_bodies_are_recomputed_and_run_in_micro_batches(model: str, options: Any) -> None:
+    import torch
+
+    c = case(model, RANKS)
+    for loss, gradients in gradients_of(model, RANKS, mesh="2x2", **options):
+        torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_loops_are_compiled() -> None:
+    import torch
+
+    c = case("layers", RANKS)
+    ((loss, gradients),) = gradients_of("layers", 1, compile=True)
+    torch.testing.assert_close(loss, c.loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients, c.gradients, rtol=1e-12, atol=1e-12)
+    with pytest.raises(PaseError, match=r"has branches.*use compile=False"):
+        gradients_of("taken", 1, compile=True)
+
+
+def test_a_loop_over_the_batch_is_not_cut_into_micro_batches() -> None:
+    with pytest.raises(PaseError, match="examples of the batch meet in unstack"):
+        gradients_of("mapped", RANKS, mesh="2x2", accumulate=2)
+
+
+@pytest.mark.parametrize("model", TURNS)
+def test_what_is_sent_is_the_plans_list(model: str) -> None:
+    """One rank of 32, on fake tensors. The plan counts every turn alike; the first and the last one send less, where
+    what enters or leaves a loop has no gradient, and of a counter (8 bytes) no turn sends one."""
+    c = case(model, MANY)
+    for strategy in ("random1@4x8", "random2@4x8", "random3@8x4"):
+        plan = c.case.plan(strategy)
+        assert plan is not None
+        with alone_among(MANY, rank=5):
+            sent = sent_by_one_rank(plan.torch)
+        listed = planned(plan.torch.program)
+        assert sent.total() and not sent - listed
+        for what, count in ((w, n) for w, n in (listed - sent).items() if w[2] > 8):
+            assert count <= max(2, 2 * listed[what] // TURNS[model]), (strategy, what)
+
+
+def test_of_branches_the_one_that_is_priced_as_taken_is_counted() -> None:
+    c = case("untaken", MANY)
+    plan = c.case.plan("random2@4x8")
+    assert plan is not None
+    with alone_among(MANY, rank=5):
+        assert sent_by_one_rank(plan.torch) == planned(plan.torch.program)

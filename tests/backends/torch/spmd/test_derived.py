@@ -1,0 +1,92 @@
+"""Ops of PyTorch that are read by its own decomposition, written as other ops, or split along their batch alone: a step
+of each is the unsharded one's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import pase
+from pase.errors import PaseError
+from tests.backends.torch.test_unwatched import agrees
+
+pytestmark = pytest.mark.torch
+
+
+def formulas() -> dict[str, Any]:
+    """Name -> f(the module, x [16, 16]) -> its loss."""
+    import torch
+    from torch.nn import functional as F
+
+    linalg = torch.linalg
+
+    def mixture(m: Any, x: Any) -> Any:
+        """Its scale is a number, broadcast beside locations that depend on data."""
+        D = torch.distributions
+        parts = D.Independent(D.Normal(m.w.view(16, 4, 4), 1.5), 1)
+        return -D.MixtureSameFamily(D.Categorical(logits=x[:, :4]), parts).log_prob(x[:, 4:8]).mean()
+
+    def positive(m: Any) -> Any:
+        return m.w @ m.w.T + 16 * torch.eye(16, dtype=m.w.dtype)
+
+    return {
+        "GRUCell": lambda m, x: m.gru(x, m.gru(x, m.w)).square().mean(),
+        "LSTMCell": lambda m, x: torch.stack(m.lstm(x)).square().mean(),
+        "RNNCell": lambda m, x: m.rnn(x, m.w).square().mean(),
+        "cdist": lambda m, x: torch.cdist(x, m.w).mean() + torch.cdist(x, m.w, 1.0).mean(),
+        "pdist": lambda m, x: F.pdist(m.w).mean(),
+        "cosine": lambda m, x: F.cosine_embedding_loss(x, m.w, torch.ones(16, dtype=x.dtype)),
+        "ranking": lambda m, x: F.margin_ranking_loss(x[:, 0], m.w[:, 0], torch.ones(16, dtype=x.dtype)),
+        "diagonal": lambda m, x: m.w.diagonal(2).square().sum() + m.w.trace(),
+        "median": lambda m, x: m.w.median() + (m.w * x).mean(),
+        "svdvals": lambda m, x: linalg.svdvals(m.w + x).sum(),
+        "eigh": lambda m, x: linalg.eigh(positive(m))[0].log().sum(),
+        "qr": lambda m, x: linalg.qr(m.w + x)[1].abs().sum(),
+        "cholesky": lambda m, x: linalg.cholesky(positive(m)).sum() / 9,
+        "solve": lambda m, x: linalg.solve(positive(m), x).square().mean(),
+        "slogdet": lambda m, x: linalg.slogdet(positive(m))[1] / 9,
+        "mixture": mixture,
+        "mesh grid": lambda m, x: torch.mul(
+            *torch.meshgrid(m.w[0] + x[0], torch.arange(4.0).double(), indexing="ij")
+        ).mean(),
+        "of a batch": lambda m, x: linalg.inv(positive(m) + x[:4, None, :1].square()).square().mean(),
+    }
+
+
+KINDS = (
+    *("GRUCell", "LSTMCell", "RNNCell", "cdist", "pdist", "cosine", "ranking", "diagonal", "median"),
+    *("svdvals", "eigh", "qr", "cholesky", "solve", "slogdet", "of a batch", "mixture", "mesh grid"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_step_is_the_unsharded_one(kind: str) -> None:
+    import torch
+    from torch import nn
+
+    class Formula(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16))
+            self.gru, self.lstm, self.rnn = nn.GRUCell(16, 16), nn.LSTMCell(16, 16), nn.RNNCell(16, 16)
+
+        def forward(self, x: Any) -> Any:
+            return formulas()[kind](self, x)
+
+    torch.manual_seed(1)
+    agrees(Formula(), 2)
+
+
+def test_why_ctc_loss_is_not_read() -> None:
+    import torch
+
+    def loss(m: Any, x: Any) -> Any:
+        found = m(x).log_softmax(-1)[:, None].expand(16, 4, 8)
+        long, few = torch.full((4,), 16), torch.full((4,), 3)
+        return torch.nn.functional.ctc_loss(found, torch.ones(4, 3, dtype=torch.int64), long, few)
+
+    with pytest.raises(
+        PaseError, match="ctc_loss makes a table whose size depends on the lengths of its targets"
+    ):
+        pase.compile(torch.nn.Linear(16, 8), torch.randn(16, 16), devices=2, loss=loss)

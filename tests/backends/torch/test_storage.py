@@ -1,0 +1,51 @@
+"""A plan's DTensors through PyTorch's public ways: optimizers, clipping, checkpoints under another plan; and a compiled
+step. Two Gloo processes, float64, beside one process without pase."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from bench.cases.torch_ranks import on_processes
+from tests.backends.torch.storage_ranks import RANKS, run
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return on_processes(RANKS, partial(run, tmp_path_factory.mktemp("state")), "forkserver", seconds=300)
+
+
+def test_optimizers_update_as_without_a_plan(found: list[dict[str, Any]]) -> None:
+    assert all(apart < 1e-12 for rank in found for apart in rank["optimizers"].values()), found[0]
+
+
+def test_the_norm_of_gradients_is_that_of_the_whole_model(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for made in rank["clipped"].values():
+            assert made["was"] > 0.05  # there is something to clip
+            assert made["norm"] < 1e-12 and made["gradients"] < 1e-12
+
+
+def test_a_checkpoint_is_loaded_under_another_plan(found: list[dict[str, Any]]) -> None:
+    assert all(apart < 1e-12 for rank in found for apart in rank["checkpoint"].values()), found[0]
+
+
+def test_a_compiled_step_gives_the_same_numbers(found: list[dict[str, Any]]) -> None:
+    for rank in found:
+        for made in rank["compiled"].values():
+            assert made["loss"] < 1e-12 and made["gradients"] < 1e-12, rank["compiled"]
+
+
+def test_a_first_reader_without_a_gradient_takes_it_from_no_other(found: list[dict[str, Any]]) -> None:
+    assert all(rank["unwatched"] < 1e-12 for rank in found), found[0]["unwatched"]
+
+
+def test_what_is_not_compiled_is_said(found: list[dict[str, Any]]) -> None:
+    random, forward, backend = found[0]["refused"]
+    assert "draws random values inside of it" in random and "compile=False" in random
+    assert "use loss = step.backward(*batch)" in forward
+    assert "torch.compile has no backend 'fast'; there are:" in backend

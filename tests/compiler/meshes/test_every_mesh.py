@@ -1,0 +1,131 @@
+"""A proof over every mesh of the devices, against a search of every mesh."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import pase
+from pase.compiler.meshes.every_mesh import sift_mesh
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.resolve import resolve
+from pase.errors import PaseError
+from pase.machine import mesh_from
+from pase.search import Solution
+from tests.command import run
+
+FREE = np.zeros(0, np.int64)
+MLP = "zoo:mlp?batch=48"
+GPT2 = "zoo:gpt2?layers=1&batch=48&seq=24&vocab=96"
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "machine", "overlap"),
+    [
+        (MLP, 8, None, "none"),
+        (MLP, 12, "v100x8", "none"),
+        (MLP, 16, "tpu_v5e", "none"),
+        (MLP, 24, None, "none"),
+        (MLP, 24, None, "parameters"),
+        (GPT2, 8, None, "none"),
+        (GPT2, 8, None, "parameters"),
+        (GPT2, 12, None, "none"),
+        (GPT2, 12, None, "parameters"),
+        pytest.param(GPT2, 16, None, "parameters", marks=pytest.mark.minutes),
+        pytest.param(GPT2, 24, None, "none", marks=pytest.mark.minutes),
+    ],
+)
+def test_the_answer_is_the_best_of_every_mesh(
+    model: str, devices: int, machine: str | None, overlap: str
+) -> None:
+    problem = SplitProblem.of(resolve(model).graph, devices, machine, "analytic", "adam", overlap)
+    every = problem.meshes(None, devices)
+    assert max(len(m.sizes) for m in every) >= 3
+    whole = search_meshes(problem, every)
+    assert whole.solution.optimal
+    plan = pase.compile(
+        model,
+        devices=devices,
+        machine=machine,
+        max_axes=1,
+        meshes="all",
+        overlap=overlap,
+        baselines=False,
+        memory_limit="none",
+    )
+    assert plan.cost == pytest.approx(whole.solution.cost, rel=1e-9)
+    assert plan.optimal and plan.bound == pytest.approx(plan.cost, rel=1e-9)
+    assert f"over all {len(every)} meshes of the devices" in str(plan)
+
+
+@pytest.mark.parametrize("overlap", ["none", "parameters"])
+def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
+    """Whatever cost is known, and however little is priced: the bound holds, and the cheaper strategy is found."""
+    problem = SplitProblem.of(resolve(GPT2).graph, 8, None, "analytic", "adam", overlap)
+    for mesh in problem.meshes(None, 8):
+        best = search_meshes(problem, [mesh]).solution.cost
+        for part in (0.9, 1.0, 1.0001, 1.2):
+            for most in (0, 1 << 12, 1 << 15, 1 << 22):
+                s = sift_mesh(problem, mesh, part * best, most)
+                assert s.bound <= min(best, part * best) * (1 + 1e-9)
+                if s.cheaper is not None:
+                    configs = zip(problem.graph.nodes, s.space.configs, s.cheaper.choice, strict=True)
+                    cost = problem.pricing.cost(mesh, {n.name: cfg[i] for n, cfg, i in configs})
+                    assert cost == pytest.approx(s.cheaper.cost, rel=1e-9)
+            if part > 1:
+                assert s.cheaper is not None and s.cheaper.cost == pytest.approx(best, rel=1e-9)
+            else:
+                assert s.cheaper is None and s.bound == pytest.approx(part * best, rel=1e-9)
+
+
+def test_what_is_left_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With nothing priced, the bound is what the nodes cost alone, and the plan says of which meshes."""
+    monkeypatch.setattr("pase.compiler.meshes.every_mesh._MOST_PAIRS", 0)
+    plan = pase.compile(
+        GPT2, devices=8, max_axes=1, meshes="all", overlap="none", baselines=False, memory_limit="none"
+    )
+    assert not plan.optimal and 0 < plan.bound < plan.cost
+    assert "proven over meshes: 2 of 3, not 2×4 " in str(plan)
+
+
+def test_a_limit_is_kept() -> None:
+    """A strategy of another mesh that does not fit is no answer; the bound says that it exists."""
+    free = pase.compile(MLP, devices=8, meshes="all", overlap="none", baselines=False, memory_limit="none")
+    limit = int(free.memory.total * 0.99)
+    plan = pase.compile(
+        MLP, devices=8, max_axes=1, meshes="all", overlap="none", baselines=False, memory_limit=limit
+    )
+    assert plan.memory.total <= limit and plan.cost >= free.cost
+    assert plan.bound <= plan.cost and (plan.optimal or plan.bound >= free.cost * (1 - 1e-9))
+
+
+def test_what_cannot_be_proven_is_refused() -> None:
+    with pytest.raises(PaseError, match="leave out mesh"):
+        pase.compile(MLP, devices=8, mesh="2x4", meshes="all")
+    with pytest.raises(PaseError, match="'none', 'gathers' or 'all'"):
+        pase.compile(MLP, devices=8, once="auto", meshes="all")
+    with pytest.raises(PaseError, match="meshes is 'few' or 'all'"):
+        pase.compile(MLP, devices=8, meshes="most")  # type: ignore[arg-type]
+
+
+def test_the_command_says_so() -> None:
+    done = run("compile", MLP, "--devices", "8", "--meshes", "all", "--overlap", "none")
+    assert done[0] == 0 and "over all 3 meshes of the devices" in done[1]
+
+
+def test_a_mesh_is_listed_with_the_answer_of_its_further_search() -> None:
+    """What ``close`` finds is what the mesh's cheapest strategy costs, in the list of meshes too."""
+
+    class TwoSteps:
+        space = staticmethod(lambda mesh: None)
+        glance = staticmethod(lambda mesh: 1.0)
+        solve = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=2.0, bound=1.0, optimal=False))
+        close = staticmethod(lambda mesh, below: Solution(choice=FREE, cost=1.5, bound=1.5, optimal=True))
+
+    mesh = mesh_from("2x4", 8)
+    found = search_meshes(SimpleNamespace(pricing=TwoSteps()), [mesh])  # type: ignore[arg-type]
+    assert found.solution.cost == 1.5
+    assert found.tried == ((mesh, 1.5),)

@@ -1,0 +1,235 @@
+"""Variants of a step under a memory limit: against enumeration, and against what a user would write by hand."""
+
+import itertools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pase
+from pase.baselines import Baseline, baselines
+from pase.compiler.meshes.fit import _LimitedSearch, fit_limit
+from pase.compiler.meshes.methods import memory_of
+from pase.compiler.meshes.plans import plan_of
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.options import CompileOptions
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.compiler.problem.variants import Variant, variants
+from pase.compiler.resolve import resolve
+from pase.errors import Infeasible, PaseError
+from pase.frontends.jax.batch import examples_meet
+from pase.frontends.jax.blocks import blocks_of, micro
+from pase.frontends.jax.frontend import trace
+from pase.machine import Mesh, mesh_from
+from pase.tables.layouts import configs
+
+S = jax.ShapeDtypeStruct
+WIDE = (S((8, 16), "float32"), S((4096, 8), "float32"))
+"""Parameters of 512 bytes and a large batch: activations are what takes the memory."""
+
+
+def wide(w, x):
+    return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+
+def norms(params, x):
+    mean, var = x.mean(0), x.var(0)
+    return jnp.mean((((x - mean) / jnp.sqrt(var + 1)) @ params["w"]) ** 2)
+
+
+def weighted(params, x):
+    seen = (x[:, 0] > 0).astype("float32")
+    return jnp.sum((x @ params["w"]).sum(1) ** 2 * seen) / jnp.sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("machine", "overlap"), [("h100x8", "none"), ("h100x8", "parameters"), ("tpu_v5e", "none")]
+)
+def test_the_best_variant_that_fits_is_found(machine, overlap):
+    """Every strategy of every number of micro-batches and of all that is sent once, priced item by item: none that fits
+    is cheaper. By either account of memory, and with gradients hidden behind backward."""
+    traced = trace(wide, *WIDE)
+    problem, mesh = SplitProblem.of(traced.graph, 2, machine, "analytic", "adam"), mesh_from("2", 2)
+    problem = replace(problem, overlap=overlap)
+    priced = []
+    ways = ("none", "gathers", "all")
+    for k, once in [(1, "none"), *itertools.product((2, 4, 8), ways)]:
+        p = problem.varied(traced, Variant(accumulate=k, once=once))
+        spaces = [configs(n, mesh) for n in p.graph.nodes]
+        for rows in itertools.product(*spaces):
+            chosen = {n.name: row for n, row in zip(p.graph.nodes, rows, strict=True)}
+            plan = plan_of(p, chosen, mesh, "wide", traced)
+            priced.append((plan.memory.total, plan.cost, k))
+    assert len(priced) > 200
+    free = min(cost for _, cost, _ in priced)
+    largest = min(m for m, cost, _ in priced if cost <= free * (1 + 1e-9))
+    seen = set()
+    for limit in np.array([0.25, 0.4, 0.6, 0.8, 1.0]) * largest:
+        fitting = [row for row in priced if row[0] <= limit]
+        if not fitting:
+            continue
+        plan = pase.compile(
+            wide,
+            *WIDE,
+            devices=2,
+            mesh="2",
+            machine=machine,
+            overlap=overlap,
+            once="auto",
+            memory_limit=float(limit),
+            baselines=False,
+        )
+        seen.add((plan.accumulate, plan.once))
+        assert plan.memory.total <= limit
+        cheapest = min(cost for _, cost, _ in fitting)
+        assert plan.bound <= cheapest * (1 + 1e-9)
+        assert plan.cost == pytest.approx(cheapest, rel=1e-9)
+    assert len({k for k, _ in seen}) > 1 and len({o for _, o in seen}) > 1
+
+
+def test_blocks_computed_again_cost_what_the_users_own_remat_does():
+    """A loop's body as a block, and the same body under jax.checkpoint: equal seconds and bytes, by each method."""
+    given = {}
+    small = "&layers=4&batch=16&seq=64&vocab=512"
+    for remat in (0, 1):
+        traced = resolve(f"zoo:gpt2?remat={remat}{small}")
+        p = SplitProblem.of(traced.graph, 4, None, "analytic", "adam")
+        assert len(blocks_of(traced)) == 1 - remat
+        p = p.varied(traced, Variant(blocks=blocks_of(traced)))
+        for b in baselines(p.graph, 4, p.machine, p.model, only=("data_parallel", "zero2", "fsdp")):
+            assert isinstance(b, Baseline)
+            plan = plan_of(p, b.strategy, b.mesh, "gpt2", traced)
+            given.setdefault(b.name, []).append((plan.cost, plan.memory.total))
+    assert len(given) == 3
+    for name, (block, by_hand) in given.items():
+        assert block == pytest.approx(by_hand, rel=1e-9), name
+
+
+def test_a_micro_batch_is_the_model_on_a_part_of_the_batch():
+    """k micro-batches: as much arithmetic, k times the gathers, one update; activations of one."""
+    traced = trace(wide, *WIDE)
+    p = SplitProblem.of(traced.graph, 2, None, "paper", "adam")
+    mesh = mesh_from("2", 2)
+    by_batch = {}
+    for k in (1, 4):
+        q = p.varied(traced, Variant(accumulate=k))
+        (dp,) = baselines(q.graph, 2, q.machine, q.model, only=("data_parallel",))
+        by_batch[k] = plan_of(q, dp.strategy, mesh, "wide", traced)
+    one, four = by_batch[1], by_batch[4]
+    assert sum(n.cost.compute for n in four.nodes) == pytest.approx(
+        sum(n.cost.compute for n in one.nodes), rel=1e-3
+    )
+    assert four.communication == pytest.approx(4 * one.communication)
+    assert four.memory.optimizer == one.memory.optimizer
+    assert four.memory.gradients == 2 * one.memory.gradients
+    assert four.inputs["0"].shape == one.inputs["0"].shape == WIDE[1].shape
+    assert four.memory.activations < one.memory.activations
+    assert micro(traced, 4).graph.inputs[0].shape == (1024, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        ("zoo:gpt2?scan=0&remat=0", 12),
+        ("zoo:gpt2?scan=0", 0),
+        ("zoo:gpt2?remat=0", 1),
+        ("zoo:gpt2", 0),
+        ("zoo:mlp", 0),
+        ("zoo:resnet101", 20),
+    ],
+)
+def test_blocks_are_found(model, count):
+    """Layers of loops and unrolled ones; none where the user rematerialises, none where nothing repeats."""
+    found = blocks_of(resolve(model))
+    assert len(found) >= count if count == 20 else len(found) == count
+    assert all(a.stop == b.start for a, b in itertools.pairwise(found))
+
+
+def test_examples_that_meet_are_noticed():
+    params = {"w": S((8, 8), "float32")}
+    x = S((16, 8), "float32")
+
+    def where(fn):
+        return meet(trace(fn, params, x))
+
+    def meet(traced):
+        return examples_meet(traced, SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph)
+
+    assert "test_fit.py" in (where(norms) or "")
+    assert "reduce_sum" in (where(weighted) or "")
+    assert where(lambda p, x: wide(p["w"], x)) is None
+    for name, mixes in (("gpt2", False), ("resnet101", True), ("transformer", False), ("vit_l16", False)):
+        assert bool(meet(resolve(f"zoo:{name}"))) is mixes
+    with pytest.raises(
+        PaseError, match=r"would give other numbers: examples of the batch meet in .*test_fit.py"
+    ):
+        pase.compile(norms, params, x, devices=2, accumulate=2)
+
+
+def test_what_is_fixed_stays_fixed():
+    plan = pase.compile(wide, *WIDE, devices=2, accumulate=4, baselines=False)
+    assert (plan.accumulate, plan.remat) == (4, ())
+    traced = resolve("zoo:gpt2?remat=0&layers=2")
+    graph = SplitProblem.of(traced.graph, 2, None, "analytic", "adam").graph
+    written = CompileOptions(devices=2, accumulate=2, remat="all", once="none")
+    assert [v.blocks != () for (v,) in variants(traced, graph, written, False)] == [True]
+    asked = CompileOptions(devices=2, remat="none", once="none")
+    assert len(list(variants(traced, graph, asked, True))) == 8  # 1, 2, … 128 of a batch of 128
+    for arguments, message in (
+        ({"accumulate": 0}, "accumulate must be a positive number of micro-batches, got 0"),
+        ({"accumulate": 3}, "a batch of 4096 cannot be divided into 3 micro-batches"),
+        ({"remat": "some"}, "remat is 'auto', 'none', 'attention', 'light' or 'all', not 'some'"),
+        ({"remat": "all"}, "has no repeated block to compute again"),
+        ({"remat": "attention"}, "has no repeated block with an attention to compute again"),
+    ):
+        with pytest.raises(PaseError, match=message):
+            pase.compile(wide, *WIDE, devices=2, **arguments)
+
+
+def test_what_cannot_fit_says_how_near_it_comes():
+    with pytest.raises(
+        Infeasible,
+        match=r"any needs at least .* GiB \(4096 micro-batches, mesh 2\)\. Nor do 128 devices suffice",
+    ):
+        pase.compile(wide, *WIDE, devices=2, memory_limit=64)
+    with pytest.raises(Infeasible, match=r"on 2 devices: any needs .* On (4|8|16) devices it may fit"):
+        least = pase.compile(wide, *WIDE, devices=2, accumulate=4096, baselines=False).memory
+        pase.compile(wide, *WIDE, devices=2, memory_limit=least.total / 4)
+
+
+@pytest.mark.parametrize("limit", [None, "machine"])
+def test_what_is_sent_once_is_the_cheapest_where_memory_is_no_constraint(limit):
+    """Unsummed gradients are added whole at each micro-batch: here that takes longer than to sum them each time."""
+    o = {"devices": 8, "accumulate": 2, "baselines": False, "memory_limit": limit}
+    plans = {once: pase.compile("zoo:mlp", once=once, **o) for once in ("none", "gathers", "all", "auto")}
+    assert plans["gathers"].cost < plans["all"].cost
+    assert plans["auto"].cost == min(p.cost for p in plans.values())
+    assert plans["auto"].once == "gathers"
+    assert plans["auto"].optimal
+
+
+def test_a_mesh_that_is_too_dear_without_the_limit_is_not_priced(monkeypatch):
+    """Within the limit the answer and its bound are what they are where every mesh is priced before any is searched."""
+    weights = {name: S((512, 512), "float32") for name in "wv"}
+    traced = trace(
+        lambda p, x: jnp.mean((jnp.tanh(x @ p["w"]) @ p["v"]) ** 2), weights, S((4096, 512), "float32")
+    )
+    problem = SplitProblem.of(traced.graph, 16, None, "analytic", "adam", "parameters")
+    over = problem.meshes(None, 2)
+    free = search_meshes(problem, over, close=False)
+    limit = 0.6 * memory_of(problem, free.configs, free.mesh).total
+    each = {m: fit_limit(problem, free, [m], limit, Spent(), lambda _: None) for m in over}
+    least = min(found.solution.cost for found, _ in each.values() if found is not None)
+    priced, price = list[Mesh](), _LimitedSearch.priced
+    monkeypatch.setattr(
+        _LimitedSearch, "priced", lambda self, worth: (priced.append(self.mesh), price(self, worth))[1]
+    )
+    found, bound = fit_limit(problem, free, over, limit, Spent(), lambda _: None)
+    assert found is not None and found.solution.cost == pytest.approx(least, rel=1e-9)
+    assert bound <= found.solution.cost and bound <= least * (1 + 1e-12)
+    assert bound == pytest.approx(min(b for _, b in each.values()), rel=1e-6)
+    dear = [m for m in over if free.bounds[m.sizes] >= found.solution.cost]
+    assert dear and not set(dear) & set(priced)

@@ -1,0 +1,99 @@
+"""Searches under a memory limit count their work: the clock decides nothing unless a time limit is given."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import pase
+from pase.compiler.meshes.every_mesh import close_meshes
+from pase.compiler.meshes.search import search_meshes
+from pase.compiler.problem.problem import SplitProblem
+from pase.compiler.problem.spent import Spent
+from pase.compiler.resolve import resolve
+from pase.errors import PaseError
+from tests.command import printed
+
+MODEL = "zoo:gpt2?layers=2&batch=32&vocab=4096"
+MLP = "zoo:mlp?batch=48"
+
+
+def within(limit: int, **options):
+    return pase.compile(MODEL, devices=4, baselines=False, memory_limit=limit, **options)
+
+
+@pytest.fixture(scope="module")
+def limit() -> int:
+    return int(within(10**12).memory.total * 0.7)
+
+
+@pytest.fixture(scope="module")
+def quiet(limit: int):
+    return within(limit)
+
+
+def test_a_busy_machine_gives_the_same_answer(limit: int, quiet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An hour passes between any two looks at the clock."""
+    clock = itertools.count(step=3600.0)
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    busy = within(limit)
+    assert (busy.cost, busy.bound, busy.mesh, busy.accumulate) == (
+        quiet.cost,
+        quiet.bound,
+        quiet.mesh,
+        quiet.accumulate,
+    )
+
+
+@pytest.mark.parametrize("little", [{"work": 1e-9}, {"time_limit": 0.0}])
+def test_with_hardly_any_budget_there_is_an_answer_and_its_bound_holds(limit: int, quiet, little) -> None:
+    plan = within(limit, **little)
+    assert plan.memory.total <= limit
+    assert plan.bound <= quiet.cost * (1 + 1e-9) and plan.cost >= quiet.bound * (1 - 1e-9)
+
+
+def test_no_search_gets_more_than_the_time_that_is_left(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each call the clock is asked again, so that several searches of one region cannot add up to more."""
+    from pase.compiler.meshes import fit
+
+    asked, real = [], fit.solve
+    clock = itertools.count(step=1e-3)
+    ends = []
+
+    def watched(tables, memory, seconds, **options):
+        asked.append((seconds, ends[-1].left_s()))
+        return real(tables, memory, None, **options)
+
+    def begun(work: float, time_limit: float | None) -> Spent:
+        ends.append(Spent(most=work, ends_at=next(clock) + time_limit))
+        return ends[-1]
+
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(fit, "solve", watched)
+    monkeypatch.setattr(Spent, "within", begun)
+    within(limit, time_limit=100.0)
+    assert asked and all(seconds <= left + 1e-3 for seconds, left in asked)
+
+
+@pytest.mark.parametrize("wrong", [{"work": 0.0}, {"time_limit": -1.0}])
+def test_budgets_are_positive(wrong) -> None:
+    with pytest.raises(PaseError, match="work is a positive number of seconds"):
+        pase.compile(MLP, devices=2, **wrong)
+
+
+def test_nothing_is_proven_of_further_meshes_if_a_variant_took_less() -> None:
+    """A mesh is sifted for the step as written; that bounds its variants only as long as none of them takes less."""
+    problem = SplitProblem.of(resolve(MLP).graph, 8, None, "analytic", "adam", "none")
+    found = search_meshes(problem, problem.meshes(None, 1))
+    known = set(found.bounds)
+    sound, every = close_meshes(problem, found, known, lambda _: True)
+    assert sound.solution.optimal and not every.left
+    doubtful, every = close_meshes(problem, replace(found, least=False), known, lambda _: True)
+    assert not doubtful.solution.optimal and doubtful.solution.bound == 0.0
+    assert {m.sizes for m, _ in every.left} == {m.sizes for m in problem.meshes(None, 8)} - known
+    assert np.isfinite(doubtful.solution.cost)
+
+
+def test_the_command_takes_both() -> None:
+    assert "step" in printed("compile", MLP, "--devices", "2", "--work", "5", "--time-limit", "3.5")

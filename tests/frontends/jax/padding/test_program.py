@@ -1,0 +1,52 @@
+"""Programs on padded arrays give the numbers of the program as written."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.lax import GatherDimensionNumbers, GatherScatterMode
+
+from pase.frontends.jax.frontend import trace
+from pase.frontends.jax.padding.traced import as_padded
+
+TABLE = jnp.asarray(np.random.default_rng(0).normal(size=(300, 4)), jnp.float32)
+
+
+def agrees(fn, *args, sizes):
+    """The padded program's result, without padding, against the one as written."""
+    made = as_padded(trace(fn, *args, mode="forward"), sizes)
+    wide = [jnp.pad(x, [(0, sizes.get(n, n) - n) for n in x.shape]) for x in args]
+    assert [x.shape for x in wide] == [a.shape for a in made.jaxpr.in_avals]
+    want = np.asarray(fn(*args))
+    np.testing.assert_array_equal(np.asarray(made.fn(*wide))[tuple(map(slice, want.shape))], want)
+
+
+@pytest.mark.parametrize("fn", [jnp.argmax, jnp.argmin, jnp.max, jnp.min, jnp.all, jnp.any])
+@pytest.mark.parametrize("at", [-9.0, 0.0, 9.0])
+def test_reductions_of_booleans(fn, at):
+    """All true, some, none."""
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(3, 61)), jnp.float32)
+    agrees(lambda p, y: fn(p > y, axis=1), x, jnp.full((3, 61), at), sizes={61: 64})
+
+
+@pytest.mark.parametrize("mode", ["CLIP", "FILL_OR_DROP", "PROMISE_IN_BOUNDS"])
+@pytest.mark.parametrize("dtype", ["int32", "int8"])
+def test_lookups_out_of_bounds(mode, dtype):
+    """In the padding, behind it, before all; and by a type that ends before the rows do."""
+    ids = [-400, -3, 0, 126, 127, 299, 300, 303, 304, 9999]
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    ids = jnp.asarray([i for i in ids if least <= i <= most], dtype)
+    d = GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0,))
+
+    def rows(table, i):
+        return jax.lax.gather(table, i[:, None], d, (1, 4), mode=GatherScatterMode[mode])
+
+    agrees(rows, TABLE, ids, sizes={300: 304})
+
+
+def test_indexing_is_clamped_where_jax_clamps_it():
+    agrees(lambda w, i: w[i], TABLE, jnp.asarray([-301, -1, 0, 299, 300, 303, 999]), sizes={300: 304})
+
+
+def test_reshapes_without_elements():
+    agrees(lambda w, x: (w + x)[:0].reshape(61, 0), jnp.ones((3, 61)), jnp.ones((3, 61)), sizes={61: 64})

@@ -1,0 +1,81 @@
+"""One module knows JAX's versions: bounds, a warning for newer ones, and nobody else looks behind JAX's front."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend.core import Primitive
+
+from pase.errors import PaseError
+from pase.frontends.jax import versions
+from pase.frontends.jax.frontend import from_jax
+
+ROOT = Path(__file__).parents[3]
+ONLY_THERE = re.compile(
+    r"jax\.extend|jax\._src|\"num_consts\"|\"num_carry\"|\"ft_in\"|\.as_text\(\)(?!\.)\s*$", re.M
+)
+S = jax.ShapeDtypeStruct
+
+
+def test_the_bounds_of_the_package_are_what_is_known():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (asked,) = [r for r in project["optional-dependencies"]["jax"] if re.match(r"jax\b", r)]
+    low, high = re.fullmatch(r"jax>=(\d+\.\d+)(?:\.\d+)?,<(\d+\.\d+)", asked).groups()
+    (major, oldest), (_, newest) = versions.KNOWN[0], versions.KNOWN[-1]
+    assert (low, high) == (f"{major}.{oldest}", f"{major}.{newest + 1}")
+    assert tuple(map(int, jax.__version__.split(".")[:2])) in versions.KNOWN
+
+
+def test_an_older_version_is_refused_and_a_newer_one_warned_of_once():
+    with pytest.raises(PaseError, match=r"JAX 0\.9\.2 is too old: pase reads 0\.10 to 0\.12\. Upgrade it"):
+        versions.check("0.9.2")
+    major, newest = versions.KNOWN[-1]
+    unknown = f"{major}.{newest + 1}.0.dev20300101"
+    with pytest.warns(
+        UserWarning, match=rf"JAX {re.escape(unknown)} is newer than .* read like {major}\.{newest}"
+    ):
+        versions.check(unknown)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        versions.check(unknown)
+        versions.check()
+
+
+def test_a_newer_version_is_tried(monkeypatch):
+    major, newest = versions.KNOWN[-1]
+    monkeypatch.setattr(jax, "__version__", f"{major}.{newest + 7}.0")
+    versions.check.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="is newer than"):
+            graph = from_jax(
+                lambda w, x: jnp.sum(jnp.tanh(x @ w)), S((8, 4), "float32"), S((16, 8), "float32")
+            )
+    finally:
+        versions.check.cache_clear()
+    assert any(n.name.startswith("dot") for n in graph.nodes)
+
+
+def test_nobody_else_looks_behind_the_front_of_jax():
+    wrong = [
+        f"{file.relative_to(ROOT)}: {found[0].strip()}"
+        for folder in ("frontends", "backends", "pase")
+        for file in (ROOT / folder).rglob("*.py")
+        if file.name != "frontends/jax/versions.py"
+        if (found := ONLY_THERE.search(file.read_text()))
+    ]
+    assert wrong == []
+
+
+def test_a_polynomial_costs_a_product_and_a_sum_a_term():
+    """JAX 0.12 brought it; here it is made by hand, so that every version sees it."""
+    polynomial = Primitive("polynomial")
+    polynomial.def_abstract_eval(lambda x, *_: x)
+    graph = from_jax(lambda x: jnp.sum(polynomial.bind(x, 1.0, 0.5, 2.0)), S((8, 4), "float32"))
+    (node,) = (n for n in graph.nodes if n.name.startswith("polynomial"))
+    assert [op.flops_per_point for op in node.ops] == [4.0]

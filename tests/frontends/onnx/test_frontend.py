@@ -1,0 +1,175 @@
+"""Whole models: every file of the onnx package, exports from PyTorch and Keras, and the same model from JAX."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+onnx = pytest.importorskip("onnx")
+
+import pase  # noqa: E402
+from pase.errors import PaseError  # noqa: E402
+from pase.frontends.onnx import frontend as from_onnx  # noqa: E402
+from pase.ir import Graph, named, simplify, verify  # noqa: E402
+from tests.frontends.onnx import exports  # noqa: E402
+from tests.frontends.onnx.cases import light, stored_models  # noqa: E402
+from tests.ir.graphs import flops  # noqa: E402
+
+
+def graph(model: Any, **options: Any) -> Graph:
+    return verify(named(simplify(verify(from_onnx.trace(model, **options).graph))))
+
+
+def products_by_onnx(path: Path) -> float:
+    """FLOPs of the convolutions and Gemms, from the shapes that ONNX's own inference finds."""
+    inferred = onnx.shape_inference.infer_shapes(onnx.load(path), data_prop=True).graph
+    shapes = {
+        v.name: [d.dim_value for d in v.type.tensor_type.shape.dim]
+        for v in (*inferred.value_info, *inferred.input, *inferred.output)
+    }
+    total = 0
+    for n in inferred.node:
+        if n.op_type == "Conv":
+            total += 2 * math.prod(shapes[n.output[0]]) * math.prod(shapes[n.input[1]][1:])
+        elif n.op_type == "Gemm":
+            inner = math.prod(shapes[n.input[1]]) // shapes[n.output[0]][1]
+            total += 2 * math.prod(shapes[n.output[0]]) * inner
+    return total
+
+
+@pytest.mark.parametrize("path", light(), ids=lambda p: p.stem)
+def test_light_models(path: Path) -> None:
+    found = graph(path)
+    assert flops(found, "conv", "matmul") == products_by_onnx(path) > 1e8
+    model = onnx.load(path).graph
+    made = {n.output[0] for n in model.node if n.op_type == "ConstantOfShape"} | {
+        t.name for t in model.initializer
+    }
+    assert {t.path for t in found.parameters} <= made
+    assert all(t.needs_grad for t in found.parameters)
+    assert sum(math.prod(t.shape) for t in found.parameters) > 1e6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["light_bvlc_alexnet", "light_squeezenet", "light_vgg19"])
+def test_light_models_compile(name: str) -> None:
+    path = next(p for p in light() if p.stem == name)
+    plan = pase.compile(str(path), devices=8, mesh="2x4")
+    alone = pase.compile(str(path), devices=1)
+    assert plan.optimal and 0 < plan.cost <= alone.cost
+    assert plan.provenance["frontend"] == "onnx"
+
+
+def test_every_file_of_the_package() -> None:
+    """All are read, but those of one op whose shapes come from the data, or that compute on text."""
+    read, refused = 0, []
+    for path in stored_models():
+        try:
+            verify(from_onnx.trace(path).graph)
+            read += 1
+        except PaseError as e:
+            refused.append(f"{path.parent.name}: {e}")
+    assert read >= 125, "\n".join(refused)
+    assert all(
+        any(why in r for why in ("computed from the model's data", "text", "symbolic", "Gradient"))
+        or "nothing to compute" in r
+        for r in refused
+    ), "\n".join(refused)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ["mlp", "alexnet", "transformer"])
+def test_the_same_model_from_jax(name: str) -> None:
+    """Node for node, at one price, with one strategy."""
+    model, fn, params, batch = exports.pair(name)
+    ours = pase.compile(model, devices=8, mesh="2x4", baselines=False)
+    jax = pase.compile(fn, params, batch, devices=8, mesh="2x4", baselines=False)
+    assert len(ours.nodes) == len(jax.nodes)
+    # Labels and tokens are 64-bit integers here and 32-bit there.
+    assert ours.cost == pytest.approx(jax.cost, rel=1e-4)
+
+    def matrices(plan: Any) -> list[Any]:  # where biases and norms lie, a tie may decide
+        stored = [zip(t.shape, map(len, t.storage), strict=True) for t in plan.parameters.values()]
+        return sorted(s for s in map(sorted, stored) if len(s) > 1)
+
+    assert matrices(ours) == matrices(jax)
+
+
+@pytest.mark.torch
+def test_resnet() -> None:
+    model = exports.resnet()
+    with pytest.raises(PaseError, match=r"has symbolic sizes batch \(of input 'x'\): bind them: dims="):
+        from_onnx.trace(model)
+    found = graph(model, dims={"batch": 16})
+    assert [t.shape for t in found.inputs] == [(16, 3, 32, 32)]
+    assert flops(graph(model, dims={"batch": 32}), "conv") == 2 * flops(found, "conv")
+    with pytest.raises(PaseError, match="has no symbolic size 'seq'; it has: batch"):
+        from_onnx.trace(model, dims={"batch": 2, "seq": 3})
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent(kind: str) -> None:
+    """One loop a layer and direction, whose weights are the model's own, in the order that ONNX wants."""
+    model, shapes = exports.recurrent(kind)
+    found = graph(model)
+    loops = {op.scope for n in found.nodes for op in n.ops if op.scope}
+    assert len(loops) == {"LSTM": 2, "GRU": 4}[kind]
+    assert {op.times for n in found.nodes for op in n.ops if op.scope} == {10}
+    elements = sum(t.elements for t in found.parameters if len(t.shape) > 1)  # type: ignore[misc]
+    tables = 100 * 32 + 100 * {"LSTM": 48, "GRU": 96}[kind]
+    biases = {"LSTM": 2 * 8 * 48, "GRU": 4 * 6 * 48}[kind]
+    assert elements in (sum(map(math.prod, shapes)) + tables + extra for extra in (0, biases))
+    split = next(n for n in found.nodes if n.kind == "matmul" and n.times == 10)
+    assert all(d.kind in ("parallel", "reduction") for d in split.space if d.size > 4)
+
+
+KERAS = """
+import sys
+import keras
+import numpy as np
+from keras import layers
+model = keras.Sequential([
+    layers.Input((32, 32, 3)), layers.Conv2D(16, 3, padding="same", activation="relu"), layers.MaxPooling2D(),
+    layers.BatchNormalization(), layers.Flatten(), layers.Dense(64, activation="relu"), layers.Dense(10),
+])
+model(np.zeros((2, 32, 32, 3), "float32"))
+model.export(sys.argv[1], format="onnx", verbose=False)
+"""
+
+
+@pytest.mark.torch
+def test_keras(tmp_path: Path) -> None:
+    """By Keras's own exporter, on its PyTorch backend: images with channels last, transposed for the convolution."""
+    path = tmp_path / "keras.onnx"
+    environment = os.environ | {"KERAS_BACKEND": "torch"}
+    done = subprocess.run(
+        [sys.executable, "-c", KERAS, str(path)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    found = graph(path, dims={"batch": 8})
+    assert flops(found, "conv") == 2 * 8 * 32 * 32 * 16 * 27
+    assert flops(found, "matmul") == 2 * 8 * (16 * 16 * 16 * 64 + 64 * 10)
+    assert all(t.needs_grad for t in found.parameters) and [t.shape for t in found.inputs] == [(8, 32, 32, 3)]
+
+
+@pytest.mark.torch
+def test_gpt2() -> None:
+    """A transformer from a library: as many nodes a layer as from JAX, the tied embedding one parameter."""
+    found = graph(exports.gpt2(layers=2))
+    inner = [n for n in found.nodes if n.kind not in ("parameter", "input", "output")]
+    assert len(inner) <= 2 * 14 + 6
+    assert sum(t.shape == (512, 64) for t in found.parameters) == 1
+    batch = [
+        n for n in found.nodes if n.kind == "matmul" and any(d.name == "b" and d.size == 2 for d in n.space)
+    ]
+    assert len(batch) == sum(n.kind == "matmul" for n in found.nodes)  # merged dims were taken apart

@@ -1,0 +1,209 @@
+"""Every op against ONNX's own cases: shapes, dtypes and worked-out values; and that shards compute the op's result."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+
+onnx = pytest.importorskip("onnx")
+
+import numpy as np  # noqa: E402
+from onnx import helper  # noqa: E402
+
+from pase.frontends.onnx import frontend as from_onnx  # noqa: E402
+from pase.frontends.onnx.rules import RULES  # noqa: E402
+from pase.ir import simplify, verify  # noqa: E402
+from pase.ir.names import dim_classes  # noqa: E402
+from tests.frontends.onnx.cases import model_of, node_cases, read_case  # noqa: E402
+
+# What is found depends on the data: pase counts as much as there may be.
+UP_TO = {"Compress", "NonMaxSuppression", "NonZero", "Unique"}
+
+# Text, decoded images, optimizers and trees: no part of a model that is split over devices.
+NOT_READ = {
+    "ImageDecoder",
+    "RegexFullMatch",
+    "StringConcat",
+    "StringNormalizer",
+    "StringSplit",
+    "TfIdfVectorizer",
+    "SequenceMap",
+    "LinearAttention",
+    "FlexAttention",
+    "Adagrad",
+    "Adam",
+    "Momentum",
+    "Gradient",
+    "ArrayFeatureExtractor",
+    "Binarizer",
+    "LabelEncoder",
+    "TreeEnsemble",
+}
+
+
+def test_shapes_dtypes_and_values() -> None:
+    read, refused, ops = 0, Counter[str](), set()
+    for case in node_cases():
+        found = read_case(case)
+        kinds = {n.op_type for n in case.model.graph.node}
+        if found is None:
+            refused.update(kinds)
+            continue
+        model, low = found
+        verify(low.b.finish())
+        verify(simplify(low.b.finish()))
+        read += 1
+        ops |= kinds
+        for o, wanted in zip(model.graph.output, case.data_sets[0][1], strict=False):
+            got = low.env[o.name]
+            if not isinstance(wanted, np.ndarray):
+                continue
+            if kinds & UP_TO:
+                assert got.elements >= wanted.size, case.name
+                continue
+            assert (got.shape, got.dtype) == (wanted.shape, str(wanted.dtype)), case.name
+            if got.known is not None:
+                np.testing.assert_allclose(
+                    got.known.astype(float), wanted.astype(float), rtol=1e-5, err_msg=case.name
+                )
+    assert read > 1700 and len(ops) >= 170
+    of_opset = {s.name for s in onnx.defs.get_all_schemas() if s.domain == ""}
+    assert of_opset - NOT_READ - set(RULES) - set(from_onnx.CONTROL) == set()
+
+
+# Positions within the whole decide what these compute, so that half of the input is not half of the work.
+BY_POSITION = {"Trilu", "ScatterND", "Resize", "TensorScatter", "DequantizeLinear"}
+SUMS = {"MatMul", "Gemm", "Einsum", "ReduceSum", "ReduceMean", "Conv"}
+
+
+def test_shards_compute_the_result() -> None:
+    """Where pase says that a dim may be split, halves of the inputs give halves of the outputs; where it says that a
+    dim is summed over, the halves' results add up. By ONNX's reference implementation."""
+    from onnx.reference import ReferenceEvaluator
+
+    done: Counter[str] = Counter()
+    for case in node_cases():
+        ins, outs = case.data_sets[0]
+        node = case.model.graph.node[0]
+        causal = any(a.name in ("is_causal", "left_window_size", "right_window_size") for a in node.attribute)
+        if len(case.model.graph.node) != 1 or not all(isinstance(a, np.ndarray) for a in (*ins, *outs)):
+            continue
+        if node.op_type in BY_POSITION or causal or "local_window" in case.name:
+            continue
+        found = read_case(case)
+        if found is None:
+            continue
+        graph = found[1].b.finish()
+        classes = dim_classes(graph)
+        kinds: dict[int, set[str]] = defaultdict(set)
+        walked: dict[str, list[tuple[int, ...]]] = {}
+        windowed: set[int] = set()
+        size = {}
+        for n in graph.nodes:
+            for d in n.space:
+                kinds[classes[n.name, d.name]].add(d.kind)
+                size[classes[n.name, d.name]] = d.size
+            for op in n.ops:
+                for a in (*op.reads, *op.writes):
+                    walks = [tuple(classes[n.name, d] for d in w.dims) for w in a.map.walks]
+                    walked.setdefault(a.tensor, walks)
+                    windowed |= {classes[n.name, d] for w in a.map.walks if w.window for d in w.dims}
+        tensors = {k: v.tensor.name for k, v in found[1].env.items() if v.tensor is not None}
+
+        def axis(name: str, cls: int, tensors: Any = tensors, walked: Any = walked) -> int | None:
+            """The dim of a value that this class alone walks; -1: none; None: not known, or a part of a dim."""
+            walks = walked.get(tensors.get(name, ""))
+            if walks is None:
+                return None
+            at = [i for i, w in enumerate(walks) if cls in w]
+            return -1 if not at else at[0] if walks[at[0]] == (cls,) else None
+
+        given = {i.name: a for i, a in zip(case.model.graph.input, ins, strict=False)}
+        try:
+            run = ReferenceEvaluator(case.model)
+            whole = run.run(None, given)
+        except (NotImplementedError, RuntimeError, TypeError, AttributeError):
+            continue
+        for cls, ks in kinds.items():
+            if size[cls] % 2 or cls in windowed or not ks <= {"parallel", "reduction"}:
+                continue
+            at = {k: axis(k, cls) for k in given}
+            unknown = [k for k, v in at.items() if v is None and k in tensors and given[k].size > 1]
+            if unknown or all(v in (None, -1) for v in at.values()):
+                continue
+            halves = []
+            try:
+                for h in (0, 1):
+                    part = {
+                        k: a if at[k] in (None, -1) else np.split(a, 2, at[k])[h] for k, a in given.items()
+                    }
+                    halves.append(run.run(None, part))
+            except (ValueError, IndexError, TypeError):
+                continue  # an attribute or another input says how large the input is
+            for o, w, x, y in zip(case.model.graph.output, whole, *halves, strict=True):
+                out = axis(o.name, cls)
+                if out is None or not isinstance(w, np.ndarray) or w.dtype.kind not in "fiub":
+                    continue
+                if out >= 0 and ks == {"parallel"}:
+                    got = np.concatenate([x, y], out)
+                elif out == -1 and "reduction" in ks and node.op_type in SUMS and len(ins) < 3:
+                    got = (x + y) / (2 if node.op_type == "ReduceMean" else 1)
+                else:
+                    continue
+                np.testing.assert_allclose(
+                    got.astype(float), w.astype(float), rtol=1e-3, atol=1e-4, err_msg=f"{case.name}: {o.name}"
+                )
+                done[node.op_type] += 1
+    # Attention is one op: of its dims batch, heads and queries may be split; keys and widths may not.
+    assert sum(done.values()) > 650 and len(done) > 90
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("opset", [17, 20])
+def test_what_a_fourier_transform_works_along_is_not_split(axis: int, opset: int) -> None:
+    if opset == 17:
+        node, weights = helper.make_node("DFT", ["x"], ["y"], axis=axis), {}
+    else:
+        node, weights = helper.make_node("DFT", ["x", "", "axis"], ["y"]), {"axis": np.array(axis, np.int64)}
+    model = model_of([node], {"x": [4, 4, 4, 2]}, {"y": [4, 4, 4, 2]}, weights, opset)
+    (dft,) = [n for n in from_onnx.trace(model).graph.nodes if n.main.name == "dft"]
+    walks = [[dft.space[d].kind for d in w.dims] for w in dft.main.reads[0].map.walks]
+    assert walks == [["parallel"] if i < axis else ["replicated"] for i in range(4)]
+
+
+def test_a_window_is_read_whole() -> None:
+    """It is an operand, and none of its elements is of one signal alone, even if there are as many."""
+    nodes = [
+        helper.make_node("Exp", ["w"], ["window"]),
+        helper.make_node("STFT", ["x", "step", "window"], ["y"]),
+    ]
+    weights = {"w": np.ones(8, np.float32), "step": np.array(4, np.int64)}
+    model = model_of(nodes, {"x": [8, 32, 1]}, {"y": [8, 7, 5, 2]}, weights)
+    (stft,) = [n for n in from_onnx.trace(model).graph.nodes if n.main.name == "stft"]
+    signals, window = stft.main.reads
+    assert [stft.space[d].kind for w in signals.map.walks for d in w.dims] == ["parallel", "replicated"]
+    assert [stft.space[d].kind for w in window.map.walks for d in w.dims] == ["replicated"]
+
+
+def test_the_coverage_table() -> None:
+    """Read off the rules: every op stands under a nest, and under those that it becomes."""
+    table = from_onnx.coverage()
+    assert {op for ops in table.values() for op in ops} >= set(RULES)
+    for nest, op in [
+        ("contract", "MatMul"),
+        ("contract", "LSTM"),
+        ("conv", "ConvTranspose"),
+        ("elementwise", "Relu"),
+        ("elementwise", "Softmax"),
+        ("reduce", "Softmax"),
+        ("gather", "Gather"),
+        ("scatter", "ScatterND"),
+        ("reshape", "Flatten"),
+        ("restrict", "Pad"),
+        ("loop", "Loop"),
+        ("no work", "Shape"),
+    ]:
+        assert op in table[nest], (nest, op)
+    assert "Relu" not in table["no work"] and "Relu" not in table["contract"]

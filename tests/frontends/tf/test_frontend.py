@@ -1,0 +1,201 @@
+"""Real models through the TensorFlow frontend: shapes against TensorFlow's own, FLOPs against its profiler and against
+published figures, the same architecture as through JAX."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tensorflow")
+
+import keras
+import tensorflow as tf
+
+import pase
+from pase.errors import PaseError
+from pase.frontends import registry
+from pase.frontends.tf.frontend import TracedTf, trace
+from pase.ir import Place, named, simplify, verify
+from tests.frontends.tf.graphs import convnet, frozen, lstm, transformer
+from tests.frontends.tf.twins import TWINS, twin
+from tests.ir.graphs import flops
+
+BATCH = {"batch": 4}
+
+
+def profiled(model: Any, batch: int) -> float:
+    """What TensorFlow's profiler counts for products and convolutions of a forward pass."""
+    (x,) = model.inputs
+    concrete = tf.function(lambda a: model(a, training=False)).get_concrete_function(
+        tf.TensorSpec((batch, *x.shape[1:]), x.dtype)
+    )
+    options = tf.compat.v1.profiler.ProfileOptionBuilder.float_operation()
+    options["output"] = "none"
+    found = tf.compat.v1.profiler.profile(concrete.graph, cmd="op", options=options)
+    heavy = ("MatMul", "BatchMatMulV2", "Conv2D", "DepthwiseConv2dNative", "Conv2DBackpropInput")
+    return float(
+        sum(
+            child.total_float_ops - sum(c.total_float_ops for c in child.children)
+            for child in _ops(found)
+            if child.name in heavy
+        )
+    )
+
+
+def _ops(node: Any) -> Any:
+    yield node
+    for child in node.children:
+        yield from _ops(child)
+
+
+def shapes_agree(traced: TracedTf) -> int:
+    """Every result has the shape that TensorFlow infers by itself; returns how many were compared."""
+    compared = 0
+    for node in traced.program.main.nodes:
+        for k, name in enumerate(traced.results[Place(node.name)]):
+            wanted = node.hint(k)
+            if name and node.op != "Placeholder" and wanted is not None and None not in wanted:
+                assert traced.graph.tensors[name].shape == wanted, (node.name, node.op)
+                compared += 1
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("name", "gmacs", "parameters"),
+    [  # multiply-adds an image, published: He et al. 2016, table 1 (3.8); Simonyan & Zisserman 2015 (19.6); Sandler et
+        # al. 2018 (0.300). All 40 models of keras.applications: bench/tf_applications.py
+        ("ResNet50", 3.86, 25_636_712),
+        ("VGG19", 19.63, 143_667_240),
+        ("MobileNetV2", 0.301, 3_538_984),
+    ],
+)
+def test_applications(name: str, gmacs: float, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """keras.applications: published multiply-adds, and every parameter in the graph by its path."""
+    for kind in (
+        keras.initializers.VarianceScaling,
+        keras.initializers.RandomNormal,
+    ):  # nobody reads the weights
+        monkeypatch.setattr(
+            kind, "__call__", lambda self, shape, dtype=None, **_: keras.ops.zeros(shape, dtype)
+        )
+    model = getattr(keras.applications, name)(weights=None)
+    traced = trace(model, dims={"batch": 2})
+    assert flops(traced.graph, "matmul", "conv") / 2 / 2 / 1e9 == pytest.approx(gmacs, rel=5e-3)
+    trainable = {v.path: tuple(v.shape) for v in model.trainable_variables}
+    assert {t.path: t.shape for t in traced.graph.parameters} == trainable
+    assert set(traced.param_paths) == set(trainable)
+    assert model.count_params() == parameters
+    assert shapes_agree(traced) > 100
+    keras.backend.clear_session()
+
+
+@pytest.mark.parametrize("make", [convnet, transformer], ids=["convnet", "transformer"])
+def test_products_are_those_of_tensorflows_profiler(make: Any) -> None:
+    model = make()
+    ours = flops(trace(model, dims=BATCH).graph, "matmul", "conv")
+    assert ours == profiled(model, 4)
+
+
+def test_graphs_are_sound() -> None:
+    for model in (convnet(), transformer(), lstm()):
+        traced = trace(model, dims=BATCH)
+        verify(simplify(traced.graph))
+        assert traced.frontend == "tensorflow" and traced.input_paths[-1] in ("images", "tokens")
+
+
+@pytest.mark.parametrize("model", sorted(TWINS))
+def test_same_architecture_as_through_jax(model: str) -> None:
+    """The zoo's models written again in TensorFlow: the same nodes, strategy and cost."""
+    full = f"{model}?dtype=float32" + ("&scan=0&remat=0&attention=plain" if model == "gpt2" else "")
+    step, specs, m = twin(full)
+    ours, theirs = registry.trace(step, *specs), registry.trace(m.loss_fn, m.params, m.batch)
+    kinds = [sorted(n.kind for n in simplify(t.graph).nodes) for t in (ours, theirs)]
+    assert kinds[0] == kinds[1]
+    assert flops(ours.graph, "matmul", "conv") == flops(theirs.graph, "matmul", "conv")
+    a = pase.compile(step, *specs, devices=8, baselines=False, max_axes=2)
+    b = pase.compile(m.loss_fn, m.params, m.batch, devices=8, baselines=False, max_axes=2)
+    assert a.cost == pytest.approx(b.cost, rel=1e-3)
+    assert a.mesh.sizes == b.mesh.sizes
+    assert {k: v.storage for k, v in a.parameters.items()} == {k: v.storage for k, v in b.parameters.items()}
+
+
+def test_lstm_is_a_loop_whose_body_is_lowered() -> None:
+    """Per layer and step 2·4·(in + hidden)·hidden, then the classifier; through every way in alike."""
+    model = lstm(vocabulary=50, width=8, steps=6)
+    wanted = 4 * (2 * 6 * 2 * 4 * (8 + 8) * 8 + 2 * 8 * 50)
+    live = trace(model, dims=BATCH)
+    assert flops(live.graph, "matmul") == wanted
+    assert {op.times for n in live.graph.nodes for op in n.ops if op.kind == "matmul"} == {1, 6}
+    assert sum(n.kind == "carry" for n in live.graph.nodes) == 4
+    for form in ("lstm", "lstm v1"):
+        assert flops(trace(frozen(form), dims=BATCH).graph, "matmul") == wanted
+
+
+def test_a_compiled_keras_model_brings_its_loss() -> None:
+    model = transformer()
+    model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    traced = trace(model, dims=BATCH)
+    assert "labels" in traced.input_paths and traced.graph.tensors[traced.graph.outputs[0]].shape == ()
+
+
+def test_saved_model(tmp_path: Path) -> None:
+    """Read from its protos: the signature's inputs, variables by the model's own paths, no weight restored."""
+    model = transformer()
+    model.export(tmp_path / "m", verbose=False)
+    for file in (tmp_path / "m" / "variables").iterdir():
+        file.unlink()
+    traced = trace(str(tmp_path / "m"), dims=BATCH)
+    assert set(traced.param_paths) == {v.path for v in model.trainable_variables}
+    assert traced.input_paths == ("tokens",)
+    inference = flops(trace(model, dims=BATCH).graph, "matmul")
+    assert flops(traced.graph, "matmul") == inference
+    with pytest.raises(PaseError, match="--dim batch=64"):
+        trace(tmp_path / "m")
+
+
+def test_functions_and_control_flow() -> None:
+    w = tf.Variable(tf.ones((32, 32)), name="w")
+    x = tf.TensorSpec((8, 32), name="x")
+
+    @tf.function
+    def counted(a: Any) -> Any:
+        for _ in tf.range(10):
+            a = tf.tanh(a @ w)
+        return tf.reduce_sum(a)
+
+    @tf.function
+    def by_data(a: Any) -> Any:
+        a = tf.cond(tf.reduce_sum(a) > 0, lambda: tf.tanh(a @ w @ w), lambda: a @ w)
+        return tf.reduce_sum(tf.while_loop(lambda b: tf.reduce_sum(b) > 3.0, lambda b: [b @ w], [a])[0])
+
+    @tf.function
+    def step(a: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(a @ w))
+        w.assign_sub(tape.gradient(loss, w))
+        return loss
+
+    product = 2.0 * 8 * 32 * 32
+    assert flops(trace(counted, x).graph, "matmul") == 10 * product
+    regions = [op for n in trace(by_data, x).graph.nodes for op in n.ops if op.kind == "opaque"]
+    assert [op.flops_per_point >= times * product for op, times in zip(regions, (2, 1), strict=True)] == [
+        True
+    ] * 2
+    assert {d.kind for n in trace(by_data, x).graph.nodes if n.kind == "opaque" for d in n.space} == {
+        "replicated"
+    }
+    assert flops(trace(step, x).graph, "matmul") == product  # backward is pase's own to derive
+    graph = named(simplify(trace(step, x).graph))
+    assert {"w", "in.x", "w:dot"} <= {n.name for n in graph.nodes}
+    assert any(f"{Path(__file__).name}:" in n.source.place for n in graph.nodes)
+    with pytest.raises(PaseError, match="takes example arguments"):
+        trace(counted)
+
+
+def test_compile_takes_a_keras_model() -> None:
+    plan = pase.compile(transformer(), devices=4, dims=BATCH, max_axes=2)
+    assert plan.optimal and plan.cost <= min(plan.baselines.values()) * (1 + 1e-9)
+    with pytest.raises(PaseError, match="tensorflow frontend"):
+        _ = plan.jax

@@ -1,0 +1,73 @@
+"""Ops that pase writes out in others: the work of recurrent layers by hand, and what depends on the data is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bench.torch_coverage import products
+from pase.errors import PaseError
+from pase.frontends import registry
+from pase.ir import simplify, verify
+
+pytestmark = pytest.mark.torch
+STEPS, BATCH, WIDE, HIDDEN = 50, 8, 12, 16
+
+
+@pytest.mark.parametrize(("kind", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_a_recurrent_layer_is_a_loop_over_time(kind: str, gates: int) -> None:
+    """Two layers in two directions: for each, gates · (what enters + state) · state multiplications a step. Dropout is
+    between layers alone."""
+    import torch
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.over = getattr(torch.nn, kind)(
+                WIDE, HIDDEN, 2, batch_first=True, bidirectional=True, dropout=0.1
+            )
+
+        def forward(self, x: Any) -> Any:
+            return self.over(x)[0].square().mean()
+
+    module = Reads()
+    traced = registry.trace(module, torch.zeros(BATCH, STEPS, WIDE))
+    entering = (WIDE, 2 * HIDDEN)
+    assert products(traced.graph) == sum(
+        2 * 2 * gates * (n + HIDDEN) * HIDDEN * BATCH * STEPS for n in entering
+    )
+    assert traced.param_paths == tuple(k for k, _ in module.named_parameters())
+    ops = [op for n in traced.graph.nodes for op in n.ops]
+    assert sum(op.kind == "matmul" for op in ops) == 8
+    assert sum(op.name == "dropout" for op in ops) == 1
+    verify(simplify(traced.graph))
+
+
+def test_what_depends_on_the_data_is_said_with_what_to_do() -> None:
+    import torch
+    from torch.nn.utils.rnn import pack_padded_sequence
+
+    class Picks(torch.nn.Module):
+        def __init__(self, kind: str) -> None:
+            super().__init__()
+            self.kind, self.inside, self.over = kind, torch.nn.Linear(4, 4), torch.nn.LSTM(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            y, mask = self.inside(x), x.sum(-1) > 0
+            if self.kind == "read":
+                return y[mask].square().sum()
+            if self.kind == "write":
+                y[mask] = x[mask] * 2
+                return y.sum()
+            packed = pack_padded_sequence(y, torch.tensor([3, 2, 1]), enforce_sorted=True)
+            return self.over(packed)[0].data.sum()
+
+    x = torch.zeros(3, 3, 4)
+    for kind, wording in {
+        "read": r"aten.index.Tensor at .*test_written.py.*how many elements a mask .*torch.where.*topk",
+        "write": "how many elements a mask as an index picks",
+        "packed": r"a packed batch .*padded sequences",
+    }.items():
+        with pytest.raises(PaseError, match=wording):
+            registry.trace(Picks(kind), x)

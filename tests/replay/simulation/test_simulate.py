@@ -1,0 +1,206 @@
+"""The simulation on random graphs: bounds, monotony, symmetry, and numba against plain Python."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pase.errors import PaseError
+from pase.replay.graph import DataflowGraph, build_graph
+from pase.replay.simulation.analyse import path_steps
+from pase.replay.simulation.simulate import critical_path, replay_graph, subgraph
+from pase.replay.simulation.steady import steady
+
+
+@st.composite
+def graphs(draw: st.DrawFn, gangs: bool = True, chained: bool = False) -> DataflowGraph:
+    """Random DAGs with integer times. chained: every device's tasks are in a fixed order, as in a trace."""
+    ranks = draw(st.integers(1, 3))
+    n = draw(st.integers(1, 12))
+    tasks, edges = [], []
+    for _ in range(n):
+        collective = gangs and ranks > 1 and draw(st.booleans())
+        members = range(ranks) if collective else [draw(st.integers(0, ranks - 1))]
+        gang = max((t["gang"] for t in tasks), default=-1) + 1 if collective else -1
+        stream = "stream c" if collective else f"stream {draw(st.integers(0, 1))}"
+        first = len(tasks)
+        for r in members:
+            times = {"duration_ns": draw(st.integers(0, 9)), "release_ns": draw(st.integers(0, 3))}
+            tasks.append(
+                {
+                    "device": (r, stream),
+                    "gang": gang,
+                    "priority": 0 if gangs else draw(st.integers(0, 2)),
+                    **times,
+                }
+            )
+        for k, r in enumerate(members):
+            for earlier in range(first):
+                same = tasks[earlier]["device"] == (r, stream)
+                # Collectives run in one order on all ranks, as NCCL demands.
+                if same and (collective or chained):
+                    edges.append((earlier, first + k, 0))
+                elif draw(st.integers(0, 5)) == 0:
+                    edges.append((earlier, first + k, draw(st.integers(0, 3))))
+    return build_graph(tasks, edges)
+
+
+@given(graphs())
+def test_numba_is_python(g: DataflowGraph) -> None:
+    a, b = replay_graph(g), replay_graph(g, "python")
+    for field in ("start_ns", "finish_ns", "ready_ns", "cause", "latest", "order"):
+        assert np.array_equal(getattr(a, field), getattr(b, field)), field
+
+
+@given(graphs(gangs=False))
+def test_numba_is_python_with_priorities(g: DataflowGraph) -> None:
+    a, b = replay_graph(g), replay_graph(g, "python")
+    assert np.array_equal(a.start_ns, b.start_ns)
+    assert np.array_equal(a.cause, b.cause)
+
+
+def lower_bound_ns(g: DataflowGraph) -> float:
+    """Longest path of the data-flow graph without any device: no replay can be shorter."""
+    free = replace(g, device=np.arange(len(g), dtype=np.int64), device_free_ns=g.device_free_ns[g.device])
+    return replay_graph(free).makespan_ns
+
+
+def serial_sum_ns(g: DataflowGraph) -> float:
+    """All durations and lags one after the other: no replay without releases can be longer."""
+    begin = max(float(g.release_ns.max(initial=0.0)), float(g.device_free_ns.max(initial=0.0)))
+    return begin + float(g.duration_ns.sum()) + float(g.lag_ns.sum())
+
+
+def partial_replay(g: DataflowGraph, keep: np.ndarray) -> float:
+    """Time in ns of the tasks in ``keep`` alone, everything else being done: dPRO's partial replay."""
+    part = subgraph(g, keep)
+    free = replace(part, release_ns=np.zeros(len(part)), device_free_ns=np.zeros_like(part.device_free_ns))
+    return replay_graph(free).makespan_ns
+
+
+@given(graphs())
+def test_between_the_longest_path_and_the_serial_sum(g: DataflowGraph) -> None:
+    makespan = replay_graph(g).makespan_ns
+    assert lower_bound_ns(g) <= makespan <= serial_sum_ns(g)
+
+
+@given(graphs())
+def test_the_schedule_is_sound(g: DataflowGraph) -> None:
+    r = replay_graph(g)
+    assert (r.start_ns >= g.release_ns).all()
+    assert (r.start_ns[g.dst] >= r.finish_ns[g.src] + g.lag_ns).all()
+    for d in range(len(g.devices)):
+        mine = np.flatnonzero(g.device == d)
+        order = mine[np.lexsort((r.finish_ns[mine], r.start_ns[mine]))]
+        assert (r.start_ns[order[1:]] >= r.finish_ns[order[:-1]]).all()
+    for k in range(g.gangs):
+        members = g.gang == k
+        assert np.allclose(r.finish_ns[members], r.start_ns[members].max() + g.duration_ns[members])
+
+
+@given(graphs())
+def test_the_critical_path_explains_the_makespan(g: DataflowGraph) -> None:
+    r = replay_graph(g)
+    path = critical_path(g, r)
+    assert r.finish_ns[path[-1]] == r.makespan_ns
+    steps = path_steps(g, r)
+    assert sum(s.added_ns for s in steps) == pytest.approx(r.makespan_ns)
+    assert all(s.added_ns >= 0 for s in steps)
+
+
+@given(graphs(chained=True), st.data())
+def test_slower_ops_never_help_in_a_fixed_order(g: DataflowGraph, data: st.DataObject) -> None:
+    """Only where devices keep their order, as in a trace: greedy list schedules have Graham's anomalies."""
+    base = replay_graph(g).makespan_ns
+    slow = g.duration_ns.copy()
+    slow[data.draw(st.integers(0, len(g) - 1))] += data.draw(st.integers(0, 9))
+    assert replay_graph(replace(g, duration_ns=slow)).makespan_ns >= base
+
+
+@given(graphs(), st.data())
+def test_faster_ops_only_help_in_the_order_of_before(g: DataflowGraph, data: st.DataObject) -> None:
+    shorter = [data.draw(st.integers(0, int(d))) for d in g.duration_ns]
+    less = replace(g, duration_ns=np.array(shorter, dtype=np.float64))
+    before, after = (steady(x, before=b).replay.finish_ns for x, b in ((g, None), (less, g)))
+    assert (after <= before).all()
+
+
+def test_less_to_do_takes_longer_only_in_another_order() -> None:
+    """Graham's anomaly: once the copy is shorter, 'long' is ready behind 'short', which then goes first."""
+    tasks = [
+        {"device": (0, "copies"), "duration_ns": 3, "name": "copy"},
+        {"device": (0, "first"), "duration_ns": 2, "name": "start"},
+        {"device": (0, "link"), "duration_ns": 9, "name": "long"},
+        {"device": (0, "link"), "duration_ns": 9, "name": "short"},
+        {"device": (0, "last"), "duration_ns": 20, "name": "end"},
+    ]
+    g = build_graph(tasks, [(0, 3), (1, 2), (2, 4)])
+    less = replace(g, duration_ns=np.array([1.0, 2, 9, 9, 20]))
+    assert replay_graph(less).makespan_ns > replay_graph(g).makespan_ns
+    assert steady(less, before=g).replay.makespan_ns == replay_graph(g).makespan_ns
+
+
+@given(graphs(), st.randoms())
+def test_ranks_may_be_renamed(g: DataflowGraph, random: object) -> None:
+    order = list(range(len(g.devices)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    to = np.array(order)
+    renamed = replace(
+        g,
+        device=to[g.device],
+        devices=tuple(g.devices[order.index(i)] for i in range(len(order))),
+        device_free_ns=g.device_free_ns[np.argsort(to)],
+    )
+    assert np.array_equal(replay_graph(g).finish_ns, replay_graph(renamed).finish_ns)
+
+
+@given(graphs(gangs=False))
+def test_partial_replay_of_everything_is_the_replay_from_zero(g: DataflowGraph) -> None:
+    zero = replace(g, release_ns=np.zeros(len(g)))
+    assert partial_replay(g, np.ones(len(g), dtype=bool)) == replay_graph(zero).makespan_ns
+
+
+@given(graphs(), st.data())
+def test_a_part_keeps_its_edges_and_gangs(g: DataflowGraph, data: st.DataObject) -> None:
+    keep = np.array(data.draw(st.lists(st.booleans(), min_size=len(g), max_size=len(g))))
+    part = subgraph(g, keep)
+    old = np.flatnonzero(keep)
+    kept = {(a, b) for a, b in zip(g.src.tolist(), g.dst.tolist(), strict=True) if keep[a] and keep[b]}
+    assert {(int(old[a]), int(old[b])) for a, b in zip(part.src, part.dst, strict=True)} == kept
+    for i, j in itertools.combinations(range(len(part)), 2):
+        assert (part.gang[i] == part.gang[j] >= 0) == (g.gang[old[i]] == g.gang[old[j]] >= 0)
+
+
+def test_a_circle_is_named() -> None:
+    tasks = [{"device": (0, "s"), "duration_ns": 1, "name": n} for n in ("egg", "hen")]
+    with pytest.raises(PaseError, match=r"wait for each other.*'egg' on rank 0"):
+        replay_graph(build_graph(tasks, [(0, 1), (1, 0)]))
+
+
+def test_collectives_in_different_orders_deadlock() -> None:
+    a = [{"device": (0, "s"), "duration_ns": 1, "gang": k, "release_ns": k, "name": f"c{k}"} for k in (0, 1)]
+    b = [
+        {"device": (1, "s"), "duration_ns": 1, "gang": k, "release_ns": 1 - k, "name": f"c{k}"}
+        for k in (0, 1)
+    ]
+    for kernel in ("numba", "python"):
+        with pytest.raises(PaseError, match="different orders"):
+            replay_graph(build_graph(a + b, []), kernel)
+
+
+def test_hand_worked_overlap() -> None:
+    """Backward b2, b1 of 10 each; all-reduce of 15 each on a link: c2 runs under b1, c1 after it."""
+    tasks = [
+        {"device": (0, "stream 7"), "duration_ns": 10, "name": "b2"},
+        {"device": (0, "stream 7"), "duration_ns": 10, "name": "b1"},
+        {"device": (0, "link"), "duration_ns": 15, "name": "c2"},
+        {"device": (0, "link"), "duration_ns": 15, "name": "c1"},
+    ]
+    r = replay_graph(build_graph(tasks, [(0, 1), (0, 2), (1, 3)]))
+    assert r.start_ns.tolist() == [0, 10, 10, 25]
+    assert r.makespan_ns == 40

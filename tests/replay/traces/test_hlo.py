@@ -1,0 +1,51 @@
+"""What replay learns of a module's thunks from its HLO: order, data flow, bytes and groups of collectives."""
+
+from __future__ import annotations
+
+import pytest
+
+from pase.replay.traces.hlo import read_hlo
+
+TEXT = """\
+HloModule step, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}}
+
+%scattered (q: f32[8]) -> f32[4] {{
+  %q = f32[8]{{0}} parameter(0)
+  ROOT %rs = f32[4]{{0}} reduce-scatter(%q), replica_groups={groups}, dimensions={{0}}, to_apply=%add
+}}
+
+ENTRY %main (p: f32[8]) -> (f32[8], f32[4], f32[16]) {{
+  %p = f32[8]{{0}} parameter(0)
+  %begun = ((f32[8]{{0}}), f32[4]{{0}}) async-start(%p), calls=%scattered
+  %beside = f32[8]{{0}} multiply(%p, %p)
+  %ended = f32[4]{{0}} async-done(%begun), calls=%scattered
+  %after = f32[8]{{0}} negate(%p)
+  %all = f32[16]{{0}} all-gather(%after), replica_groups={groups}, dimensions={{0}}
+  ROOT %out = (f32[8]{{0}}, f32[4]{{0}}, f32[16]{{0}}) tuple(%beside, %ended, %all)
+}}
+"""
+
+
+def varint(n: int) -> bytes:
+    """A number as protobuf writes it."""
+    return bytes([n]) if n < 128 else bytes([n % 128 + 128]) + varint(n // 128)
+
+
+@pytest.mark.parametrize("groups", ["{{0,2},{1,3}}", "[2,2]<=[2,2]T(1,0)", "mesh['a'=2,'b'=2] {'a'}"])
+def test_thunks_of_a_module(groups):
+    hlo = pytest.importorskip("jaxlib._hlo")
+    module = hlo.hlo_module_from_text(TEXT.format(groups=groups)).as_serialized_hlo_module_proto()
+    facts = read_hlo(b"\x0a" + varint(len(module)) + module, "text")  # a HloProto: field 1 is the module
+    assert facts.module == "step"
+    assert facts.order == ("p", "rs", "beside", "ended", "after", "all", "out")
+    # The done op starts nothing; what comes after it has waited for it.
+    assert facts.reads == {"rs": (), "beside": (), "after": ("rs",), "all": ("after",)}
+    assert facts.nbytes == {"rs": 32, "all": 64}
+    assert facts.groups == dict.fromkeys(("rs", "all"), ((0, 2), (1, 3)))
+    assert facts.asynchronous == {"rs"}

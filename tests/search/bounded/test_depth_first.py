@@ -1,0 +1,105 @@
+"""The depth-first search against brute force, however often it is stopped."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pase.errors import Infeasible
+from pase.search import MemoryProfile, brute_force, cost_of, solve
+from pase.search.bounded import kernels_depth, kernels_flat
+from pase.search.bounded.contract import contract
+from pase.search.bounded.depth_first import DepthFirst, depth_first_fits
+from pase.search.bounded.residual import Residual
+from pase.search.bounded.search import bounded_search
+from pase.search.elimination import exact
+from pase.tables.types import CostTables, EdgeTable
+from tests.kernels.cases import flat_instance
+from tests.search.random_instances import random_tables
+
+
+def scaled(tables: CostTables, by: float) -> CostTables:
+    edges = tuple(replace(e, cost=e.cost * by) for e in tables.edges)
+    return replace(tables, node_costs=tuple(c * by for c in tables.node_costs), edges=edges)
+
+
+def unreduced(tables: CostTables) -> Residual | None:
+    """All but what is forbidden; None if that is all."""
+    try:
+        return Residual(contract(tables, until=0.0), None)
+    except Infeasible:
+        return None
+
+
+@settings(max_examples=1000, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1.0, 1 / 7]), st.sampled_from([1.0, 1e9]))
+def test_it_is_brute_force(seed: int, unit: float, work: float) -> None:
+    """With nothing known, with the optimum known, and with a choice known that costs a unit more."""
+    tables = scaled(random_tables(np.random.default_rng(seed)), unit)
+    try:
+        want = brute_force(tables).cost
+    except Infeasible:
+        want = np.inf
+    for known in (np.inf, want, want + unit):
+        now = unreduced(tables)
+        if now is None:
+            assert want == np.inf
+            return
+        tree, best, ended = DepthFirst(now, unit == 1.0), known, False
+        while not ended:
+            found, bound, ended = tree.run(best, work)
+            assert bound <= want + 1e-9 * (1 + abs(want)) or bound > best - unit
+            if found is not None:
+                assert cost_of(tables, found) < best
+                best = cost_of(tables, found)
+        assert best == pytest.approx(want, rel=1e-9, abs=1e-9) or want == np.inf == best
+
+
+def clique(nodes: int, configs: int, seed: int) -> CostTables:
+    rng, cls = np.random.default_rng(seed), np.arange(configs, dtype=np.int32)
+    forbidden = rng.random((nodes, nodes, configs, configs)) < 0.2
+    cost = np.where(forbidden, np.inf, rng.integers(0, 100, (nodes, nodes, configs, configs)))
+    edges = tuple(
+        EdgeTable(src=a, dst=b, cost=cost[a, b], src_class=cls, dst_class=cls)
+        for b in range(nodes)
+        for a in range(b)
+    )
+    return CostTables(node_costs=tuple(np.zeros(configs) for _ in range(nodes)), edges=edges)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_it_proves_what_elimination_cannot_afford(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = clique(8, 8, seed)
+    want = solve(tables)
+    assert want.method == "elimination"
+    monkeypatch.setattr(exact, "MAX_WORK", 1_000)
+    monkeypatch.setattr("pase.search.bounded.search._SMALL_ILP", 0)
+    found = bounded_search(tables, None, None, 0, time.perf_counter(), rounds=20)
+    assert found.optimal and found.cost == want.cost == cost_of(tables, found.choice)
+    assert found.method == "depth-first search"
+
+
+def test_a_limit_is_not_its_to_see() -> None:
+    tables = clique(4, 3, 0)
+    held = tuple(np.arange(3.0) for _ in range(4))
+    for room, fits in ((8.0, True), (4.0, False)):  # 8 is all that four nodes can hold
+        memory = MemoryProfile.all_live(held, limit_bytes=room)
+        assert depth_first_fits(Residual(contract(tables, memory, until=0.0), memory)) == fits
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_with_nothing_decided_a_sweep_is_that_of_the_dual(seed: int) -> None:
+    flat = flat_instance(np.random.default_rng(seed))
+    tree, message = kernels_depth.new_tree(flat.slot, np.zeros(flat.messages)), np.zeros(flat.messages)
+    choice, reduced = np.zeros(flat.n, np.int64), np.zeros(flat.cost.size)
+    for forward in (True, False) * 3:
+        want = kernels_flat.trws_pass(flat.graph, flat.cost, message, choice, reduced, forward, False)
+        assert kernels_depth.sweep(flat.graph, flat.cost, tree, forward) == pytest.approx(want, rel=1e-12)
+        assert np.allclose(tree.message, message, atol=1e-12) and np.allclose(
+            tree.excess, reduced, atol=1e-12
+        )

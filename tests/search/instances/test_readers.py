@@ -1,0 +1,272 @@
+"""Instance files: the two forms, and one clear error for each way of being corrupt."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pase.commands.solve import solve as solve_command
+from pase.errors import Infeasible, PaseError
+from pase.search import brute_force, solve, verify
+from pase.search.instances.readers import read_instance, write_solution
+from tests.needs import SHARED
+
+# The contest's own example (README of its repository): 5 is not allowed, one edge, two strategies each.
+PROBLEM = {
+    "problem": {
+        "name": "example",
+        "nodes": {
+            "intervals": [[15, 75], [50, 65], [0, 0]],
+            "costs": [[15, 55, 65], [45, 10], [1, 0]],
+            "usages": [[10, 25, 20], [45, 50], [99, 99]],
+        },
+        "edges": {"nodes": [[0, 1], [1, 2]], "costs": [[30, 40, 10, 10**18, 0, 5], [1, 2, 3, 4]]},
+        "usage_limit": 70,
+    }
+}
+
+
+def changed(*path_and_value: Any) -> Any:
+    """PROBLEM with one place changed."""
+    doc = json.loads(json.dumps(PROBLEM))
+    *path, last, value = path_and_value
+    at = doc
+    for key in path:
+        at = at[key]
+    at[last] = value
+    return doc
+
+
+@pytest.mark.parametrize("suffix", [".json", ".json.gz"])
+def test_contest_form(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / ("x" + suffix)
+    data = json.dumps(PROBLEM).encode()
+    path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+    tables, memory = read_instance(path)
+    assert memory is not None
+    assert [c.size for c in tables.node_costs] == [3, 2, 2]
+    assert np.isinf(tables.edges[0].cost[1, 1])
+    found = solve(tables, memory)
+    assert verify(tables, found, memory) == brute_force(tables, memory).cost == 15 + 10 + 40 + 3 + 1
+    write_solution(tmp_path / "out.json", found.choice)
+    assert json.loads((tmp_path / "out.json").read_text()) == [0, 1, 0]
+
+
+def write_index(tmp_path: Path, arrays: dict[str, np.ndarray], doc: dict[str, Any]) -> Path:
+    np.savez_compressed(tmp_path / "x.npz", **arrays)  # type: ignore[arg-type]
+    (tmp_path / "x.json").write_text(json.dumps(doc))
+    return tmp_path / "x.json"
+
+
+INDEX = {
+    "nodes": [{"costs": "a", "name": "conv"}, {"costs": "a"}, {"costs": "b"}],
+    "edges": [{"src": 0, "dst": 2, "costs": "m"}, {"src": 1, "dst": 2, "costs": "m"}],
+}
+ARRAYS = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 0.0, 1.0]), "m": np.arange(6.0).reshape(2, 3)}
+
+
+def test_index_and_npz_share_equal_arrays(tmp_path: Path) -> None:
+    tables, memory = read_instance(write_index(tmp_path, ARRAYS, INDEX))
+    assert memory is None
+    assert tables.node_costs[0] is tables.node_costs[1]
+    assert tables.edges[0].cost is tables.edges[1].cost
+    assert tables.edges[0].dst_class is tables.edges[1].dst_class
+    assert tables.name(0) == "conv"
+    assert solve(tables).cost == brute_force(tables).cost
+
+
+@pytest.mark.parametrize(
+    ("doc", "message"),
+    [
+        ([1, 2], "neither an IOPDDL instance"),
+        ({}, "neither an IOPDDL instance"),
+        (changed("problem", "nodes", None), r"problem\.nodes\.costs must be a list, found nothing"),
+        (changed("problem", "nodes", "costs", 7), r"problem\.nodes\.costs must be a list, found int '7'"),
+        (changed("problem", "nodes", "costs", 0, "x"), r"nodes\.costs\[0\] must be a list of numbers"),
+        (changed("problem", "nodes", "costs", 0, 1, "x"), r"nodes\.costs\[0\] holds str 'x'"),
+        (changed("problem", "nodes", "costs", 0, 1, True), r"nodes\.costs\[0\] holds bool 'True'"),
+        (changed("problem", "nodes", "costs", 1, []), r"nodes\.costs\[1\] is empty"),
+        (changed("problem", "nodes", "costs", 0, [1]), "node 0 has 1 costs and 3 usages"),
+        (changed("problem", "nodes", "costs", 0, 0, float("nan")), "holds NaN"),
+        (changed("problem", "nodes", "costs", 0, 0, float("-inf")), "holds -infinity"),
+        (changed("problem", "nodes", "costs", 0, 0, 10**400), "beyond float64"),
+        (changed("problem", "nodes", "usages", [[1]]), "3 costs, 1 usages, 3 intervals"),
+        (changed("problem", "nodes", "usages", 0, 0, -1), "negative number of bytes"),
+        (changed("problem", "nodes", "intervals", 1, [1]), r"intervals\[1\] must be \[start, stop\]"),
+        (changed("problem", "nodes", "intervals", 1, [1, 10**18]), "out of range"),
+        (changed("problem", "usage_limit", "much"), "usage_limit must be a number"),
+        (changed("problem", "usage_limit", -1), "usage_limit must be a number"),
+        (changed("problem", "edges", {"nodes": []}), r"problem\.edges\.costs must be a list"),
+        (changed("problem", "edges", "nodes", [[0, 1]]), "1 pairs of nodes and 2 matrices"),
+        (changed("problem", "edges", "nodes", 0, [0, 9]), "names a node outside 0 … 2"),
+        (changed("problem", "edges", "nodes", 0, [0]), "must be a pair of nodes"),
+        (changed("problem", "edges", "costs", 0, [1, 2]), "has 2 numbers; 3 × 2 are needed"),
+    ],
+)
+def test_corrupt_contest_files(tmp_path: Path, doc: object, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(doc))
+    with pytest.raises(PaseError, match=message) as caught:
+        read_instance(path)
+    assert str(path) in str(caught.value)
+
+
+def test_unreadable_files(tmp_path: Path) -> None:
+    cases = {
+        "cut.json.gz": (gzip.compress(json.dumps(PROBLEM).encode())[:-20], "gzip data is damaged"),
+        "bad.json.gz": (b"\x1f\x8b" + b"junk" * 9, "gzip data is damaged"),
+        "cut.json": (json.dumps(PROBLEM).encode()[:99], "not JSON at line 1"),
+        "empty.json": (b"", "not JSON at line 1, column 1:"),
+        "bytes.json": (b'{"problem": "\xff\xfe"}', "not text at byte"),
+        "deep.json": (b"[" * 100_000, "nested too deep"),
+    }
+    for name, (data, message) in cases.items():
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(PaseError, match=message):
+            read_instance(tmp_path / name)
+    with pytest.raises(PaseError, match="no such file"):
+        read_instance(tmp_path / "none.json")
+    with pytest.raises(PaseError, match="a folder"):
+        read_instance(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "doc", "message"),
+    [
+        ({"a": ARRAYS["a"], "m": ARRAYS["m"]}, INDEX, "array 'b', which the index names, is missing"),
+        (ARRAYS | {"m": np.zeros((2, 2))}, INDEX, r"edges\[0\] is \(2, 2\) in x.npz; \(2, 3\) is needed"),
+        (ARRAYS | {"a": np.array(["x", "y"])}, INDEX, "numbers are needed"),
+        (ARRAYS | {"a": np.array([{}, {}], dtype=object)}, INDEX, "numbers are needed"),
+        (ARRAYS | {"a": np.zeros(0)}, INDEX, "array 'a' is empty"),
+        (ARRAYS | {"a": np.array([np.nan, 1.0])}, INDEX, "holds NaN"),
+        (ARRAYS, INDEX | {"nodes": [{"costs": 5}]}, r"nodes\[0\]\.costs must name an array"),
+        (ARRAYS, INDEX | {"edges": [{"src": 0, "dst": 0, "costs": "m"}]}, "joins node 0 to itself"),
+        (ARRAYS, INDEX | {"edges": [{"src": 0, "dst": 5, "costs": "m"}]}, "joins 0 and 5; there are 3"),
+        (ARRAYS, INDEX | {"edges": [{"src": 0, "dst": 1, "costs": "a"}]}, "both as a vector and as a matrix"),
+        (ARRAYS, INDEX | {"edges": 3}, "index.edges must be a list"),
+    ],
+)
+def test_corrupt_indices(tmp_path: Path, arrays: dict[str, Any], doc: dict[str, Any], message: str) -> None:
+    with pytest.raises(PaseError, match=message):
+        read_instance(write_index(tmp_path, arrays, doc))
+
+
+def test_corrupt_archives(tmp_path: Path) -> None:
+    path = write_index(tmp_path, ARRAYS, INDEX)
+    whole = (tmp_path / "x.npz").read_bytes()
+    locked = bytearray(whole)
+    for header, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        at = whole.find(header)
+        while at >= 0:
+            locked[at + flags] |= 1
+            at = whole.find(header, at + 1)
+    damaged = "archive is damaged or encrypted"
+    for data, message in ((whole[:100], damaged), (b"", damaged), (bytes(locked), f"{damaged} .*password")):
+        (tmp_path / "x.npz").write_bytes(data)
+        with pytest.raises(PaseError, match=message):
+            read_instance(path)
+    (tmp_path / "x.npz").unlink()
+    with pytest.raises(PaseError, match=r"no such file; the index needs its \.npz"):
+        read_instance(path)
+    # A header that promises a terabyte, and one that is a pickle: refused before anything is taken.
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (137438953472,), }".ljust(117) + b"\n"
+    huge = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    for data, message in ((huge, "claims 137438953472 numbers"), (pickle.dumps({}), "an array is damaged")):
+        with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+            archive.writestr("a.npy", data)
+        with pytest.raises(PaseError, match=message):
+            read_instance(path)
+
+
+app = typer.Typer()
+app.command()(solve_command)
+
+
+def test_command_prints_one_json_object_and_writes_the_choice(tmp_path: Path) -> None:
+    path, out = tmp_path / "x.json", tmp_path / "out.json"
+    path.write_text(json.dumps(PROBLEM))
+    result = CliRunner().invoke(app, [str(path), "--json", "-o", str(out)])
+    assert result.exit_code == 0
+    answer = json.loads(result.stdout)
+    assert answer["cost"] == answer["bound"] == 69
+    assert answer["optimal"] is True and answer["feasible"] is True
+    assert answer["nodes"] == 3 and answer["edges"] == 2 and answer["seconds"] >= 0
+    assert json.loads(out.read_text()) == [0, 1, 0]
+
+
+def test_command_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(PROBLEM))
+    result = CliRunner().invoke(app, [str(path)])
+    assert result.exit_code == 0
+    assert "cost 69   optimal, proven by" in result.stdout
+
+
+def test_command_on_an_impossible_limit(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(changed("problem", "usage_limit", 5)))
+    result = CliRunner().invoke(app, [str(path), "--json"])
+    assert isinstance(result.exception, Infeasible)
+    assert json.loads(result.stdout)["feasible"] is False
+
+
+@pytest.mark.data("pase_instances")
+@pytest.mark.parametrize(
+    "path", sorted((SHARED / "pase_instances").glob("*.json")) or [SHARED], ids=lambda p: p.stem
+)
+def test_every_pase_instance_exactly(path: Path) -> None:
+    tables, _ = read_instance(path)
+    found = solve(tables)
+    assert verify(tables, found) == json.loads(path.read_text())["exact"]["optimum"]
+    assert found.optimal
+
+
+@pytest.mark.data("iopddl")
+def test_contest_instance_g_is_proven() -> None:
+    tables, memory = read_instance(SHARED / "iopddl" / "asplos-2025-iopddl-G.json.gz")
+    found = solve(tables, memory, time_limit=120)
+    assert verify(tables, found, memory) == 217_039
+    assert found.optimal
+
+
+def test_a_small_instance_is_solved_without_loading_numba(tmp_path: Path) -> None:
+    """A cold start is mostly imports: what a small instance has no use for stays unloaded."""
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(changed("problem", "usage_limit", 1000)))
+    heavy = ["numba", "scipy", "rich", "sympy", "networkx", "highspy", "jax", "tensorflow", "torch"]
+    program = (
+        "import sys\nfrom pase.cli import main\n"
+        f"try: main(['solve', {str(path)!r}])\n"
+        f"except SystemExit as e: print(e.code, sorted(set({heavy!r}) & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[0].startswith("cost ") and done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_kernels_are_numpys_until_numba_is_worth_its_import() -> None:
+    program = (
+        "import sys\nfrom pase.search.elimination.exact import _IMPORT_WORK as all, kernels_for\n"
+        "names = [kernels_for('numba', all * share).__name__ for share in (0.3, 0.3, 0.3, 0.3, 0.0)]\n"
+        "print([n.rpartition('_')[2] for n in names])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "['numpy', 'numpy', 'numpy', 'numba', 'numba']\n"
+
+
+def test_a_bomb_is_refused_before_it_fills_memory(tmp_path):
+    """256 MiB of blanks in 260 KB: more than 200 times its own size, and more than any small file may hold."""
+    path = tmp_path / "bomb.json"
+    path.write_bytes(gzip.compress(b" " * (1 << 20)) * 256)
+    with pytest.raises(PaseError, match="more than 64 MiB once unpacked; refused; unpack it first"):
+        read_instance(path)

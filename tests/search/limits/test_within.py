@@ -1,0 +1,272 @@
+"""The cheapest choice within a memory limit, against brute force: sums, labels, and the search that joins them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pase.errors import Infeasible
+from pase.search import Known, MemoryProfile, brute_force, cost_of, price_memory, solve, verify
+from pase.search.elimination.priced import effort_of, prepare
+from pase.search.limits.labels import label_choices
+from pase.search.limits.sums import alike, sums_of
+from pase.search.limits.within import Within, fits
+from pase.tables.types import CostTables
+from tests.search.random_instances import chain_of_blocks, random_memory, random_tables
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def problem(seed: int) -> tuple[CostTables, MemoryProfile, np.ndarray, float | None] | None:
+    """(tables, limit, the cheapest choice, the least cost of one that fits) where the limit binds."""
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng)
+    memory = random_memory(rng, tables)
+    try:
+        free = brute_force(tables).choice
+    except Infeasible:
+        return None
+    try:
+        want: float | None = brute_force(tables, memory).cost
+    except Infeasible:
+        want = None
+    return None if fits(memory, free) else (tables, memory, free, want)
+
+
+def within(tables: CostTables, memory: MemoryProfile, below: float = np.inf, price: float = 0.0) -> Within:
+    return Within(
+        tables=tables,
+        memory=memory,
+        eliminate=None,
+        kernel="numpy",
+        threads=1,
+        seed=0,
+        below=below,
+        price=price,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(seeds, st.sampled_from([0.0, 0.01, 1e3]))
+@example(36012, 0.0)  # nothing fits, which no price shows
+def test_within_is_brute_force(seed: int, price: float) -> None:
+    if (p := problem(seed)) is None:
+        return
+    tables, memory, free, want = p
+    search = within(tables, memory, price=price)
+    if want is None:
+        with pytest.raises(Infeasible):
+            search.run(free)
+        return
+    assert search.run(free) and search.choice is not None
+    assert search.optimal and search.cost == cost_of(tables, search.choice) == want
+    assert fits(memory, search.choice) and search.bound <= want
+
+
+@settings(max_examples=200, deadline=None)
+@given(seeds, st.floats(-1.0, 2.0), st.floats(0.0, 1.0))
+def test_what_is_known_ends_it_earlier_and_proves_no_less(seed: int, above: float, price: float) -> None:
+    if (p := problem(seed)) is None or p[3] is None:
+        return
+    tables, memory, free, want = p
+    below = want + above * (1 + abs(want))
+    search = within(tables, memory, below=below, price=price)
+    search.run(free)
+    assert search.bound <= want
+    rounding = 1e-8 * (1 + abs(below))
+    if want < below - rounding:
+        assert search.cost == want
+    else:
+        assert search.cost == want or search.bound >= below - rounding
+
+
+@settings(max_examples=200, deadline=None)
+@given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 2.0))
+def test_labels_are_all_that_matters_below_the_cap(seed: int, price: float, part: float) -> None:
+    """The cheapest choice within the sums that costs no more than the cap above the bound at these prices is among
+    them, with its true cost."""
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng, max_choices=500)
+    memory = random_memory(rng, tables)
+    try:
+        brute_force(tables)
+    except Infeasible:
+        return
+    points = int(memory.stop.max(initial=0))
+    if not points:
+        return
+    groups = [rng.random(points) < 0.7 for _ in range(int(rng.integers(1, 4)))]
+    groups = [g if g.any() else np.ones(points, bool) for g in groups]
+    sums = sums_of(memory, groups)
+    prices = rng.uniform(0.0, price + 1e-9, len(groups))
+    priced = prepare(tables, sums.held, "numpy", 1, 0)
+    assert priced is not None
+    _, least, pool = priced.at(prices)
+    cap = part * (1.0 + abs(least))
+    got = label_choices(priced, pool, prices, least, sums.room, cap, 10**6)
+    assert got.whole
+    want = np.inf
+    for choice in np.ndindex(*(c.size for c in tables.node_costs)):
+        chosen = np.array(choice)
+        cost, used = cost_of(tables, chosen), sums.used(chosen)
+        if cost + sums.room @ prices <= least + cap * (1 - 1e-9) and (used <= sums.room).all():
+            want = min(want, cost)
+    for i in range(got.cost.size):
+        choice = got.choice(i)
+        assert np.isclose(got.cost[i], cost_of(tables, choice), rtol=1e-9, atol=1e-6)
+        assert (sums.used(choice) <= sums.room * (1 + 1e-9) + 1e-6).all()
+    assert want == np.inf or got.cost[0] <= want + 1e-9 * (1 + abs(want))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seeds, st.floats(0.01, 2.0))
+def test_labels_hold_the_cheapest_with_an_excess(seed: int, part: float) -> None:
+    """Under a limit, with sums whose excess is paid: what costs no more than the cap above the bound is among them."""
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng, max_choices=500)
+    try:
+        brute_force(tables)
+    except Infeasible:
+        return
+    limited = int(rng.integers(0, 2))
+    held = tuple(
+        np.hstack([rng.uniform(0, 5, (c.size, limited)), rng.uniform(-3, 3, (c.size, 2))])
+        for c in tables.node_costs
+    )
+    if not held:
+        return
+    room = np.append(rng.uniform(1, 3 * len(held), limited), [np.inf, np.inf])
+    prices = np.append(rng.uniform(0, 0.5, limited), rng.choice([0.0, 0.3, 0.8, 1.0], 2))
+    priced = prepare(tables, held, "numpy", 1, 0)
+    assert priced is not None
+    _, least, pool = priced.at(prices)
+    bound = least - float(prices[:limited] @ room[:limited])
+    cap = part * (1.0 + abs(least))
+    got = label_choices(priced, pool, prices, least, room, cap, 10**6)
+    assert got.whole
+
+    def paid(cost: float, used: np.ndarray) -> float:
+        return cost + float(np.maximum(used[limited:], 0.0).sum())
+
+    want = np.inf
+    for choice in np.ndindex(*(c.size for c in tables.node_costs)):
+        used = np.sum([h[k] for h, k in zip(held, choice, strict=True)], axis=0)
+        if (used[:limited] <= room[:limited]).all():
+            want = min(want, paid(cost_of(tables, np.array(choice)), used))
+    found = min((paid(c, u) for c, u in zip(got.cost, got.used, strict=True)), default=np.inf)
+    if np.isinf(want):
+        assert np.isinf(found)
+        return
+    assert found >= want - 1e-9 * (1 + abs(want))
+    if want <= bound + cap * (1 - 1e-9):
+        assert found <= want + 1e-9 * (1 + abs(want))
+
+
+@settings(max_examples=100, deadline=None)
+@given(seeds)
+def test_a_sum_is_an_average_over_its_points_and_alike_points_hold_alike(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tables = random_tables(rng)
+    memory = random_memory(rng, tables)
+    points = int(memory.stop.max(initial=0))
+    if not points:
+        return
+    group = rng.random(points) < 0.5
+    group[int(rng.integers(points))] = True
+    sums = sums_of(memory, [group])
+    numbers = alike(memory)
+    for _ in range(5):
+        choice = np.array([rng.integers(c.size) for c in tables.node_costs])
+        usage = memory.usage(choice)
+        assert np.isclose(memory.limit_bytes - sums.room[0] + sums.used(choice)[0], usage[group].mean())
+    live = [
+        sorted(
+            memory.bytes[v].tobytes()
+            for v in range(len(memory.bytes))
+            if memory.start[v] <= t < memory.stop[v]
+        )
+        for t in range(points)
+    ]
+    for t in range(points):
+        for u in range(t):
+            assert (numbers[t] == numbers[u]) == (live[t] == live[u])
+
+
+def test_layers_of_a_chain_share_the_limit_exactly() -> None:
+    """16 equal layers, written out, some of which must change: as many as needed and no more, proven."""
+    rng = np.random.default_rng(3)
+    tables = chain_of_blocks(rng, 16)
+    held = [rng.integers(0, 50, 5).astype(float) for _ in range(4)]
+    nbytes = tuple(held[v % 4] for v in range(len(tables.node_costs)))
+    free = solve(tables)
+    loose = MemoryProfile.all_live(nbytes, 0.0)
+    most, least = float(loose.usage(free.choice)[0]), sum(float(b.min()) for b in nbytes)
+    costs = []
+    for part in (0.95, 0.7, 0.4):
+        memory = MemoryProfile.all_live(nbytes, np.floor(least + part * (most - least)))
+        found = solve(tables, memory, rounds=1)
+        verify(tables, found, memory)
+        assert found.optimal and found.feasible, (part, found.gap)
+        costs.append(found.cost)
+        bound, price = price_memory(tables, memory, free)
+        assert bound <= found.cost and price > 0
+        again = solve(tables, memory, rounds=1, known=Known(byte_price=price, free=free))
+        assert again.cost == found.cost
+    assert free.cost <= costs[0] <= costs[1] <= costs[2]
+
+
+def test_equal_regions_are_one_sum() -> None:
+    """What lives in one layer's region only binds in all of them alike; the layers fold all the same."""
+    rng = np.random.default_rng(5)
+    layers = 40
+    tables = chain_of_blocks(rng, layers)
+    inner = [rng.integers(0, 50, 5).astype(float) for _ in range(4)]
+    n = len(tables.node_costs)
+    start = np.arange(n) // 4
+    memory = MemoryProfile(
+        bytes=tuple(inner[v % 4] for v in range(n)), start=start, stop=start + 1, limit_bytes=60.0
+    )
+    free = solve(tables)
+    assert not fits(memory, free.choice) and len(set(alike(memory))) == 1
+    bound, price = price_memory(tables, memory, free)
+    assert free.cost < bound and price > 0
+    sums = sums_of(memory, [np.ones(layers, bool)])
+    assert {h.tobytes() for h in sums.held} == {h.tobytes() for h in sums.held[:4]}
+
+
+def test_two_points_that_bind_apart_are_two_sums() -> None:
+    held = (np.array([4.0, 1.0]), np.array([4.0, 1.0]))
+    memory = MemoryProfile(bytes=held, start=np.array([0, 1]), stop=np.array([1, 2]), limit_bytes=2.0)
+    costs = (np.array([0.0, 3.0]), np.array([0.0, 5.0]))
+    found = solve(CostTables(node_costs=costs, edges=()), memory)
+    assert found.optimal and found.cost == 8.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_answer_depends_on_neither_threads_nor_clock(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine on which every look at the clock takes a minute, with more threads: the same to the last bit."""
+    rng = np.random.default_rng(seed)
+    tables = chain_of_blocks(rng, 12, configs=9)
+    nbytes = tuple(rng.integers(0, 50, 9).astype(float) for _ in tables.node_costs)
+    free = solve(tables)
+    most = float(MemoryProfile.all_live(nbytes, 0.0).usage(free.choice)[0])
+    memory = MemoryProfile.all_live(nbytes, np.floor(0.6 * most))
+
+    def answer(threads: int) -> tuple[list[int], float, float]:
+        found = solve(tables, memory, time_limit=1e9, threads=threads, rounds=1)
+        return found.choice.tolist(), found.cost, found.bound
+
+    quick = answer(1)
+    clock = iter(range(10**9))
+    monkeypatch.setattr("time.perf_counter", lambda: 60.0 * next(clock))
+    assert answer(2) == answer(3) == quick
+
+
+def test_the_answer_without_the_limit_takes_no_work_where_it_is_known() -> None:
+    p = next(p for p in map(problem, range(100)) if p is not None and p[3] is not None)
+    tables, memory = p[:2]
+    free = solve(tables)
+    first, second = (solve(tables, memory, known=known) for known in (Known(), Known(free=free)))
+    assert first.work == second.work + effort_of(free.work) and first.cost == second.cost
