@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +24,7 @@ class Registry(Mapping[str, T], Generic[T]):
     kind: what the names stand for, in the singular, as messages say it.
     package: a package whose modules register themselves when they are imported. They are, all of them, when the
         registry is first read; so a new file is all that a new member takes. prefix: only modules of these names.
+        each: not the package's own modules, but the module of this name in each package inside it that has one.
 
     Members come in the order of their ``rank``, then of their registration; those of a package, where chance may
     decide which module is imported first, by rank and name.
@@ -38,9 +40,9 @@ class Registry(Mapping[str, T], Generic[T]):
     ValueError: shape 'square' is registered twice
     """
 
-    def __init__(self, kind: str, *, package: str | None = None, prefix: str = "") -> None:
+    def __init__(self, kind: str, *, package: str | None = None, prefix: str = "", each: str = "") -> None:
         self.kind = kind
-        self._package, self._prefix = package, prefix
+        self._package, self._prefix, self._each = package, prefix, each
         self._members: dict[str, tuple[int, T]] = {}
         self._found = self._done = package is None
         self._lock = threading.RLock()
@@ -111,11 +113,20 @@ class Registry(Mapping[str, T], Generic[T]):
                 return
             self._found = True  # a module may read the registry while it registers
             try:
-                package = importlib.import_module(str(self._package))
-                for module in pkgutil.iter_modules(package.__path__):
-                    if module.name.startswith(self._prefix):
-                        importlib.import_module(f"{self._package}.{module.name}")
+                for name in self._modules():
+                    importlib.import_module(name)
             except BaseException:
                 self._found = False
                 raise
             self._done = True
+
+    def _modules(self) -> Iterator[str]:
+        """The names of the modules that register members."""
+        package = importlib.import_module(str(self._package))
+        for module in pkgutil.iter_modules(package.__path__):
+            name = f"{self._package}.{module.name}"
+            if not self._each:
+                if module.name.startswith(self._prefix):
+                    yield name
+            elif module.ispkg and importlib.util.find_spec(f"{name}.{self._each}") is not None:
+                yield f"{name}.{self._each}"

@@ -33,6 +33,15 @@ settings.register_profile("ci", settings.get_profile("dev"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+@pytest.fixture
+def double():
+    """JAX in float64."""
+    import jax
+
+    with jax.enable_x64(True):
+        yield
+
+
 def pytest_configure(config):
     for name, need in NEEDS.items():
         config.addinivalue_line("markers", f"{name}: {need.reason}")

@@ -1,8 +1,8 @@
-if __name__ != "pase.costmodels":  # a second copy of every module would follow, silently
-    raise ImportError(
-        "import pase.costmodels, not costmodels (the folder at the top of the repository is linked into pase)"
-    )
+"""What work and collectives cost. A file here that registers a cost model is found automatically."""
 
 from pase.costmodels.registry import get, names, register
+from pase.former import former_names
 
 __all__ = ["get", "names", "register"]
+
+former_names(__name__, {})

@@ -1,4 +1,14 @@
-if __name__ != "pase.frontends":  # a second copy of every module would follow, silently
-    raise ImportError(
-        "import pase.frontends, not frontends (the folder at the top of the repository is linked into pase)"
-    )
+"""A framework's model as a graph: one folder for each framework, and what they share."""
+
+from pase.former import former_names
+
+former_names(
+    __name__,
+    {
+        "from_jax": "jax.frontend",
+        "from_onnx": "onnx.frontend",
+        "from_tf": "tf.frontend",
+        "from_torch": "torch.frontend",
+        "jax_rules": "jax.rules",
+    },
+)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from pase.former import former_names
+
 __all__ = [
     "Event",
     "Timeline",
@@ -40,6 +42,17 @@ _HOMES = {
     "replay_graph": "simulation.simulate",
     "schema": "traces.timeline_io",
 }
+
+former_names(
+    __name__,
+    {
+        "clocks": "measurement.clocks",
+        "diagnose": "reports.diagnose",
+        "model": "measurement.model",
+        "report": "reports.report",
+        "streams": "reports.streams",
+    },
+)
 
 
 def __getattr__(name: str) -> Any:

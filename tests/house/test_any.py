@@ -9,7 +9,7 @@ import pytest
 from tests.house.test_style import ROOT, sources
 
 # package -> the most uses of typing.Any that its code may have. Whoever removes some lowers the number.
-MOST = {"pase": 93, "frontends": 45, "backends": 17, "costmodels": 0}
+MOST = {"pase": 155}
 SLACK = 5  # how far a count may lie below its ceiling before the ceiling has to follow
 
 
@@ -27,7 +27,7 @@ def test_anys_are_few(package: str) -> None:
     found = {
         str(file.relative_to(ROOT)): n
         for file in sources(package)
-        if file.is_relative_to(ROOT / package) and (n := uses(ast.parse(file.read_text(encoding="utf-8"))))
+        if (n := uses(ast.parse(file.read_text(encoding="utf-8"))))
     }
     total = sum(found.values())
     assert total <= MOST[package], f"{total} uses of Any; give these a type of their own: {found}"

@@ -13,7 +13,6 @@ import networkx as nx
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {name: ROOT / name for name in ("frontends", "backends", "costmodels")}
 
 FRAMEWORKS = {
     "jax",
@@ -30,12 +29,14 @@ FRAMEWORKS = {
 }
 SOLVERS = {"ortools", "highspy", "cvxpy"}
 
-# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, the type
-# of pytrees, compiled kernels, and files (written whole, sizes as people write them).
+# What every layer may import: errors, registries, results kept with a value, the garbage collector held off, deadlines,
+# the type of pytrees, compiled kernels, former names of modules, and files (written whole, sizes as people write them).
 FOUNDATION = {
+    "pase.clock",
     "pase.compiled",
     "pase.errors",
     "pase.files",
+    "pase.former",
     "pase.garbage",
     "pase.once",
     "pase.pytree",
@@ -46,6 +47,8 @@ FOUNDATION = {
 # Every package and module of pase has a row, and imports inside of functions count.
 MAY_IMPORT: dict[str, set[str]] = {
     "pase.errors": set(),
+    "pase.clock": set(),
+    "pase.former": set(),
     "pase.registry": set(),
     "pase.once": set(),
     "pase.garbage": set(),
@@ -84,7 +87,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "pase.pipeline",
     },
     # What one device does and sends under a strategy; how a framework says it is the backends' affair.
-    "pase.local": {"pase.ir", "pase.machine", "pase.tables", "pase.schedule"},
+    "pase.local": {"pase.ir", "pase.machine", "pase.tables", "pase.schedule", "pase.plan"},
     # A backend finds its framework's ops again by the way in which that framework's frontend numbered them.
     # It asks the tables what a layout is, and runs bucket plans; it prices nothing.
     "pase.backends": {
@@ -178,6 +181,67 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pase": {"pase.api", "pase.replay"},
 }
 
+# room, a folder inside of a package -> the rooms of the same package that it may import. A folder's own files are a
+# room, too: in pase/search these are types and oracles, which the folders inside use, and the entry, which uses them.
+ROOMS: dict[str, set[str]] = {
+    "pase.frontends.jax": {"pase.frontends", "pase.frontends.common"},
+    "pase.frontends.jax.padding": {"pase.frontends", "pase.frontends.jax"},
+    "pase.frontends.onnx": {"pase.frontends", "pase.frontends.common"},
+    "pase.frontends.tf": {"pase.frontends"},
+    "pase.frontends.torch": {"pase.frontends", "pase.frontends.common", "pase.frontends.torch.export"},
+    "pase.frontends.torch.export": {"pase.frontends.torch"},
+    "pase.search": {"pase.search.bounded", "pase.search.elimination", "pase.search.limits"},
+    "pase.search.bounded": {"pase.search", "pase.search.elimination"},
+    "pase.search.limits": {"pase.search", "pase.search.bounded", "pase.search.elimination"},
+    "pase.search.instances": {"pase.search"},
+    "pase.search.methods": {"pase.search", "pase.search.bounded"},
+    "pase.pipeline.schedules": {"pase.pipeline"},
+    "pase.schedule.policies": {"pase.schedule"},
+    "pase.replay.traces": {"pase.replay"},
+    "pase.replay.measurement": {"pase.replay"},
+    "pase.replay.simulation": {"pase.replay", "pase.replay.measurement"},
+    "pase.replay.changes": {"pase.replay", "pase.replay.measurement", "pase.replay.simulation"},
+    "pase.replay.reports": {
+        "pase.replay",
+        "pase.replay.changes",
+        "pase.replay.measurement",
+        "pase.replay.simulation",
+        "pase.replay.traces",
+    },
+    "pase.compiler.meshes": {"pase.compiler.problem"},
+    "pase.compiler.stages": {"pase.compiler.meshes", "pase.compiler.problem"},
+    "pase.compiler": {"pase.compiler.meshes", "pase.compiler.problem", "pase.compiler.stages"},
+    "pase.backends.emit": {"pase.backends", "pase.backends.mesh_tf"},
+    "pase.backends.jax.spmd": {"pase.backends.jax.ops"},
+    "pase.backends.jax.steps": {"pase.backends.jax.spmd"},
+    "pase.backends.jax": {
+        "pase.backends.jax.ops",
+        "pase.backends.jax.pipeline",
+        "pase.backends.jax.spmd",
+        "pase.backends.jax.steps",
+    },
+    "pase.backends.jax.pipeline": {
+        "pase.backends.jax",
+        "pase.backends.jax.spmd",
+        "pase.backends.jax.steps",
+    },
+    "pase.backends.torch": {"pase.backends.jax", "pase.backends.torch.spmd"},
+    "pase.backends.torch.pipeline": {"pase.backends.torch", "pase.backends.torch.spmd"},
+    "pase.backends.audit": {
+        "pase.backends.jax",
+        "pase.backends.jax.pipeline",
+        "pase.backends.jax.spmd",
+        "pase.backends.torch",
+        "pase.backends.torch.spmd",
+    },
+}
+
+# Rooms that import each other: a folder's own files, and folders inside of it. None may be added.
+MUTUAL = {
+    frozenset({"pase.backends.jax", "pase.backends.jax.pipeline"}),
+    frozenset({"pase.frontends.torch", "pase.frontends.torch.export"}),
+    frozenset({"pase.search", "pase.search.bounded", "pase.search.limits"}),
+}
 
 # layer -> the packages that it may import at the top of a file (the standard library and numpy always).
 OUTSIDE: dict[str, set[str]] = {
@@ -219,19 +283,11 @@ COMPILED = {"pase.compiled", "pase.tables", "pase.search", "pase.replay", "pase.
 
 
 def modules() -> list[tuple[str, Path]]:
-    """(dotted name, file) of every module of pase; the linked folders once each."""
-    found = []
-    for base, prefix in [
-        (ROOT / "pase", "pase"),
-        *((path, f"pase.{name}") for name, path in FOLDERS.items()),
-    ]:
-        for file in sorted(base.rglob("*.py")):
-            inside = file.relative_to(base)
-            if "__pycache__" in inside.parts or (prefix == "pase" and inside.parts[0] in FOLDERS):
-                continue
-            parts = [prefix, *inside.with_suffix("").parts]
-            found.append((".".join(p for p in parts if p != "__init__"), file))
-    return found
+    """(dotted name, file) of every module of pase."""
+    return [
+        (".".join(p for p in file.relative_to(ROOT).with_suffix("").parts if p != "__init__"), file)
+        for file in sorted((ROOT / "pase").rglob("*.py"))
+    ]
 
 
 def layer(name: str) -> str:
@@ -344,6 +400,27 @@ def test_no_circle_of_files():
     )
     circles = [" -> ".join(c) for c in nx.simple_cycles(graph)]
     assert not circles, "\n".join(circles)
+
+
+def rooms() -> dict[str, set[str]]:
+    """Room -> the other rooms of its package that its modules import."""
+    known = {name for name, _, _ in read()}
+    room = {n: n if file.stem == "__init__" else n.rpartition(".")[0] for n, file, _ in read()}
+    found: dict[str, set[str]] = {}
+    for name, _, targets in read():
+        for target in (t for t, _, _ in targets if t in known):
+            if room[target] != room[name] and layer(target) == layer(name):
+                found.setdefault(room[name], set()).add(room[target])
+    return found
+
+
+def test_rooms_import_what_their_row_says():
+    assert rooms() == ROOMS
+
+
+def test_rooms_are_in_no_circle_but_those_that_are_known():
+    circles = [c for c in nx.strongly_connected_components(nx.DiGraph(rooms())) if len(c) > 1]
+    assert {frozenset(c) for c in circles} == MUTUAL
 
 
 @pytest.mark.parametrize("upper", sorted(OUTSIDE))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROOMS = ("pase", "frontends", "backends", "costmodels", "bench")
+ROOMS = ("pase", "bench")
 # Names that may stand twice, each with the reason.
 TWICE: dict[str, str] = {}
 
@@ -32,13 +32,11 @@ def types_of(tree: ast.Module) -> Iterator[str]:
 
 
 def named() -> dict[str, list[str]]:
-    """Each name with the files that define it; the linked folders once."""
+    """Each name with the files that define it."""
     found = defaultdict(list)
     for room in ROOMS:
         for file in sorted((ROOT / room).rglob("*.py")):
             inside = file.relative_to(ROOT)
-            if room == "pase" and inside.parts[1] in ROOMS:
-                continue
             for name in types_of(ast.parse(file.read_text(encoding="utf-8"))):
                 found[name].append(str(inside))
     return found

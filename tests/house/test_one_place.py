@@ -1,4 +1,6 @@
-"""A frontend, a backend, a cost model, a pipeline schedule, a command: each is one new file, found by itself."""
+"""A frontend, a backend, a cost model, a pipeline schedule, a command: each is one new file, found by itself.
+
+A frontend's file lies in a folder of its own."""
 
 from __future__ import annotations
 
@@ -72,10 +74,15 @@ def new_file(tmp_path, monkeypatch):
     added = []
 
     def add(package: str, name: str, source: str) -> None:
-        (tmp_path / f"{name}.py").write_text(source)
+        file = tmp_path / f"{name}.py"
+        if file.parent != tmp_path:
+            file.parent.mkdir()
+            (file.parent / "__init__.py").touch()
+        file.write_text(source)
         of = importlib.import_module(package)
         monkeypatch.setattr(of, "__path__", [*of.__path__, str(tmp_path)])
-        added.append(f"{package}.{name}")
+        parts = name.split("/")
+        added.extend(".".join([package, *parts[: i + 1]]) for i in range(len(parts)))
 
     yield add
     for module in added:
@@ -92,7 +99,7 @@ def rediscovered(registry, monkeypatch) -> None:
 
 def test_a_backend(new_file, monkeypatch, tmp_path):
     rediscovered(BACKENDS, monkeypatch)
-    new_file("pase.backends", "to_prose", BACKEND)
+    new_file("pase.backends.emit", "prose", BACKEND)
     plan = pase.compile("zoo:mlp", devices=2, machine="h100x8")
     emit(plan, "prose", tmp_path / "plan.txt")
     assert (tmp_path / "plan.txt").read_text() == "zoo:mlp on 2 devices"
@@ -122,7 +129,7 @@ class Recipe:
 def test_a_frontend(new_file, monkeypatch):
     """Its models are compiled, and ``pase ops`` lists its ops; the frontends before it are asked as before."""
     rediscovered(FRONTENDS, monkeypatch)
-    new_file("pase.frontends", "from_recipes", FRONTEND)
+    new_file("pase.frontends", "recipes/frontend", FRONTEND)
     assert coverage()["recipes"] == {"elementwise": ["mix"]}
     plan = pase.compile(Recipe(), devices=4, machine="h100x8")
     assert plan.cost > 0 and [*plan.parameters] == ["spice"] and [*plan.inputs] == ["dish"]

@@ -71,6 +71,23 @@ def test_a_new_file_is_all_that_a_new_member_takes(package: str, tmp_path: Path)
     assert list(THINGS) == ["a", "new", "z"]  # although z came first
 
 
+def test_a_file_of_one_name_in_each_folder(package: str, tmp_path: Path) -> None:
+    for name, files in (("one", ["member"]), ("two", ["member", "other"]), ("none", ["other"])):
+        folder = tmp_path / package / name
+        folder.mkdir()
+        (folder / "__init__.py").touch()
+        for file in files:
+            text = (
+                f"FOLDERS.add('{name}', 1)" if file == "member" else "raise AssertionError('not asked for')"
+            )
+            (folder / f"{file}.py").write_text(f"from {package} import FOLDERS\n{text}\n")
+    with (tmp_path / package / "__init__.py").open("a") as file:
+        file.write(f"FOLDERS = Registry('folder', package='{package}', each='member')\n")
+    from things_of_a_test import FOLDERS
+
+    assert list(FOLDERS) == ["one", "two"]
+
+
 def test_a_module_that_cannot_be_imported_is_an_error_each_time(package: str, tmp_path: Path) -> None:
     (tmp_path / package / "of_broken.py").write_text("import a_module_that_is_nowhere\n")
     from things_of_a_test import THINGS

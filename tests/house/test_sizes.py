@@ -1,4 +1,4 @@
-"""A function is read on a screen, a file in a sitting: limits on both, and what is longer with its reason.
+"""A function is read on a screen: a limit, and what is longer with its reason.
 
 A function is measured without its signature and its docstring: a command's options are a list, not code.
 """
@@ -13,7 +13,6 @@ import pytest
 from tests.house.test_style import ROOMS, ROOT, sources
 
 MOST_LINES_OF_A_FUNCTION = 60
-MOST_LINES_OF_A_FILE = 500
 
 # file:function -> (lines, why). None may grow; one that is short enough again leaves the list.
 LONGER = {
@@ -65,15 +64,6 @@ def test_functions_are_read_on_a_screen() -> None:
     more = {f: n for f, n in found.items() if n > LONGER.get(f, (MOST_LINES_OF_A_FUNCTION, ""))[0]}
     assert not more, f"above {MOST_LINES_OF_A_FUNCTION} lines, or above what is listed; split them: {more}"
     assert not LONGER.keys() - found.keys(), "these are short enough, and need not be listed any more"
-
-
-def test_files_are_read_in_a_sitting() -> None:
-    many = {
-        str(file.relative_to(ROOT)): n
-        for file in sources(*ROOMS)
-        if (n := len(file.read_text(encoding="utf-8").splitlines())) > MOST_LINES_OF_A_FILE
-    }
-    assert not many, f"above {MOST_LINES_OF_A_FILE} lines; look for the two files inside: {many}"
 
 
 @pytest.mark.parametrize(

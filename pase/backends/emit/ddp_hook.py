@@ -4,7 +4,7 @@ DDP passes on gradients as soon as they are computed. The hook cuts and joins th
 the messages strictly in the plan's order, each as soon as its gradients are ready. The order is the same on every rank,
 so there is no deadlock. DDP waits for the messages that hold a bucket's gradients, as it does without a hook.
 
-    runner = to_torch.attach(ddp, problem, plan)
+    runner = ddp_hook.attach(ddp, problem, plan)
     loss.backward(); runner.step(optimizer)
 
 Delayed and merged updates: gradients are summed locally, sent when their messages are due, and applied once, divided by

@@ -1,4 +1,4 @@
-"""Bucket plans in PyTorch: two gloo processes, each running `torch_worker`."""
+"""Bucket plans in PyTorch: two gloo processes, each running `ddp_hook_worker`."""
 
 from __future__ import annotations
 
