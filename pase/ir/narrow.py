@@ -76,7 +76,7 @@ def _number(size: Size) -> float:
 
 
 @dataclass(frozen=True)
-class _Flow:
+class _UnitFlow:
     """An activation that a node makes. made, read: what holds the op that makes it, and the op that reads it. in_loop:
     whether the reader is in a scope."""
 
@@ -150,9 +150,9 @@ class _ChainFinder:
         return own if own in self._held else self.keys[name]
 
     @cached_property
-    def flows(self) -> tuple[_Flow, ...]:
+    def flows(self) -> tuple[_UnitFlow, ...]:
         """Activations that ops of other nodes, or of other regions of the same node, read."""
-        out = list[_Flow]()
+        out = list[_UnitFlow]()
         for n in self.graph.nodes:
             made = {a.tensor: op for op in n.ops for a in op.writes} if n.name in self.keys else {}
             if len({self._key_of(n.name, op) for op in made.values()}) > 1:
@@ -160,7 +160,7 @@ class _ChainFinder:
                     for t in {a.tensor for a in op.reads if a.tensor in made}:
                         ends = self._key_of(n.name, made[t]), self._key_of(n.name, op)
                         if ends[0] != ends[1]:
-                            out.append(_Flow(n.name, t, *ends, bool(op.scope)))
+                            out.append(_UnitFlow(n.name, t, *ends, bool(op.scope)))
         for e in self.graph.edges:
             if e.src in self.keys and e.dst in self.keys:
                 maker = next(
@@ -168,7 +168,7 @@ class _ChainFinder:
                     None,
                 )
                 src = self.keys[e.src] if maker is None else self._key_of(e.src, maker)
-                out.append(_Flow(e.src, e.tensor, src, self._key_of(e.dst, e.op), bool(e.op.scope)))
+                out.append(_UnitFlow(e.src, e.tensor, src, self._key_of(e.dst, e.op), bool(e.op.scope)))
         return tuple(out)
 
     def _groups(self) -> list[_UnitNodes]:

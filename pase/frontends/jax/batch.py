@@ -299,7 +299,7 @@ class _BothPrograms:
     ) -> bool:
         """Walk what an equation calls; False if it calls nothing."""
         name = small.primitive.name
-        pairs: list[tuple[_Opened, _Opened, Sequence[int | str | None], str]]
+        pairs: list[tuple[_Opened, _Opened, Sequence[int | str | None], str]] = []
         if name in INLINED:
             pairs = [(inner_jaxpr(big), inner_jaxpr(small), numbers, prefix)]
             if (name in KEPT_WHOLE or name in _OWN_RULE) and not inside:
@@ -312,14 +312,9 @@ class _BothPrograms:
             count = small.params["cond_nconsts"], _consts(small)
             carry = ["data" if p in ("data", 0) else None for p in numbers[count[1] :]]
             given = {"cond": numbers[: count[0]], "body": numbers[count[0] : count[1]]}
-            pairs = [
-                (
-                    *(opened(e.params[f"{part}_jaxpr"]) for e in (big, small)),
-                    [*consts, *carry],
-                    f"{prefix}{part[0]}.",
-                )
-                for part, consts in given.items()
-            ]
+            for part, consts in given.items():
+                one, other = (opened(e.params[f"{part}_jaxpr"]) for e in (big, small))
+                pairs.append((one, other, [*consts, *carry], f"{prefix}{part[0]}."))
         elif name == "cond":
             several = zip(big.params["branches"], small.params["branches"], strict=True)
             pairs = [(opened(a), opened(b), numbers[1:], f"{prefix}{j}.") for j, (a, b) in enumerate(several)]

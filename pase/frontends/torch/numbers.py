@@ -61,7 +61,7 @@ def numbers_of(
     found = _NUMBERS.get(name)
     if found is None:
         return iter(())
-    read = _Read(given)
+    read = _OperandsRead(given)
     numbers = tuple(found(read, shapes))
     for word, value in given.items():
         if word not in read.names | _NO_NUMBER and not hasattr(value, "shape") and value is not None:
@@ -69,7 +69,7 @@ def numbers_of(
     return iter(numbers)
 
 
-class _Read(Mapping[str, TorchOperand]):
+class _OperandsRead(Mapping[str, TorchOperand]):
     """Operands, and the names of those that were read: a number that its rule passes over changes nothing in silence.
     An op has several signatures, which name the same thing differently."""
 
