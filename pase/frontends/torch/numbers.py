@@ -87,21 +87,9 @@ class _OperandsRead(Mapping[str, TorchOperand]):
         return len(self.given)
 
 
-_NO_NUMBER = frozenset(
-    {
-        *(
-            "dim",
-            "keepdim",
-            "dtype",
-            "out_dtype",
-            "reduction",
-            "normalized_shape",
-            "output_size",
-        ),  # in the graph
-        *("cudnn_enable", "cudnn_enabled"),  # which kernel
-        *("N", "C", "HxW"),  # in the shapes
-    }
-)
+_IN_GRAPH = {"dim", "keepdim", "dtype", "out_dtype", "reduction", "normalized_shape", "output_size"}
+_IN_SHAPES = {"N", "C", "HxW"}
+_NO_NUMBER = frozenset(_IN_GRAPH | _IN_SHAPES | {"cudnn_enable", "cudnn_enabled"})
 """Operands that are no numbers among an op's operands."""
 
 
