@@ -16,7 +16,14 @@ from pase.backends.jax.pipeline.arrays import Home, joined, on_rank
 from pase.backends.jax.pipeline.programs import flat
 from pase.errors import PaseError
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
-from pase.frontends.jax.versions import function_of, is_dropped, is_literal, literal_array, opened
+from pase.frontends.jax.versions import (
+    function_of,
+    is_dropped,
+    is_literal,
+    literal_array,
+    opened,
+    source_line,
+)
 
 if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
@@ -232,7 +239,7 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
         of = frozenset[tuple[str, int]]().union(*(rows[v] for v in stacks))
         if sums:
             if name not in ("add", "add_any", "convert_element_type") or stacks:
-                raise _mixes(name, sums)
+                raise _mixes(eqn, sums)
             if rest := left(sums):
                 partly[out] = rest
         elif stacks:
@@ -240,13 +247,13 @@ def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
             axes = eqn.params.get("axes", ())
             if name.startswith("reduce") and 0 in axes:
                 if name != "reduce_sum" or len(axes) < stacks[0].aval.ndim:
-                    raise _mixes(name, of)
+                    raise _mixes(eqn, of)
                 if left(of):
                     partly[out] = of
             elif _keeps_rows(eqn, stacks) and all(n == lead[0] for n in lead):
                 rows.update(dict.fromkeys(eqn.outvars, of))
             else:
-                raise _mixes(name, of)
+                raise _mixes(eqn, of)
 
 
 def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
@@ -261,10 +268,10 @@ def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
     return bool(out.shape == first.shape) and not name.startswith(("cum", "sort", "rev", "dot_", "conv_"))
 
 
-def _mixes(name: str, parts: frozenset[tuple[str, int]]) -> PaseError:
+def _mixes(eqn: Eqn, parts: frozenset[tuple[str, int]]) -> PaseError:
     stack = min(stack for stack, _ in parts)
     return PaseError(
-        f"the optimizer cannot be run in stages: its '{name}' makes the update of each layer of '{stack}' depend on "
-        "the others, which are in other stages; make each layer a leaf of its own, or choose an "
-        "optimizer that updates elements independently"
+        f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' at {source_line(eqn)} makes the update of "
+        f"each layer of '{stack}' depend on the others, which are in other stages; make each layer a leaf of its own, "
+        "or choose an optimizer that updates elements independently"
     )

@@ -299,7 +299,7 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (optax.lamb(1e-3), r"its '.*' makes the update of each layer of 'params' depend on the others"),
+        (optax.lamb(1e-3), r"its '.*' at .* makes the update of each layer of 'params' depend on the others"),
         (
             optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(1e-3)),
             "it draws random numbers, and of parameters",
