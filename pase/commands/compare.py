@@ -99,7 +99,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
     strategies = [
         {
             "name": name,
-            "mesh": dict(zip(p.mesh.names, p.mesh.sizes, strict=True)),
+            "mesh": p.mesh.by_name,
             "cost_s": p.cost if p.unit == "s" else None,
             "cost": p.cost,
             "compute": p.compute,

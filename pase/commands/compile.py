@@ -108,7 +108,7 @@ def summary(plan: PlanData) -> dict[str, object]:
         "devices": plan.devices,
         "machine": plan.machine,
         "cost_model": plan.cost_model,
-        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "mesh": plan.mesh.by_name,
         "cost_s": plan.cost if plan.unit == "s" else None,
         "cost": plan.cost,
         "unit": plan.unit,

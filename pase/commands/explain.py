@@ -318,7 +318,7 @@ def _moves_table(r: LayerReport, plan: PlanData) -> RichTable:
     from pase.plan.table import bytes_text, cost_text
 
     table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    sizes = plan.mesh.by_name
     for m, reason in r.moves:
         table.add_row(
             f"{m.kind.replace('_', '-')} {m.phase}",

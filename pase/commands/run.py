@@ -188,7 +188,7 @@ def step_against_unsharded(
     )
     ranks = {} if plan.pipeline is None else {"stage": plan.pipeline.degree}
     return {
-        "mesh": ranks | dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "mesh": ranks | plan.mesh.by_name,
         "loss": whole.loss,
         "loss_sharded": split.loss,
         "difference": off,

@@ -74,7 +74,7 @@ def _row(p: ScalePoint) -> JsonObject:
     tokens = None if p.plan.work is None else p.plan.work.tokens
     return {
         "devices": p.devices,
-        "mesh": dict(zip(p.plan.mesh.names, p.plan.mesh.sizes, strict=True)),
+        "mesh": p.plan.mesh.by_name,
         "cost": p.plan.cost,
         "unit": p.plan.unit,
         **rates(p.plan),

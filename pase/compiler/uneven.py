@@ -111,7 +111,7 @@ def _starts(traced: Traced, devices: int, micro_batches: int) -> Iterator[Mappin
 def _as_split(plan: PlanData, sizes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
     """(extent, padded extent) of what the plan splits, padded no further than it is split."""
     ways: dict[int, int] = {}
-    axes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    axes = plan.mesh.by_name
 
     def count(size: int, split: tuple[str, ...]) -> None:
         ways[size] = math.lcm(ways.get(size, 1), math.prod(axes[a] for a in split))

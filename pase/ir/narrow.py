@@ -41,11 +41,11 @@ class UnitChain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _UnitNodes:
-    """Nodes that stay together. loop: path of the scope around them, or the name of the block or of the only node.
+    """Nodes that stay together. key: path of the scope around them, or the name of the block or of the only node.
     turns: of a loop over layers, else 1."""
 
     names: list[str]
-    loop: str
+    key: str
     turns: int
     work: float
 
@@ -121,9 +121,9 @@ class _ChainFinder:
         of, loops, at, unit = dict[str, tuple[int, int]](), dict[str, tuple[int, int]](), dict[str, int](), 0
         place = dict[str, tuple[int, int]]()
         for i, g in enumerate(groups):
-            place[g.loop] = unit, unit + g.turns
-            if g.loop in self.layers:
-                loops[self.layers[g.loop][0]] = place[g.loop]
+            place[g.key] = unit, unit + g.turns
+            if g.key in self.layers:
+                loops[self.layers[g.key][0]] = place[g.key]
             unit += g.turns if i in cuts else g.turns - 1
         for name, key in self.keys.items():
             of[name] = place[key]
@@ -179,7 +179,7 @@ class _ChainFinder:
         return [
             _UnitNodes(
                 names=names,
-                loop=key,
+                key=key,
                 turns=self.layers[key][1] if key in self.layers else 1,
                 work=sum(op_work(self.graph.node[n]) for n in names),
             )
@@ -200,7 +200,7 @@ class _ChainFinder:
     def _ordered(self, groups: Sequence[_UnitNodes]) -> list[_UnitNodes]:
         """Each group directly after what it alone needs, the longest way first: of two branches that meet, the one with
         more work is done before the other begins, and what is small stays beside its reader."""
-        number = {g.loop: i for i, g in enumerate(groups)}
+        number = {g.key: i for i, g in enumerate(groups)}
         before: list[set[int]] = [set() for _ in groups]
         for f in self.flows:
             if f.made != f.read:
@@ -214,7 +214,7 @@ class _ChainFinder:
     def _cuts(self, groups: Sequence[_UnitNodes]) -> set[int]:
         """Groups after which the chain is cut: on both sides of loops over layers, and else where fewest activations
         cross, then fewest bytes, no two closer than a part of the work."""
-        place = {g.loop: (i, i + 1) for i, g in enumerate(groups)}
+        place = {g.key: (i, i + 1) for i, g in enumerate(groups)}
         ends = [0.0]
         for g in groups:
             ends.append(ends[-1] + g.work)
@@ -222,7 +222,7 @@ class _ChainFinder:
         cuts = {
             i
             for i in range(len(groups) - 1)
-            if groups[i].loop in self.layers or groups[i + 1].loop in self.layers
+            if groups[i].key in self.layers or groups[i + 1].key in self.layers
         }
 
         def width(i: int) -> tuple[int, float, int]:

@@ -376,6 +376,11 @@ class Mesh:
         return math.prod(self.sizes)
 
     @property
+    def by_name(self) -> dict[str, int]:
+        """Axis -> its size, in the mesh's order."""
+        return dict(zip(self.names, self.sizes, strict=True))
+
+    @property
     def strides(self) -> tuple[int, ...]:
         return tuple(math.prod(self.sizes[i + 1 :]) for i in range(len(self.sizes)))
 

@@ -66,7 +66,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
         model=plan.model,
         devices=plan.devices,
         machine=MachineForm(name=plan.machine, digest=plan.machine_digest, memory_bytes=plan.device_memory),
-        mesh=dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        mesh=plan.mesh.by_name,
         optimizer=plan.optimizer,
         parameters={path: _tensor_form(t) for path, t in plan.parameters.items()},
         inputs={path: _tensor_form(t) for path, t in plan.inputs.items()},
@@ -314,7 +314,7 @@ def diff(a: PlanData, b: PlanData) -> list[str]:
     for what in ("accumulate", "remat", "once", "padding"):
         if getattr(a, what) != getattr(b, what):
             out.append(f"{what}: {_variant(getattr(a, what))} -> {_variant(getattr(b, what))}")
-    mesh_a, mesh_b = (dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) for p in (a, b))
+    mesh_a, mesh_b = (p.mesh.by_name for p in (a, b))
     if mesh_a != mesh_b:
         out.append(f"mesh: {mesh_a} -> {mesh_b}")
     for what, left, right in (

@@ -71,7 +71,7 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]
 
 def _boxes(t: TensorPlan, mesh: Mesh) -> list[Box]:
     """For each device, the part of the tensor that it holds, without padding."""
-    size: Mapping[str, int] = dict(zip(mesh.names, mesh.sizes, strict=True))
+    size: Mapping[str, int] = mesh.by_name
     out = []
     for place in itertools.product(*map(range, mesh.sizes)):
         at = dict(zip(mesh.names, place, strict=True))

@@ -250,7 +250,7 @@ def storage_table(plan: PlanData) -> RichTable:
         groups.setdefault("split over " + "·".join(axes) if axes else "whole on every device", []).append(
             (path, t)
         )
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    sizes = plan.mesh.by_name
     for how, members in groups.items():
         held = 0.0
         for _, t in members:

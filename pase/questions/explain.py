@@ -415,7 +415,7 @@ def _layer(
     say: Callable[[str], None],
 ) -> LayerReport:
     op_of = {n.name: n.op for n in plan.nodes}
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    sizes = plan.mesh.by_name
     local = dict(node.sizes)
     for d, axes in node.split.items():
         for a in axes:

@@ -39,7 +39,7 @@ def _axes(plan: PlanData) -> Iterator[str]:
             time[dim] = time.get(dim, 0.0) + n.cost.compute
         dim, most = max(time.items(), key=lambda kv: kv[1])
         alike.setdefault((dim, f"{most / whole:.0%}"), []).append(axis)
-    size = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    size = plan.mesh.by_name
     for (dim, share), axes in alike.items():
         ways = math.prod(size[a] for a in axes)
         named = f"{'Axes' if len(axes) > 1 else 'Axis'} {', '.join(axes)} ({ways} ways)"

@@ -66,7 +66,7 @@ class Priced:
             "executor": self.program,
             "machine": self.machine,
             "devices": self.strategy.devices,
-            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "mesh": self.mesh.by_name,
             "micro_batches": self.micro_batches,
             "step_s": self.step_s,
             "mfu": t.mfu,

@@ -142,7 +142,7 @@ def _about(plan: PlanData, name: str) -> list[bytes]:
             at.append(f"{axis}={k}")
         conf.device.append(",".join(reversed(at)))
     stored = {k: t.storage for k, t in (*plan.parameters.items(), *plan.inputs.items())}
-    about = {"mesh": dict(zip(mesh.names, mesh.sizes, strict=True)), "configuration": name, "stored": stored}
+    about = {"mesh": mesh.by_name, "configuration": name, "stored": stored}
     entry = onnx.StringStringEntryProto(key=_KEY, value=json.dumps(about))
     out = []
     for number, message in ((26, conf), (14, entry)):

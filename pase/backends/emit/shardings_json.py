@@ -90,7 +90,7 @@ def to_json(plan: PlanData) -> JsonObject:
         "model": plan.model,
         "frontend": plan.traced.frontend if plan.traced is not None else "",
         "devices": plan.devices,
-        "mesh": dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True)),
+        "mesh": plan.mesh.by_name,
         "parameters": {path: tensor(t, stored=True) for path, t in plan.parameters.items()},
         "inputs": {path: tensor(t, stored=False) for path, t in plan.inputs.items()},
         "activations": {

@@ -39,7 +39,7 @@ def to_json(plan: PlanData) -> JsonObject:
     arrives = {path: t.storage for path, t in plan.inputs.items()}
     state = {path: t.state for path, t in plan.parameters.items() if t.state is not None}
     joined = _joined(plan, [*stored.items(), *state.items(), *arrives.items()])
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    sizes = plan.mesh.by_name
     mesh: dict[str, int] = {}
     for axis in sizes:
         name = joined[axis]

@@ -45,7 +45,7 @@ def to_toml(plan: PlanData) -> str:
     for a in axis:
         if not tensor_style(plan, target, a, sequence=True):
             raise PaseError(f"this plan is not {target}: it splits no layer over {a}")
-    sizes = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))
+    sizes = plan.mesh.by_name
     return _FILE.format(
         model=plan.model,
         devices=plan.devices,

@@ -60,7 +60,7 @@ def emit(plan: PlanData, path: Path, *, model: object) -> str:
 
     data = to_json(plan)
     write_atomically(path, json.dumps(data, indent=1) + "\n")
-    ways = dict(zip(plan.mesh.names, plan.mesh.sizes, strict=True))[tensor_axis(plan, "a tp_plan")]
+    ways = plan.mesh.by_name[tensor_axis(plan, "a tp_plan")]
     copies = "" if ways == plan.devices else f", each of {plan.devices // ways} parts of the batch"
     return f"{path}: tp_plan of {len(data)} kinds of layers over {ways} devices{copies}, for from_pretrained(tp_plan=…)"
 

@@ -224,7 +224,7 @@ class JaxprWalk:
         layouts, axes = self._layouts(at), self.plan.logical_mesh
         if layouts is None or len(set(names)) < len(names):
             return list(ins)
-        sizes = dict(zip(axes.names, axes.sizes, strict=True))
+        sizes = axes.by_name
 
         def constrained(x: Array, name: str | None) -> Array:
             digits = layouts.reads.get(name or "")

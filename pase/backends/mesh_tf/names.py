@@ -54,7 +54,7 @@ def merged_axes(
     """
     uses = [set(axes) for split in splits for axes in split.values()]
     groups: list[list[str]] = []
-    size = dict(zip(mesh.names, mesh.sizes, strict=True))
+    size = mesh.by_name
     for a in (n for n in mesh.names if size[n] > 1):
         if groups and any(a in u for u in uses) and all((a in u) == (groups[-1][-1] in u) for u in uses):
             groups[-1].append(a)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pase.compiler.stages.places import Places, StagePart, places_of
+from pase.compiler.stages.places import Places, StagePart, outermost_loops, places_of
 from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.ir.blocks import Block, holders
@@ -102,7 +102,7 @@ def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | 
     # Where there are other loops too (over time, over chunks of the loss), how often a node runs does not say whether
     # a layer has it.
     layers = len(loops) == 1 or (len(written_out) > 1 and _beside(graph, written_out) < _MOST_BESIDE)
-    if layers and len(loops) < 2 and loops.keys() == _outermost_loops(graph):
+    if layers and len(loops) < 2 and loops.keys() == outermost_loops(graph.nodes):
         return places_of(graph, written_out)
     chain = chain_of(graph, written_out)
     if chain.units < 2:
@@ -128,13 +128,6 @@ def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
         by_turn=by_turn,
         parameters=frozenset(n.name for n in graph.nodes if n.kind == "parameter"),
     )
-
-
-def _outermost_loops(graph: Graph) -> set[str]:
-    """Paths of the scopes of the loops that are in no other loop."""
-    scopes = (op.scope for n in graph.nodes for op in n.ops)
-    around = (next((s.path for s in scope if s.kind == "loop"), None) for scope in scopes)
-    return {path for path in around if path is not None}
 
 
 def _beside(graph: Graph, blocks: Sequence[Block]) -> float:

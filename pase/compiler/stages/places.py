@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
-from pase.ir import Graph, Place
+from pase.ir import Graph, Node, Place
 from pase.ir.blocks import holders, turns_of
 from pase.machine import CostModel, mesh_from
 from pase.tables.layouts import number
@@ -16,7 +16,7 @@ from pase.tables.layouts import number
 if TYPE_CHECKING:
     from pase.ir.blocks import Block
 
-__all__ = ["Places", "StagePart", "ends_sum_s", "places_of", "send_s"]
+__all__ = ["Places", "StagePart", "ends_sum_s", "outermost_loops", "places_of", "send_s"]
 
 StagePart = str
 """A part of a model: "first", "block" or "last" of equal blocks; of unequal ones, their units' (``chain_places``)."""
@@ -97,7 +97,7 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     blocks = max(times.values(), default=1)
     numbers: dict[str, set[int]] = {}
     if blocks > 1:
-        loops = _loops(graph, times, blocks)
+        loops = outermost_loops(n for n in graph.nodes if times[n.name] == blocks)
         if len(loops) > 1:
             raise Infeasible(
                 f"'{graph.name}' has {len(loops)} loops of {blocks} turns: which of them are its layers is not known, "
@@ -143,16 +143,11 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
     return Places(parts=parts, blocks=blocks, crossing=crossing, numbers=numbers, sizes=sizes)
 
 
-def _loops(graph: Graph, times: Mapping[str, int], turns: int) -> set[str]:
-    """Paths of the outermost loops with this many turns."""
-    found = set()
-    for n in graph.nodes:
-        if times[n.name] == turns:
-            for op in n.ops:
-                around = next((s.path for s in op.scope if s.kind == "loop"), None)
-                if around is not None:
-                    found.add(around)
-    return found
+def outermost_loops(nodes: Iterable[Node]) -> set[str]:
+    """Paths of the scopes of the loops around these nodes' ops that are in no other loop."""
+    scopes = (op.scope for n in nodes for op in n.ops)
+    around = (next((s.path for s in scope if s.kind == "loop"), None) for scope in scopes)
+    return {path for path in around if path is not None}
 
 
 def _handed_on(

@@ -145,7 +145,7 @@ def _replicas(shares: Shares, found: Pipelines, names: tuple[str, ...]) -> tuple
                 group=r.site.name,
                 micro_batches=r.micro_batches,
                 step_s=r.staged.step_s,
-                mesh=dict(zip(mesh.names, mesh.sizes, strict=True)),
+                mesh=mesh.by_name,
                 pipeline=_pipeline(r.staged, r.menu, mesh, _scope(found, r.menu.only), names),
             )
         )

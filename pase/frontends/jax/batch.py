@@ -166,12 +166,11 @@ class _BothPrograms:
 
     def begins_at_zero(self, op: Op) -> bool:
         """For ``batch_sums``."""
-        assert self._equations is self.found
-        return op.eqn in self.from_zero
+        return op.eqn in self._walked.from_zero
 
     def power(self, op: Op) -> int | None:
         """For ``batch_sums``."""
-        here = self._equations.get(op.eqn.path, [])
+        here = self._walked.found.get(op.eqn.path, [])
         if len(here) <= 1 or not any(p != 0 for _, p in here):
             return here[0][1] if len(here) == 1 else 0
         # A call with a rule of its own: its equations of this kind, in their order.
@@ -183,9 +182,10 @@ class _BothPrograms:
         return powers[mine] if mine is not None and len(alike) == len(powers) else None
 
     @cached_property
-    def _equations(self) -> Mapping[str, Sequence[tuple[str, int | None]]]:
+    def _walked(self) -> _BothPrograms:
+        """Itself, when both programs have been walked."""
         self._walk(opened(self.whole.jaxpr), opened(self.part.jaxpr), {}, "", "")
-        return self.found
+        return self
 
     @cached_property
     def _ops(self) -> Mapping[str, list[Op]]:

@@ -241,7 +241,7 @@ def _split(
     q, k = (layouts.reads.get(name or "") for name in reads[:2])
     if q is None or k is None:
         return None
-    split = split_of(q, k, call, shapes, dict(zip(axes.names, axes.sizes, strict=True)))
+    split = split_of(q, k, call, shapes, axes.by_name)
     unequal = shapes[0][call.order[1]] != shapes[1][call.order[1]]
     if split is None or (call.causal and split.queries and unequal):
         return None

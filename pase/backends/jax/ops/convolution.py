@@ -52,7 +52,7 @@ def of_plan(
     if x is None or w is None or out is None or all(d is None for d in out):
         return None
     by_group = numbers.lhs_spec[1], numbers.rhs_spec[0], numbers.out_spec[1]
-    parts, idle, mapped, sizes = 1, False, True, dict(zip(axes.names, axes.sizes, strict=True))
+    parts, idle, mapped, sizes = 1, False, True, axes.by_name
     for axis, digits in zip(sizes, zip(x, w, out, strict=True), strict=True):
         dims = tuple(None if d is None else d[0] for d in digits)
         if dims == by_group:

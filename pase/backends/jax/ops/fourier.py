@@ -47,7 +47,7 @@ def of_plan(
     read, made = layouts.reads.get(reads[0] or ""), layouts.writes.get(makes[0])
     if read is None or made is None:
         return None
-    sizes = dict(zip(axes.names, axes.sizes, strict=True))
+    sizes = axes.by_name
     before, after = spec_of(read, sizes), spec_of(made, sizes)
     if before is None or after is None:
         return None
