@@ -24,7 +24,7 @@ from pase.ir import named, simplify
 from pase.ir.recompute import needs
 from pase.machine import Mesh
 from pase.memory.account import Memory, memory
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 from pase.tables.work import OPTIMIZERS
 from pase.zoo.cnn import resnet, vgg
 from pase.zoo.cnn_branched import inception
@@ -72,8 +72,8 @@ def unfused_bytes(built: Built, optimizer: str) -> float:
         for op in n.ops:
             if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
                 wanted.update(needs(op, graph.tensors))
-    kept = sum(number(graph.tensors[t].nbytes, t) for t in wanted - stored)
-    parameters = sum(number(t.nbytes, t.name) for t in graph.parameters)
+    kept = sum(concrete_size(graph.tensors[t].nbytes, t) for t in wanted - stored)
+    parameters = sum(concrete_size(t.nbytes, t.name) for t in graph.parameters)
     return float(kept + parameters * (2 + OPTIMIZERS[optimizer]))
 
 

@@ -159,7 +159,7 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     from pase.backends.mesh_tf.legality import parse_pairs
     from pase.backends.mesh_tf.names import Names
     from pase.backends.mesh_tf.shim import mesh_tensorflow
-    from pase.compiler.meshes.methods import complete, price_methods
+    from pase.compiler.meshes.baselines import complete, price_baselines
     from pase.compiler.meshes.plans import plan_of
     from pase.compiler.meshes.search import search_meshes
     from pase.compiler.problem.problem import SplitProblem
@@ -201,7 +201,7 @@ def compare(name: str, loss: Any, specs: list[Any]) -> dict[str, Any]:
     layout = dict(parse_pairs(rules, "auto_mtf's layout"))
     pinned = as_strategy(Names(space.graph, mesh, whole.strategy), space, layout, axes)
     theirs = plan_of(problem, complete(problem, pinned, mesh), mesh, name, traced)  # type: ignore[arg-type]
-    data = price_methods(problem)[0]
+    data = price_baselines(problem)[0]
 
     our_module = module(our_text)
     _, our_graph, _, our_outputs = built(our_module)

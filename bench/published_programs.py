@@ -80,7 +80,7 @@ _SCALING: dict[str, Any] = {
 _DEEPSEEK: dict[str, Any] = {
     # DeepSeek-V3 (arXiv 2412.19437): 3.2.1, DualPipe runs the exchange of tokens beside another micro-batch's compute;
     # 3.3.3, Adam's moments in bfloat16; 3.2.3, norms, up-projections of attention and SwiGLU's product run again.
-    "exchange_beside": True,
+    "exchange_overlaps": True,
     "bytes": replace(PROGRAMS["megatron"].bytes, state=8.0),
     "selective": all_but_products,
 }

@@ -219,7 +219,7 @@ def strategies(
         }
 
         def lower(plan: Any = plan, lowering: Lowering = "annotated", ahead: bool = False) -> Any:
-            made = replace(plan.jax, gathers_ahead=ahead)
+            made = replace(plan.jax, prefetch=ahead)
             return made.lower_train_step(optimizer, made.mesh(on), lowering=lowering)
 
         yield name, facts, lower

@@ -275,7 +275,7 @@ def from_profile(row: MeasuredRow, p: StepProfile, model: CostModel) -> float | 
     mesh = mesh_from(f"stage={row.pipeline},inner={row.data * row.tensor}", row.gpus)
     send_s = float(model.collective("permute", mesh, 1, 2.0 * row.micro_batch * row.seq * row.d))
     forward, backward = [s / 3 for s in stages], [2 * s / 3 for s in stages]
-    pipe = one_f_one_b(forward, backward, row.micro_batches, 1, send_s, "1f1b", sends_beside=False)
+    pipe = one_f_one_b(forward, backward, row.micro_batches, 1, send_s, "1f1b", sends_overlap=False)
     return pipe.step_s + max(float(base + slope * n), 0.0)
 
 

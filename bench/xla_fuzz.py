@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pase.backends.jax.plan import Lowering
 
 FILE = RESULTS / "xla_fuzz.json"
-BY_HAND = RESULTS / "xla_fuzz_manual.json"
+MANUAL = RESULTS / "xla_fuzz_manual.json"
 CASES = 2000
 MESHES = ("2x4", "4x2", "2x2x2", "8")
 BATCH = 25
@@ -336,7 +336,7 @@ def main() -> None:
     if given.child or given.show:
         child(given.cases, kinds, given.show, lowering)
         return
-    file = BY_HAND if given.manual else FILE
+    file = MANUAL if given.manual else FILE
     known = json.loads(file.read_text())["cases"] if file.exists() else {}
     of = "mixed" if kinds == list(KINDS) else "+".join(kinds)
     wanted = given.cases or [c for c in range(CASES) if f"{of} {c}" not in known]

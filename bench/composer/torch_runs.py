@@ -117,7 +117,11 @@ class TorchTrial:
         run, staged = plan.torch, plan.pipeline is not None
         count = plan.mesh.devices * (len(set(s.rank for s in plan.pipeline.stages)) if staged else 1)
         if staged:
-            assert run.stages and run.homes and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+            assert (
+                run.stages
+                and run.stage_of_parameter
+                and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+            )
         else:
             assert run.program.ops and run.leaves and run.sums  # worked out once, not once on each thread
         # Made one after the other: they draw from the one random state of the process.

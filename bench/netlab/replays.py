@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["CASES", "measure", "summary"]
 
 CASES = (("mlp", 1024), ("gpt2", 32), ("alexnet", 32))
-METHODS = ("data_parallel", "fsdp", "megatron")
+BASELINES = ("data_parallel", "fsdp", "megatron")
 HOSTS = 2
 MBIT = 200.0
 LATE_S = 0.1
@@ -97,7 +97,7 @@ def _cells(
         }
         for model, batch in cases
         for cell in planned(model, batch * times, hosts, machine, made, session.stamp(machine))
-        if cell.strategy in METHODS
+        if cell.strategy in BASELINES
     ]
 
 

@@ -22,7 +22,7 @@ __all__ = ["ALONE", "PIPELINE", "ROUNDS", "Cell", "Running", "in_turn", "planned
 ALONE = "no split"
 """Every host does the whole step: what a strategy has to beat."""
 PIPELINE = "pipeline"
-METHODS = (
+BASELINES = (
     "ours",
     "data_parallel",
     "fsdp",
@@ -59,7 +59,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     takes the cheapest of ours. stamp: plans made under the same stamp are read back."""
     from pase.api import Plan
     from pase.compiler.compilation import compile_model
-    from pase.compiler.meshes.methods import price_methods
+    from pase.compiler.meshes.baselines import price_baselines
     from pase.compiler.meshes.plans import plan_of
     from pase.compiler.problem.options import CompileOptions
     from pase.machine import load as load_machine
@@ -71,7 +71,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     options = CompileOptions(devices=devices, machine=load_machine(machine))
     c = compile_model(m.loss_fn, m.params, (m.batch,), options)
     whole = {n.name: np.full(len(c.plan.mesh.sizes), -1, dtype=np.int8) for n in c.problem.graph.nodes}
-    made = [(b.name, b.strategy, b.mesh) for b in c.given or price_methods(c.problem)[0]]
+    made = [(b.name, b.strategy, b.mesh) for b in c.given or price_baselines(c.problem)[0]]
     made.append((ALONE, whole, c.plan.mesh))
     found = [("ours", c.plan)]
     found += [(n, plan_of(c.problem, strategy, mesh, c.plan.model, c.traced)) for n, strategy, mesh in made]
@@ -81,7 +81,7 @@ def planned(name: str, batch: int, devices: int, machine: Path, folder: Path, st
     cells: list[Cell] = []
     seen: dict[str, Any] = {}
     for strategy, plan in sorted(found, key=lambda pair: (pair[1].cost, pair[0] != "ours")):
-        method = next((x for x in METHODS if strategy.startswith(x)), None)
+        method = next((x for x in BASELINES if strategy.startswith(x)), None)
         if method is None or any(c.strategy == method for c in cells):
             continue  # sorted: the first of a method is its cheapest
         same = next((s for s, other in seen.items() if _same(plan, other)), None)

@@ -1,9 +1,9 @@
 """What people do by hand, as strategies on the same graph and priced by the same tables."""
 
+from pase.baselines.fill_in import baselines, price
 from pase.baselines.flow import Roles, Weight, roles
 from pase.baselines.megatron import megatron
 from pase.baselines.rules import names, rule
-from pase.baselines.settle import baselines, price
 from pase.baselines.types import Baseline, Intent, Skipped
 
 __all__ = [

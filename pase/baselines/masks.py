@@ -10,7 +10,7 @@ import numpy as np
 from pase.baselines.flow import Roles
 from pase.ir import Graph, Node
 from pase.machine import Machine, Mesh, axis_levels, level_ways
-from pase.tables.layouts import NOT_SPLIT, number, shards, state_index
+from pase.tables.layouts import NOT_SPLIT, concrete_size, shards, state_index
 
 __all__ = [
     "PERSISTENT_ELEMENTS",
@@ -67,7 +67,7 @@ def ways_over(cfg: np.ndarray, dims: Sequence[int], axes: Sequence[int], mesh: M
 
 
 def _elements(node: Node) -> int:
-    return math.prod(number(d.size, node.name) for d in node.space if d.kind == "parallel")
+    return math.prod(concrete_size(d.size, node.name) for d in node.space if d.kind == "parallel")
 
 
 def stored_apart(
@@ -79,7 +79,7 @@ def stored_apart(
     interleave would have to permute them first.
     """
     whole = only(cfg, axes, [NOT_SPLIT])
-    sizes = [number(d.size, node.name) for d in node.space]
+    sizes = [concrete_size(d.size, node.name) for d in node.space]
     stored = [i for i, d in enumerate(node.space) if d.kind != "state"]
     for i in sorted(stored, key=lambda i: (i in taken, -sizes[i])):
         on = only(cfg, axes, [i])

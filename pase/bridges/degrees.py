@@ -239,7 +239,7 @@ class _Retensored:
         s = self.s
         out: dict[int, _Pair] = {}
         for phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
-            turns = self._turns(phase)
+            in_order = self._products_in_order(phase)
             for micro in range(s.micro_batches):
                 mine = [
                     i
@@ -251,14 +251,14 @@ class _Retensored:
                     if (attends := self._attends(phase, s.product[i])) is not None:
                         out[i] = attends
                         continue
-                    listed = turns.get(s.product[i]) or self._as_one(turns, s.product[i])
+                    listed = in_order.get(s.product[i]) or self._as_one(in_order, s.product[i])
                     if seen[s.product[i]] >= len(listed):
-                        self._refuse(i, phase, Counter(s.product[j] for j in mine), turns)
+                        self._refuse(i, phase, Counter(s.product[j] for j in mine), in_order)
                     out[i] = listed[seen[s.product[i]]]
                     seen[s.product[i]] += 1
         return out
 
-    def _turns(self, phase: StepPhase) -> dict[ProductKey, list[_Pair]]:
+    def _products_in_order(self, phase: StepPhase) -> dict[ProductKey, list[_Pair]]:
         """Product → the plan's products of that shape in the order in which they run."""
         layered: dict[ProductKey, list[tuple[int, _Pair]]] = defaultdict(list)
         names = list(self.now.work)
@@ -271,19 +271,21 @@ class _Retensored:
         for key, pairs in layered.items():
             # Products of a loop over layers alternate; what runs once comes before or after them.
             most = max(n for n, _ in pairs)
-            out[key] = [p for turn in range(most) for n, p in pairs if turn < n]
+            out[key] = [p for iteration in range(most) for n, p in pairs if iteration < n]
         return out
 
-    def _as_one(self, turns: dict[ProductKey, list[_Pair]], key: ProductKey) -> list[_Pair]:
+    def _as_one(self, in_order: dict[ProductKey, list[_Pair]], key: ProductKey) -> list[_Pair]:
         """Several of the plan's products of one operand that ran as one product."""
-        for pairs in turns.values():
+        for pairs in in_order.values():
             for n in _FUSED:
                 p = replace(pairs[0], together=n)
                 if p.key(p.now) == key and p.now.phase == "forward" and len(pairs) >= n:
                     return [p] * (len(pairs) // n)
-        if any(p.now.phase == "backward" for pairs in turns.values() for p in pairs):
+        if any(p.now.phase == "backward" for pairs in in_order.values() for p in pairs):
             # Both gradients of a product have its three arrays, so they have its shape here.
-            return [p for p in self._as_one(self._turns(StepPhase.FORWARD), key) for _ in range(2)]
+            return [
+                p for p in self._as_one(self._products_in_order(StepPhase.FORWARD), key) for _ in range(2)
+            ]
         return []
 
     def _attends(self, phase: StepPhase, key: ProductKey) -> _Pair | None:
@@ -301,13 +303,13 @@ class _Retensored:
         return None
 
     def _refuse(
-        self, i: int, phase: StepPhase, counts: Counter[ProductKey], turns: dict[ProductKey, list[_Pair]]
+        self, i: int, phase: StepPhase, counts: Counter[ProductKey], in_order: dict[ProductKey, list[_Pair]]
     ) -> None:
         shape, key = self.s.shapes[i], self.s.product[i]
-        planned = ", ".join(f"{len(v)} of {_extents(v[0].now)}" for v in list(turns.values())[:4])
+        planned = ", ".join(f"{len(v)} of {_extents(v[0].now)}" for v in list(in_order.values())[:4])
         raise Infeasible(
             f"the run has {counts[key]} {phase.name.lower()} products {shape.name} of {shape.operands} in a "
-            f"micro-batch, and the plan of the model ({self.now.strategy}) has {len(turns.get(key, ()))}; it has "
+            f"micro-batch, and the plan of the model ({self.now.strategy}) has {len(in_order.get(key, ()))}; it has "
             f"{planned}. Give the model (--model) with the run's own sizes, and the batch of one micro-batch of a rank"
         )
 

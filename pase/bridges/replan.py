@@ -109,18 +109,18 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
         raise PaseError(f"bucket plan '{plan.policy}' delays updates, which a trace cannot show")
     tasks = _tasks(g, problem)  # [tensors, replicas of the plan], -1 where a rank lacks it
     moved = np.unique(tasks[tasks >= 0])
-    _check_beside_compute(g, moved)
+    _check_own_stream(g, moved)
     r = replay_graph(g)
     c = coarsen(g, r)
     is_moved = np.zeros(len(g), dtype=bool)
     is_moved[moved] = True
     launches = np.zeros(len(g))
     pieces = [[p.tensor for p in m.pieces] for m in plan.messages]
-    new, home = _messages(g, problem, plan, tasks)
+    new, owner = _messages(g, problem, plan, tasks)
     for m, column in zip(new["message"], new["column"], strict=True):
         mine = tasks[pieces[m], column]
         launches[mine[int(np.argmax(_ready(g, r, is_moved)[mine]))]] += 1
-    edges = _edges(g, plan, tasks, is_moved, new, home, pieces)
+    edges = _edges(g, plan, tasks, is_moved, new, owner, pieces)
     duration = g.duration_ns.copy()
     for host in (c.launch, c.call):
         some = moved[host[moved] >= 0]
@@ -137,7 +137,7 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
     )
 
 
-def _check_beside_compute(g: DataflowGraph, moved: np.ndarray) -> None:
+def _check_own_stream(g: DataflowGraph, moved: np.ndarray) -> None:
     """PaseError where collectives share a stream with compute: moving them would move the compute between them."""
     from pase.replay.types import COLLECTIVE, on_stream
 
@@ -232,7 +232,7 @@ def _messages(
             "ways",
         )
     }
-    home: dict[tuple[int, int], int] = {}
+    owner: dict[tuple[int, int], int] = {}
     lanes: dict[tuple[int, int], int] = {}
     for k in range(len(problem.tensors)):
         for link in problem.links_for(k)[:1]:
@@ -245,7 +245,7 @@ def _messages(
             gang = int(g.gang[i])
             if gang >= 0:
                 gang = gangs.setdefault((m, gang), g.gangs + len(gangs))
-            home[m, column] = len(g) + len(new["message"])
+            owner[m, column] = len(g) + len(new["message"])
             row = {
                 "message": m,
                 "column": column,
@@ -259,7 +259,7 @@ def _messages(
             }
             for key, value in row.items():
                 new[key].append(value)
-    return new, home
+    return new, owner
 
 
 def _edges(
@@ -268,7 +268,7 @@ def _edges(
     tasks: np.ndarray,
     is_moved: np.ndarray,
     new: dict[str, list[Any]],
-    home: dict[tuple[int, int], int],
+    owner: dict[tuple[int, int], int],
     pieces: Sequence[Sequence[int]],
 ) -> JsonObject:
     """All edges of the new graph, and which op's work goes behind which task."""
@@ -295,13 +295,13 @@ def _edges(
     gap = float(np.median(own_gap)) if own_gap.size else 0.0
     last: dict[int, int] = {}
     for m, column, device in zip(new["message"], new["column"], new["device"], strict=True):
-        here = home[m, column]
+        here = owner[m, column]
         for i in tasks[pieces[m], column].tolist():
             rows.append((i, here, plan.messages[m].hold_s * 1e9, wait))
         if device in last:
             rows.append((last[device], here, gap, stream))
         last[device] = here
-    behind = _readers(g, is_moved, tasks, new, home, pieces, keep, rows)
+    behind = _readers(g, is_moved, tasks, new, owner, pieces, keep, rows)
     table = [np.array(x) for x in zip(*rows, strict=True)]
     return {
         "src": np.concatenate([g.src[keep], table[0]]).astype(np.int64),
@@ -317,7 +317,7 @@ def _readers(
     is_moved: np.ndarray,
     tasks: np.ndarray,
     new: dict[str, list[Any]],
-    home: dict[tuple[int, int], int],
+    owner: dict[tuple[int, int], int],
     pieces: Sequence[Sequence[int]],
     keep: np.ndarray,
     rows: list[tuple[int, int, float, int]],
@@ -346,7 +346,7 @@ def _readers(
             if i not in seen:
                 seen.add(i)
                 todo.extend(before.get(i, ()))
-        here = home[m, column]
+        here = owner[m, column]
         for i in tasks[pieces[m], column].tolist():
             for b, lag, kind in read.get(i, ()):
                 if (here, b) in done:
@@ -356,10 +356,10 @@ def _readers(
                     rows.append((here, b, lag, kind))
                 elif not any(x == b for x, _ in behind):
                     behind.append((b, here))
-    return _settled(g, behind, rows)
+    return _waiting_ops(g, behind, rows)
 
 
-def _settled(
+def _waiting_ops(
     g: DataflowGraph, behind: list[tuple[int, int]], rows: list[tuple[int, int, float, int]]
 ) -> list[tuple[int, int]]:
     """Where work that must wait for a message goes: into an op that waits for it; matrix products cannot go."""

@@ -163,10 +163,10 @@ def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
     import jax
     from jax import lax
 
-    def local(turns: Tree, sets: Tree, results: Tree) -> Tree:
+    def local(iterations: Tree, sets: Tree, results: Tree) -> Tree:
         sets, results = jax.tree.map(lambda x: x[0], (sets, results))
 
-        def turn(_: object, carry: Tree) -> Tree:
+        def iteration(_: object, carry: Tree) -> Tree:
             sets, results = carry
             last, after, made = results[-1], [], []
             for first, *rest in sets:
@@ -178,7 +178,7 @@ def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
                 made.append(last)
             return after, made
 
-        done = lax.fori_loop(0, turns, turn, (sets, results))
+        done = lax.fori_loop(0, iterations, iteration, (sets, results))
         return jax.tree.map(lambda x: x[None], done)
 
     return local
@@ -394,10 +394,10 @@ class Devices:
 
         def run(inner: int) -> float:
             nonlocal state
-            turns = math.ceil(inner / count)
+            iterations = math.ceil(inner / count)
             began = time.perf_counter()
-            state = compiled(np.int32(turns), *state)
+            state = compiled(np.int32(iterations), *state)
             jax.block_until_ready(state)
-            return (time.perf_counter() - began) / ops * inner / (turns * count)
+            return (time.perf_counter() - began) / ops * inner / (iterations * count)
 
         return run

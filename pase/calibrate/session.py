@@ -12,16 +12,16 @@ import numpy as np
 from pase.calibrate.journal import Journal
 from pase.calibrate.types import COLLECTIVE_OPS, Bench, Sample, Task
 
-__all__ = ["SessionResult", "Settings", "again", "measure", "session", "spread"]
+__all__ = ["SessionResult", "Settings", "measure", "remeasured", "session", "spread"]
 
-_AGAIN_AT_ONCE = 60
+_MOST_REMEASURED = 60
 
 _SLOWER_THAN_BUDGET, _SLOWER_AT_ALL = 1 / 30, 1 / 6
 _BEYOND_STARTUP = 8.0
 _MESSAGE_THAT_TELLS = 1 << 20
 _DISTURBED, _TRIES = 0.2, 5
 """Cores that other programs may take while a sample is measured (a host's ticks tell no less), and tries."""
-_LOOKS, _GROWTH, _MOST_TURNS = 3, 100.0, 1 << 20
+_LOOKS, _GROWTH, _MOST_TRIPS = 3, 100.0, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +83,9 @@ def _sampled(task: Task, run: Callable[[int], float], bench: Bench, settings: Se
     # A short program is mostly dispatch, and one that was interrupted says nothing: the best of three, growing.
     while task.op != "dispatch":
         took = min(max(v) for v in zip(*bench.share([run(inner) for _ in range(_LOOKS)]), strict=True))
-        if took >= settings.program_s / 2 or inner == _MOST_TURNS:
+        if took >= settings.program_s / 2 or inner == _MOST_TRIPS:
             break
-        inner = min(math.ceil(inner * min(settings.program_s / max(took, 1e-9), _GROWTH)), _MOST_TURNS)
+        inner = min(math.ceil(inner * min(settings.program_s / max(took, 1e-9), _GROWTH)), _MOST_TRIPS)
     fewest, most = settings.repeats
     times: list[float] = []
     for _ in range(2):
@@ -177,7 +177,7 @@ def session(
     )
 
 
-def again(
+def remeasured(
     tasks: Sequence[Task],
     doubtful: Sequence[str],
     bench: Bench,
@@ -187,8 +187,8 @@ def again(
 ) -> int:
     """Measures what the first process doubts once more (it alone knows the keys); how many that were."""
     place = {task.key: i for i, task in enumerate(tasks)}
-    mine = [float(place[key]) for key in doubtful if key in place][:_AGAIN_AT_ONCE]
-    shared = bench.share([float(len(mine)), *mine, *[0.0] * (_AGAIN_AT_ONCE - len(mine))])[0]
+    mine = [float(place[key]) for key in doubtful if key in place][:_MOST_REMEASURED]
+    shared = bench.share([float(len(mine)), *mine, *[0.0] * (_MOST_REMEASURED - len(mine))])[0]
     chosen = [tasks[int(i)] for i in shared[1 : 1 + int(shared[0])]]
     for number, task in enumerate(chosen):
         say(f"once more: {task.key}", number, len(chosen))

@@ -221,7 +221,7 @@ def _in_rounds(
     Returns the last fit, or the reason why there is none. Returns None on every process but the first.
     """
     from pase.calibrate import Refused, session
-    from pase.calibrate.session import again
+    from pase.calibrate.session import remeasured
 
     outcome = session(tasks, bench, journal, settings, told)
     fitted: Fitted | Refused | None = None
@@ -232,7 +232,7 @@ def _in_rounds(
             except Refused as e:
                 fitted = e
         doubtful = fitted.doubtful if isinstance(fitted, Refused) else ()
-        if not left or not again(tasks, doubtful, bench, journal, settings, told):
+        if not left or not remeasured(tasks, doubtful, bench, journal, settings, told):
             break
     return outcome, fitted
 

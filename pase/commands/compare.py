@@ -89,7 +89,7 @@ def compare(
     strictly(ours.sound, strict)
 
 
-def _moved(p: PlanData) -> float:
+def _sent_bytes(p: PlanData) -> float:
     """Bytes that a device sends in a step."""
     return sum(c.nbytes * c.times for c in p.collectives)
 
@@ -107,7 +107,7 @@ def _comparison(ours: PlanData, rows: Rows) -> dict[str, object]:
             **rates(p),
             "memory_bytes": p.memory.total,
             "fits": p.fits,
-            "comm_bytes": _moved(p),
+            "comm_bytes": _sent_bytes(p),
         }
         for name, p in rows
     ]
@@ -140,7 +140,7 @@ def _table(ours: PlanData, rows: Rows, without: Sequence[str]) -> Table:
         "MFU": [f"{p.throughput.mfu:.1%}" if p.throughput is not None else "" for _, p in rows],
         "compute": [cost_text(p.compute, p.unit) for _, p in rows],
         "comm.": [cost_text(p.communication, p.unit) for _, p in rows],
-        "sends": [bytes_text(_moved(p)) for _, p in rows],
+        "sends": [bytes_text(_sent_bytes(p)) for _, p in rows],
         "memory": [bytes_text(p.memory.total) for _, p in rows],
         "fits": ["yes" if p.fits else "NO" for _, p in rows],
     }

@@ -165,7 +165,7 @@ def _layer_summary(r: LayerReport) -> dict[str, object]:
                 "cost": c.cost,
                 "why": reason,
             }
-            for c, reason in r.moves
+            for c, reason in r.collectives
         ],
         "holds_bytes": dict(r.holds),
         "alternatives": [
@@ -284,9 +284,9 @@ def _layer(e: Explanation, r: LayerReport, c: Console, most: int | None) -> None
     if r.work:
         c.print()
         c.print(_work_table(r, unit))
-    if r.moves:
+    if r.collectives:
         c.print()
-        c.print(_moves_table(r, plan))
+        c.print(_collectives_table(r, plan))
     if r.alternatives:
         c.print()
         c.print(_alternatives(r.alternatives[:most], plan.cost, plan.unit))
@@ -314,12 +314,12 @@ def _work_table(r: LayerReport, unit: str) -> RichTable:
     return table
 
 
-def _moves_table(r: LayerReport, plan: PlanData) -> RichTable:
+def _collectives_table(r: LayerReport, plan: PlanData) -> RichTable:
     from pase.plan.table import bytes_text, cost_text
 
     table = _table("moves", "from", "over", "bytes>", "times>", "step>", "why")
     sizes = plan.mesh.by_name
-    for m, reason in r.moves:
+    for m, reason in r.collectives:
         table.add_row(
             f"{m.kind.replace('_', '-')} {m.phase}",
             m.source,

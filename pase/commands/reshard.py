@@ -43,12 +43,12 @@ def reshard(
     """
     from pase.machine import load as load_machine
     from pase.plan.layout import load
-    from pase.plan.moves import moves
+    from pase.plan.parameter_reshard import parameter_reshards
     from pase.plan.table import bytes_text, cost_text
 
     before, after = load(old), load(new)
     on = load_machine(machine or after.machine)
-    found = moves(before, after, on)
+    found = parameter_reshards(before, after, on)
     seconds = sum(m.seconds(on) for m in found)
     levels = [level.name for level in on.levels]
     if json:

@@ -107,7 +107,7 @@ def _host_devices(devices: int) -> None:
 def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
     """The plan for the model and the available devices."""
     from pase import zoo
-    from pase.compiler.meshes.methods import complete
+    from pase.compiler.meshes.baselines import complete
     from pase.compiler.meshes.plans import plan_of
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.problem.variants import Variant, recomputed
@@ -147,7 +147,7 @@ def _placed(plan: PlanData, devices: int, reduced: bool) -> JsonObject:
         how = {b.again for b in plan.remat}
         blocks = recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
         micro = math.gcd(plan.accumulate, batch_size(traced))
-        problem = problem.varied(traced, Variant(accumulate=micro, blocks=blocks, once=plan.once))
+        problem = problem.varied(traced, Variant(accumulate=micro, blocks=blocks, hoisted=plan.once))
     mesh = shrunk_mesh(plan.mesh, devices)
     pinned, dropped = transferred(plan, problem.graph, mesh)
     configs = complete(problem, pinned, mesh)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from pase.baselines import Baseline, Skipped
 from pase.compiler.batch import most_throughput
+from pase.compiler.meshes.baselines import memory_of, never_worse, price_baselines
 from pase.compiler.meshes.every_mesh import close_meshes
 from pase.compiler.meshes.fit import cheapest_free, fit_more, fit_variants
-from pase.compiler.meshes.methods import memory_of, never_worse, price_methods
 from pase.compiler.meshes.plans import NO_LIMIT, Fit, plan_found, plan_of
 from pase.compiler.meshes.search import Found, closed
 from pase.compiler.meshes.ties import least_stored
@@ -107,7 +107,7 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
     if options.baselines:
         say("pricing what people do by hand")
         began = time.perf_counter()
-        given, skipped = price_methods(problem)
+        given, skipped = price_baselines(problem)
         methods["baselines"] = time.perf_counter() - began
     needs = {} if limit is None else {b.name: memory_of(problem, b.strategy, b.mesh).total for b in given}
     within = limit if misfit is None else None
@@ -122,7 +122,7 @@ def _compiled(traced: Traced, name: str, options: CompileOptions, say: Progress,
     found, proven = _over_every_mesh(first, problem, found, known, within, options, say)
     total_s = time.perf_counter() - start
     seconds = {"trace": traced_s, **found.seconds, **methods, "total": total_s}
-    fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, methods=needs)
+    fit = NO_LIMIT if limit is None else Fit(limit=int(limit), misfit=misfit, baselines=needs)
     plan = plan_found(problem, found, name, traced, seconds, given, skipped, fit, proven)
     if options.pipeline == "auto":
         plan = _or_staged(plan, written, traced, name, options, say)
@@ -252,7 +252,7 @@ def compare_model(
 ) -> list[tuple[str, PlanData]]:
     """The implementation of ``pase.compare``."""
     c = compile_model(model, params, batch, options, progress)
-    given = c.given or price_methods(c.problem)[0]
+    given = c.given or price_baselines(c.problem)[0]
     plans = [("pase", c.plan)]
     for b in given:
         plan = plan_of(c.problem, b.strategy, b.mesh, c.plan.model, c.traced)

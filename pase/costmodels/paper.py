@@ -24,7 +24,7 @@ def figures(machine: Machine) -> PaperFigures:
     )
 
 
-def _moved(kind: CollectiveKind, ways: int) -> float:
+def _sent_part(kind: CollectiveKind, ways: int) -> float:
     """Part of ``nbytes`` that a device sends: ring all-reduce 2(P-1)/P, its halves (P-1)/P."""
     match kind:
         case "all_reduce":
@@ -79,5 +79,5 @@ class Paper:
         ways = [
             math.prod(s for i, s in enumerate(mesh.sizes) if x >> i & 1) for x in range(1 << len(mesh.sizes))
         ]
-        moved = np.array([_moved(kind, w) for w in ways])
-        return moved[np.asarray(axes)] * np.asarray(nbytes, dtype=float) * self.figures.flop_per_byte
+        sent = np.array([_sent_part(kind, w) for w in ways])
+        return sent[np.asarray(axes)] * np.asarray(nbytes, dtype=float) * self.figures.flop_per_byte

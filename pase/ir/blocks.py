@@ -15,22 +15,22 @@ from pase.ir.places import Place, Scope
 from pase.ir.types import LEAF, Graph, Node, Op
 
 __all__ = [
-    "Again",
     "Block",
-    "Once",
+    "Hoisted",
+    "RecomputeKind",
     "accumulated",
-    "again_text",
     "attention_cores",
+    "hoisted_of",
+    "hoisted_text",
     "holders",
     "kept_results",
-    "once_of",
-    "once_text",
+    "micro_batches_of",
+    "recompute_text",
     "rematerialised",
-    "turns_of",
 ]
 
 
-Again = Literal["all", "light", "attention"]
+RecomputeKind = Literal["all", "light", "attention"]
 """What backward recomputes of a block: all of it; all but the results of products with weights and of fused attention,
 which are kept; or the attention, which is then the whole block."""
 
@@ -45,7 +45,7 @@ class Block:
     prefix: str
     start: int
     stop: int
-    again: Again = "all"
+    again: RecomputeKind = "all"
 
     @property
     def region(self) -> Scope:
@@ -55,10 +55,10 @@ class Block:
 _PARTS = {"all": "{}", "light": "light work of {}", "attention": "attention of {}"}
 
 
-def again_text(blocks: Sequence[Block]) -> list[str]:
+def recompute_text(blocks: Sequence[Block]) -> list[str]:
     """What is recomputed, in words: one part for each kind.
 
-    >>> again_text([Block(prefix="3.", start=0, stop=9, again="light")])
+    >>> recompute_text([Block(prefix="3.", start=0, stop=9, again="light")])
     ['light work of 1 block computed again']
     """
     many = Counter(b.again for b in blocks)
@@ -167,18 +167,18 @@ def _weights(graph: Graph) -> set[str]:
     return made
 
 
-Once = Literal["none", "gathers", "all"]
+Hoisted = Literal["none", "gathers", "all"]
 """What is done once a step, independent of micro-batches and recomputation: nothing; gathers of parameters, which then
 stay gathered; or these gathers and the sums of gradients, which are kept unsummed until then."""
 
 
-def accumulated(graph: Graph, micro_batches: int, once: Once = "none") -> Graph:
+def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> Graph:
     """The graph of a step, from the graph of one micro-batch: everything but the update runs once per micro-batch.
 
-    once: what of parameters is sent only once a step (``pase.tables.charges.edge_flows``).
+    hoisted: what of parameters is sent only once a step (``pase.tables.charges.edge_flows``).
     """
-    if once != "none":
-        graph = replace(graph, meta={**graph.meta, "once": once})
+    if hoisted != "none":
+        graph = replace(graph, meta={**graph.meta, "once": hoisted})
     if micro_batches == 1:
         return graph
 
@@ -191,23 +191,23 @@ def accumulated(graph: Graph, micro_batches: int, once: Once = "none") -> Graph:
     return replace(graph, nodes=tuple(map(repeated, graph.nodes)), meta=meta)
 
 
-def turns_of(graph: Graph) -> int:
+def micro_batches_of(graph: Graph) -> int:
     """The number of micro-batches in a step."""
     return int(graph.meta.get("accumulate", "1"))
 
 
-def once_of(graph: Graph) -> Once:
+def hoisted_of(graph: Graph) -> Hoisted:
     """Which collectives of parameters a step runs only once."""
-    return next((o for o in _ONCE if o == graph.meta.get("once")), "none")
+    return next((o for o in _HOISTED if o == graph.meta.get("once")), "none")
 
 
-_ONCE: Mapping[Once, tuple[str, ...]] = {
+_HOISTED: Mapping[Hoisted, tuple[str, ...]] = {
     "none": (),
     "gathers": ("parameters gathered once a step",),
     "all": ("parameters gathered and gradients summed once a step",),
 }
 
 
-def once_text(once: Once) -> list[str]:
+def hoisted_text(hoisted: Hoisted) -> list[str]:
     """What is sent once a step, in words: a part, or nothing."""
-    return list(_ONCE[once])
+    return list(_HOISTED[hoisted])

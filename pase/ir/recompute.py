@@ -65,7 +65,7 @@ def _factors(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _read_again(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+def _read_by_recompute(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
     """``needs``, in a region that runs again: there a product reads all of its operands, also those whose other factor
     has no gradient. PyTorch runs a region's ops again whole, and brings them."""
     data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
@@ -86,23 +86,23 @@ def mark_recomputed(graph: Graph) -> Graph:
     for op in ops:
         here = op.region
         if any(graph.tensors[a.tensor].needs_grad for a in op.writes):
-            needed[here].update(_read_again(op, graph.tensors))
-    again: set[int] = set()
+            needed[here].update(_read_by_recompute(op, graph.tensors))
+    recomputed: set[int] = set()
     for op in reversed(ops):
         here = op.region
         if op.remat and any(a.tensor in needed[here] for a in op.writes):
-            again.add(id(op))
+            recomputed.add(id(op))
             needed[here].update(a.tensor for a in op.reads if region.get(a.tensor, ()) == here)
 
     def marked(op: Op) -> Op:
         if op.region not in regions or op.backward:
             return op
         own = (
-            {*_read_again(op, graph.tensors)}
+            {*_read_by_recompute(op, graph.tensors)}
             if any(graph.tensors[a.tensor].needs_grad for a in op.writes)
             else set()
         )
-        reads = tuple(replace(a, again=id(op) in again or a.tensor in own) for a in op.reads)
-        return replace(op, reads=reads, remat=id(op) in again)
+        reads = tuple(replace(a, again=id(op) in recomputed or a.tensor in own) for a in op.reads)
+        return replace(op, reads=reads, remat=id(op) in recomputed)
 
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(marked, n.ops))) for n in graph.nodes))

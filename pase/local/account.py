@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pase.local.types import LocalMove, LocalProgram, LocalTransfer, NodeCollective
+from pase.local.types import LocalProgram, LocalReshardStep, LocalTransfer, NodeCollective
 from pase.tables.work import Phase
 
 __all__ = ["ProgramCollective", "program_collectives"]
@@ -29,8 +29,8 @@ def program_collectives(program: LocalProgram) -> Iterator[ProgramCollective]:
         if op.node != last:
             last = op.node
             for t in arriving.get(last, ()):
-                yield from _moved(t, t.phase, t.forward, t.runs[0])
-                yield from _moved(t, "backward", t.backward or (), t.runs[1])
+                yield from _collectives(t, t.phase, t.forward, t.runs[0])
+                yield from _collectives(t, "backward", t.backward or (), t.runs[1])
         for s in op.sent:
             yield ProgramCollective(
                 kind=s.kind,
@@ -44,10 +44,10 @@ def program_collectives(program: LocalProgram) -> Iterator[ProgramCollective]:
             )
 
 
-def _moved(
-    t: LocalTransfer, phase: Phase, moves: tuple[LocalMove, ...], times: float
+def _collectives(
+    t: LocalTransfer, phase: Phase, steps: tuple[LocalReshardStep, ...], times: float
 ) -> Iterator[ProgramCollective]:
-    for m in moves:
+    for m in steps:
         if m.kind != "slice" and m.kind != "own" and m.nbytes:
             yield ProgramCollective(
                 kind=m.kind,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pase.ir import Scope
-from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
+from pase.local.types import LocalMessage, LocalProgram, MessageChunk, TransferDirection
 from pase.plan.buckets import schedule_of
 from pase.plan.communication import TransferOrigin, middle_run, transfer_origins
 from pase.schedule.plan import BucketPlan, Message, Update
@@ -96,21 +96,21 @@ class ProgramSchedule:
         starts = self._starts()
         messages: list[LocalMessage] = []
         for i, message in enumerate(self.plan.messages):
-            parts: dict[tuple[MoveWay, tuple[Scope, ...], float], list[LocalPiece]] = {}
+            parts: dict[tuple[TransferDirection, tuple[Scope, ...], float], list[MessageChunk]] = {}
             for p in message.pieces:
                 origin = self.origins[p.tensor]
                 key = origin.node, origin.source, origin.tensor
                 middle = origin.repeat == middle_run(origin.times, self.micro_batches)
-                if origin.again or origin.updated or not middle or key not in numbers:
+                if origin.recompute or origin.updated or not middle or key not in numbers:
                     continue
                 number, loops = numbers[key]
-                piece = LocalPiece(transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes)
-                way: MoveWay = "back" if origin.gradient else "there"
-                parts.setdefault((way, loops, program.runs(number, way)), []).append(piece)
+                chunk = MessageChunk(transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes)
+                way: TransferDirection = "back" if origin.gradient else "there"
+                parts.setdefault((way, loops, program.runs(number, way)), []).append(chunk)
             link = self.problem.links[message.link].name
-            for (way, *_), pieces in parts.items():
+            for (way, *_), chunks in parts.items():
                 after = starts.get(i, "") if way == "there" else ""
-                messages.append(LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after))
+                messages.append(LocalMessage(way=way, link=link, chunks=tuple(chunks), after=after))
         whole = replace(program, messages=tuple(messages))
         bound = (m.after and not whole.can_wait(i, m.after) for i, m in enumerate(messages))
         free = (replace(m, after="") if early else m for m, early in zip(messages, bound, strict=True))
@@ -127,17 +127,17 @@ class ProgramSchedule:
         outside = {key: number for key, (number, _) in found if waits(number)}
         messages: list[LocalMessage] = []
         for message, behind in zip(self.plan.messages, late, strict=True):
-            ways: dict[MoveWay, list[LocalPiece]] = {"there": [], "back": []}
+            ways: dict[TransferDirection, list[MessageChunk]] = {"there": [], "back": []}
             for p in message.pieces:
                 origin = self.origins[p.tensor]
                 number = outside.get((origin.node, origin.source, origin.tensor))
-                if number is None or origin.again or origin.updated:
+                if number is None or origin.recompute or origin.updated:
                     continue
-                turn = origin.repeat if origin.times > 1 else None
-                piece = LocalPiece(
-                    transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes, turn=turn
+                iteration = origin.repeat if origin.times > 1 else None
+                chunk = MessageChunk(
+                    transfer=number, stage=origin.stage, begin=p.offset, nbytes=p.nbytes, iteration=iteration
                 )
-                ways["back" if origin.gradient else "there"].append(piece)
+                ways["back" if origin.gradient else "there"].append(chunk)
             messages += outside_messages(self.problem, message, behind, ways)
         return with_updates(replace(program, messages=tuple(messages)), self.plan)
 
@@ -194,16 +194,19 @@ def iterations_late(problem: ScheduleProblem, plan: BucketPlan, *, across: bool)
 
 
 def outside_messages(
-    problem: ScheduleProblem, message: Message, late: int, ways: Mapping[MoveWay, Sequence[LocalPiece]]
+    problem: ScheduleProblem,
+    message: Message,
+    late: int,
+    ways: Mapping[TransferDirection, Sequence[MessageChunk]],
 ) -> Iterator[LocalMessage]:
     """A bucket plan's message where messages are sent outside of a step's computation. What parameters send does not
     depend on updates; it is that of the first."""
     link = problem.links[message.link].name
-    for way, pieces in ways.items():
-        if pieces and (way == "back" or message.update == 0):
+    for way, chunks in ways.items():
+        if chunks and (way == "back" or message.update == 0):
             back = way == "back"
             yield LocalMessage(
-                way=way, link=link, pieces=tuple(pieces), update=message.update * back, late=late * back
+                way=way, link=link, chunks=tuple(chunks), update=message.update * back, late=late * back
             )
 
 

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 
 from pase.local.parts import NotNested, held, pairs, view
-from pase.local.types import Layout, LocalMove, digits_of
+from pase.local.types import Layout, LocalReshardStep, digits_of
 from pase.machine import Mesh
 
 __all__ = ["ExchangeRound", "UnitExchange", "exchange", "nests"]
@@ -52,32 +52,32 @@ class UnitExchange:
     order: np.ndarray
 
 
-def nests(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> bool:
+def nests(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> bool:
     """Whether a move is one collective of whole digits; otherwise ``exchange`` says how it is sent."""
     try:
-        if move.kind == "permute":
-            pairs(move, shape, mesh)
+        if step.kind == "permute":
+            pairs(step, shape, mesh)
         else:
-            view(move, shape, mesh)
+            view(step, shape, mesh)
     except NotNested:
         return False
     return True
 
 
 @lru_cache(maxsize=1 << 12)
-def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchange:
+def exchange(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> UnitExchange:
     """An all-to-all or a permute of a tensor of this whole shape, as permutes. NotNested if devices do not send as much
     as they receive."""
-    if move.kind not in ("all_to_all", "permute"):
-        raise NotNested(f"a {move.kind} over {', '.join(move.axes)} does not move whole digits")
-    axes = [mesh.names.index(name) for name in move.axes]
-    units = tuple(_units(dim, move, axes) for dim in range(len(shape)))
+    if step.kind not in ("all_to_all", "permute"):
+        raise NotNested(f"a {step.kind} over {', '.join(step.axes)} does not move whole digits")
+    axes = [mesh.names.index(name) for name in step.axes]
+    units = tuple(_units(dim, step, axes) for dim in range(len(shape)))
     group = [
         tuple(dict(zip(axes, at, strict=True)).get(a, 0) for a in range(len(mesh.sizes)))
         for at in itertools.product(*(range(mesh.sizes[a]) for a in axes))
     ]
     had, has = (
-        [_numbers(units, layout, place, mesh) for place in group] for layout in (move.before, move.after)
+        [_numbers(units, layout, place, mesh) for place in group] for layout in (step.before, step.after)
     )
     common = _handed(had, has, math.prod(units))
     left = np.zeros((len(group), len(group)), dtype=np.int64)
@@ -85,7 +85,7 @@ def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchang
         left[pair] = len(some)
     sizes = {x.size for x in (*had, *has)}
     if len(sizes) > 1 or {int(n) for n in (*left.sum(0), *left.sum(1))} != sizes:
-        raise NotNested(f"a {move.kind} over {', '.join(move.axes)} is between parts of different sizes")
+        raise NotNested(f"a {step.kind} over {', '.join(step.axes)} is between parts of different sizes")
     rounds, arrived = [], [list[int]() for _ in group]
     while left.any():
         targets, amount = _matching(left)
@@ -97,10 +97,10 @@ def exchange(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> UnitExchang
             arrived[target] += some
             left[source, target] -= amount
         rounds.append(ExchangeRound(pairs=tuple(enumerate(targets)), units=np.stack(sent)))
-    order = [np.argsort(came, kind="stable") for came in arrived]
+    order = [np.argsort(received, kind="stable") for received in arrived]
     return UnitExchange(
-        before=_extents(units, move.before, mesh),
-        after=_extents(units, move.after, mesh),
+        before=_extents(units, step.before, mesh),
+        after=_extents(units, step.after, mesh),
         rounds=tuple(rounds),
         order=np.stack(order),
     )
@@ -127,17 +127,17 @@ def _handed(
     return out
 
 
-def _units(dim: int, move: LocalMove, axes: Sequence[int]) -> int:
+def _units(dim: int, step: LocalReshardStep, axes: Sequence[int]) -> int:
     """Into how many units a whole dim is cut: 1 if no axis of the move changes what it holds of it."""
     if not any(
-        s != t and dim in {x[0] for x in (s, t) if isinstance(x, tuple)} for s, t in _states(move, axes)
+        s != t and dim in {x[0] for x in (s, t) if isinstance(x, tuple)} for s, t in _states(step, axes)
     ):
         return 1
-    return math.lcm(*(blocks for layout in (move.before, move.after) for _, blocks in digits_of(layout, dim)))
+    return math.lcm(*(blocks for layout in (step.before, step.after) for _, blocks in digits_of(layout, dim)))
 
 
-def _states(move: LocalMove, axes: Sequence[int]) -> list[tuple[object, object]]:
-    return [(move.before[a], move.after[a]) for a in axes]
+def _states(step: LocalReshardStep, axes: Sequence[int]) -> list[tuple[object, object]]:
+    return [(step.before[a], step.after[a]) for a in axes]
 
 
 def _within(units: tuple[int, ...], layout: Layout) -> Layout:

@@ -19,9 +19,9 @@ from pase.machine import Mesh
 from pase.tables.layouts import (
     NOT_SPLIT,
     blocks_of,
+    concrete_size,
     dim_index,
     forward_states,
-    number,
     tensor_dim,
     write_states,
 )
@@ -59,7 +59,7 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
     for a in accesses:
         for axis, dim in _splits(node, a, held, mesh):
             d, size = node.space.dims[dim], mesh.sizes[axis]
-            fits = number(d.size, node.name) % (ways[dim] * size) == 0
+            fits = concrete_size(d.size, node.name) % (ways[dim] * size) == 0
             if config[axis] == NOT_SPLIT and d.kind in ("parallel", "reduction") and fits:
                 config[axis] = dim
                 ways[dim] *= size
@@ -68,7 +68,7 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
 
 def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
     """(axis, iteration dim) for each split dim of a tensor; dims under a window stay whole."""
-    sizes = {d.name: number(d.size, node.name) for d in node.space}
+    sizes = {d.name: concrete_size(d.size, node.name) for d in node.space}
     for axis, state in enumerate(map(int, held.get(a.tensor, ()))):
         walk = a.map.walks[tensor_dim(state)] if state >= 0 else None
         if walk is not None and walk.window is None:

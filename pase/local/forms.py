@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from pase.local.types import LocalMove, LocalProgram
+from pase.local.types import LocalProgram, LocalReshardStep
 from pase.machine import CostModel, Mesh, axis_levels
 
 __all__ = ["form_of", "in_forms", "price_of"]
@@ -24,12 +24,12 @@ def in_forms(program: LocalProgram, model: CostModel) -> LocalProgram:
     says what they are."""
     if not model.machine.forms:
         return program
-    carried = {(p.transfer, m.way) for m in program.messages for p in m.pieces}
+    carried = {(p.transfer, m.way) for m in program.messages for p in m.chunks}
 
-    def formed(number: int, way: str, moves: Sequence[LocalMove]) -> tuple[LocalMove, ...]:
+    def formed(number: int, way: str, steps: Sequence[LocalReshardStep]) -> tuple[LocalReshardStep, ...]:
         if (number, way) in carried:
-            return tuple(moves)
-        return tuple(x for m in moves for x in form_of(m, program.mesh, model))
+            return tuple(steps)
+        return tuple(x for m in steps for x in form_of(m, program.mesh, model))
 
     transfers = tuple(
         replace(
@@ -42,12 +42,12 @@ def in_forms(program: LocalProgram, model: CostModel) -> LocalProgram:
     return replace(program, transfers=transfers)
 
 
-def form_of(move: LocalMove, mesh: Mesh, model: CostModel) -> tuple[LocalMove, ...]:
+def form_of(step: LocalReshardStep, mesh: Mesh, model: CostModel) -> tuple[LocalReshardStep, ...]:
     """The move in its cheapest form; of equals, the one with the fewest collectives, and then the plan's order."""
-    return min(_forms(move, mesh), key=lambda form: (price_of(form, mesh, model), len(form)))
+    return min(_forms(step, mesh), key=lambda form: (price_of(form, mesh, model), len(form)))
 
 
-def price_of(form: Sequence[LocalMove], mesh: Mesh, model: CostModel) -> float:
+def price_of(form: Sequence[LocalReshardStep], mesh: Mesh, model: CostModel) -> float:
     """What these collectives cost as the machine's compiler runs them, in the model's unit."""
     levels, total = axis_levels(mesh, model.machine), 0.0
     for m in form:
@@ -61,29 +61,29 @@ def price_of(form: Sequence[LocalMove], mesh: Mesh, model: CostModel) -> float:
     return total
 
 
-def _forms(move: LocalMove, mesh: Mesh) -> Iterator[tuple[LocalMove, ...]]:
+def _forms(step: LocalReshardStep, mesh: Mesh) -> Iterator[tuple[LocalReshardStep, ...]]:
     """The move at once, and in two stages: some of its axes, and then the others."""
-    yield (move,)
-    wide = [a for a in move.axes if mesh.sizes[mesh.names.index(a)] > 1]
-    if move.kind not in ("reduce_scatter", "all_gather") or len(wide) < 2:
+    yield (step,)
+    wide = [a for a in step.axes if mesh.sizes[mesh.names.index(a)] > 1]
+    if step.kind not in ("reduce_scatter", "all_gather") or len(wide) < 2:
         return
     for some in range(1, len(wide)):
         for first in itertools.combinations(wide, some):
-            yield tuple(_staged(move, first, tuple(a for a in wide if a not in first), mesh))
+            yield tuple(_staged(step, first, tuple(a for a in wide if a not in first), mesh))
 
 
 def _staged(
-    move: LocalMove, first: tuple[str, ...], then: tuple[str, ...], mesh: Mesh
-) -> Iterator[LocalMove]:
+    step: LocalReshardStep, first: tuple[str, ...], then: tuple[str, ...], mesh: Mesh
+) -> Iterator[LocalReshardStep]:
     """Two stages. The larger buffer of one of them is smaller by the ways of the scattered sum before it, or of the
     gather behind it."""
     done = [mesh.names.index(a) for a in first]
-    other = done if move.kind == "reduce_scatter" else [mesh.names.index(a) for a in then]
-    less = move.nbytes // math.prod(mesh.sizes[a] for a in other)
-    sizes = (move.nbytes, less) if move.kind == "reduce_scatter" else (less, move.nbytes)
+    other = done if step.kind == "reduce_scatter" else [mesh.names.index(a) for a in then]
+    less = step.nbytes // math.prod(mesh.sizes[a] for a in other)
+    sizes = (step.nbytes, less) if step.kind == "reduce_scatter" else (less, step.nbytes)
     between = tuple(
         t if a in done or mesh.sizes[a] == 1 else s
-        for a, (s, t) in enumerate(zip(move.before, move.after, strict=True))
+        for a, (s, t) in enumerate(zip(step.before, step.after, strict=True))
     )
-    yield LocalMove(kind=move.kind, axes=first, before=move.before, after=between, nbytes=sizes[0])
-    yield LocalMove(kind=move.kind, axes=then, before=between, after=move.after, nbytes=sizes[1])
+    yield LocalReshardStep(kind=step.kind, axes=first, before=step.before, after=between, nbytes=sizes[0])
+    yield LocalReshardStep(kind=step.kind, axes=then, before=between, after=step.after, nbytes=sizes[1])

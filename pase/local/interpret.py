@@ -21,25 +21,25 @@ from pase.ir import Access, Graph, Place, Scope
 from pase.ir.types import LEAF
 from pase.local.lower import between
 from pase.local.nests import LocalNest, OpNumbers, SlidingDim, coordinates
-from pase.local.simulate import DeviceParts, moved_all, part_of, places, whole_of
+from pase.local.simulate import DeviceParts, part_of, places, resharded, whole_of
 from pase.local.types import (
     Extents,
     Layout,
-    LocalMove,
     LocalOp,
     LocalOperand,
     LocalProgram,
+    LocalReshardStep,
     LocalResult,
     digits_of,
 )
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["OpRule", "OpRules", "loss_and_gradients", "mean_over_micro_batches"]
 
 PartsKey = TypeVar("PartsKey", bound=Hashable)
-Turns = tuple[int, ...]
+LoopIndices = tuple[int, ...]
 """Of each loop around it, the outermost first, which turn it is."""
-TurnedTensor = tuple[str, Turns]
+TurnedTensor = tuple[str, LoopIndices]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,15 +89,15 @@ def loss_and_gradients(
     r = program.result(loss)
     made = run.value(loss, (), ())
     run.gradients[loss, ()] = {at: np.ones(run.local(r.shape, r.gradient)) for at in places(program.mesh)}
-    for op, turns in reversed(run.tape):
-        run.backward(op, turns)
-    value = run.whole(moved_all(made, _settling(program, loss), r.shape, program.mesh), loss, False)
+    for op, indices in reversed(run.tape):
+        run.backward(op, indices)
+    value = run.whole(resharded(made, _output_steps(program, loss), r.shape, program.mesh), loss, False)
     trained = [t.name for t in graph.parameters if t.needs_grad]
     found = {t: run.gradients[t, ()] for t in trained if (t, ()) in run.gradients}
     return value, {t: run.whole(parts, t, True) for t, parts in found.items()}
 
 
-def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
+def _output_steps(program: LocalProgram, tensor: str) -> Sequence[LocalReshardStep]:
     """The moves that bring it to the layout in which the model returns it."""
     op = program.outputs[program.original(tensor)]
     number = op.operands[0].transfer
@@ -107,7 +107,7 @@ def _settling(program: LocalProgram, tensor: str) -> Sequence[LocalMove]:
 @dataclass(kw_only=True)
 class _NumpyRun:
     """values: tensors in the layout in which they are made. tape: what made them, in order. gradients: of tensors, in
-    the layout in which they arrive. moved: values after the forward moves of a transfer. arriving: gradients on a
+    the layout in which they arrive. resharded: values after the forward moves of a transfer. arriving: gradients on a
     transfer, in the layout in which they leave the reader."""
 
     program: LocalProgram
@@ -116,10 +116,10 @@ class _NumpyRun:
     numbers: OpNumbers
     rules: OpRules
     values: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
-    tape: list[tuple[LocalOp, Turns]] = field(default_factory=list)
+    tape: list[tuple[LocalOp, LoopIndices]] = field(default_factory=list)
     gradients: dict[TurnedTensor, DeviceParts] = field(default_factory=dict)
-    moved: dict[tuple[int, Turns], DeviceParts] = field(default_factory=dict)
-    arriving: dict[tuple[int, Turns], DeviceParts] = field(default_factory=dict)
+    resharded: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
+    arriving: dict[tuple[int, LoopIndices], DeviceParts] = field(default_factory=dict)
 
     def local(self, shape: Extents, layout: Layout) -> Extents:
         return part_of(np.empty(shape), layout, places(self.program.mesh)[0], self.program.mesh).shape
@@ -138,63 +138,65 @@ class _NumpyRun:
     def _length(self, op: LocalOp) -> int:
         """Number of iterations of the innermost loop around an op."""
         outer = [o for o in self.program.ops if o.op.loops == op.op.loops[:-1]]
-        times = number(op.op.times, op.op.name)
-        return times // (number(outer[0].op.times, op.op.name) if outer else 1)
+        times = concrete_size(op.op.times, op.op.name)
+        return times // (concrete_size(outer[0].op.times, op.op.name) if outer else 1)
 
-    def key(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> TurnedTensor:
+    def key(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> TurnedTensor:
         """Which of a tensor's values a reader gets in these iterations of these loops."""
         op = self.program.maker[tensor]
         if op.op.kind == "carry":
             inner = self._end(op).op.loops
             if tuple(loops[: len(inner)]) == inner:
-                return tensor, turns[: len(inner)]
-            return tensor, (*turns[: len(inner) - 1], self._length(self._end(op)))
+                return tensor, indices[: len(inner)]
+            return tensor, (*indices[: len(inner) - 1], self._length(self._end(op)))
         made = op.op.loops[:-1] if op.op.name == "stack" else op.op.loops
         if any(s.kind == "program" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
             raise PaseError(
                 f"'{op.op.name}' at {op.op.source} is not determined by the graph alone: it may not run"
             )
-        return tensor, turns[: len(made)]
+        return tensor, indices[: len(made)]
 
     # Forward.
 
-    def value(self, tensor: str, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
+    def value(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> DeviceParts:
         """A tensor in the layout in which it is made, for a reader in these iterations of these loops."""
-        key = self.key(tensor, turns, loops)
+        key = self.key(tensor, indices, loops)
         if key not in self.values:
             op = self.program.maker[tensor]
             self.values[key] = self._made(op, key)
             self.tape.append((op, key[1]))
         return self.values[key]
 
-    def read(self, o: LocalOperand, turns: Turns, loops: Sequence[Scope]) -> DeviceParts:
+    def read(self, o: LocalOperand, indices: LoopIndices, loops: Sequence[Scope]) -> DeviceParts:
         """An operand in the layout in which its op reads it."""
         if o.constant:
             if o.tensor not in self.given:
                 raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
             return self._parts(o.tensor, o.layout)
         if o.transfer is None:
-            return self.value(o.tensor, turns, loops)
+            return self.value(o.tensor, indices, loops)
         t = self.program.transfers[o.transfer]
-        made, key = self.value(t.tensor, turns, loops), self.key(t.tensor, turns, loops)
-        if (o.transfer, key[1]) not in self.moved:
+        made, key = self.value(t.tensor, indices, loops), self.key(t.tensor, indices, loops)
+        if (o.transfer, key[1]) not in self.resharded:
             shape = self.program.result(t.tensor).shape
-            self.moved[o.transfer, key[1]] = moved_all(made, t.forward, shape, self.program.mesh, t.combine)
-        return self.moved[o.transfer, key[1]]
+            self.resharded[o.transfer, key[1]] = resharded(
+                made, t.forward, shape, self.program.mesh, t.combine
+            )
+        return self.resharded[o.transfer, key[1]]
 
-    def _source(self, op: LocalOp, turns: Turns) -> tuple[LocalOperand, Turns, Sequence[Scope]]:
+    def _source(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
         """Where a carry's value in an iteration comes from: (what is read, in which iterations of which loops)."""
-        if turns[-1] == 0:
-            return op.operands[0], turns[:-1], op.op.loops
+        if indices[-1] == 0:
+            return op.operands[0], indices[:-1], op.op.loops
         end = self._end(op)
-        return end.operands[0], (*turns[:-1], turns[-1] - 1), end.op.loops
+        return end.operands[0], (*indices[:-1], indices[-1] - 1), end.op.loops
 
-    def _taken(self, op: LocalOp, turns: Turns) -> tuple[LocalOperand, Turns, Sequence[Scope]]:
+    def _taken(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
         """The result of the branch that a conditional takes: (what is read, in which iterations of which loops)."""
         *branches, index = op.operands
-        chosen = int(next(iter(self.read(index, turns, op.op.loops).values())))
+        chosen = int(next(iter(self.read(index, indices, op.op.loops).values())))
         o = branches[min(max(chosen, 0), len(branches) - 1)]
-        return o, (*turns, 0), self.program.maker[o.tensor].op.loops
+        return o, (*indices, 0), self.program.maker[o.tensor].op.loops
 
     def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
         """Each device's part of a value that is given."""
@@ -202,19 +204,19 @@ class _NumpyRun:
         return {at: part_of(self.given[tensor], layout, at, mesh) for at in places(mesh)}
 
     def _made(self, op: LocalOp, key: TurnedTensor) -> DeviceParts:
-        mesh, turns, loops = self.program.mesh, key[1], op.op.loops
+        mesh, indices, loops = self.program.mesh, key[1], op.op.loops
         if op.op.kind in LEAF or (op.op.kind == "generate" and key[0] in self.given):
             return self._parts(key[0], self.program.result(key[0]).layout)
         if op.op.kind == "carry":
-            return self.read(*self._source(op, turns))
+            return self.read(*self._source(op, indices))
         if op.op.name == "cond":
-            return self.read(*self._taken(op, turns))
+            return self.read(*self._taken(op, indices))
         if op.op.name == "stack":
-            every = [self.read(op.operands[0], (*turns, k), loops) for k in range(self._length(op))]
+            every = [self.read(op.operands[0], (*indices, k), loops) for k in range(self._length(op))]
             return {at: np.stack([x[at] for x in every]) for at in places(mesh)}
-        read = [self.read(o, turns, loops) for o in op.operands]
+        read = [self.read(o, indices, loops) for o in op.operands]
         if op.op.function.name == "unstack":
-            return {at: x[turns[-1]] for at, x in read[0].items()}
+            return {at: x[indices[-1]] for at, x in read[0].items()}
         if (rule := self.rules.get(op.op.eqn)) is not None:
             if op.sent:  # as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
@@ -237,7 +239,7 @@ class _NumpyRun:
             return None
         table: tuple[LocalOperand | LocalResult, Access] = (op.operands[0], op.op.reads[0])
         space = self.graph.node[op.node].space
-        sizes = {d: number(space[d].size, op.node) for d in op.op.dims}
+        sizes = {d: concrete_size(space[d].size, op.node) for d in op.op.dims}
         every = coordinates(table[0].shape, table[1], nest.looked, sizes)
         return nest.spread(part_of(every, table[0].layout, at, self.program.mesh), table[1])
 
@@ -250,8 +252,8 @@ class _NumpyRun:
     def joined(self, parts: DeviceParts, axes: tuple[str, ...], nest: LocalNest) -> DeviceParts:
         """All-reduce over axes, with the reduction that combines the op's partial results."""
         nothing: Layout = (None,) * len(self.program.mesh.names)
-        move = LocalMove(kind="all_reduce", axes=axes, before=nothing, after=nothing)
-        return moved_all(parts, [move] if axes else [], (), self.program.mesh, nest.joins)
+        step = LocalReshardStep(kind="all_reduce", axes=axes, before=nothing, after=nothing)
+        return resharded(parts, [step] if axes else [], (), self.program.mesh, nest.joins)
 
     # Windows that cross the border of a shard.
 
@@ -282,8 +284,8 @@ class _NumpyRun:
                 x = np.moveaxis(x, dim, 0)
                 rows = [x[max(-s.before, 0) : len(x) - max(-s.behind, 0)]]
                 for step, count in ((-1, s.before), (1, s.behind)):
-                    beside = self._neighbour(o, dim, at, step)
-                    there = None if beside is None else np.moveaxis(parts[beside], dim, 0)
+                    neighbour = self._neighbour(o, dim, at, step)
+                    there = None if neighbour is None else np.moveaxis(parts[neighbour], dim, 0)
                     edge = np.full((max(count, 0), *x.shape[1:]), nest.neutral)
                     if there is not None and count > 0:
                         edge = there[-count:] if step < 0 else there[:count]
@@ -301,9 +303,9 @@ class _NumpyRun:
                 here = x[max(s.before, 0) : len(x) - max(s.behind, 0)]
                 mine[max(-s.before, 0) : s.rows - max(-s.behind, 0)] += here
                 for step, count in ((-1, s.before), (1, s.behind)):
-                    beside = self._neighbour(o, dim, at, step)
-                    if beside is not None and count > 0:
-                        there = np.moveaxis(out[beside], dim, 0)
+                    neighbour = self._neighbour(o, dim, at, step)
+                    if neighbour is not None and count > 0:
+                        there = np.moveaxis(out[neighbour], dim, 0)
                         (there[-count:] if step < 0 else there[:count])[...] += (
                             x[:count] if step < 0 else x[-count:]
                         )
@@ -312,63 +314,63 @@ class _NumpyRun:
 
     # Backward.
 
-    def backward(self, op: LocalOp, turns: Turns) -> None:
+    def backward(self, op: LocalOp, indices: LoopIndices) -> None:
         """Propagate the gradient of an op's results in these iterations to its operands."""
         for r in op.results:
             for k, t in enumerate(self.program.transfers):
-                if t.tensor == r.tensor and (k, turns) in self.arriving:
-                    there = self.arriving[k, turns]
-                    home = moved_all(there, t.backward or (), r.shape, self.program.mesh)
-                    _add(self.gradients, (r.tensor, turns), home)
-        if op.op.kind in LEAF or (op.results[0].tensor, turns) not in self.gradients:
+                if t.tensor == r.tensor and (k, indices) in self.arriving:
+                    there = self.arriving[k, indices]
+                    returned = resharded(there, t.backward or (), r.shape, self.program.mesh)
+                    _add(self.gradients, (r.tensor, indices), returned)
+        if op.op.kind in LEAF or (op.results[0].tensor, indices) not in self.gradients:
             return
-        g = self.gradients[op.results[0].tensor, turns]
+        g = self.gradients[op.results[0].tensor, indices]
         if op.op.kind == "carry":
-            o, before, loops = self._source(op, turns)
+            o, before, loops = self._source(op, indices)
             self._hand(o, g, before, loops)
         elif op.op.name == "cond":
-            o, inside, loops = self._taken(op, turns)
+            o, inside, loops = self._taken(op, indices)
             self._hand(o, g, inside, loops)
         elif op.op.name == "stack":
             for k in range(self._length(op)):
-                self._hand(op.operands[0], {at: x[k] for at, x in g.items()}, (*turns, k), op.op.loops)
+                self._hand(op.operands[0], {at: x[k] for at, x in g.items()}, (*indices, k), op.op.loops)
         elif op.op.function.name == "unstack":
             (o,) = op.operands
             layout = o.gradient if o.transfer is not None else self.program.result(o.tensor).gradient
             out = {at: np.zeros(self.local(o.shape, layout)) for at in g}
             for at, x in g.items():
-                out[at][turns[-1]] = x
-            self._hand(o, out, turns, op.op.loops)
+                out[at][indices[-1]] = x
+            self._hand(o, out, indices, op.op.loops)
         else:
-            self._pulled(op, g, turns)
+            self._pulled(op, g, indices)
 
-    def _at(self, op: LocalOp, turns: Turns) -> list[DeviceParts]:
+    def _at(self, op: LocalOp, indices: LoopIndices) -> list[DeviceParts]:
         """The operands where the derivative is taken: as they are read, or in the layout in which the gradient of a
         parameter's view is kept (``Carrier``)."""
-        read = [self.read(o, turns, op.op.loops) for o in op.operands]
+        read = [self.read(o, indices, op.op.loops) for o in op.operands]
         r = op.results[0]
         if self.local(r.shape, r.layout) == self.local(r.shape, r.gradient):
             return read
         mesh, out = self.program.mesh, []
         for o, x in zip(op.operands, read, strict=True):
             kept = self.program.result(o.tensor)
-            out.append(moved_all(x, between(kept.layout, kept.gradient, mesh), kept.shape, mesh))
+            out.append(resharded(x, between(kept.layout, kept.gradient, mesh), kept.shape, mesh))
         return out
 
-    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, turns: Turns) -> None:
-        read = self._at(op, turns)
+    def _by_rule(self, op: LocalOp, rule: OpRule, g: DeviceParts, indices: LoopIndices) -> None:
+        read = self._at(op, indices)
         found = {at: rule.pulled([x[at] for x in read], g[at]) for at in places(self.program.mesh)}
         for i, o in enumerate(op.operands):
-            self._hand(o, {at: grads[i] for at, grads in found.items()}, turns, op.op.loops)
+            self._hand(o, {at: grads[i] for at, grads in found.items()}, indices, op.op.loops)
 
-    def _pulled(self, op: LocalOp, g: DeviceParts, turns: Turns) -> None:
+    def _pulled(self, op: LocalOp, g: DeviceParts, indices: LoopIndices) -> None:
         if (rule := self.rules.get(op.op.eqn)) is not None:
-            return self._by_rule(op, rule, g, turns)
+            return self._by_rule(op, rule, g, indices)
         nest, (r,), mesh = self._nest(op, True), op.results, self.program.mesh
-        read = self._at(op, turns)
+        read = self._at(op, indices)
         read[0] = self._widened(nest, op.operands[0], read[0])
         shares = (
-            self._shares(nest, op, read[0], self.values[r.tensor, turns]) if nest.combine != "sum" else None
+            self._shares(nest, op, read[0], self.values[r.tensor, indices]) if nest.combine != "sum" else None
         )
         for i, o in enumerate(op.operands):
             if not (op.op.differentiable and self.graph.tensors[o.tensor].needs_grad):
@@ -384,7 +386,7 @@ class _NumpyRun:
                 )
                 for at in places(mesh)
             }
-            self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, turns, op.op.loops)
+            self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, indices, op.op.loops)
 
     def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
         """For a maximum or minimum: each point's share of the gradient. All points that attain it share equally."""
@@ -393,20 +395,20 @@ class _NumpyRun:
         top = self.joined(top, () if r.summed else over, nest)
         reached = {at: nest.reached(x[at], top[at]) for at in places(mesh)}
         counts = {at: nest.collected(n, write, "sum") for at, n in reached.items()}
-        move = LocalMove(kind="all_reduce", axes=over, before=r.gradient, after=r.gradient)
-        total = moved_all(counts, [move] if over else [], r.shape, mesh)
+        step = LocalReshardStep(kind="all_reduce", axes=over, before=r.gradient, after=r.gradient)
+        total = resharded(counts, [step] if over else [], r.shape, mesh)
         return {at: n / nest.spread(total[at], write) for at, n in reached.items()}
 
-    def _hand(self, o: LocalOperand, g: DeviceParts, turns: Turns, loops: Sequence[Scope]) -> None:
+    def _hand(self, o: LocalOperand, g: DeviceParts, indices: LoopIndices, loops: Sequence[Scope]) -> None:
         """Add the gradient of an operand to its transfer, or to the tensor itself if the same node makes it."""
         if not self.graph.tensors[o.tensor].needs_grad:
             return
-        key = self.key(o.tensor, turns, loops)
+        key = self.key(o.tensor, indices, loops)
         if o.transfer is not None:
             _add(self.arriving, (o.transfer, key[1]), g)
             return
-        move = LocalMove(kind="all_reduce", axes=o.summed, before=o.gradient, after=o.gradient)
-        _add(self.gradients, key, moved_all(g, [move] if o.summed else [], o.shape, self.program.mesh))
+        step = LocalReshardStep(kind="all_reduce", axes=o.summed, before=o.gradient, after=o.gradient)
+        _add(self.gradients, key, resharded(g, [step] if o.summed else [], o.shape, self.program.mesh))
 
 
 def _with(shape: Extents, dim: int, n: int) -> Extents:

@@ -10,16 +10,16 @@ import numpy as np
 
 from pase.errors import PaseError
 from pase.ir import Access, Edge, Graph, Node, Op
-from pase.ir.blocks import once_of
+from pase.ir.blocks import hoisted_of
 from pase.ir.types import shared_edge
 from pase.local.types import (
     AxisState,
     Combine,
     Layout,
-    LocalMove,
     LocalOp,
     LocalOperand,
     LocalProgram,
+    LocalReshardStep,
     LocalResult,
     LocalTransfer,
     NodeCollective,
@@ -31,15 +31,15 @@ from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
     blocks_of,
+    concrete_size,
     digit_state,
     forward_states,
     gradient_states,
-    number,
     read_states,
     tensor_dim,
     write_states,
 )
-from pase.tables.reshard_path import moves
+from pase.tables.reshard_path import reshard_steps
 
 __all__ = ["between", "layout_of", "local_program", "program_of", "states_of"]
 
@@ -54,7 +54,7 @@ def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
         ops=tuple(op for n in graph.nodes for op in lower.node(n, edges)),
         transfers=tuple(map(lower.transfer, graph.edges)),
         originals={t.name: t.copy_of for t in graph.tensors.values() if t.copy_of},
-        once=once_of(graph),
+        hoisted=hoisted_of(graph),
     )
 
 
@@ -97,7 +97,7 @@ class _Lower:
         return write_states(node, op, a, self.graph.tensors[a.tensor], config, self.mesh)
 
     def _shape(self, tensor: str) -> tuple[int, ...]:
-        return tuple(number(s, tensor) for s in self.graph.tensors[tensor].shape)
+        return tuple(concrete_size(s, tensor) for s in self.graph.tensors[tensor].shape)
 
     def _axes(self, bits: int) -> tuple[str, ...]:
         return tuple(name for i, name in enumerate(self.mesh.names) if bits >> i & 1)
@@ -114,14 +114,14 @@ class _Lower:
             src=edge.src,
             dst=edge.dst,
             combine=_combine(maker),
-            forward=() if there is None else self._moves(there, have, want),
-            backward=None if back is None else self._moves(back, have, want),
+            forward=() if there is None else self._reshard_steps(there, have, want),
+            backward=None if back is None else self._reshard_steps(back, have, want),
             phase="backward" if there is None else there.phase,
             runs=(0.0 if there is None else there.times, 0.0 if back is None else back.times),
-            once=once_of(self.graph) != "none" and src.kind == "parameter",
+            hoisted=hoisted_of(self.graph) != "none" and src.kind == "parameter",
         )
 
-    def _moves(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalMove, ...]:
+    def _reshard_steps(self, flow: Flow, have: np.ndarray, want: np.ndarray) -> tuple[LocalReshardStep, ...]:
         (now,), (goal,) = (tuple(map(tuple, rows.tolist())) for rows in flow.ends(have, want))
         return tuple(_path(now, goal, flow.bytes_of, self.mesh))
 
@@ -152,7 +152,7 @@ class _Lower:
             return LocalOperand(
                 tensor=a.tensor,
                 shape=self._shape(a.tensor),
-                layout=layout_of(_settled(states)),
+                layout=layout_of(_without_partial(states)),
                 gradient=layout_of(states),
                 transfer=None if made_here else edges.get(shared_edge(node, op, a)),
                 constant=a.tensor not in self.graph.producer,
@@ -170,7 +170,7 @@ class _Lower:
                 layout=layout,
                 gradient=gradient,
                 summed=over(here, "all_reduce", i),
-                carrier="value" if held else "zeros",
+                gradient_carrier="value" if held else "zeros",
             )
 
         return LocalOp(
@@ -184,8 +184,8 @@ class _Lower:
 
     def _sent(self, c: Charge) -> NodeCollective | None:
         """The charge, if it sends anything under this strategy."""
-        axes, nbytes, turns = (np.ravel(x)[0] for x in (c.axes, c.nbytes, c.turns))
-        if not axes or not nbytes or not turns:
+        axes, nbytes, rounds = (np.ravel(x)[0] for x in (c.axes, c.nbytes, c.rounds))
+        if not axes or not nbytes or not rounds:
             return None
         return NodeCollective(
             kind=c.kind,
@@ -193,11 +193,11 @@ class _Lower:
             nbytes=round(float(nbytes)),
             tensor=c.tensor,
             phase=c.phase,
-            times=round(c.times * float(turns)),
+            times=round(c.times * float(rounds)),
         )
 
 
-def _settled(states: np.ndarray) -> np.ndarray:
+def _without_partial(states: np.ndarray) -> np.ndarray:
     """The layout in which a tensor is read, from its ``read_states``. The tensor is whole along the axes over which its
     gradient will be partial."""
     return np.where(states < 0, REPLICATED, states)
@@ -213,20 +213,20 @@ def states_of(layout: Layout) -> tuple[int, ...]:
     return tuple(PARTIAL if s == "partial" else REPLICATED if s is None else digit_state(*s) for s in layout)
 
 
-def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalMove, ...]:
+def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalReshardStep, ...]:
     """The moves from one layout to another. nbytes: of the whole tensor; 0: the moves have none."""
     return tuple(_path(states_of(have), states_of(want), lambda _: nbytes, mesh))
 
 
 def _path(
     have: tuple[int, ...], want: tuple[int, ...], bytes_of: Callable[[CollectiveKind], int], mesh: Mesh
-) -> Iterator[LocalMove]:
+) -> Iterator[LocalReshardStep]:
     """The moves between two rows of states. bytes_of: the tensor's bytes in a collective of a kind.
 
     Axes that become partial come last.
     """
-    for m in moves(have, want, mesh.sizes):
-        yield LocalMove(
+    for m in reshard_steps(have, want, mesh.sizes):
+        yield LocalReshardStep(
             kind=m.kind,
             axes=tuple(name for i, name in enumerate(mesh.names) if m.axes >> i & 1),
             before=layout_of(have),
@@ -236,7 +236,7 @@ def _path(
         have = m.after
     if keep := [i for i, (h, w) in enumerate(zip(have, want, strict=True)) if w == PARTIAL != h]:
         after = layout_of(PARTIAL if i in keep else s for i, s in enumerate(have))
-        yield LocalMove(
+        yield LocalReshardStep(
             kind="own", axes=tuple(mesh.names[i] for i in keep), before=layout_of(have), after=after
         )
 

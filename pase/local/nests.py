@@ -18,7 +18,7 @@ from pase.errors import PaseError
 from pase.ir import Access, Node, Op, Place, Window
 from pase.local.parts import iteration_dim
 from pase.local.types import Combine, Extents, Layout, LocalOp, LocalOperand, LocalResult
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["LocalNest", "OpNumbers", "SlidingDim", "coordinates"]
 
@@ -135,7 +135,7 @@ class LocalNest:
         arity = 3 if op.kind == "scatter" else len(_FUNCTIONS.get(op.function.name, ((), ()))[1])
         if arity != len(given) or not arity or len(op.writes) > 1:
             raise PaseError(f"'{op.name}' at {op.source} is not determined by the graph alone")
-        whole = {d: number(space[d].size, op.name) for d in op.dims}
+        whole = {d: concrete_size(space[d].size, op.name) for d in op.dims}
         values: Sequence[LocalOperand | LocalResult] = (*local.operands, *local.results)
         ways = dict.fromkeys(whole, 1)
         for a, v in zip((*op.reads, *op.writes), values, strict=True):

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from pase.errors import PaseError
-from pase.local.types import Layout, LocalMove, digits_of
+from pase.local.types import Layout, LocalReshardStep, digits_of
 from pase.machine import Mesh
 from pase.tables.layouts import contiguous_axes
 
@@ -137,25 +137,25 @@ class WireView:
 
 
 @lru_cache(maxsize=1 << 14)
-def view(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> WireView:
+def view(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> WireView:
     """A move of a tensor of this whole shape, seen from one device. A permute does not change the local shape."""
-    every = digits(shape, move.before, move.after, mesh)
-    axes = [a for name in move.axes if mesh.sizes[a := mesh.names.index(name)] > 1]
+    every = digits(shape, step.before, step.after, mesh)
+    axes = [a for name in step.axes if mesh.sizes[a := mesh.names.index(name)] > 1]
     had = [d for d in every if d.before is None]
     has = [d for d in every if d.after is None]
     leaving = [next((d for d in had if d.after == a), None) for a in axes]
     coming = [next((d for d in has if d.before == a), None) for a in axes]
-    gone, came = [d for d in leaving if d is not None], [d for d in coming if d is not None]
-    if {len(gone), len(came)} - {0, len(axes)}:
-        raise PaseError(f"a {move.kind} over {', '.join(move.axes)} does not move whole digits")
-    on_wire = [*came, *(d for d in had if d not in gone)]
+    gone, received = [d for d in leaving if d is not None], [d for d in coming if d is not None]
+    if {len(gone), len(received)} - {0, len(axes)}:
+        raise PaseError(f"a {step.kind} over {', '.join(step.axes)} does not move whole digits")
+    on_wire = [*received, *(d for d in had if d not in gone)]
     return WireView(
         seen=tuple(d.size for d in had),
         leaving=tuple(had.index(d) for d in gone),
         ways=tuple(mesh.sizes[a] for a in axes),
-        arriving=tuple(on_wire.index(d) for d in has) if came else None,
+        arriving=tuple(on_wire.index(d) for d in has) if received else None,
         shape=_merged(len(shape), has),
-        along=_along(had, gone, has, came),
+        along=_along(had, gone, has, received),
     )
 
 
@@ -167,11 +167,11 @@ def _along(
     had: Sequence[RadixDigit],
     gone: Sequence[RadixDigit],
     has: Sequence[RadixDigit],
-    came: Sequence[RadixDigit],
+    received: Sequence[RadixDigit],
 ) -> tuple[int | None, int | None] | None:
     """(dim whose outermost digits leave, dim whose outermost digits arrive), the digits in order."""
     out: list[int | None] = []
-    for moved, held in ((gone, had), (came, has)):
+    for moved, held in ((gone, had), (received, has)):
         if not moved:
             out.append(None)
             continue
@@ -182,9 +182,9 @@ def _along(
     return out[0], out[1]
 
 
-def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, int]]:
+def pairs(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, int]]:
     """(source, target) pairs of a permute: positions along the move's axes, row-major. Each device gets its shard."""
-    axes = [mesh.names.index(name) for name in move.axes]
+    axes = [mesh.names.index(name) for name in step.axes]
     places = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
 
     def held(layout: Layout) -> Iterator[tuple[tuple[int, int, int], ...]]:
@@ -198,18 +198,18 @@ def pairs(move: LocalMove, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int
             yield tuple(sorted(found))
 
     edges: dict[int, list[int]] = {}
-    for layout in (move.before, move.after):
+    for layout in (step.before, step.after):
         for a in axes:
             state = layout[a]
             if isinstance(state, tuple):
                 stride = shape[state[0]] // state[1]
                 edges.setdefault(state[0], []).extend((stride, stride * mesh.sizes[a]))
-    have, want = list(held(move.before)), list(held(move.after))
+    have, want = list(held(step.before)), list(held(step.after))
     left: dict[object, list[int]] = {}
     for i, part in enumerate(have):
         left.setdefault(part, []).append(i)
     if sorted(have) != sorted(want):
-        raise NotNested(f"a permute over {', '.join(move.axes)} does not hand on whole parts")
+        raise NotNested(f"a permute over {', '.join(step.axes)} does not hand on whole parts")
     return [(left[part].pop(0), i) for i, part in enumerate(want)]
 
 
@@ -269,16 +269,18 @@ def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, wa
     return None
 
 
-def to_whole(layout: Layout, mesh: Mesh) -> list[LocalMove]:
+def to_whole(layout: Layout, mesh: Mesh) -> list[LocalReshardStep]:
     """The moves that replicate a tensor on every device."""
-    out: list[LocalMove] = []
+    out: list[LocalReshardStep] = []
     now = layout
 
     def add(kind: Literal["all_reduce", "all_gather"], axes: list[int]) -> None:
         nonlocal now
         after = tuple(None if i in axes else s for i, s in enumerate(now))
         if axes:
-            out.append(LocalMove(kind=kind, axes=tuple(mesh.names[i] for i in axes), before=now, after=after))
+            out.append(
+                LocalReshardStep(kind=kind, axes=tuple(mesh.names[i] for i in axes), before=now, after=after)
+            )
         now = after
 
     add("all_reduce", [i for i, s in enumerate(now) if s == "partial"])

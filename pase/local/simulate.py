@@ -12,10 +12,10 @@ import numpy as np
 from pase.errors import PaseError
 from pase.local.exchange import nests
 from pase.local.parts import held, pairs, view
-from pase.local.types import Combine, Extents, Layout, LocalMove
+from pase.local.types import Combine, Extents, Layout, LocalReshardStep
 from pase.machine import Mesh
 
-__all__ = ["DeviceParts", "moved_all", "part_of", "places", "whole_of"]
+__all__ = ["DeviceParts", "part_of", "places", "resharded", "whole_of"]
 
 DeviceParts = dict[tuple[int, ...], np.ndarray]
 """Place of a device on the mesh -> what it holds."""
@@ -51,12 +51,16 @@ def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> 
     return out
 
 
-def moved_all(
-    parts: DeviceParts, moves: Sequence[LocalMove], shape: Extents, mesh: Mesh, combine: Combine = "sum"
+def resharded(
+    parts: DeviceParts,
+    steps: Sequence[LocalReshardStep],
+    shape: Extents,
+    mesh: Mesh,
+    combine: Combine = "sum",
 ) -> DeviceParts:
     """What all devices hold after the moves of a tensor of this whole shape. combine: reduces partial values."""
-    for move in moves:
-        parts = _moved(parts, move, shape, mesh, combine)
+    for step in steps:
+        parts = _after_step(parts, step, shape, mesh, combine)
     return parts
 
 
@@ -68,21 +72,23 @@ def _join(combine: Combine) -> Callable[[list[np.ndarray]], np.ndarray]:
     return lambda values: functools.reduce(by[combine], values)
 
 
-def _moved(parts: DeviceParts, move: LocalMove, shape: Extents, mesh: Mesh, combine: Combine) -> DeviceParts:
-    axes, joined = [mesh.names.index(a) for a in move.axes], _join(combine)
+def _after_step(
+    parts: DeviceParts, step: LocalReshardStep, shape: Extents, mesh: Mesh, combine: Combine
+) -> DeviceParts:
+    axes, joined = [mesh.names.index(a) for a in step.axes], _join(combine)
     out: DeviceParts = {}
     for place in places(mesh):
         group = [
             tuple(dict(zip(axes, along, strict=True)).get(i, p) for i, p in enumerate(place))
             for along in itertools.product(*(range(mesh.sizes[a]) for a in axes))
         ]
-        out[place] = _on_one(parts, move, shape, mesh, place, group, joined)
+        out[place] = _on_one(parts, step, shape, mesh, place, group, joined)
     return out
 
 
 def _on_one(
     parts: DeviceParts,
-    move: LocalMove,
+    step: LocalReshardStep,
     shape: Extents,
     mesh: Mesh,
     place: tuple[int, ...],
@@ -91,16 +97,16 @@ def _on_one(
 ) -> np.ndarray:
     """What one device holds after a move among the devices of its group, which are in row-major order."""
     mine = group.index(place)
-    if move.kind not in ("all_reduce", "own") and not nests(move, shape, mesh):
-        return _by_definition(parts, move, shape, mesh, place, group)
-    match move.kind:
+    if step.kind not in ("all_reduce", "own") and not nests(step, shape, mesh):
+        return _by_definition(parts, step, shape, mesh, place, group)
+    match step.kind:
         case "all_reduce":
             return joined([parts[p] for p in group])
         case "own":
             return parts[place] if mine == 0 else np.zeros_like(parts[place])
         case "permute":
-            return parts[group[next(a for a, b in pairs(move, shape, mesh) if b == mine)]]
-    v = view(move, shape, mesh)
+            return parts[group[next(a for a, b in pairs(step, shape, mesh) if b == mine)]]
+    v = view(step, shape, mesh)
     rest = [i for i in range(len(v.seen)) if i not in v.leaving]
 
     def on_wire(p: tuple[int, ...]) -> np.ndarray:
@@ -108,15 +114,15 @@ def _on_one(
         return seen.reshape(len(group) if v.leaving else 1, *(v.seen[i] for i in rest))
 
     if v.arriving is None:  # a slice, or a slice of the sum
-        sources = [place] if move.kind == "slice" else group
+        sources = [place] if step.kind == "slice" else group
         return joined([on_wire(p)[mine] for p in sources]).reshape(v.shape)
-    came = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
-    return came.reshape(*v.ways, *came.shape[1:]).transpose(v.arriving).reshape(v.shape)
+    received = np.stack([on_wire(p)[mine if v.leaving else 0] for p in group])
+    return received.reshape(*v.ways, *received.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
 def _by_definition(
     parts: DeviceParts,
-    move: LocalMove,
+    step: LocalReshardStep,
     shape: Extents,
     mesh: Mesh,
     place: tuple[int, ...],
@@ -127,9 +133,9 @@ def _by_definition(
     whole = np.empty(numbers.size, next(iter(parts.values())).dtype)
     there = np.zeros(numbers.size, dtype=bool)
     for p in group:
-        had = part_of(numbers, move.before, p, mesh)
+        had = part_of(numbers, step.before, p, mesh)
         whole[had], there[had] = parts[p], True
-    wanted = part_of(numbers, move.after, place, mesh)
+    wanted = part_of(numbers, step.after, place, mesh)
     if not there[wanted].all():
-        raise PaseError(f"a {move.kind} over {', '.join(move.axes)} brings what none of its devices has")
+        raise PaseError(f"a {step.kind} over {', '.join(step.axes)} brings what none of its devices has")
     return whole[wanted]

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pase.errors import PaseError
-from pase.ir.blocks import Once
+from pase.ir.blocks import Hoisted
 from pase.ir.text import MAX_CHARACTERS, MAX_LINE, TextLine, op_text, read_op, word_text
 from pase.local.text_messages import message_text, read_message, read_updates, updates_text
 from pase.local.types import (
@@ -43,11 +43,11 @@ from pase.local.types import (
     Extents,
     Layout,
     LocalMessage,
-    LocalMove,
-    LocalMoveKind,
     LocalOp,
     LocalOperand,
     LocalProgram,
+    LocalReshardKind,
+    LocalReshardStep,
     LocalResult,
     LocalTensor,
     LocalTransfer,
@@ -77,7 +77,7 @@ def program_text(program: LocalProgram) -> str:
             )
     axes = " ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
     out = [f"local program {word_text(program.name)} on {axes}"]
-    out += [f"once {program.once}"] if program.once != "none" else []
+    out += [f"once {program.hoisted}"] if program.hoisted != "none" else []
     out += [updates_text(program)] if program.delayed else []
     out += [f"copy {word_text(t)} of {word_text(of)}" for t, of in program.originals.items()]
     return "\n".join([*out, *_Writer(mesh).lines(program)]) + "\n"
@@ -105,10 +105,10 @@ class _Writer:
 
     def transfer(self, number: int, t: LocalTransfer) -> Iterator[str]:
         names = f"{word_text(t.tensor)} of {word_text(t.src)} for {word_text(t.dst)}"
-        stays = " stays" * (t.backward is None) + " once" * t.once
+        stays = " stays" * (t.backward is None) + " once" * t.hoisted
         yield f"  move {number} {names} {t.combine} {t.phase} {t.runs[0]!r} {t.runs[1]!r}{stays}"
-        for way, moves in (("there", t.forward), ("back", t.backward or ())):
-            for m in moves:
+        for way, steps in (("there", t.forward), ("back", t.backward or ())):
+            for m in steps:
                 layouts = f"{self.layout(m.before)} {self.layout(m.after)}"
                 yield f"    {way} {m.kind} {' '.join(m.axes)} {layouts} {m.nbytes}"
 
@@ -122,7 +122,7 @@ class _Writer:
             yield line + self.axes("summed", o.summed) + self.axes("halo", o.halo) + " constant" * o.constant
         for r in op.results:
             line = f"    make {self.tensor(r)}" + self.gradient(r) + self.axes("summed", r.summed)
-            yield line + " zeros" * (r.carrier == "zeros")
+            yield line + " zeros" * (r.gradient_carrier == "zeros")
         for s in op.sent:
             yield f"    send {s.kind} {' '.join(s.axes)} {s.nbytes} {word_text(s.tensor)} {s.phase} {s.times}"
 
@@ -222,8 +222,8 @@ class _TransferRead:
     """A transfer whose lines are being read."""
 
     head: LocalTransfer
-    there: list[LocalMove] = field(default_factory=list)
-    back: list[LocalMove] = field(default_factory=list)
+    there: list[LocalReshardStep] = field(default_factory=list)
+    back: list[LocalReshardStep] = field(default_factory=list)
 
     def whole(self) -> LocalTransfer:
         back = None if self.head.backward is None else tuple(self.back)
@@ -237,7 +237,7 @@ class _Reader:
     name: str
     mesh: Mesh
     originals: dict[str, str] = field(default_factory=dict)
-    once: Once = "none"
+    hoisted: Hoisted = "none"
     node: str | None = None
     ops: list[_OpRead] = field(default_factory=list)
     transfers: dict[int, _TransferRead] = field(default_factory=dict)
@@ -263,7 +263,7 @@ class _Reader:
             ops=tuple(op.whole() for op in self.ops),
             transfers=tuple(self.transfers[k].whole() for k in numbers),
             originals=self.originals,
-            once=self.once,
+            hoisted=self.hoisted,
             messages=tuple(self.messages),
             period=self.period,
             updates=self.updates,
@@ -273,7 +273,7 @@ class _Reader:
         depth = len(line.text) - len(line.text.lstrip(" "))
         known: Mapping[str, Callable[[TextLine], None]]
         if depth == 0:
-            known = {"copy": self._copy, "node": self._node, "once": self._once, "message": self._message}
+            known = {"copy": self._copy, "node": self._node, "once": self._hoisted, "message": self._message}
             known["updates"] = self._updates
         elif depth == 2:
             at = line.position
@@ -298,15 +298,15 @@ class _Reader:
         line.expect("of")
         self.originals[name] = line.word("the tensor that it is a copy of")
 
-    def _once(self, line: TextLine) -> None:
-        self.once = line.choice(Once, "what is sent once a step")
+    def _hoisted(self, line: TextLine) -> None:
+        self.hoisted = line.choice(Hoisted, "what is sent once a step")
 
     def _node(self, line: TextLine) -> None:
         self.node, self.last = line.word("the node's name"), None
 
     def _message(self, line: TextLine) -> None:
         self.messages.append(read_message(line))
-        self.asked += [(line, p.transfer) for p in self.messages[-1].pieces]
+        self.asked += [(line, p.transfer) for p in self.messages[-1].chunks]
 
     def _updates(self, line: TextLine) -> None:
         self.period, self.updates = read_updates(line)
@@ -332,7 +332,7 @@ class _Reader:
             backward=None if line.accept("stays") else (),
             phase=phase,
             runs=runs,
-            once=line.accept("once"),
+            hoisted=line.accept("once"),
         )
         self.last = self.transfers[number] = _TransferRead(head=head)
 
@@ -344,19 +344,21 @@ class _Reader:
 
     def _there(self, line: TextLine) -> None:
         assert isinstance(self.last, _TransferRead)
-        self.last.there.append(self._move(line))
+        self.last.there.append(self._reshard_step(line))
 
     def _back(self, line: TextLine) -> None:
         assert isinstance(self.last, _TransferRead)
         if self.last.head.backward is None:
             line.fail("no gradient comes back of a move that 'stays'", 0)
-        self.last.back.append(self._move(line))
+        self.last.back.append(self._reshard_step(line))
 
-    def _move(self, line: TextLine) -> LocalMove:
-        kind, axes = line.choice(LocalMoveKind, "a move"), self._axes(line, lambda: line.accept("["))
+    def _reshard_step(self, line: TextLine) -> LocalReshardStep:
+        kind, axes = line.choice(LocalReshardKind, "a move"), self._axes(line, lambda: line.accept("["))
         line.position -= 1
         before, after = self._layout(line), self._layout(line)
-        return LocalMove(kind=kind, axes=axes, before=before, after=after, nbytes=_number(line, "its bytes"))
+        return LocalReshardStep(
+            kind=kind, axes=axes, before=before, after=after, nbytes=_number(line, "its bytes")
+        )
 
     def _op(self, line: TextLine) -> None:
         if self.node is None:
@@ -401,7 +403,7 @@ class _Reader:
             layout=layout,
             gradient=gradient,
             summed=summed,
-            carrier="zeros" if line.accept("zeros") else "value",
+            gradient_carrier="zeros" if line.accept("zeros") else "value",
         )
         self.last.results.append(made)
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 import re
 
 from pase.ir.text import TextLine, word_text
-from pase.local.types import LocalMessage, LocalPiece, LocalProgram, MoveWay
+from pase.local.types import LocalMessage, LocalProgram, MessageChunk, TransferDirection
 from pase.schedule.plan import Update
 
 __all__ = ["message_text", "read_message", "read_updates", "updates_text"]
 
-_PIECE = re.compile(r"\d{1,9}(?:@\d{1,9})?\.\d{1,9}\[\d{1,18}\+\d{1,18}\]")
+_CHUNK = re.compile(r"\d{1,9}(?:@\d{1,9})?\.\d{1,9}\[\d{1,18}\+\d{1,18}\]")
 _UPDATE = re.compile(r"\d{1,9}-\d{1,9}@\d{1,9}")
 _COUNT = re.compile(r"\d{1,9}(?![\w.])", re.ASCII)
 
@@ -48,17 +48,17 @@ def message_text(m: LocalMessage) -> str:
     """A message's line."""
     after = f" after {word_text(m.after)}" if m.after else ""
     when = f" update {m.update} late {m.late}" if m.update or m.late else ""
-    return f"message {m.way} {word_text(m.link)}{after}{when} of {' '.join(map(_piece, m.pieces))}"
+    return f"message {m.way} {word_text(m.link)}{after}{when} of {' '.join(map(_chunk, m.chunks))}"
 
 
-def _piece(p: LocalPiece) -> str:
-    turn = "" if p.turn is None else f"@{p.turn}"
-    return f"{p.transfer}{turn}.{p.stage}[{p.begin}+{p.nbytes}]"
+def _chunk(p: MessageChunk) -> str:
+    iteration = "" if p.iteration is None else f"@{p.iteration}"
+    return f"{p.transfer}{iteration}.{p.stage}[{p.begin}+{p.nbytes}]"
 
 
 def read_message(line: TextLine) -> LocalMessage:
     """A message, behind the line's first word. Fails with the column of what is none."""
-    way, link, pieces, update, late = line.choice(MoveWay, "a way"), line.word("a link"), [], 0, 0
+    way, link, chunks, update, late = line.choice(TransferDirection, "a way"), line.word("a link"), [], 0, 0
     after = line.word("a node") if line.accept("after ") else ""
     if line.accept("update "):
         update = _count(line, "an update's number")
@@ -66,20 +66,20 @@ def read_message(line: TextLine) -> LocalMessage:
         late = _count(line, "how many iterations later")
     line.expect("of")
     while not line.at_end():
-        if (found := line.match(_PIECE)) is None:
+        if (found := line.match(_CHUNK)) is None:
             line.fail(f"expected TRANSFER.STAGE[FIRST+BYTES], found {line.next_shown()}")
         stage, begin, nbytes = map(int, re.findall(r"\d+", found[found.index(".") :]))
-        transfer, _, turn = found[: found.index(".")].partition("@")
-        pieces.append(
-            LocalPiece(
+        transfer, _, iteration = found[: found.index(".")].partition("@")
+        chunks.append(
+            MessageChunk(
                 transfer=int(transfer),
                 stage=stage,
                 begin=begin,
                 nbytes=nbytes,
-                turn=int(turn) if turn else None,
+                iteration=int(iteration) if iteration else None,
             )
         )
-    return LocalMessage(way=way, link=link, pieces=tuple(pieces), after=after, update=update, late=late)
+    return LocalMessage(way=way, link=link, chunks=tuple(chunks), after=after, update=update, late=late)
 
 
 def _count(line: TextLine, what: str) -> int:

@@ -17,28 +17,28 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from pase.ir import Op, Place
-from pase.ir.blocks import Once
+from pase.ir.blocks import Hoisted
 from pase.machine import CollectiveKind, Mesh
 from pase.schedule.plan import Update
 from pase.tables.work import Phase
 
 __all__ = [
     "AxisState",
-    "Carrier",
     "Combine",
     "Extents",
+    "GradientCarrier",
     "Layout",
     "LocalMessage",
-    "LocalMove",
     "LocalOp",
     "LocalOperand",
-    "LocalPiece",
     "LocalProgram",
+    "LocalReshardStep",
     "LocalResult",
     "LocalTensor",
     "LocalTransfer",
-    "MoveWay",
+    "MessageChunk",
     "NodeCollective",
+    "TransferDirection",
     "TransferPart",
     "local_shape",
 ]
@@ -55,24 +55,24 @@ Extents: TypeAlias = tuple[int, ...]
 Combine = Literal["sum", "max", "min", "other"]
 """How partial values become one. other: by no collective that there is."""
 
-Carrier = Literal["value", "zeros"]
+GradientCarrier = Literal["value", "zeros"]
 """What a parameter's gradient is taken at on a device, where the gradient is split further than the parameter (ZeRO-2):
 the device's part of the parameter, which is a slice of what it holds; or zeros of the same shape, if that part lies on
 other devices. Zeros are right only in front of ops that are linear: the derivative of any other op depends on the
 operand's value (``pase.ir.recompute.linear``)."""
 
-LocalMoveKind = Literal[CollectiveKind, "slice", "own"]
+LocalReshardKind = Literal[CollectiveKind, "slice", "own"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalMove:
+class LocalReshardStep:
     """One collective, or a free step: a slice, or *own*, which makes a replicated value partial (the first device along
     each axis keeps it, the others take zero).
 
     axes: the mesh axes that it runs over, in the order of the mesh. nbytes: the larger local buffer; 0 for a free step.
     """
 
-    kind: LocalMoveKind
+    kind: LocalReshardKind
     axes: tuple[str, ...]
     before: Layout
     after: Layout
@@ -91,18 +91,19 @@ class LocalTransfer:
 
     backward: None where no gradient comes back. combine: how its partial values are reduced. phase: the phase in which
     it is read; ops of a user's derivative rule read it in the backward phase. runs: how often a step runs the forward
-    and the backward moves. once: it carries a parameter, in a step that gathers these once (``LocalProgram.once``).
+    and the backward moves. hoisted: it carries a parameter, in a step that gathers these once
+    (``LocalProgram.hoisted``).
     """
 
     tensor: str
     src: str
     dst: str
     combine: Combine
-    forward: tuple[LocalMove, ...]
-    backward: tuple[LocalMove, ...] | None
+    forward: tuple[LocalReshardStep, ...]
+    backward: tuple[LocalReshardStep, ...] | None
     phase: Phase
     runs: tuple[float, float]
-    once: bool = False
+    hoisted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,12 +135,12 @@ class LocalOperand(LocalTensor):
 @dataclass(frozen=True, kw_only=True)
 class LocalResult(LocalTensor):
     """What an op makes. summed: the axes over which it is all-reduced immediately, because its own node reads it.
-    layout: after that sum. gradient: the layout in which its gradient arrives. carrier: of a parameter whose gradient
-    has another layout."""
+    layout: after that sum. gradient: the layout in which its gradient arrives. gradient_carrier: of a parameter whose
+    gradient has another layout."""
 
     gradient: Layout
     summed: tuple[str, ...] = ()
-    carrier: Carrier = "value"
+    gradient_carrier: GradientCarrier = "value"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +168,7 @@ class LocalOp:
     sent: tuple[NodeCollective, ...] = ()
 
 
-MoveWay = Literal["there", "back"]
+TransferDirection = Literal["there", "back"]
 """A transfer's moves forward, or those of the gradient."""
 
 TransferPart: TypeAlias = "tuple[int, int | None]"
@@ -175,21 +176,21 @@ TransferPart: TypeAlias = "tuple[int, int | None]"
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPiece:
+class MessageChunk:
     """Bytes [begin, begin + nbytes) of what a move sends. transfer: its number. stage: which of the moves that send
-    anything, from 0. turn: of which turn of the loops around its readers, counted through, where gradients wait for a
-    later step; None: of the turn that sends it, or there is no loop."""
+    anything, from 0. iteration: of which turn of the loops around its readers, counted through, where gradients wait
+    for a later step; None: of the turn that sends it, or there is no loop."""
 
     transfer: int
     stage: int
     begin: int
     nbytes: int
-    turn: int | None = None
+    iteration: int | None = None
 
     @property
     def part(self) -> TransferPart:
         """What it is a piece of."""
-        return self.transfer, self.turn
+        return self.transfer, self.iteration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +203,9 @@ class LocalMessage:
     in the one after that in which they are applied.
     """
 
-    way: MoveWay
+    way: TransferDirection
     link: str
-    pieces: tuple[LocalPiece, ...]
+    chunks: tuple[MessageChunk, ...]
     after: str = ""
     update: int = 0
     late: int = 0
@@ -214,8 +215,9 @@ class LocalMessage:
 class LocalProgram:
     """What each device of the mesh does in a step; ops are in the order of the graph.
 
-    originals: copy -> the tensor that it is a copy of. once: which moves of parameters run once a step. messages: how
-    transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is read.
+    originals: copy -> the tensor that it is a copy of. hoisted: which moves of parameters run once a step. messages:
+    how transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is
+    read.
 
     updates: which gradients are applied when, in iterations of a period that repeats. Unless each step sends and
     applies its own (``delayed``), the gradients in messages wait on their devices, unsummed, and messages are sent in
@@ -227,7 +229,7 @@ class LocalProgram:
     ops: tuple[LocalOp, ...]
     transfers: tuple[LocalTransfer, ...]
     originals: Mapping[str, str] = field(default_factory=dict)
-    once: Once = "none"
+    hoisted: Hoisted = "none"
     messages: tuple[LocalMessage, ...] = ()
     period: int = 1
     updates: tuple[Update, ...] = (Update(),)
@@ -244,16 +246,16 @@ class LocalProgram:
         u = self.updates[update]
         return any(m.update == update and m.late > u.at - u.last for m in self.messages)
 
-    def moves(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
+    def reshard_steps(self, transfer: int, way: TransferDirection) -> tuple[LocalReshardStep, ...]:
         """A transfer's moves there, or those of its gradient back."""
         t = self.transfers[transfer]
         return t.forward if way == "there" else t.backward or ()
 
-    def stages(self, transfer: int, way: MoveWay) -> tuple[LocalMove, ...]:
+    def stages(self, transfer: int, way: TransferDirection) -> tuple[LocalReshardStep, ...]:
         """The moves that send anything, as a plan lists them."""
-        return tuple(m for m in self.moves(transfer, way) if m.nbytes and not m.free)
+        return tuple(m for m in self.reshard_steps(transfer, way) if m.nbytes and not m.free)
 
-    def runs(self, transfer: int, way: MoveWay) -> float:
+    def runs(self, transfer: int, way: TransferDirection) -> float:
         """How often a step runs a transfer's moves there, or back."""
         return self.transfers[transfer].runs[way == "back"]
 
@@ -272,7 +274,7 @@ class LocalProgram:
         the message or a later one of its link brings."""
         m = self.messages[i]
         later = [x for x in self.messages[i:] if (x.way, x.link) == (m.way, m.link)]
-        readers = [op for x in later for p in x.pieces for op in self.users(p.transfer)]
+        readers = [op for x in later for p in x.chunks for op in self.users(p.transfer)]
         begun = self.begins.get(node)
         return begun is not None and all(
             begun < self.begins[op.node] and op.op.loops == self.ops[begun].op.loops for op in readers

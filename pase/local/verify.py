@@ -19,12 +19,12 @@ from pase.local.types import (
     Extents,
     Layout,
     LocalMessage,
-    LocalMove,
     LocalOp,
-    LocalPiece,
     LocalProgram,
+    LocalReshardStep,
     LocalTransfer,
-    MoveWay,
+    MessageChunk,
+    TransferDirection,
     TransferPart,
 )
 from pase.machine import Mesh
@@ -89,7 +89,7 @@ def _derivatives(program: LocalProgram) -> Iterator[str]:
                 continue
             carried.add(r.tensor)
             if op.op.kind == "parameter":
-                if r.carrier == "zeros":
+                if r.gradient_carrier == "zeros":
                     zeros.add(r.tensor)
                 elif not all(m.free for m in between(r.layout, r.gradient, program.mesh)):
                     yield (
@@ -116,10 +116,10 @@ def _split(layout: Layout) -> Layout:
 def _messages(program: LocalProgram) -> Iterator[str]:
     """Messages carry every byte of what they carry once for each update, stage after stage, and start before anything
     needs them."""
-    sent: dict[tuple[TransferPart, MoveWay, int], list[tuple[int, LocalPiece]]] = {}
+    sent: dict[tuple[TransferPart, TransferDirection, int], list[tuple[int, MessageChunk]]] = {}
     for i, m in enumerate(program.messages):
         yield from _in_time(program, i, m)
-        for p in m.pieces:
+        for p in m.chunks:
             if not 0 <= p.stage < len(program.stages(p.transfer, m.way)):
                 yield f"message {i} carries a move {p.stage} {m.way} of transfer {p.transfer}, which sends no such one"
                 return
@@ -129,13 +129,13 @@ def _messages(program: LocalProgram) -> Iterator[str]:
             yield f"message {i} waits for '{m.after}', which does not begin before what it or its link brings is read"
     waiting = {(part, u) for part, way, u in sent if way == "back"} if program.delayed else set()
     yield from _every_update(program, waiting)
-    for ((number, turn), way, update), pieces in sent.items():
+    for ((number, iteration), way, update), chunks in sent.items():
         what, last = f"'{program.transfers[number].tensor}' {way}", (0, -1)
-        what += f" of turn {turn}" * (turn is not None) + f" for update {update}" * program.delayed
-        for stage, move in enumerate(program.stages(number, way)):
-            mine = sorted((p.begin, p.nbytes, i) for i, p in pieces if p.stage == stage)
+        what += f" of turn {iteration}" * (iteration is not None) + f" for update {update}" * program.delayed
+        for stage, step in enumerate(program.stages(number, way)):
+            mine = sorted((p.begin, p.nbytes, i) for i, p in chunks if p.stage == stage)
             ends = [0, *(begin + nbytes for begin, nbytes, _ in mine)]
-            if [begin for begin, *_ in mine] != ends[:-1] or ends[-1] != move.nbytes:
+            if [begin for begin, *_ in mine] != ends[:-1] or ends[-1] != step.nbytes:
                 yield f"messages do not carry each byte of move {stage} of {what} once"
             when = [(program.messages[i].late, i) for *_, i in mine]
             if when and min(when) <= last:
@@ -160,8 +160,8 @@ def _every_update(program: LocalProgram, sent: set[tuple[TransferPart, int]]) ->
     waiting = {number for (number, _), _ in sent}
     for number in sorted(waiting):
         runs = round(program.runs(number, "back"))
-        turns: list[int | None] = [None] if runs == 1 else [*range(runs)]
-        wanted = {((number, turn), u) for turn in turns for u in range(len(program.updates))}
+        iterations: list[int | None] = [None] if runs == 1 else [*range(runs)]
+        wanted = {((number, iteration), u) for iteration in iterations for u in range(len(program.updates))}
         if wanted != {(part, u) for part, u in sent if part[0] == number}:
             what = program.transfers[number].tensor
             yield f"messages do not carry '{what}' in every update, each turn of its loop once"
@@ -169,14 +169,14 @@ def _every_update(program: LocalProgram, sent: set[tuple[TransferPart, int]]) ->
 
 def _joinable(program: LocalProgram, i: int, m: LocalMessage) -> Iterator[str]:
     """One collective: of one kind, over the same axes, run equally often."""
-    moves = [program.stages(p.transfer, m.way)[p.stage] for p in m.pieces]
-    if len({(move.kind, move.axes) for move in moves}) != 1:
+    steps = [program.stages(p.transfer, m.way)[p.stage] for p in m.chunks]
+    if len({(step.kind, step.axes) for step in steps}) != 1:
         yield f"message {i} joins collectives of several kinds, or none"
     if program.delayed:  # what waits for a later step is there at its end, from all loops
         return
-    if len({op.op.loops for p in m.pieces for op in program.users(p.transfer)}) != 1:
+    if len({op.op.loops for p in m.chunks for op in program.users(p.transfer)}) != 1:
         yield f"message {i} joins what is read in different loops"
-    if len({program.runs(p.transfer, m.way) for p in m.pieces}) != 1:
+    if len({program.runs(p.transfer, m.way) for p in m.chunks}) != 1:
         yield f"message {i} joins moves that do not run equally often"
 
 
@@ -193,10 +193,10 @@ def _made_here(
         yield f"'{tensor}' is made as {program.result(tensor).layout} and read as {layout} at {op.node}"
 
 
-def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Layout) -> Iterator[str]:
+def _way(t: LocalTransfer, steps: tuple[LocalReshardStep, ...], start: Layout, end: Layout) -> Iterator[str]:
     """The moves form a chain from one layout to another."""
     now = start
-    for m in moves:
+    for m in steps:
         if m.before != now:
             yield f"a {m.kind} of '{t.tensor}' for {t.dst} starts from {m.before}, and there is {now}"
         yield from _step(t, m)
@@ -205,7 +205,7 @@ def _way(t: LocalTransfer, moves: tuple[LocalMove, ...], start: Layout, end: Lay
         yield f"'{t.tensor}' arrives at {t.dst} (or its gradient from there) as {now}, and is wanted as {end}"
 
 
-def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Iterator[str]:
+def _sendable(t: LocalTransfer, m: LocalReshardStep, shape: Extents, mesh: Mesh) -> Iterator[str]:
     """Sources and targets are well defined: only whole digits move, or every device sends as much as it receives."""
     try:
         if m.kind not in ("all_reduce", "own") and not nests(m, shape, mesh):
@@ -214,14 +214,14 @@ def _sendable(t: LocalTransfer, m: LocalMove, shape: Extents, mesh: Mesh) -> Ite
         yield f"a {m.kind} of '{t.tensor}' for {t.dst}: {e}"
 
 
-def _step(t: LocalTransfer, m: LocalMove) -> Iterator[str]:
+def _step(t: LocalTransfer, m: LocalReshardStep) -> Iterator[str]:
     """Only a sum reduces a partial axis, namely those that it runs over; only 'own' makes a value partial."""
-    settles, begins = m.kind in ("all_reduce", "reduce_scatter"), m.kind == "own"
-    moved = [i for i, (a, b) in enumerate(zip(m.before, m.after, strict=True)) if a != b]
-    for i in moved:
-        if (m.before[i] == "partial") != settles:
+    reduces, begins = m.kind in ("all_reduce", "reduce_scatter"), m.kind == "own"
+    changed = [i for i, (a, b) in enumerate(zip(m.before, m.after, strict=True)) if a != b]
+    for i in changed:
+        if (m.before[i] == "partial") != reduces:
             yield f"a {m.kind} of '{t.tensor}' for {t.dst} over what is {m.before[i] or 'whole'}"
         if (m.after[i] == "partial") != begins:
             yield f"a {m.kind} of '{t.tensor}' for {t.dst} leaves what is {m.after[i] or 'whole'}"
-    if len(moved) != len(m.axes):
-        yield f"a {m.kind} of '{t.tensor}' for {t.dst} over {', '.join(m.axes)} changes {len(moved)} axes"
+    if len(changed) != len(m.axes):
+        yield f"a {m.kind} of '{t.tensor}' for {t.dst} over {', '.join(m.axes)} changes {len(changed)} axes"

@@ -5,9 +5,9 @@ Parameters are kept in their storage layout. Gradients and optimizer state have 
 times the loop turns that make it for readers in the same loop. For a rematerialised region only its inputs are kept,
 plus one turn of its inner tensors while it is recomputed. Weights that a product reads gathered or cast also count as
 activations until its backward, except in a rematerialised region, which gathers them again. What a step gathers once
-is kept, also in regions, and what it sums once is kept unsummed (``pase.ir.blocks.Once``). Buffers: the most that one
-op reads and makes, including gradients, and where collectives of parameters overlap with compute, what a loop's turn
-gathers for the next one.
+is kept, also in regions, and what it sums once is kept unsummed (``pase.ir.blocks.Hoisted``). Buffers: the most that
+one op reads and makes, including gradients, and where collectives of parameters overlap with compute, what a loop's
+turn gathers for the next one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
-from pase.ir.blocks import once_of, turns_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
 from pase.memory.live import is_trained, live_bytes, lives
@@ -32,10 +32,10 @@ from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
     LayoutRule,
+    concrete_size,
     dim_index,
     forward_states,
     gradient_states,
-    number,
     read_rule,
     shards,
     state_index,
@@ -50,11 +50,11 @@ __all__ = [
     "Held",
     "Memory",
     "MemoryKind",
-    "gathered_ahead",
     "held",
     "in_flight",
     "in_flight_at_least",
     "memory",
+    "prefetched_bytes",
     "profile",
 ]
 
@@ -119,7 +119,9 @@ _ScopePath = tuple[Scope, ...] | None
 
 def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _Term:
     t = graph.tensors[a.tensor]
-    return _Term(kind=kind, nbytes=number(t.nbytes, t.name), dims=tuple(dim_index(n, a.map.dims)), **more)
+    return _Term(
+        kind=kind, nbytes=concrete_size(t.nbytes, t.name), dims=tuple(dim_index(n, a.map.dims)), **more
+    )
 
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
@@ -155,8 +157,11 @@ def _terms(graph: Graph, optimizer: str) -> dict[str, _NodeTerms]:
 def _terms_of(
     graph: Graph, n: Node, optimizer: str, heavy: Collection[str]
 ) -> Iterator[tuple[_Term, _ScopePath]]:
-    wanted, turns = kept(graph), turns_of(graph)  # in a step with micro-batches, one lives at a time
-    stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
+    wanted, micro_batches = (
+        kept(graph),
+        micro_batches_of(graph),
+    )  # in a step with micro-batches, one lives at a time
+    stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
 
     def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
         return _term(graph, n, kind, a, **more)
@@ -170,23 +175,23 @@ def _terms_of(
                     state = tuple(state_index(n))
                     if not unsummed:
                         yield (
-                            term("gradients", a, state=state, times=2 if turns > 1 else 1),
+                            term("gradients", a, state=state, times=2 if micro_batches > 1 else 1),
                             None,
                         )  # the sum, and one to add
                     values = 4 * OPTIMIZERS[optimizer]
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
-                yield term("activations", a, times=turns), None  # all of them arrive at once
+                yield term("activations", a, times=micro_batches), None  # all of them arrive at once
             elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                 yield term("activations", a, times=wanted[a.tensor].times), wanted[a.tensor].region
     for ops, a, stored in parameter_reads(graph, n):  # as this node reads them
-        many = number(ops[0].times, n.name)
+        many = concrete_size(ops[0].times, n.name)
         if stays or any(_read_in_backward(n, op) for op in ops):
-            yield term("activations", a, times=many, over=turns, weights=True), None
+            yield term("activations", a, times=many, over=micro_batches, weights=True), None
         # The sum, as exact as what is stored, and one to add:
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
             copies = 1 + stored.itemsize / graph.tensors[a.tensor].itemsize
-            yield term("gradients", a, times=many * copies, over=turns), None
+            yield term("gradients", a, times=many * copies, over=micro_batches), None
     if n.kind == "parameter":  # less what is the stored parameter itself
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
@@ -200,7 +205,7 @@ def _read_in_backward(n: Node, op: Op) -> bool:
 
 def _read_heavily(graph: Graph) -> set[str]:
     """Tensors that are kept as their readers have them."""
-    stays = once_of(graph) != "none"
+    stays = hoisted_of(graph) != "none"
     return {e.tensor for e in graph.edges if stays or _read_in_backward(graph.node[e.dst], e.op)}
 
 
@@ -263,23 +268,23 @@ def _written_over(
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """How a parameter gets from its storage to the node that reads it, and its gradient back. again: gathered in a
+    """How a parameter gets from its storage to the node that reads it, and its gradient back. recompute: gathered in a
     region for each use; otherwise it counts as kept. cast: the read value differs from the stored one. trained: it has
     a gradient."""
 
     write: LayoutRule
     read: LayoutRule
-    again: bool
+    recompute: bool
     cast: bool
     trained: bool
 
     def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
         """How many of the tensor and its gradient have another layout than in storage; configs int8 [1, axes]."""
         apart = (gradient_states(self.write.states(stored, mesh)) != self.read.states(cfg, mesh)).any()
-        again = self.again and (self.cast or self.moved(stored, cfg, mesh))
-        return int(again) + int(self.trained and bool(apart))
+        recompute = self.recompute and (self.cast or self.resharded(stored, cfg, mesh))
+        return int(recompute) + int(self.trained and bool(apart))
 
-    def moved(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
+    def resharded(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
         """Is it read in another layout than it is stored in?"""
         written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
         return bool((forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any())
@@ -329,22 +334,22 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
     return _Gathered(
         write=write_rule(source, *source.write_of(a.tensor)),
         read=read_rule(n, op, a),
-        again=op.region is not None and once_of(graph) == "none",
+        recompute=op.region is not None and hoisted_of(graph) == "none",
         cast=source.ops[0].writes[0].tensor != a.tensor,
         trained=graph.tensors[a.tensor].needs_grad,
     )
 
 
 @once
-def _read_ahead(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]]:
+def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]]:
     """Loop -> (reader, the node that stores it, the parameter as it is read, how it is gathered) of what a turn gathers
     for the next one, because its reader waits for no product of its turn."""
     out: dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]] = {}
     late: set[tuple[tuple[Scope, ...], str]] = set()
     for n in graph.nodes:
         for op in n.ops:
-            turns = number(op.times, n.name) / turns_of(graph)
-            if not op.loops or turns <= 1:
+            micro_batches = concrete_size(op.times, n.name) / micro_batches_of(graph)
+            if not op.loops or micro_batches <= 1:
                 continue
             # What a loop inside of the turn makes counts as a product, whatever is in it.
             late |= {(op.loops[:k], a.tensor) for k in range(1, len(op.loops)) for a in op.writes}
@@ -359,15 +364,17 @@ def _read_ahead(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, 
     return out
 
 
-def gathered_ahead(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
+def prefetched_bytes(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
     """Bytes that a loop's turn holds for the next one (``pase.backends.jax.spmd.prefetch``): the most of any loop. What
     is kept for backward anyway does not count. configs: node name -> int8 [axes]."""
 
     def nbytes(n: Node, source: Node, term: _Term, gathered: _Gathered) -> float:
         cfg, stored = configs[n.name][None, :], configs[source.name][None, :]
-        return gathered.again * gathered.moved(stored, cfg, mesh) * float(term.held(cfg, mesh)[0])
+        return gathered.recompute * gathered.resharded(stored, cfg, mesh) * float(term.held(cfg, mesh)[0])
 
-    return max((sum(nbytes(*one) for one in found) for found in _read_ahead(graph).values()), default=0.0)
+    return max(
+        (sum(nbytes(*one) for one in found) for found in _prefetched_reads(graph).values()), default=0.0
+    )
 
 
 def in_flight(
@@ -398,8 +405,8 @@ def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) 
         key = (flight.number, number_, id(cfg))
         if key not in made:
             held_ = sum((t.held(cfg, mesh) for t, g in flight.terms if g is None), np.zeros(len(cfg)))
-            moved = (np.where(c.axes > 0, c.nbytes, 0.0) for c in node_charges(graph, n, cfg, mesh))
-            made[key] = np.maximum.reduce([held_, *moved])
+            sent = (np.where(c.axes > 0, c.nbytes, 0.0) for c in node_charges(graph, n, cfg, mesh))
+            made[key] = np.maximum.reduce([held_, *sent])
         out.append(made[key])
     return out
 
@@ -409,9 +416,9 @@ def memory(
     mesh: Mesh,
     configs: Mapping[str, np.ndarray],
     optimizer: str = "adam",
-    ahead: bool = False,
+    prefetch: bool = False,
 ) -> Memory:
-    """Predicted peak bytes on one device; configs: node name -> int8 [axes]. ahead: loops gather parameters one turn
+    """Predicted peak bytes on one device; configs: node name -> int8 [axes]. prefetch: loops gather parameters one turn
     ahead."""
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
@@ -429,7 +436,7 @@ def memory(
     buffers = largest_buffer(graph, mesh, configs)
     if is_trained(graph):
         buffers = max(buffers, *in_flight(graph, configs, mesh).values())
-        buffers += gathered_ahead(graph, configs, mesh) if ahead else 0.0
+        buffers += prefetched_bytes(graph, configs, mesh) if prefetch else 0.0
     else:
         buffers = max(buffers, live_bytes(graph, mesh, configs))
     return Memory(buffers=round(buffers), **{k: round(v) for k, v in sums.items()})

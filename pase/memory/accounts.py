@@ -67,13 +67,13 @@ def _course(tile: tuple[int, ...]) -> Account:
     )
 
 
-def account_for(machine: Machine, graph: Graph, ahead: bool) -> Account:
+def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
     """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``). A graph that is not
-    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines. ahead: loops
-    gather parameters one turn ahead, because collectives of parameters overlap with compute; where there is a course,
-    the step is annotated, and they do not."""
+    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines. prefetch:
+    loops gather parameters one turn ahead, because collectives of parameters overlap with compute; where there is a
+    course, the step is annotated, and they do not."""
     if machine.fuses_products and is_trained(graph):
         return _course(machine.device.memory_tile)
-    if not ahead:
+    if not prefetch:
         return KEPT_AND_IN_FLIGHT
-    return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, ahead=True))
+    return replace(KEPT_AND_IN_FLIGHT, memory=partial(account.memory, prefetch=True))

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Scope
-from pase.ir.blocks import once_of, turns_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.machine import Mesh
 from pase.memory.account import Memory, MemoryKind
 from pase.memory.residuals import kept
-from pase.tables.layouts import dim_index, number, shards, state_index
+from pase.tables.layouts import concrete_size, dim_index, shards, state_index
 from pase.tables.tiles import padding
 from pase.tables.work import OPTIMIZERS, has_gradient, parameter_reads
 
@@ -106,8 +106,8 @@ def course(
     tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end;
     None: not known, so what is held either way.
     """
-    when, wanted, turns = _moments(graph), kept(graph, True), turns_of(graph)
-    stays, unsummed = once_of(graph) != "none", once_of(graph) == "all" and turns > 1
+    when, wanted, micro_batches = _moments(graph), kept(graph, True), micro_batches_of(graph)
+    stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
     made = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     tied = _tied(graph)
 
@@ -115,14 +115,14 @@ def course(
         def local(a: Access) -> np.ndarray:
             t = graph.tensors[a.tensor]
             extents = [
-                np.asarray(number(size, t.name) / shards(cfg, dim_index(n, walk.dims), mesh))
+                np.asarray(concrete_size(size, t.name) / shards(cfg, dim_index(n, walk.dims), mesh))
                 for size, walk in zip(t.shape, a.map.walks, strict=True)
             ]
             whole = t.itemsize * np.prod(extents, axis=0) * np.ones(len(cfg))
             return np.asarray(whole * padding(extents, tile) if tile else whole)
 
         def times(op: Op) -> float:
-            return float(number(op.times, n.name)) / turns
+            return float(concrete_size(op.times, n.name)) / micro_batches
 
         for op in n.ops:
             for a in op.writes:
@@ -132,16 +132,16 @@ def course(
                         graph, n, local(a), cfg, mesh, optimizer, when, n.name not in tied and not unsummed
                     )
                 elif t.role == "input":  # of all micro-batches
-                    yield HeldBytes(kind="activations", nbytes=local(a) * turns, at=when.always)
+                    yield HeldBytes(kind="activations", nbytes=local(a) * micro_batches, at=when.always)
                 elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
-                    if _made_again(graph, op, wanted, made):
+                    if _fused_recompute(graph, op, wanted, made):
                         continue
                     k = wanted[a.tensor]
                     at = when.always if n.name in (late or ()) else when.until(n.name)
                     at = at if k.region is None else when.only(k.region)
                     yield HeldBytes(kind="activations", nbytes=local(a) * k.times, at=at)
         if stays:
-            yield from _held_once(graph, n, local, when)
+            yield from _hoisted_bytes(graph, n, local, when)
         elif n.kind == "parameter":
             yield from _cast_stacks(n, local, times, when)
         for op, a in n.reads:
@@ -171,19 +171,19 @@ def _cast_stacks(
             yield HeldBytes(kind="activations", nbytes=many, at=when.always & ~when.end)
 
 
-def _held_once(
+def _hoisted_bytes(
     graph: Graph, n: Node, local: Callable[[Access], np.ndarray], when: _Moments
 ) -> Iterator[HeldBytes]:
     """For a step that gathers once: parameters as a node reads them, throughout the step. If their gradients are also
     summed once, these until then: the sum, in the stored precision, and one gradient to add. local: bytes on a
     device."""
-    turns = turns_of(graph)
+    micro_batches = micro_batches_of(graph)
     if n.kind == "parameter" and (mine := n.ops[0].writes[0]).tensor in {e.tensor for e in graph.edges}:
         yield HeldBytes(kind="activations", nbytes=-local(mine), at=when.always)  # the stored array itself
     for ops, a, stored in parameter_reads(graph, n):
-        whole = local(a) * float(number(ops[0].times, n.name)) / turns
+        whole = local(a) * float(concrete_size(ops[0].times, n.name)) / micro_batches
         yield HeldBytes(kind="activations", nbytes=whole, at=when.always)
-        unsummed = once_of(graph) == "all" and turns > 1
+        unsummed = hoisted_of(graph) == "all" and micro_batches > 1
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
             wide = whole * stored.itemsize / graph.tensors[a.tensor].itemsize
             yield HeldBytes(kind="gradients", nbytes=wide, at=when.always)
@@ -231,7 +231,7 @@ def _parameter(
     yield HeldBytes(kind="optimizer", nbytes=4 * OPTIMIZERS[optimizer] * mine / t.itemsize, at=when.always)
     if alone:
         yield HeldBytes(kind="gradients", nbytes=mine, at=when.back)
-    if turns_of(graph) > 1 and once_of(graph) != "all":
+    if micro_batches_of(graph) > 1 and hoisted_of(graph) != "all":
         yield HeldBytes(kind="gradients", nbytes=mine, at=when.always)
 
 
@@ -314,7 +314,7 @@ def profile(
     )
 
 
-def _made_again(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
+def _fused_recompute(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
     """Does a fusion recompute the op's result? Yes, if elementwise ops and views compute it from large operands that
     are kept themselves or are constant."""
     if op.kind == "generate":
@@ -327,6 +327,6 @@ def _made_again(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mappin
         t in wanted
         or t not in made
         or graph.tensors[t].role == "constant"
-        or _made_again(graph, made[t], wanted, made)
+        or _fused_recompute(graph, made[t], wanted, made)
         for t in large
     )

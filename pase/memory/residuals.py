@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pase.ir import Graph, Node, Op, Scope
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import RANDOM, UNSTACK
 from pase.ir.recompute import needs
 from pase.ir.sizes import Size, product
 from pase.ir.types import LEAF
 from pase.once import once
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["Kept", "kept", "kept_bytes", "residual_bytes", "written_bytes"]
 
@@ -98,7 +98,7 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
 def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
     """What each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
-    maker, turns, reached = dict(_makers(graph)), _turns(graph), _reached(graph)
+    maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), _reached(graph)
     varies = _varies(graph, maker, constant)
 
     def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
@@ -109,7 +109,7 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
         loops, times = _loops(shared), 1
         for i in range(len(_loops(region or ())), len(loops)):
             if loops[: i + 1] in varies[t]:
-                times *= turns[loops[: i + 1]] // turns[loops[:i]]
+                times *= trip_counts[loops[: i + 1]] // trip_counts[loops[:i]]
         if made.op.kind == "carry" and shared != made.scope:
             which = "last"
         return Kept(tensor=t, region=region, times=times), which
@@ -127,14 +127,14 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
                     roots = _roots(graph, n, op, t, maker, constant, fuses_products)
                     yield from (keep(root, op) for root in roots)
                     continue
-                root = _moved(t, maker)
+                root = _storage_of(t, maker)
                 stored = root in constant or root not in maker
                 if not stored and maker[root].node.kind not in ("parameter", "constant"):
                     yield keep(root, op)
     for n in graph.nodes:  # what is made again starts from the regions' inputs, and from what a policy keeps
         for op in n.ops:
             for a in op.reads if op.region is not None else ():
-                root = _moved(a.tensor, maker)
+                root = _storage_of(a.tensor, maker)
                 if a.gradient or root not in maker or maker[root].node.kind in ("parameter", "constant"):
                     continue
                 inside = maker[root].scope[: len(op.region or ())] == op.region
@@ -212,12 +212,12 @@ def _shared(a: tuple[Scope, ...], b: tuple[Scope, ...]) -> tuple[Scope, ...]:
     return a[:same]
 
 
-def _turns(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
+def _trip_counts(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
     """Loops, outermost first -> how often the body of the innermost one runs in a micro-batch."""
     found: dict[tuple[Scope, ...], int] = {}
     for n in graph.nodes:
         for op in () if n.kind in LEAF else n.ops:
-            found[_loops(op.scope)] = number(op.times, n.name) // turns_of(graph)
+            found[_loops(op.scope)] = concrete_size(op.times, n.name) // micro_batches_of(graph)
     # A body that has nothing but a loop in it runs no more often than that loop's body.
     for inner in sorted(found, key=len, reverse=True):
         for i in range(len(inner)):
@@ -225,7 +225,7 @@ def _turns(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
     return found | {(): 1}
 
 
-def _moved(t: str, maker: Mapping[str, _Made]) -> str:
+def _storage_of(t: str, maker: Mapping[str, _Made]) -> str:
     """The tensor of which this one is a copy, or one turn's slice."""
     while t in maker and (maker[t].op.kind == "copy" or maker[t].op.function is UNSTACK):
         t = maker[t].op.reads[0].tensor
@@ -245,7 +245,7 @@ def _roots(
     rematerialised region's border. by: the op that needs t."""
     least = t
     while True:
-        t = _moved(t, maker)
+        t = _storage_of(t, maker)
         if t not in maker or t in constant:
             return frozenset()
         n, op = maker[t].node, maker[t].op
@@ -271,7 +271,9 @@ def _roots(
                 least = t
             t = large[0]
             continue
-        if large or any(number(graph.tensors[x].elements, x) > number(size, t) for x in operands):
+        if large or any(
+            concrete_size(graph.tensors[x].elements, x) > concrete_size(size, t) for x in operands
+        ):
             return frozenset([t])
         # What is made of parts that are as large together (halves that a rotation joins) is kept, as the narrowest of
         # its casts; of what is made of small operands, these are.
@@ -290,8 +292,8 @@ def _as_large(graph: Graph, t: str, size: Size) -> bool:
 def _of_parts(graph: Graph, op: Op, size: Size, constant: frozenset[str]) -> bool:
     """Are the op's operands as large together as its result?"""
     parts = {a.tensor for a in op.reads if a.tensor not in constant}
-    together = sum(number(graph.tensors[t].elements, t) for t in parts)
-    return len(parts) > 1 and together >= number(size, op.name)
+    together = sum(concrete_size(graph.tensors[t].elements, t) for t in parts)
+    return len(parts) > 1 and together >= concrete_size(size, op.name)
 
 
 def kept_bytes(graph: Graph) -> int:
@@ -311,25 +313,25 @@ def _by_region(graph: Graph) -> dict[tuple[Scope, ...] | None, int]:
     for k in kept(graph).values():
         t = graph.tensors[k.tensor]
         if t.role == "activation":
-            out[k.region] = out.get(k.region, 0) + k.times * number(t.nbytes, t.name)
+            out[k.region] = out.get(k.region, 0) + k.times * concrete_size(t.nbytes, t.name)
     return out
 
 
 def written_bytes(graph: Graph) -> int:
     """An upper bound on what a micro-batch can keep for backward, in bytes, if nothing is split: its inputs, all that
     its ops write in all turns of their loops, and each parameter once for each time that it is read."""
-    turns, total = turns_of(graph), 0
+    micro_batches, total = micro_batches_of(graph), 0
     for n in graph.nodes:
         for op in n.ops:
-            times = number(op.times, n.name) // (1 if n.kind in LEAF else turns)
+            times = concrete_size(op.times, n.name) // (1 if n.kind in LEAF else micro_batches)
             for a in () if op.kind == "parameter" else op.writes:
                 t = graph.tensors[a.tensor]
                 touched = (
                     t.elements if not a.sparse or not op.over else product(n.space[d].size for d in op.over)
                 )
-                total += times * t.itemsize * number(touched, t.name)
+                total += times * t.itemsize * concrete_size(touched, t.name)
             total += sum(
-                times * number(graph.tensors[a.tensor].nbytes, a.tensor)
+                times * concrete_size(graph.tensors[a.tensor].nbytes, a.tensor)
                 for a in op.reads
                 if graph.tensors[a.tensor].role == "parameter"
             )

@@ -18,7 +18,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beside: Sequence[Tensor] = (),
+    extra: Sequence[Tensor] = (),
     *,
     causal: bool = False,
     order: Sequence[int] = (0, 1, 2, 3),
@@ -26,7 +26,7 @@ def attention(
 ) -> Tensor:
     """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d], values [b, s, kv heads, e].
 
-    Query heads that share a key-value head are adjacent. ``beside``: a bias or a mask that broadcasts to
+    Query heads that share a key-value head are adjacent. ``extra``: a bias or a mask that broadcasts to
     [b, heads, q, s]. order: the positions of these four dims in q, k, v and the result. The result has the layout of q.
     The logarithm of each query's sum is also written, [b, q, heads] in float32, because backward needs it.
 
@@ -66,7 +66,7 @@ def attention(
         Read(k, placed(rows, keys, kv_heads, inner)),
         Read(v, placed(rows, keys, kv_heads, outer)),
     ]
-    for t in beside:
+    for t in extra:
         walks = [
             () if is_one(s) else names for s, names in zip(t.shape, (rows, heads, queries, keys), strict=True)
         ]

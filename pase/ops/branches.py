@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pase.errors import PaseError
 from pase.ir import AccessMap, Tensor
 from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
-from pase.ops.loops import settle
+from pase.ops.loops import loop_copy
 
 __all__ = ["SELDOM", "chances", "leave", "meet", "told"]
 
@@ -42,7 +42,7 @@ def told(name: str, given: Sequence[float], count: int) -> tuple[float, ...]:
 
 def leave(b: GraphBuilder, x: Tensor) -> Tensor:
     """A branch's result, within the branch: what moves it into the layout that all branches return is paid there."""
-    return settle(b, x, "branch_result")
+    return loop_copy(b, x, "branch_result")
 
 
 def meet(b: GraphBuilder, index: Tensor | None, results: Sequence[Tensor]) -> Tensor:

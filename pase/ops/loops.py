@@ -7,7 +7,7 @@ from pase.ir.functions import UNSTACK
 from pase.ir.sizes import is_one
 from pase.ops.builder import GraphBuilder, Read, Write, parallel_dims, plain_map
 
-__all__ = ["body_flops", "settle", "stack", "unstack"]
+__all__ = ["body_flops", "loop_copy", "stack", "unstack"]
 
 
 def body_flops(b: GraphBuilder, first: int = 0, scope: Scope | None = None) -> float:
@@ -24,7 +24,7 @@ def body_flops(b: GraphBuilder, first: int = 0, scope: Scope | None = None) -> f
     return total
 
 
-def settle(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
+def loop_copy(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
     """A copy before the loop, so that what moves x into the layout of its readers inside is paid once."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]

@@ -15,7 +15,7 @@ import numpy as np
 
 from pase.ir import Access, AccessMap, Node, Op
 from pase.paper.layers import LayerFlow, Layers
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["PROTOTYPE", "SOUND", "Rules", "flow_cost", "layer_cost", "map_splits"]
 
@@ -49,7 +49,7 @@ class _Local:
     def __init__(self, node: Node, counts: np.ndarray):
         self.node, self.counts = node, counts
         self.index = {d.name: i for i, d in enumerate(node.space)}
-        self.extent = [number(d.size, node.name) for d in node.space]
+        self.extent = [concrete_size(d.size, node.name) for d in node.space]
 
     def ways(self, dims: Sequence[str]) -> np.ndarray:
         """P: int64 [K]."""
@@ -72,7 +72,7 @@ def layer_cost(layers: Layers, node: Node, counts: np.ndarray, rules: Rules) -> 
     local = _Local(node, counts)
     total = np.zeros(len(counts))
     for op in node.ops:
-        times = float(number(op.times, node.name))
+        times = float(concrete_size(op.times, node.name))
         if op.kind in ("matmul", "conv"):
             total += times * _product(op, local, rules)
         elif op.kind == "gather" and any(a.tensor in layers.parameters for a in op.reads):

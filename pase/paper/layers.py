@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from pase.errors import PaseError
 from pase.ir import Access, AccessMap, Dim, DimKind, Graph, IterationSpace, Node, Op, Tensor, functions
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["LayerFlow", "Layers", "layers_of"]
 
@@ -63,7 +63,7 @@ def layers_of(graph: Graph) -> Layers:
         nodes.insert(at, made)
         tensors |= added
         # One layer's outputs are the next one's hidden dim: a transfer of the whole state, as in the prototype.
-        shape = tuple(number(made.space[d].size, d) for d in "sbd")
+        shape = tuple(concrete_size(made.space[d].size, d) for d in "sbd")
         state, hidden = AccessMap.parse("s b d"), AccessMap.parse("s b e")
         flows.append(
             LayerFlow(src=made.name, dst=made.name, shape=shape, written=state, read=hidden, times=1.0)
@@ -79,8 +79,8 @@ def layers_of(graph: Graph) -> Layers:
                 if (n.name, a.tensor, tensor, a.map) in seen:
                     continue
                 seen.add((n.name, a.tensor, tensor, a.map))
-                shape = tuple(number(s, tensor) for s in tensors[tensor].shape)
-                times = float(number(op.times, n.name)) * part
+                shape = tuple(concrete_size(s, tensor) for s in tensors[tensor].shape)
+                times = float(concrete_size(op.times, n.name)) * part
                 flows.append(
                     LayerFlow(
                         src=writer.name, dst=n.name, shape=shape, written=write.map, read=a.map, times=times
@@ -118,9 +118,11 @@ def _sources(
     value = back.reads[0].tensor
     if reader.scope[: len(back.scope)] != back.scope:
         return _sources(graph, value, reader, writers)
-    turns = number(back.times, producer.name) / number(producer.ops[0].times, producer.name)
-    first = [(t, part / turns) for t, part in _sources(graph, init, reader, writers)]
-    later = [(t, part * (1 - 1 / turns)) for t, part in _sources(graph, value, back, writers)]
+    trip_count = concrete_size(back.times, producer.name) / concrete_size(
+        producer.ops[0].times, producer.name
+    )
+    first = [(t, part / trip_count) for t, part in _sources(graph, init, reader, writers)]
+    later = [(t, part * (1 - 1 / trip_count)) for t, part in _sources(graph, value, back, writers)]
     return first + later
 
 
@@ -132,7 +134,7 @@ def _recurrent(graph: Graph, parameters: frozenset[str]) -> frozenset[str]:
         for op, a in n.reads
         if op.kind == "matmul"
         and a.tensor in parameters
-        and number(op.times, n.name) > 1
+        and concrete_size(op.times, n.name) > 1
         and graph.producer[a.tensor].kind == "copy"
     }
     if not loops:
@@ -143,7 +145,7 @@ def _recurrent(graph: Graph, parameters: frozenset[str]) -> frozenset[str]:
         ahead.setdefault(e.src, set()).add(e.dst)
         behind.setdefault(e.dst, set()).add(e.src)
     gathers = {n.name for n in graph.nodes if n.kind == "gather"}
-    inside = {n.name for n in graph.nodes if number(n.times, n.name) > 1 or n.kind == "carry"}
+    inside = {n.name for n in graph.nodes if concrete_size(n.times, n.name) > 1 or n.kind == "carry"}
     after = _closure({g for g in gathers}, ahead)
     before = _closure(inside | loops, behind)
     return frozenset((inside | (after & before)) - gathers)
@@ -171,12 +173,12 @@ def _recurrence(
         (graph.node[n], op)
         for n in names
         for op in graph.node[n].ops
-        if op.kind == "matmul" and number(op.times, n) > 1
+        if op.kind == "matmul" and concrete_size(op.times, n) > 1
     ]
     node, op = steps[0]
     weight = next(a for a in op.reads if a.tensor in parameters)
     state = next(a for a in op.reads if a.tensor not in parameters)
-    sizes = {d.name: number(d.size, node.name) for d in node.space}
+    sizes = {d.name: concrete_size(d.size, node.name) for d in node.space}
     hidden = [d for d in weight.map.dims if d not in op.writes[0].map.dims]
     out = [d for d in weight.map.dims if d in op.writes[0].map.dims]
     batch = [d for d in state.map.dims if d not in hidden]
@@ -186,7 +188,7 @@ def _recurrence(
     gates = 1
     for d in out[:-1]:
         gates *= sizes[d]
-    steps_of_time = number(op.times, node.name)
+    steps_of_time = concrete_size(op.times, node.name)
     enters, leaves = _ends(graph, names, node.name)
     extents = {
         "l": len(steps),
@@ -207,7 +209,7 @@ def _recurrence(
     def flat(name: str, last: str) -> AccessMap:
         """Time and batch in the order in which the model has them."""
         order = {steps_of_time: "s", sizes[batch[0]]: "b"}
-        shape = [number(s, name) for s in graph.tensors[name].shape]
+        shape = [concrete_size(s, name) for s in graph.tensors[name].shape]
         return AccessMap.of(order[shape[0]], order[shape[1]], last)
 
     ops = _lstm(Access(enters, flat(enters, "e")), Access(leaves, flat(leaves, "d")))

@@ -13,7 +13,7 @@ from pase.paper.costs import PROTOTYPE, Rules, flow_cost, layer_cost, map_splits
 from pase.paper.layers import Layers, layers_of
 from pase.search import Solution, solve
 from pase.tables import CostTables, EdgeTable
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["PaperSpace", "build", "complete"]
 
@@ -52,11 +52,11 @@ def build(graph: Graph, p: int, rules: Rules = PROTOTYPE) -> tuple[CostTables, P
     for n in layers.nodes:
         whole = set() if rules.spatial else _spatial(n)
         for d in n.space:
-            size = number(d.size, n.name)
+            size = concrete_size(d.size, n.name)
             if size not in divisors:
                 divisors[size] = _divisors(size, p, least)
         choices = tuple(
-            divisors[number(d.size, n.name)]
+            divisors[concrete_size(d.size, n.name)]
             if d.kind in ("parallel", "reduction") and d.name not in whole
             else (1,)
             for d in n.space

@@ -36,7 +36,7 @@ class _Chain:
         self.crossed[0, start:stop] += times * self.crosses[start:stop]
         return self
 
-    def home(self, start: int, stop: int, times: float = 1) -> _Chain:
+    def backward(self, start: int, stop: int, times: float = 1) -> _Chain:
         """Its gradient from stage stop to stop - 1 and through those to start."""
         self.runs[self.back, start:stop] += times
         self.crossed[1, start:stop] += times * self.crosses[start:stop]
@@ -75,7 +75,7 @@ def wait_paths(s: Schedule) -> Iterator[Path]:
         j = order[ahead].stage
 
         def way(chain: _Chain, j: int = j) -> _Chain:
-            chain.there(0, s.stages).home(j + 1, s.stages)
+            chain.there(0, s.stages).backward(j + 1, s.stages)
             chain.crossed[1, j : j + 1] += chain.crosses[j : j + 1]  # to stage j itself
             return chain
 
@@ -87,7 +87,7 @@ def _from(s: Schedule, order: Sequence[Action], way: Callable[[_Chain], _Chain])
     until = max(i for i, a in enumerate(order) if a.kind in (Kind.BACKWARD, Kind.INPUT)) + 1
     rank, at = s.rank_of[order[0].stage], order[until - 1].stage
     yield way(_Chain(s)).work(order).path(0, at)
-    yield way(_Chain(s)).work(order[:until]).home(0, at).path(0, 0)
+    yield way(_Chain(s)).work(order[:until]).backward(0, at).path(0, 0)
     if order is s.orders[rank]:
         yield _Chain(s).work(order).path(order[0].stage, at)
 
@@ -98,8 +98,8 @@ def round_trip_paths(s: Schedule) -> Iterator[Path]:
     for j in range(s.ranks):
         steps = [{Kind.FORWARD: 1, Kind.WEIGHT: 0}.get(a.kind, -1) for a in s.orders[j]]
         turns = math.ceil(s.micro_batches / int(np.cumsum(steps).max()))
-        chain = _Chain(s).there(0, j).there(j, s.stages, turns).home(j, s.stages, turns)
-        yield chain.home(0, j).path(0, 0)
+        chain = _Chain(s).there(0, j).there(j, s.stages, turns).backward(j, s.stages, turns)
+        yield chain.backward(0, j).path(0, 0)
 
 
 @lru_cache(maxsize=256)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pase.errors import Infeasible, PaseError
-from pase.pipeline.beside import Lines, SentOnce
 from pase.pipeline.bounds import paths
+from pase.pipeline.overlap import HoistedCollectives, Lines
 from pase.pipeline.potentials import step_rows
 from pase.pipeline.simulate import Path, Simulated, in_flight, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -58,7 +58,7 @@ class CutProblem:
     """How to divide equal blocks among the stages, at least ``least`` each.
 
     fixed: times of stages without blocks. each: times added by one block, per stage for that stage's own split; its
-    before and after are per stage, float64 [stages]. once: what is sent beside compute, besides. bytes_fixed,
+    before and after are per stage, float64 [stages]. hoisted: what is sent beside compute, besides. bytes_fixed,
     bytes_each: the same for bytes. limit: bytes on every rank, or on each one, float64 [ranks].
     """
 
@@ -70,7 +70,7 @@ class CutProblem:
     bytes_each: StageBytes | None = None
     limit: float | np.ndarray = np.inf
     least: int = 1
-    once: SentOnce | None = None
+    hoisted: HoistedCollectives | None = None
 
     @cached_property
     def limits(self) -> np.ndarray:
@@ -84,7 +84,7 @@ class CutProblem:
             forward=f.forward + counts * e.forward,
             input=f.input + counts * e.input,
             weight=f.weight + counts * e.weight,
-            again=f.again + counts * e.again,
+            recompute=f.recompute + counts * e.recompute,
             send=f.send,
             before=f.before + self.on_rank @ (counts * e.before) + _values(self.exposed[0], counts),
             after=f.after + self.on_rank @ (counts * e.after) + _values(self.exposed[1], counts),
@@ -93,19 +93,19 @@ class CutProblem:
     @cached_property
     def exposed(self) -> tuple[tuple[Lines, ...], tuple[Lines, ...]]:
         """What compute does not hide of each rank's gathers, and of its sums; empty if nothing is sent once."""
-        s, once = self.schedule, self.once
-        if once is None:
+        s, hoisted = self.schedule, self.hoisted
+        if hoisted is None:
             return (), ()
-        gathers, sums = ([once.exposed(s, r, back=b) for r in range(s.ranks)] for b in (False, True))
+        gathers, sums = ([hoisted.exposed(s, r, back=b) for r in range(s.ranks)] for b in (False, True))
         return tuple(gathers), tuple(sums)
 
     def hidden(self, counts: np.ndarray) -> np.ndarray:
         """Seconds of each rank's gathers and sums that its compute hides, less what they slow it; float64 [ranks]."""
-        if self.once is None:
+        if self.hoisted is None:
             return np.zeros(self.schedule.ranks)
         whole = np.zeros(self.schedule.ranks)
-        for moved in (self.once.gathers, self.once.sums):
-            whole += self.on_rank @ (moved[:-2].sum(axis=0) + counts * moved[-2] + moved[-1])
+        for sent in (self.hoisted.gathers, self.hoisted.sums):
+            whole += self.on_rank @ (sent[:-2].sum(axis=0) + counts * sent[-2] + sent[-1])
         hidden = whole - _values(self.exposed[0], counts) - _values(self.exposed[1], counts)
         return np.where(hidden > _ROUNDING * whole, hidden, 0.0)
 
@@ -125,7 +125,7 @@ class CutProblem:
         slope = (
             slope + self.on_rank[path.first] * self.each.before + self.on_rank[path.last] * self.each.after
         )
-        if self.once is not None:
+        if self.hoisted is not None:
             at = (
                 np.full(self.schedule.stages, self.blocks / self.schedule.stages)
                 if counts is None
@@ -308,7 +308,7 @@ def _timed_parts(problem: CutProblem) -> tuple[np.ndarray, float, int]:
         slope, base = problem.on_rank[r] * each[which], float(fixed[which][r])
         of = (
             problem.exposed[which][r]
-            if problem.once is not None
+            if problem.hoisted is not None
             else Lines(base=np.zeros(1), slope=np.zeros((1, many)))
         )
         for b, x in zip(of.base, of.slope, strict=True):

@@ -274,10 +274,10 @@ def partitions_below(work: np.ndarray, stages: int, below: float) -> list[list[t
     ]
 
 
-def runs_of(*, forward: float, input: float, weight: float, again: float) -> np.ndarray:
+def runs_of(*, forward: float, input: float, weight: float, recompute: float) -> np.ndarray:
     """Seconds by kind of action, float64 [kinds]."""
     out = np.zeros(len(Kind))
     out[Kind.FORWARD], out[Kind.WEIGHT] = forward, weight
-    out[Kind.INPUT] = again + input
-    out[Kind.BACKWARD] = again + input + weight
+    out[Kind.INPUT] = recompute + input
+    out[Kind.BACKWARD] = recompute + input + weight
     return out

@@ -74,7 +74,7 @@ class Schedule:
 class StageTimes:
     """Seconds of each stage for one micro-batch, float64 [stages], and of each rank once a step, float64 [ranks].
 
-    input, weight: the two parts of backward. again: recomputation, before a backward or its INPUT part. send: where
+    input, weight: the two parts of backward. recompute: recomputation, before a backward or its INPUT part. send: where
     the next stage is on another rank, of activations to it, and of their gradients back; float64 [2, stages - 1].
     before, after: before a rank's first and after its last action (gathering weights once; summing gradients, update).
     """
@@ -82,7 +82,7 @@ class StageTimes:
     forward: np.ndarray
     input: np.ndarray
     weight: np.ndarray
-    again: np.ndarray
+    recompute: np.ndarray
     send: np.ndarray
     before: np.ndarray
     after: np.ndarray
@@ -95,7 +95,7 @@ class StageTimes:
         weight: object,
         *,
         ranks: int,
-        again: object = 0.0,
+        recompute: object = 0.0,
         send: object = 0.0,
         before: object = 0.0,
         after: object = 0.0,
@@ -107,14 +107,14 @@ class StageTimes:
         [2.0, 3.0]
         """
         per_stage = np.broadcast_arrays(
-            *(np.atleast_1d(np.asarray(x, float)) for x in (forward, input, weight, again))
+            *(np.atleast_1d(np.asarray(x, float)) for x in (forward, input, weight, recompute))
         )
         f, i, w, a = per_stage
         return cls(
             forward=f,
             input=i,
             weight=w,
-            again=a,
+            recompute=a,
             send=np.broadcast_to(np.asarray(send, float), (2, f.size - 1)),
             before=np.broadcast_to(np.asarray(before, float), (ranks,)),
             after=np.broadcast_to(np.asarray(after, float), (ranks,)),
@@ -123,11 +123,11 @@ class StageTimes:
     @cached_property
     def by_kind(self) -> np.ndarray:
         """float64 [kinds, stages]."""
-        first = self.again + self.input
+        first = self.recompute + self.input
         return np.stack([self.forward, first + self.weight, first, self.weight])
 
     @property
     def full(self) -> np.ndarray:
         """Total time of a stage for one micro-batch, float64 [stages]."""
-        out: np.ndarray = self.forward + self.again + self.input + self.weight
+        out: np.ndarray = self.forward + self.recompute + self.input + self.weight
         return out

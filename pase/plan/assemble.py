@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypedDict
 import numpy as np
 
 from pase.ir import Graph, Node, Role
-from pase.ir.blocks import Block, Once
+from pase.ir.blocks import Block, Hoisted
 from pase.machine import CostModel, Machine, Mesh
 from pase.memory.account import MemoryKind, held
 from pase.memory.accounts import account_for
@@ -19,7 +19,7 @@ from pase.plan.constraints import Constraints, Placement, constraints, stages
 from pase.plan.throughput import step_work
 from pase.plan.types import NodePlan, PlanData, TensorPlan, Tried
 from pase.tables.itemize import LocalWork, NodeCost, collectives, local_work, node_costs, split_of
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -57,14 +57,14 @@ class _KeptBytes(TypedDict):
 
 def _kept(graph: Graph, node: Node, config: np.ndarray, mesh: Mesh, optimizer: str) -> _KeptBytes:
     keeps: dict[MemoryKind, float] = {}
-    again = 0.0
+    recompute = 0.0
     for h in held(graph, node, config[None, :], mesh, optimizer):
         nbytes = float(h.nbytes[0])
         if h.region is None:
             keeps[h.kind] = keeps.get(h.kind, 0.0) + nbytes
         else:
-            again += nbytes
-    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(again))
+            recompute += nbytes
+    return _KeptBytes(keeps={k: round(v) for k, v in keeps.items()}, kept_again=round(recompute))
 
 
 def assemble(
@@ -88,11 +88,11 @@ def assemble(
     graph_digest: str,
     accumulate: int = 1,
     remat: Sequence[Block] = (),
-    once: Once = "none",
-    beside: float | None = None,
+    hoisted: Hoisted = "none",
+    overlap: float | None = None,
 ) -> PlanData:
     """Everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
-    moved = collectives(graph, mesh, configs, model)
+    sent = collectives(graph, mesh, configs, model)
     work = local_work(graph, mesh, configs, model, optimizer)
     states = access_states(graph, mesh, configs)
     c = constraints(graph, mesh, states, stages(mesh, machine))
@@ -107,15 +107,15 @@ def assemble(
         unit=model.unit,
         optimizer=optimizer,
         mesh=mesh,
-        nodes=_node_plans(graph, mesh, configs, work, node_costs(work, moved), optimizer),
+        nodes=_node_plans(graph, mesh, configs, work, node_costs(work, sent), optimizer),
         parameters=parameters,
         inputs=inputs,
         define=c.define,
         read=c.read,
         copies=c.copies,
         accesses=equation_layouts(graph, states),
-        collectives=moved,
-        memory=account_for(machine, graph, beside is not None).memory(graph, mesh, configs, optimizer),
+        collectives=sent,
+        memory=account_for(machine, graph, overlap is not None).memory(graph, mesh, configs, optimizer),
         cost=cost,
         optimal=optimal,
         bound=bound,
@@ -125,8 +125,8 @@ def assemble(
         seconds=dict(seconds),
         accumulate=accumulate,
         remat=tuple(remat),
-        once=once,
-        beside=beside,
+        once=hoisted,
+        beside=overlap,
         graph_digest=graph_digest,
         provenance=dict(provenance),
         traced=traced,
@@ -154,9 +154,9 @@ def _node_plans(
             name=n.name,
             op=n.kind,
             einsum=n.main.einsum,
-            sizes={d.name: number(d.size, n.name) for d in shown},
+            sizes={d.name: concrete_size(d.size, n.name) for d in shown},
             split=split_of(n, configs[n.name], mesh),
-            times=number(n.times, n.name),
+            times=concrete_size(n.times, n.name),
             source=str(n.source.from_root()),
             cost=costs[n.name],
             reads=tuple(reads.get(n.name, ())),
@@ -185,7 +185,7 @@ def _leaves(
     def of_role(role: Role) -> dict[str, TensorPlan]:
         return {
             t.path: TensorPlan(
-                shape=tuple(number(s, t.path) for s in shapes.get(t.path, t.shape)),
+                shape=tuple(concrete_size(s, t.path) for s in shapes.get(t.path, t.shape)),
                 dtype=t.dtype,
                 storage=c.storage[t.name],
                 used_as=tuple(uses.get(t.name, ())),

@@ -174,7 +174,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
         if stop <= start:
             continue
         if i.message is None:
-            brought = [x for x in arrived.get(blocks[i.name], ()) if x[0] <= start + 1]
+            gathered = [x for x in arrived.get(blocks[i.name], ()) if x[0] <= start + 1]
             events.append(
                 Event(
                     rank=0,
@@ -184,7 +184,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
                     name=i.name,
                     start_ns=start,
                     duration_ns=stop - start,
-                    correlation=max(brought, default=(0, -1))[1],
+                    correlation=max(gathered, default=(0, -1))[1],
                     iteration=0,
                 )
             )

@@ -63,8 +63,8 @@ class TransferOrigin:
     """Which collective of the step a tensor of the scheduling problem is.
 
     node, source, tensor: as of the plan's collective. gradient: it sums a gradient. stage: which of the collectives of
-    this tensor for this node, from 0. repeat: in which of the node's runs; times: how often it runs. again: 0 for the
-    first time in a run. updated: it gathers a parameter after its update, before the step reads it.
+    this tensor for this node, from 0. repeat: in which of the node's runs; times: how often it runs. recompute: 0 for
+    the first time in a run. updated: it gathers a parameter after its update, before the step reads it.
     """
 
     node: str
@@ -74,7 +74,7 @@ class TransferOrigin:
     stage: int
     repeat: int
     times: int
-    again: int = 0
+    recompute: int = 0
     updated: bool = False
 
 
@@ -187,13 +187,13 @@ def _slower(
     """By which factor each pass computes longer while collectives of parameters hold a part of the device."""
     hold = plan.beside or 0.0
     times = {n.name: n.times for n in plan.nodes}
-    beside = {"forward": 0.0, "backward": 0.0}
+    overlapped = {"forward": 0.0, "backward": 0.0}
     for c in moved:
-        again = 1 - times[c.node] / c.times if c.phase == "forward" and c.times > times[c.node] else 0.0
-        beside["backward" if c.phase == "backward" else "forward"] += (1 - again) * c.cost
-        beside["backward"] += again * c.cost
+        recompute = 1 - times[c.node] / c.times if c.phase == "forward" and c.times > times[c.node] else 0.0
+        overlapped["backward" if c.phase == "backward" else "forward"] += (1 - recompute) * c.cost
+        overlapped["backward"] += recompute * c.cost
     out = {}
-    for phase, sent in beside.items():
+    for phase, sent in overlapped.items():
         alone = sum(s for (when, node), s in compute.items() if when == phase and node not in parameters)
         out[phase] = min(1 + hold * sent / alone, 1 / (1 - hold)) if alone and hold < 1 else 1.0
     return out
@@ -214,8 +214,8 @@ def _runs(plan: PlanData) -> _Runs:
         mine = []
         for times, layer in itertools.groupby(nodes, key=lambda n: n.times):
             names, each = [n.name for n in layer], runs_in_each(times, plan.accumulate)
-            turns = range(m * each, min((m + 1) * each, times))
-            mine += [_Execution(node=name, repeat=r) for r in turns for name in names]
+            iterations = range(m * each, min((m + 1) * each, times))
+            mine += [_Execution(node=name, repeat=r) for r in iterations for name in names]
         begins.append(len(forward) + len(backward))
         forward |= zip(mine, itertools.count(begins[-1]))
         backward |= zip(reversed(mine), itertools.count(begins[-1] + len(mine)))
@@ -281,9 +281,9 @@ def _tensors(
         start = TransferOrigin(
             node=node, source=source, tensor=tensor, gradient=True, stage=0, repeat=0, times=many
         )
-        for turn in range(each):
+        for iteration in range(each):
             used = [
-                _Execution(node=node, repeat=r) for r in range(turn, many, each)
+                _Execution(node=node, repeat=r) for r in range(iteration, many, each)
             ]  # one in each micro-batch
             names = [f"{source}[{p.repeat}]" if many > 1 else source for p in used]
             gathered = [[c for c in members if c.phase != "backward" and p.repeat < c.times] for p in used]
@@ -391,8 +391,8 @@ def _gathers(
         for k in range(1, round(c.times / origin.times)):
             follows = (before[k],) if k in before else ()
             before[k] = len(out)
-            again = replace(first, ready_after=at[0], needed_before=at[1], lag=0, follows=follows)
-            out.append((replace(again, name=f"{stage}.again{k}"), replace(at_stage, again=k)))
+            regather = replace(first, ready_after=at[0], needed_before=at[1], lag=0, follows=follows)
+            out.append((replace(regather, name=f"{stage}.again{k}"), replace(at_stage, recompute=k)))
 
 
 def _links(

@@ -231,10 +231,10 @@ class _LineSearch:
                 why = "the lines allowed for the check were used up"
                 found |= dict.fromkeys(group.members, OnLines(verdict="undecided", why=why, size=group.size))
                 continue
-            waiting += self._settled(group, found)
+            waiting += self._decided(group, found)
         return found
 
-    def _settled(self, group: _Together, found: dict[int, OnLines]) -> list[_Together]:
+    def _decided(self, group: _Together, found: dict[int, OnLines]) -> list[_Together]:
         """Fills in what a line with these parameters decides; returns the groups that are left."""
         values = self._along(group.members, group.size, self.seed)
         if not np.isfinite(values.losses).all() or not np.isfinite(values.slopes).all():
@@ -320,7 +320,7 @@ class _LineSearch:
     def _along(self, members: tuple[int, ...], size: float, seed: int) -> AlongLine:
         self.say(f"{self.direction} line {self.lines + 1}, {len(members)} parameters")
         self.lines += 1
-        return self.steps.along(Line(direction=self.direction, moved=members, size=size, seed=seed))
+        return self.steps.along(Line(direction=self.direction, perturbed=members, size=size, seed=seed))
 
 
 def _by_reach(group: _Together, reach: np.ndarray) -> _Together:
@@ -396,12 +396,12 @@ def verdicts(
     )
 
 
-def _measure_scatter(steps: GradientSteps, moved: Sequence[int], seed: int, scatter: Scatter) -> int:
+def _measure_scatter(steps: GradientSteps, perturbed: Sequence[int], seed: int, scatter: Scatter) -> int:
     """A first line, so short that the loss is a parabola along it, whatever is wrong with gradients: what is left is
     rounding. Later lines are measured by it, so that one wrong gradient, or one that is meant not to be the slope, does
     not pass for rounding. Returns how many lines were run."""
     size = min(steps.coarsest ** (1 / 3) / 2, _FIRST_SIZE["random"])  # x³ is below rounding
-    values = steps.along(Line(direction="random", moved=tuple(moved), size=size, seed=seed + 2000))
+    values = steps.along(Line(direction="random", perturbed=tuple(perturbed), size=size, seed=seed + 2000))
     if np.isfinite(values.losses).all() and np.isfinite(values.slopes).all():
         judged(values, scatter)
     return 1

@@ -39,12 +39,12 @@ class Line:
     """A line of parameters, from the point at which all lines start.
 
     random: each element moves by up to ``size`` times itself (zeros: times the parameter's root mean square, or 0.02 if
-    it is all zeros). gradient: the parameter moves along its gradient, by ``size`` times its own norm. moved: which
+    it is all zeros). gradient: the parameter moves along its gradient, by ``size`` times its own norm. perturbed: which
     parameters; the others stay.
     """
 
     direction: Direction
-    moved: tuple[int, ...]
+    perturbed: tuple[int, ...]
     size: float
     seed: int
 

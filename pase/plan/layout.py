@@ -289,11 +289,11 @@ def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
 
 
 def _accesses_of(form: AccessesForm) -> dict[Place, EquationLayouts]:
-    def laid_out(numbers: Mapping[str, int]) -> dict[str, Digits]:
+    def layouts_by_tensor(numbers: Mapping[str, int]) -> dict[str, Digits]:
         return {t: form.layouts[i] for t, i in numbers.items()}
 
     return {
-        Place.parse(at): EquationLayouts(reads=laid_out(e.reads), writes=laid_out(e.writes))
+        Place.parse(at): EquationLayouts(reads=layouts_by_tensor(e.reads), writes=layouts_by_tensor(e.writes))
         for at, e in form.equations.items()
     }
 

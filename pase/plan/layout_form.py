@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from pase.files.codec import AtLeastOne, Count, NotNegative
 from pase.files.json_values import JsonObject
 from pase.ir import Remark
-from pase.ir.blocks import Block, Once
+from pase.ir.blocks import Block, Hoisted
 from pase.memory.account import Memory, MemoryKind
 from pase.plan.pipeline import PipelinePlan
 from pase.plan.throughput import StepWork, Throughput
@@ -213,7 +213,9 @@ class LayoutForm(Struct, kw_only=True):
     accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
     once: (
-        Annotated[Once, Meta(description="what of parameters is sent once a step, not for each micro-batch")]
+        Annotated[
+            Hoisted, Meta(description="what of parameters is sent once a step, not for each micro-batch")
+        ]
         | UnsetType
     ) = UNSET
     padding: (

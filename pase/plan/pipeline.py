@@ -115,7 +115,7 @@ class PipelinePlan:
     """Seconds of the step if unequal devices had equal shares, of the blocks or, with replicas, of the micro-batches.
     None if devices are equal, or if equal shares do not fit."""
 
-    def blocks_again(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
+    def recomputed_blocks(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
         """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
         if self.again:
             return self.again[strategy]
@@ -142,9 +142,9 @@ def lines(plan: PlanData) -> list[str]:
     p = plan.pipeline
     if p is None:
         return []
-    again = sum(s.recomputes for s in p.stages)
+    recompute_s = sum(s.recomputes for s in p.stages)
     each = sum(s.weights == "each" for s in p.stages)
-    how = [f"{again} of {len(p.stages)} stages computed again in backward"] if again else []
+    how = [f"{recompute_s} of {len(p.stages)} stages computed again in backward"] if recompute_s else []
     how += [f"{each} gather and sum at each micro-batch"] if each else []
     out = [
         f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from pase.files.quantities import bytes_text
 from pase.ir import Graph, Node, Op, Remark
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.ir.sizes import is_one
 from pase.machine import GroupedMachine, Machine
 from pase.memory.residuals import written_bytes
 from pase.plan.types import PlanData
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 from pase.tables.work import parameter_reads
 
 __all__ = ["of_graph", "remarked"]
@@ -68,11 +68,13 @@ def _has_data(graph: Graph, op: Op) -> bool:
 
 
 def _points(n: Node, dims: Iterable[str]) -> int:
-    return math.prod(number(n.space[d].size, n.name) for d in dims)
+    return math.prod(concrete_size(n.space[d].size, n.name) for d in dims)
 
 
 def _activations(plan: PlanData, graph: Graph) -> Iterator[Remark]:
-    if plan.pipeline is None and plan.memory.activations > (most := turns_of(graph) * written_bytes(graph)):
+    if plan.pipeline is None and plan.memory.activations > (
+        most := micro_batches_of(graph) * written_bytes(graph)
+    ):
         kept, most_text = bytes_text(plan.memory.activations), bytes_text(most)
         said = f"a device is said to keep {kept} of activations, but forward writes {most_text} in all"
         yield Remark("activations", f"{said}: please report this")

@@ -40,7 +40,7 @@ class SimulatedStages:
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             yield Action(int(o.stage[i]), Kind(int(o.kind[i])), int(o.micro[i])), int(o.rank[i]), start, end
 
-    def once(self) -> Iterator[tuple[str, int, int, int]]:
+    def hoisted(self) -> Iterator[tuple[str, int, int, int]]:
         """(what a rank does once a step, the rank, its start and its end in nanoseconds)."""
         p = self.pipeline
         for r in range(p.degree):
@@ -87,13 +87,13 @@ def _times(p: PipelinePlan) -> StageTimes | None:
     parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
     if not p.before_s or any(x is None for part in parts for x in part):
         return None
-    weight, again, _ = np.array(parts, dtype=float).T
+    weight, recompute, _ = np.array(parts, dtype=float).T
     backward = np.array([s.backward_s for s in p.stages])
     return StageTimes(
         forward=np.array([s.forward_s for s in p.stages]),
-        input=backward - weight - again,
+        input=backward - weight - recompute,
         weight=weight,
-        again=again,
+        recompute=recompute,
         send=np.array([[_sent_s(s, there=there) for s in p.stages[:-1]] for there in (True, False)]),
         before=np.array(p.before_s),
         after=np.array(p.after_s),
@@ -151,7 +151,7 @@ def _work(stages: SimulatedStages) -> Iterator[Event]:
     for i, (a, rank, start, end) in enumerate(stages.actions()):
         needs = i if stages.order.send[i] >= 0 else -1
         yield _event(rank, "work", action_name(a), start, end, correlation=needs)
-    for name, rank, start, end in stages.once():
+    for name, rank, start, end in stages.hoisted():
         yield _event(rank, "work", name, start, end)
 
 

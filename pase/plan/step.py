@@ -18,7 +18,7 @@ from pase.ir.recompute import needs
 from pase.machine import CostModel, Machine, Mesh
 from pase.tables.build import array_tile, work_price
 from pase.tables.itemize import collectives
-from pase.tables.layouts import local_bytes, number
+from pase.tables.layouts import concrete_size, local_bytes
 from pase.tables.work import Phase, Work, node_work
 
 __all__ = [
@@ -184,7 +184,7 @@ def step_time(
     """
     if executor.reruns_all:
         graph = _rerun(graph)
-    device, host, moved = ({"forward": 0.0, "backward": 0.0, "update": 0.0} for _ in range(3))
+    device, host, sent = ({"forward": 0.0, "backward": 0.0, "update": 0.0} for _ in range(3))
     launch_s = dict(zip(("forward", "backward"), executor.host_s, strict=True))
     for n in graph.nodes:
         cfg = configs[n.name][None, :]
@@ -194,7 +194,7 @@ def step_time(
             seconds = w.times * float(np.ravel(work_price(w, model))[0])
             device[w.phase] += seconds
         if n.kind == "parameter" and executor.update_bytes:
-            device["update"] += _beside(graph, n, cfg, mesh, model, executor)
+            device["update"] += _update_passes_s(graph, n, cfg, mesh, model, executor)
         for phase, count in launches(graph, n, executor).items():
             host[phase] += count * launch_s[phase]
     sync = 0.0
@@ -203,17 +203,16 @@ def step_time(
         if c.tensor in stored and c.phase == "backward":
             sync += c.cost
         else:
-            moved[c.phase] += max(c.cost, c.times * executor.collective_s)
+            sent[c.phase] += max(c.cost, c.times * executor.collective_s)
             host[c.phase] += c.times * max(launch_s.get(c.phase, 0.0), executor.collective_s)
     forward, backward = (
-        PassTime(device_s=device[p], communication_s=moved[p], host_s=host[p])
-        for p in ("forward", "backward")
+        PassTime(device_s=device[p], communication_s=sent[p], host_s=host[p]) for p in ("forward", "backward")
     )
     return StepTime(
         micro_batches=micro_batches,
         passes=(forward, backward),
         sync_s=sync,
-        update_s=device["update"] + moved["update"],
+        update_s=device["update"] + sent["update"],
         executor=executor,
     )
 
@@ -316,11 +315,12 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
         if graph.tensors[node.ops[0].writes[0].tensor].needs_grad:
             # A stack of layers is one parameter here and one for each layer there.
             stack = max(
-                (float(number(e.op.times, e.dst)) for e in graph.edges if e.src == node.name), default=1.0
+                (float(concrete_size(e.op.times, e.dst)) for e in graph.edges if e.src == node.name),
+                default=1.0,
             )
             out["backward"] = stack
         return out
-    times = float(number(node.times, node.name))
+    times = float(concrete_size(node.times, node.name))
     for op in node.ops:
         if op.kind in _HEAVY:
             out["backward" if op.backward else "forward"] += times * (2 if op.remat else 1)
@@ -338,7 +338,7 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
 
 def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Executor) -> Iterator[Work]:
     """Light ops as separate kernels: operands read, results written; backward also reads what it needs again."""
-    times = float(number(node.times, node.name))
+    times = float(concrete_size(node.times, node.name))
 
     def local(accesses: Iterable[Access]) -> float:
         total = 0.0
@@ -363,8 +363,8 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
         grads = [a for a in kernel.reads if graph.tensors[a.tensor].needs_grad]
         if grads and not kernel.passes_back(graph):
             masks = [a for a in kernel.reads if graph.tensors[a.tensor].dtype == "bool"]
-            again = local(masks) if kernel.reads_masks_only else local(kernel.reads)
-            back = longer[1] * (local(kernel.writes) + local(grads) + again)
+            recompute = local(masks) if kernel.reads_masks_only else local(kernel.reads)
+            back = longer[1] * (local(kernel.writes) + local(grads) + recompute)
             yield Work(
                 kind="memory",
                 dtype=dtype,
@@ -387,7 +387,7 @@ def _rerun(graph: Graph) -> Graph:
     return replace(graph, nodes=tuple(replace(n, ops=tuple(map(again, n.ops))) for n in graph.nodes))
 
 
-def _beside(
+def _update_passes_s(
     graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor
 ) -> float:
     """Seconds of the executor's own passes over a parameter and its gradient in the optimizer's step."""

@@ -35,7 +35,7 @@ class _Stretch:
     backward: float
     activations: float
     gradients: float
-    again: float
+    recompute: float
 
 
 def step_memory(plan: PlanData) -> StepMemory | None:
@@ -48,15 +48,15 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     """
     m = plan.memory
     sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
-    again = m.activations - sums["activations"]
+    recompute = m.activations - sums["activations"]
     slack = len(plan.nodes) + 1  # each node's bytes are rounded
     alike = all(abs(sums[k] - getattr(m, k)) <= slack for k in _KINDS if k != "activations")
-    most_again = sum(n.kept_again for n in plan.nodes)
-    if not alike or not any(sums.values()) or not -slack <= again <= most_again + slack:
+    most_recompute = sum(n.kept_again for n in plan.nodes)
+    if not alike or not any(sums.values()) or not -slack <= recompute <= most_recompute + slack:
         return None
     # Kept with a parameter: what its readers gather, minus what is stored. It lives as long as the readers run.
     extra = sum(n.keeps.get("activations", 0) for n in plan.nodes if n.op == "parameter")
-    runs = _runs(plan, max(again, 0.0))
+    runs = _runs(plan, max(recompute, 0.0))
     times, held = [0.0], {k: [0.0] for k in _KINDS}
     held["parameters"], held["optimizer"] = [sums["parameters"]], [sums["optimizer"]]
     trained = sums["gradients"] > 0
@@ -66,11 +66,11 @@ def step_memory(plan: PlanData) -> StepMemory | None:
         _corner(times, held, r.forward, activations=r.activations * share)
     forward = times[-1]
     for r in reversed(runs) if trained else ():
-        if r.again > 0:
-            _corner(times, held, 0.0, activations=r.again)
+        if r.recompute > 0:
+            _corner(times, held, 0.0, activations=r.recompute)
         _corner(times, held, r.backward, activations=-r.activations * share, gradients=r.gradients)
-        if r.again > 0:
-            _corner(times, held, 0.0, activations=-r.again)
+        if r.recompute > 0:
+            _corner(times, held, 0.0, activations=-r.recompute)
     shorter = 1 - plan.hidden / times[-1] if times[-1] > plan.hidden else 1.0
     return StepMemory(
         times=tuple(shorter * t for t in times),
@@ -88,12 +88,12 @@ def _corner(times: list[float], held: dict[MemoryKind, list[float]], after: floa
         values.append(max(values[-1] + more.get(kind, 0.0), 0.0))
 
 
-def _runs(plan: PlanData, again: float) -> list[_Stretch]:
-    """The plan's nodes in runs. again: bytes of the largest rematerialised region, shared by all that have one."""
+def _runs(plan: PlanData, recompute: float) -> list[_Stretch]:
+    """The plan's nodes in runs. recompute: bytes of the largest rematerialised region, shared by all that have one."""
     gradient = _gradients(plan.nodes)
-    moved: dict[str, list[float]] = {}
+    sent: dict[str, list[float]] = {}
     for c in plan.collectives:
-        moved.setdefault(c.node, [0.0, 0.0])[c.phase != "forward"] += c.cost
+        sent.setdefault(c.node, [0.0, 0.0])[c.phase != "forward"] += c.cost
     working = [n for n in plan.nodes if n.op != "parameter"]
     out = []
     carried = 0.0
@@ -107,15 +107,15 @@ def _runs(plan: PlanData, again: float) -> list[_Stretch]:
                 carried, kept = 0.0, carried + kept
             out.append(
                 _Stretch(
-                    forward=sum(_cost(n, True) + moved.get(n.name, (0.0, 0.0))[0] for n in nodes),
-                    backward=sum(_cost(n, False) + moved.get(n.name, (0.0, 0.0))[1] for n in nodes),
+                    forward=sum(_cost(n, True) + sent.get(n.name, (0.0, 0.0))[0] for n in nodes),
+                    backward=sum(_cost(n, False) + sent.get(n.name, (0.0, 0.0))[1] for n in nodes),
                     activations=kept,
                     gradients=sum(gradient.get(n.name, 0.0) for n in nodes),
-                    again=again if any(n.kept_again for n in nodes) else 0.0,
+                    recompute=recompute if any(n.kept_again for n in nodes) else 0.0,
                 )
             )
     if carried:  # by loops of a single iteration
-        out.append(_Stretch(forward=0.0, backward=0.0, activations=carried, gradients=0.0, again=0.0))
+        out.append(_Stretch(forward=0.0, backward=0.0, activations=carried, gradients=0.0, recompute=0.0))
     return out
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pase.files.quantities import bytes_text
 from pase.files.terminal import console
-from pase.ir.blocks import again_text, once_text
+from pase.ir.blocks import hoisted_text, recompute_text
 from pase.plan.pipeline import lines as stage_lines
 from pase.plan.types import NodePlan, PlanData, TensorPlan
 
@@ -96,8 +96,8 @@ def headline(plan: PlanData) -> list[str]:
         lines.append(f"padded {padding_text(plan)}")
     if plan.pipeline is None and (plan.accumulate > 1 or plan.remat or plan.once != "none"):
         how = [f"{plan.accumulate} micro-batches, gradients summed"] if plan.accumulate > 1 else []
-        how += [f"{part} in backward" for part in again_text(plan.remat)]
-        how += once_text(plan.once)
+        how += [f"{part} in backward" for part in recompute_text(plan.remat)]
+        how += hoisted_text(plan.once)
         lines.append(f"to fit {' · '.join(how)}")
     m = plan.memory
     lines.append(
@@ -202,19 +202,19 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
         table.add_column("moves", overflow="fold")
     else:
         table.add_column("sends", justify="right", no_wrap=True, min_width=8)
-    moves: dict[str, dict[str, float]] = {}
+    sent_by_node: dict[str, dict[str, float]] = {}
     for c in plan.collectives:
-        at = moves.setdefault(c.node, {})
+        at = sent_by_node.setdefault(c.node, {})
         at[_KINDS[c.kind]] = at.get(_KINDS[c.kind], 0.0) + c.nbytes * c.times
     for n in filter(_is_listed, plan.nodes):
-        moved = moves.get(n.name, {})
+        sent = sent_by_node.get(n.name, {})
         table.add_row(
             n.name + (f" ×{n.times}" if n.times > 1 else ""),
             *([_op_text(n)] if ops else []),
             _split_text(n.split),
             cost_text(n.cost.compute, plan.unit),
             cost_text(n.cost.communication, plan.unit) if n.cost.communication else "",
-            _moves_text(moved, each),
+            _sent_text(sent, each),
         )
     return table
 
@@ -225,10 +225,10 @@ def _is_listed(n: NodePlan) -> bool:
     return n.op not in ("parameter", "input") and (n.op not in moves_only or bool(n.cost.communication))
 
 
-def _moves_text(moved: Mapping[str, float], each: bool) -> str:
+def _sent_text(sent: Mapping[str, float], each: bool) -> str:
     if each:
-        return "  ".join(f"{k} {bytes_text(b)}" for k, b in moved.items())
-    return bytes_text(sum(moved.values())) if moved else ""
+        return "  ".join(f"{k} {bytes_text(b)}" for k, b in sent.items())
+    return bytes_text(sum(sent.values())) if sent else ""
 
 
 def _op_text(n: NodePlan) -> str:

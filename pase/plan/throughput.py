@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from pase.ir import Graph, Op
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.machine import Machine
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["StepWork", "Throughput", "model_flops", "step_work"]
 
@@ -86,8 +86,8 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
                 continue
             points = 1.0
             for d in op.worked:
-                points *= number(n.space[d].size, n.name)
-            flops = op.flops_per_point * points * number(op.times, n.name) * op.chance
+                points *= concrete_size(n.space[d].size, n.name)
+            flops = op.flops_per_point * points * concrete_size(op.times, n.name) * op.chance
             if op.function is CAUSAL_ATTENTION:
                 flops /= 2
             dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
@@ -104,10 +104,10 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
     """The work of a step of the simplified graph; for a step in micro-batches, the work of all of them."""
     flops = list(model_flops(graph))
     inputs = {n.ops[0].writes[0].tensor: n for n in graph.nodes if n.kind == "input"}
-    turns = turns_of(graph)
+    micro_batches = micro_batches_of(graph)
     batches = [t.shape[0] for name in inputs for t in [graph.tensors[name]] if t.shape]
     looked_up = [
-        (number(op.times, n.name) // turns, found)
+        (concrete_size(op.times, n.name) // micro_batches, found)
         for n in graph.nodes
         for op in n.ops
         if op.kind == "gather" and (found := _indices(graph, op)) is not None
@@ -117,8 +117,8 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
     return StepWork(
         flops=sum(f for _, f in flops),
         at_peak_s=sum(f / machine.device.peak(dtype) for dtype, f in flops),
-        examples=number(batches[0], "batch") * turns if batches else None,
-        tokens=None if tokens is None else tokens * turns,
+        examples=concrete_size(batches[0], "batch") * micro_batches if batches else None,
+        tokens=None if tokens is None else tokens * micro_batches,
     )
 
 
@@ -155,4 +155,4 @@ def _indices(graph: Graph, op: Op) -> int | None:
     """
     if len(op.reads) != 2 or not _looks_up(graph, *(a.tensor for a in op.reads)):
         return None
-    return int(number(graph.tensors[op.reads[1].tensor].elements, op.name))
+    return int(concrete_size(graph.tensors[op.reads[1].tensor].elements, op.name))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from pase.errors import PaseError
 from pase.files.json_values import JsonObject
 from pase.ir import Graph, Place, Remark, digest, named, simplify
-from pase.ir.blocks import Block, Once
+from pase.ir.blocks import Block, Hoisted
 from pase.ir.types import itemsize
 from pase.machine import Mesh
 from pase.memory.account import Memory, MemoryKind
@@ -131,12 +131,12 @@ class PlanData:
     """Equation -> the layouts in which it reads and writes. Empty in layouts written before this field existed."""
     remat: tuple[Block, ...] = ()
     """Blocks of equations that backward recomputes, in addition to those that the model itself rematerialises."""
-    once: Once = "none"
+    once: Hoisted = "none"
     """What of parameters is sent once a step, not for each micro-batch and for each time that it is read."""
     buckets: JsonObject | None = field(default=None, repr=False)
     """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
     beside: float | None = None
-    """If the price overlaps collectives of parameters with compute (``pase.tables.beside``): the part of the device
+    """If the price overlaps collectives of parameters with compute (``pase.tables.overlap``): the part of the device
     that they occupy. None: nothing overlaps."""
     memory_limit: int | None = None
     """Bytes of the plan that a device may hold. None if it was made without a limit."""

@@ -75,7 +75,7 @@ class LayerReport:
     node: NodePlan
     local: Mapping[str, int]
     work: tuple[WorkItem, ...]
-    moves: tuple[tuple[Collective, str], ...]
+    collectives: tuple[tuple[Collective, str], ...]
     holds: Mapping[str, int]
     alternatives: tuple[Alternative, ...]
 
@@ -303,7 +303,7 @@ def _machine_of(plan: PlanData, machine: str | None) -> tuple[Machine | None, st
 def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
     from pase.compiler.problem.problem import SplitProblem
     from pase.compiler.problem.variants import ProductPrecision, Variant
-    from pase.tables.pieces import Decompose
+    from pase.tables.decompose import Decompose
 
     target: PlanTarget = "dtensor" if plan.provenance.get("target") == "dtensor" else "any"
     overlap = "none" if plan.beside is None else "parameters"
@@ -323,7 +323,7 @@ def _problem(plan: PlanData, traced: Traced, machine: Machine) -> SplitProblem:
         accumulate=plan.accumulate,
         blocks=plan.remat,
         precision=precision,
-        once=plan.once,
+        hoisted=plan.once,
         decompose=decompose,
     )
     return problem if variant == Variant() else problem.varied(traced, variant)
@@ -421,10 +421,12 @@ def _layer(
         for a in axes:
             if d in local:
                 local[d] //= sizes[a]
-    moves = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
+    collectives = tuple((c, why(c, op_of)) for c in plan.collectives if c.node == node.name)
     work, holds = _work(plan, node, machine), _holds(node)
     if problem is None:
-        return LayerReport(node=node, local=local, work=work, moves=moves, holds=holds, alternatives=())
+        return LayerReport(
+            node=node, local=local, work=work, collectives=collectives, holds=holds, alternatives=()
+        )
     from pase.tables.itemize import split_of
 
     v = next(i for i, n in enumerate(problem.graph.nodes) if n.name == node.name)
@@ -447,7 +449,7 @@ def _layer(
         node=node,
         local=local,
         work=work,
-        moves=moves,
+        collectives=collectives,
         holds=holds,
         alternatives=tuple(alternatives),
     )
@@ -468,5 +470,5 @@ def _reached(w: LocalWork, device: Device | None) -> WorkItem:
 
 
 def _holds(node: NodePlan) -> dict[str, int]:
-    again = {"activations while recomputed": node.kept_again} if node.kept_again else {}
-    return {kind: nbytes for kind, nbytes in node.keeps.items()} | again
+    recompute = {"activations while recomputed": node.kept_again} if node.kept_again else {}
+    return {kind: nbytes for kind, nbytes in node.keeps.items()} | recompute

@@ -22,7 +22,7 @@ def reasons(e: Explanation) -> list[str]:
         *_storage(e.plan),
         *_communication(e),
         *_meshes(e.plan),
-        *_methods(e.plan),
+        *_best_baseline(e.plan),
         *_next_best(e),
     ]
 
@@ -84,7 +84,7 @@ def _meshes(plan: PlanData) -> Iterator[str]:
         yield f"Of {len(plan.tried)} meshes searched, the next best ({mesh}) costs {more:.2%} more."
 
 
-def _methods(plan: PlanData) -> Iterator[str]:
+def _best_baseline(plan: PlanData) -> Iterator[str]:
     """The best manual strategy: among those that fit in memory, or among all if none fits."""
     if not plan.baselines or not plan.cost:
         return

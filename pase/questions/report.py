@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from pase.files.json_values import JsonObject
-from pase.ir.blocks import once_text
+from pase.ir.blocks import hoisted_text
 from pase.memory.account import MemoryKind
 from pase.pages.charts import Roof, WorkPoint, areas, roofline
 from pase.pages.parts import bar, cards, key, table
@@ -369,7 +369,7 @@ def _certificate(plan: PlanData) -> str:
         "model's graph": f"digest {plan.graph_digest}",
         "optimizer": plan.optimizer,
         "micro-batches": str(plan.accumulate),
-        "once a step": ", ".join(once_text(plan.once)) or "nothing of parameters",
+        "once a step": ", ".join(hoisted_text(plan.once)) or "nothing of parameters",
         **plan.provenance,
         **{f"seconds: {k}": f"{v:.3f}" for k, v in plan.seconds.items()},
     }

@@ -22,9 +22,9 @@ def explorer_data(e: Explanation) -> JsonObject:
     plan = e.plan
     op_of = {n.name: n.op for n in plan.nodes}
     number = {n.name: i for i, n in enumerate(plan.nodes)}
-    moves: dict[str, list[int]] = {}
+    sent: dict[str, list[int]] = {}
     for i, c in enumerate(plan.collectives):
-        moves.setdefault(c.node, []).append(i)
+        sent.setdefault(c.node, []).append(i)
     paths = layer_paths(plan.nodes)
     return {
         "unit": plan.unit,
@@ -46,7 +46,7 @@ def explorer_data(e: Explanation) -> JsonObject:
                 "reads": [number[r] for r in n.reads],
                 "keeps": dict(n.keeps),
                 "again": n.kept_again,
-                "moves": moves.get(n.name, []),
+                "moves": sent.get(n.name, []),
                 "work": [
                     {
                         "phase": w.phase,
@@ -172,7 +172,7 @@ def priced_step(plan: PlanData) -> JsonObject:
 
     streams: Mapping[str, list[StreamBox]] = {"compute": [], "communication": []}
     at = 0
-    for stream, label, kind, cost in _pieces(plan):
+    for stream, label, kind, cost in _bars(plan):
         length = round(cost * 1e9)
         if length:
             streams[stream].append(StreamBox(label=label, kind=kind, start_ns=at, length_ns=length))
@@ -191,14 +191,14 @@ def priced_step(plan: PlanData) -> JsonObject:
     )
 
 
-def _pieces(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
+def _bars(plan: PlanData) -> Iterator[tuple[str, str, int, float]]:
     """(stream, label, kind, cost): forward in the order of the nodes, backward in reverse, then the update."""
     kinds = {"forward": 0, "backward": 1, "update": 2}
-    moved: dict[tuple[str, str], list[Collective]] = {}
+    sent: dict[tuple[str, str], list[Collective]] = {}
     for c in plan.collectives:
-        moved.setdefault((c.node, c.phase), []).append(c)
+        sent.setdefault((c.node, c.phase), []).append(c)
     for phase, nodes in (("forward", plan.nodes), ("backward", plan.nodes[::-1]), ("update", plan.nodes)):
         for n in nodes:
             yield "compute", n.name, kinds[phase], sum(w.cost for w in n.work if w.phase == phase)
-            for c in moved.get((n.name, phase), ()):
+            for c in sent.get((n.name, phase), ()):
                 yield "communication", f"{c.kind} for {n.name}", 3, c.cost

@@ -83,7 +83,7 @@ def drawn_schedule(plan: PlanData) -> JsonObject | None:
         drawn = 0 if a.kind is Kind.FORWARD else 2 if a.kind is Kind.WEIGHT else 1
         box = StreamBox(label=action_name(a), kind=drawn, start_ns=start, length_ns=end - start)
         streams[p.rank_name(rank)].append(box)
-    for name, rank, start, end in stages.once():
+    for name, rank, start, end in stages.hoisted():
         box = StreamBox(label=name, kind=3, start_ns=start, length_ns=end - start)
         streams[p.rank_name(rank)].append(box)
     return drawn_streams(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from pase.compiler.meshes.baselines import memory_of
 from pase.compiler.meshes.fit import fit_limit
-from pase.compiler.meshes.methods import memory_of
 from pase.compiler.meshes.search import Found, search_meshes
 from pase.compiler.problem.options import CompileOptions, takes_options
 from pase.compiler.problem.spent import Spent

@@ -13,7 +13,7 @@ from pase.machine import CostModel, Mesh
 from pase.memory.residuals import kept
 from pase.plan.types import PlanData
 from pase.tables.itemize import config_of
-from pase.tables.layouts import dim_index, number, shards
+from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import BACKWARD_PRODUCTS, Work, node_work
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _as_one(
     scores, weights, values = found
     first, second = (_products(graph, n, configs, mesh) for n in (scores, values))
     (k, keys), flops = (np.asarray(w[0].mnk)[2] for w in (first, second)), first[0].flops + second[0].flops
-    moved = sum(
+    sent = sum(
         _local(graph, n, a, configs, mesh)
         for n, accesses in ((scores, scores.main.reads), (values, (*values.main.reads, *values.main.writes)))
         for a in accesses
@@ -116,7 +116,7 @@ def _as_one(
     for phase, products, passes in (("forward", 1.0, 1), ("backward", BACKWARD_PRODUCTS, 2)):
         times = next((w.times for w in first if w.phase == phase), 0.0)
         price = model.compute(
-            "attention", first[0].dtype, products * flops, np.asarray([passes * moved]), mnk=(keys, keys, k)
+            "attention", first[0].dtype, products * flops, np.asarray([passes * sent]), mnk=(keys, keys, k)
         )
         total += times * float(np.ravel(price)[0])
     return total
@@ -129,4 +129,4 @@ def _products(graph: Graph, n: Node, configs: Mapping[str, np.ndarray], mesh: Me
 def _local(graph: Graph, n: Node, access: Access, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
     """Bytes of a tensor on one device, as the node has it."""
     ways = shards(configs[n.name][None], dim_index(n, access.map.dims), mesh)
-    return float(number(graph.tensors[access.tensor].nbytes, access.tensor) / ways[0])
+    return float(concrete_size(graph.tensors[access.tensor].nbytes, access.tensor) / ways[0])

@@ -108,15 +108,15 @@ def evaluate(
             )
         marks = end[run.iteration_ends()][plan.period - 1 :: plan.period]
         steps = np.diff(np.concatenate(([0.0], marks)))
-        settled = abs(steps[-1] - steps[-2]) <= 1e-9 * max(steps[-1], 1e-30)
+        steady = abs(steps[-1] - steps[-2]) <= 1e-9 * max(steps[-1], 1e-30)
         # A delayed plan may run ahead of its links for a while; it has settled only once the backlog bites.
         load = max(run.link_load_s(), default=0.0)
-        if (settled and steps[-1] >= load * (1 - 1e-9)) or periods >= MOST_PERIODS:
+        if (steady and steps[-1] >= load * (1 - 1e-9)) or periods >= MOST_PERIODS:
             break
         periods *= 2
     # A plan that never settles alternates between a few step times: take their mean over the second half.
     half = len(marks) // 2
-    period_s = float(steps[-1]) if settled else float((marks[-1] - marks[half - 1]) / (len(marks) - half))
+    period_s = float(steps[-1]) if steady else float((marks[-1] - marks[half - 1]) / (len(marks) - half))
     period_s = max(period_s, load)
     return _report(problem, plan, run, start, end, period_s, timeline)
 

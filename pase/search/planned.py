@@ -20,7 +20,7 @@ from pase.search.solve import WORTH_FOLDING, solve
 from pase.search.types import Solution
 from pase.tables.types import CostTables
 
-__all__ = ["PlannedOnce"]
+__all__ = ["PlanCache"]
 
 _THREADS = 2
 
@@ -50,7 +50,7 @@ class _Planned:
 
 
 @dataclass(kw_only=True, eq=False)
-class PlannedOnce:
+class PlanCache:
     """Plans by structure; None where no order fits the budget. Large tables are searched as any others."""
 
     plans: dict[Hashable, _Planned | None] = field(default_factory=dict)

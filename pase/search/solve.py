@@ -135,13 +135,13 @@ def solve(
         if within.run(free.choice, close=known.close):
             enough = within.cost - within.bound <= gap * abs(within.cost)
             if (
-                within.settled
+                within.decided
                 or enough
                 or clock.left <= 0
                 or known.excess is not None
                 or (rounds is not None and within.choice is not None)
             ):
-                return _settled(within, free, began, free is known.free)
+                return _limited_solution(within, free, began, free is known.free)
             begin = (free.choice if within.choice is None else within.choice), within.bound
     from pase.search.bounded.search import bounded_search
 
@@ -174,7 +174,7 @@ def price_memory(
     return within.bound, within.price
 
 
-def _settled(within: Within, free: Solution, began: float, known: bool) -> Solution:
+def _limited_solution(within: Within, free: Solution, began: float, known: bool) -> Solution:
     """known: the answer without the limit was, so that it took no work here."""
     choice = free.choice if within.choice is None else within.choice
     cost = free.cost if within.choice is None else within.cost

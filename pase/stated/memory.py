@@ -140,7 +140,7 @@ def _whole(
     if p.by_weight:  # the weight being read, the next one, and the previous one's gradient
         return largest * 2 * b.used, largest * b.summed
     buffer = near * b.used if p.copied[0] else 0.0
-    if s.pipeline > 1 or not p.gathers_again:  # weights stay, and with stages so do accumulated gradients
+    if s.pipeline > 1 or not p.regathers:  # weights stay, and with stages so do accumulated gradients
         stays = elements * b.used + buffer
         if s.pipeline > 1 and p.sums_unsplit:
             return stays + elements * b.summed, 0.0

@@ -31,8 +31,8 @@ class StatedOps:
         """What a device reads and writes in all: of parameters in the update, or of light ops of a pass."""
         return sum(
             w.nbytes * w.times
-            for name, pieces in self.work.items()
-            for w in pieces
+            for name, works in self.work.items()
+            for w in works
             if (name in self.parameters) == of_parameters and w.phase == phase and w.kind == "memory"
         )
 

@@ -28,7 +28,7 @@ from pase.stated.program import Program
 from pase.stated.strategy import PRODUCTS_IN, Strategy
 from pase.stated.work import priced_work
 from pase.tables.itemize import collectives
-from pase.tables.layouts import dim_index, number, shards
+from pase.tables.layouts import concrete_size, dim_index, shards
 from pase.tables.work import Phase
 
 __all__ = ["Part", "Parts", "Sent", "parts_of"]
@@ -46,7 +46,7 @@ class Sent:
     times: float
     seconds: float
     backward: bool
-    runs_again: float
+    recompute_runs: float
     """The part of the collective that recomputation repeats."""
 
 
@@ -54,7 +54,7 @@ class Sent:
 class Part:
     """Seconds of one micro-batch on one device, and bytes.
 
-    again_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
+    recompute_s: forward work that backward repeats. host_s: the host's launches, forward and backward.
     elements: parameters on the device, by the axes over which their gradients are summed. arrays: the same array by
     array, in the order of their first use: (axes, elements, how many there are of it).
     largest: elements of the largest array.
@@ -64,7 +64,7 @@ class Part:
 
     forward_s: float = 0.0
     backward_s: float = 0.0
-    again_s: float = 0.0
+    recompute_s: float = 0.0
     attention_s: tuple[float, float] = (0.0, 0.0)
     host_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
     sent: list[Sent] = field(default_factory=list)
@@ -152,13 +152,13 @@ class _PartsInTheMaking:
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """A parameter's node -> the axes over which its gradient is summed."""
 
-    def turns(self, node: str) -> float:
+    def runs(self, node: str) -> float:
         """How often the part that the node is in runs."""
         return float(self.places.blocks) if self.places.of(node) == "block" else 1.0
 
     def copies(self, node: str) -> float:
         """How many nodes the graph has for one of the part: of written-out blocks, one in each."""
-        return self.turns(node) if self.written_out else 1.0
+        return self.runs(node) if self.written_out else 1.0
 
     @cached_property
     def products(self) -> Mapping[str, int]:
@@ -193,7 +193,7 @@ class _PartsInTheMaking:
                     }
         return out
 
-    def again(self, n: Node, heavy: bool) -> float:
+    def recompute_part(self, n: Node, heavy: bool) -> float:
         """The part of a node's forward work that backward repeats."""
         s = self.strategy
         if n.kind in ("parameter", "carry", "copy") or s.remat in (None, "none"):
@@ -205,9 +205,9 @@ class _PartsInTheMaking:
         t = self.graph.tensors[access.tensor]
         config = self.placed.strategy[n.name][None, :]
         ways = shards(config, dim_index(n, access.map.dims), self.placed.mesh)
-        return float(number(t.elements, t.name) / ways[0])
+        return float(concrete_size(t.elements, t.name) / ways[0])
 
-    def settled(self, n: Node, op: Op, write: Access) -> float:
+    def reduced_elements(self, n: Node, op: Op, write: Access) -> float:
         """Elements of a result on one device, as it is kept: where the op leaves partial sums, their sums, laid out as
         those who read it do."""
         over = dim_index(n, [d for d in op.dims if d not in write.map.dims])
@@ -226,7 +226,7 @@ class _PartsInTheMaking:
 
     def add_work(self, n: Node) -> None:
         """The node's work, forward and backward, and its kernels' launches."""
-        part, many, share = self.parts[self.places.of(n.name)], self.turns(n.name), self.share
+        part, many, share = self.parts[self.places.of(n.name)], self.runs(n.name), self.share
         inside = self.places.of(n.name) == "block"
         cfg = self.placed.strategy[n.name][None, :]
         for w, seconds in priced_work(
@@ -239,7 +239,9 @@ class _PartsInTheMaking:
                 part.backward_s += each * share
             else:
                 part.forward_s += each * share
-                part.again_s += each * share * (self.again(n, w.kind != "memory") if inside else 0.0)
+                part.recompute_s += (
+                    each * share * (self.recompute_part(n, w.kind != "memory") if inside else 0.0)
+                )
             if w.kind == "attention":
                 f, b = part.attention_s
                 part.attention_s = (f, b + each * share) if w.phase == "backward" else (f + each * share, b)
@@ -261,7 +263,7 @@ class _PartsInTheMaking:
         stored = [m is not None and m.kind == "parameter" for m in sources]
         if sum(stored) != 1:
             return 0.0
-        every = math.prod(number(n.space[d].size, n.name) for d in groups)
+        every = math.prod(concrete_size(n.space[d].size, n.name) for d in groups)
         return float(every / shards(cfg, dim_index(n, tuple(groups)), self.placed.mesh)[0]) - 1.0
 
     def add_around(self, n: Node) -> None:
@@ -283,7 +285,7 @@ class _PartsInTheMaking:
         """Light work of the program's own beside a node, in seconds."""
         part = self.parts[self.places.of(n.name)]
         part.forward_s += forward_s
-        part.again_s += forward_s * self.again(n, False)
+        part.recompute_s += forward_s * self.recompute_part(n, False)
         part.backward_s += backward_s
 
     def add_collectives(self) -> None:
@@ -294,7 +296,7 @@ class _PartsInTheMaking:
             if c.tensor in stored and c.phase == "backward":
                 self.summed[graph.producer[c.tensor].name] = c.axes
                 continue
-            at, many = self.places.of(c.node), self.turns(c.node)
+            at, many = self.places.of(c.node), self.runs(c.node)
             repeats = at == "block" and c.phase == "forward"
             self.parts[at].sent.append(
                 Sent(
@@ -304,7 +306,7 @@ class _PartsInTheMaking:
                     times=c.times / many,
                     seconds=max(c.cost, c.times * self.program.executor.collective_s) * self.share / many,
                     backward=c.phase == "backward",
-                    runs_again=self.again(graph.node[c.node], True) if repeats else 0.0,
+                    recompute_runs=self.recompute_part(graph.node[c.node], True) if repeats else 0.0,
                 )
             )
 
@@ -314,7 +316,7 @@ class _PartsInTheMaking:
         used = {e.src: at[e.dst] for e in sorted(self.graph.edges, key=lambda e: -at[e.dst])}
         for n in sorted(self.graph.nodes, key=lambda n: used.get(n.name, 0)):
             if n.kind == "parameter" and self.graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
-                local = self.on_device(n, n.ops[0].writes[0]) / self.turns(n.name)
+                local = self.on_device(n, n.ops[0].writes[0]) / self.runs(n.name)
                 axes, many = self.summed.get(n.name, ()), self.copies(n.name)
                 for name in (self.places.of(n.name), *["tied"] * (n.name in self.places.tied)):
                     part = self.parts[name]
@@ -331,7 +333,7 @@ class _PartsInTheMaking:
         if program.executor.fused:
             wanted = set(kept(graph, loops_stack=False))
         else:
-            by_weights, by_others = _read_again(graph, program)
+            by_weights, by_others = _read_by_recompute(graph, program)
             wanted = by_weights | by_others
             # What products with weights alone keep is kept as they read it.
             if self.strategy.precision != "bf16" and program.keeps_fp8:
@@ -339,19 +341,25 @@ class _PartsInTheMaking:
         if program.keeps_chosen:
             wanted |= self.chosen()
         elif program.executor.fused:
-            wanted |= self.run_again_from(wanted)
+            wanted |= self.recompute_from(wanted)
         end = self.logits()
-        logits = number(graph.tensors[end[1].tensor].elements, "logits") if end is not None else float("inf")
+        logits = (
+            concrete_size(graph.tensors[end[1].tensor].elements, "logits")
+            if end is not None
+            else float("inf")
+        )
         for t in wanted:
             n = makers.get(t)
             if n is None or n.kind in ("parameter", "input", "constant"):
                 continue
             at, tensor = self.places.of(n.name), graph.tensors[t]
-            if at == "last" and n.kind != "carry" and number(tensor.elements, t) >= logits:
+            if at == "last" and n.kind != "carry" and concrete_size(tensor.elements, t) >= logits:
                 continue  # counted as logits
             op, write = n.write_of(t)
             nbytes = (
-                self.settled(n, op, write) * (narrow_bytes if t in narrow else tensor.itemsize) * self.share
+                self.reduced_elements(n, op, write)
+                * (narrow_bytes if t in narrow else tensor.itemsize)
+                * self.share
             ) / self.copies(n.name)
             part = self.parts["block" if n.kind == "carry" else at]
             part.saved += nbytes
@@ -359,7 +367,7 @@ class _PartsInTheMaking:
                 part.entry += nbytes
                 part.kept += nbytes
             else:
-                part.kept += nbytes * (1 - self.again(n, op.kind in HEAVY) if at == "block" else 1.0)
+                part.kept += nbytes * (1 - self.recompute_part(n, op.kind in HEAVY) if at == "block" else 1.0)
         self.add_entry(wanted)
 
     def add_entry(self, wanted: Collection[str]) -> None:
@@ -370,10 +378,10 @@ class _PartsInTheMaking:
             if not made < middle <= read:
                 continue
             op, write = n.write_of(t)
-            nbytes = self.settled(n, op, write) * self.graph.tensors[t].itemsize * self.share
+            nbytes = self.reduced_elements(n, op, write) * self.graph.tensors[t].itemsize * self.share
             part.entry += nbytes
             if t in wanted:
-                part.kept += nbytes * self.again(n, op.kind in HEAVY)
+                part.kept += nbytes * self.recompute_part(n, op.kind in HEAVY)
             elif reruns:
                 part.kept += nbytes
                 part.saved += nbytes
@@ -381,14 +389,14 @@ class _PartsInTheMaking:
     def stays(self, n: Node) -> bool:
         """Does selective recomputation keep what the products or the attention of this node make?"""
         inside = n.kind in HEAVY and self.places.of(n.name) == "block"
-        return self.strategy.remat == "selective" and inside and not self.again(n, True)
+        return self.strategy.remat == "selective" and inside and not self.recompute_part(n, True)
 
     def chosen(self) -> set[str]:
         """Results that selective recomputation keeps."""
         kept_ = [op for n in self.graph.nodes if self.stays(n) for op in n.ops if op.kind in HEAVY]
         return {a.tensor for op in kept_ for a in op.writes}
 
-    def run_again_from(self, wanted: Collection[str]) -> set[str]:
+    def recompute_from(self, wanted: Collection[str]) -> set[str]:
         """The results among these from which backward recomputes what it needs. wanted: what it needs."""
         makers = {a.tensor: (n, op) for n in self.graph.nodes for op in n.ops for a in op.writes}
         chosen, found = self.chosen(), set[str]()
@@ -420,7 +428,9 @@ class _PartsInTheMaking:
             for a in op.writes
         ]
         return max(
-            made, key=lambda m: number(self.graph.tensors[m[1].tensor].elements, m[0].name), default=None
+            made,
+            key=lambda m: concrete_size(self.graph.tensors[m[1].tensor].elements, m[0].name),
+            default=None,
         )
 
 
@@ -452,7 +462,7 @@ def _places(graph: Graph, written_out: Sequence[Block]) -> Places:
         ) from e
 
 
-def _read_again(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
+def _read_by_recompute(graph: Graph, program: Program) -> tuple[set[str], set[str]]:
     """Tensors that backward reads in an executor without fusion: those of products with weights in the blocks, and all
     others. A view counts as the tensor that it views."""
     by_weights: set[str] = set()

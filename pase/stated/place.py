@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from pase.baselines import Baseline, Intent, Roles, Skipped, roles
+from pase.baselines.fill_in import fill_in_alone
 from pase.baselines.masks import by_batch, free, most, only
-from pase.baselines.settle import settle_alone
 from pase.errors import Infeasible
 from pase.ir import Graph, Node
 from pase.machine import CostModel, Mesh
@@ -32,19 +32,19 @@ def place(graph: Graph, s: Strategy, model: CostModel, *, whole_logits: bool = F
     """
     r = roles(graph)
     _refuse(graph, r, s)
-    found = _settled(graph, stage_mesh(s), s.sequence, whole_logits, model)
+    found = _placed(graph, stage_mesh(s), s.sequence, whole_logits, model)
     if not isinstance(found, Baseline):
         raise Infeasible(f"{s} on '{graph.name}': {found.reason}")
     return found
 
 
 @once
-def _settled(
+def _placed(
     graph: Graph, mesh: Mesh, sequence: bool, whole_logits: bool, model: CostModel
 ) -> Baseline | Skipped:
     """What strategies of one mesh have in common, whatever they recompute, shard flat or run in stages."""
     allowed = _Allowed(roles(graph), sequence, whole_logits)
-    return settle_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
+    return fill_in_alone(Intent(name="stated", mesh=mesh, allow=allowed), graph, model)
 
 
 def _refuse(graph: Graph, r: Roles, s: Strategy) -> None:

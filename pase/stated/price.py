@@ -27,8 +27,8 @@ __all__ = ["Priced", "price_strategy"]
 
 @dataclass(frozen=True, kw_only=True)
 class Priced:
-    """What a stated strategy takes. seconds: by cause, and they add up to step_s; moved: by kind of collective, seconds
-    of all of them in a step of one rank, hidden ones too."""
+    """What a stated strategy takes. seconds: by cause, and they add up to step_s; collectives_s: by kind of collective,
+    seconds of all of them in a step of one rank, hidden ones too."""
 
     strategy: Strategy
     program: str
@@ -37,7 +37,7 @@ class Priced:
     micro_batches: int
     step_s: float
     seconds: Mapping[str, float]
-    moved: Mapping[str, float]
+    collectives_s: Mapping[str, float]
     memory: RankMemory
     device_memory: int
     work: StepWork
@@ -74,7 +74,7 @@ class Priced:
             "tokens_per_s_per_device": t.tokens_per_s_per_device,
             "examples_per_s_per_device": t.examples_per_s_per_device,
             "seconds": dict(self.seconds),
-            "collectives_s": dict(self.moved),
+            "collectives_s": dict(self.collectives_s),
             "memory_bytes": m.total,
             "memory": {k: getattr(m, k) for k in m.__dataclass_fields__},
             "device_memory": self.device_memory,
@@ -138,7 +138,7 @@ def price_strategy(
         micro_batches=m,
         step_s=sum(seconds.values()),
         seconds=seconds,
-        moved=run.moved(),
+        collectives_s=run.collectives_s(),
         memory=rank_memory(parts, s, program, placed.mesh, pipeline),
         device_memory=model.machine.device.memory_bytes,
         work=work,
@@ -150,7 +150,7 @@ def price_strategy(
 def _refuse(s: Strategy, program: Program, model: CostModel, micro_batches: int) -> None:
     """What the program does not run."""
     near = model.machine.levels[0]
-    if s.asynchronous and program.in_pieces.near and s.tensor > (near.ways or s.tensor):
+    if s.asynchronous and program.decomposition.near and s.tensor > (near.ways or s.tensor):
         raise Infeasible(
             f"{s}: {program.name} runs tensor parallelism's collectives during products (async) only among the "
             f"{near.ways} devices of a {near.name} on '{model.machine.name}': leave out async, or take tp={near.ways}"

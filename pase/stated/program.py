@@ -74,7 +74,7 @@ class AroundExperts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InPieces:
+class Decomposition:
     """How gathers and scatters of tensor parallelism run during the products that they feed, piece by piece.
 
     after: the part of a forward's reduce-scatter that runs after its product; None: one rank's piece. units: compute
@@ -95,7 +95,7 @@ class Program:
 
     executor: how ops reach the device. attention: its kernel's names in machine files; the first one found is used.
     around: what is done around that kernel. experts: what is done around those of experts.
-    gathers_again: ZeRO-3's weights are gathered again for backward; otherwise they stay.
+    regathers: ZeRO-3's weights are gathered again for backward; otherwise they stay.
     prefetches: forward, backward: gathers for the next block overlap with this block's compute.
     copied: bytes of device memory that the program's own buffers move for each parameter gathered, and for each summed.
     rearranges: what tensor parallelism gathers or scatters is copied, because the sequence is not its first dim.
@@ -105,14 +105,14 @@ class Program:
     stays: weights of fewer elements are never split. stays_within: what was gathered to compute a block again stays for
     its backward if fewer elements are used in between.
     by_weight: a weight and its gradient are whole only while its own product runs, not while its block runs.
-    sums_beside: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
+    sums_overlap: gradient sums overlap with backward. sums_each: they run after each micro-batch, not once a step.
     sums_whole: they are all-reduces, of which ZeRO-1 and 2 keep a shard.
     adds_apart: a kernel of its own adds a gradient to that of earlier micro-batches; otherwise the product does.
     whole_passes: passes over all gradients of the rank, once a step, whatever ZeRO shards.
-    sends_beside: transfers between stages overlap with compute. sends_parts: what is replicated over tensor parallelism
-    is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
-    exchange_beside: tokens are sent to experts and back while another micro-batch computes.
-    in_pieces: what an asynchronous strategy's tensor parallelism does.
+    sends_overlap: transfers between stages overlap with compute. sends_parts: what is replicated over tensor
+    parallelism is sent in parts, one per rank (Narayanan et al. 2021, section 4.1).
+    exchange_overlaps: tokens are sent to experts and back while another micro-batch computes.
+    decomposition: what an asynchronous strategy's tensor parallelism does.
     zero_in_stages: the most of ZeRO that runs with stages.
     stage_ends: how many layers embedding and output count as when layers are divided among the stages.
     context: how keys and values are sent: in a ring that overlaps with attention, or gathered before it; none: the
@@ -136,7 +136,7 @@ class Program:
     selective: Selective
     around: AroundAttention = AroundAttention()
     experts: AroundExperts = AroundExperts()
-    gathers_again: bool = True
+    regathers: bool = True
     prefetches: tuple[bool, bool] = (True, True)
     copied: tuple[float, float] = (0.0, 0.0)
     rearranges: bool = False
@@ -146,17 +146,17 @@ class Program:
     stays: float = 0.0
     stays_within: float = math.inf
     by_weight: bool = False
-    sums_beside: bool = True
+    sums_overlap: bool = True
     sums_each: bool = True
     sums_whole: bool = False
     adds_apart: bool = False
     whole_passes: float = 0.0
-    sends_beside: bool = False
+    sends_overlap: bool = False
     sends_parts: bool = False
     context: Literal["ring", "gather", "none"] = "ring"
     keeps_chosen: bool = False
-    exchange_beside: bool = False
-    in_pieces: InPieces = InPieces()
+    exchange_overlaps: bool = False
+    decomposition: Decomposition = Decomposition()
     zero_in_stages: int = 3
     stage_ends: tuple[int, int] = (0, 0)
     logits: float = 2.0
@@ -221,11 +221,11 @@ _TORCH_NORMS = {"layer_norm": (1.6, 2.4)}
 Relative to the time of its traffic at 0.85 of the memory bandwidth, forward takes 1.4 to 1.6 times and backward 2.3 to
 2.8 times as long on H100, 1.6 and 2.4 times on A100, for 4,096 rows of 2,048 to 16,384 (linkedin/Liger-Kernel@ead96b61,
 benchmark/data/all_benchmark_data.csv)."""
-_USERBUFFERS = InPieces(after=0.25, units=16)
+_USERBUFFERS = Decomposition(after=0.25, units=16)
 """Transformer Engine's (transformer_engine/pytorch/module/base.py, initialize_ub): what products read is exchanged in a
 ring of copies, what they make is scattered in four pieces beside them ("pipeline", num_splits), and in backward beside
 the next product ("bulk"); the last two hold 16 units (num_sm). NVIDIA/TransformerEngine#1071: within NVLink only."""
-_SYMMETRIC_MEMORY = InPieces(after=0.0, summed=True)
+_SYMMETRIC_MEMORY = Decomposition(after=0.0, summed=True)
 """PyTorch's (torch/distributed/_symmetric_memory, _pipelined_produce_and_all2all and _fused_matmul_reduce_scatter): a
 rank's own piece is computed last; the others' are copied into its memory, stacked, and then added."""
 _TE_KERNELS = EAGER.kernels | {"rotate", "gated_forward", "feed_forward", "token_loss", "cross_entropy"}
@@ -248,7 +248,7 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
-        in_pieces=_SYMMETRIC_MEMORY,
+        decomposition=_SYMMETRIC_MEMORY,
         adds_apart=True,
         keeps_chosen=True,
         logits=3.0,
@@ -275,7 +275,7 @@ for _p in (
         selective=every_other_product,
         copied=(4.0, 6.0),
         rearranges=True,
-        in_pieces=_SYMMETRIC_MEMORY,
+        decomposition=_SYMMETRIC_MEMORY,
         adds_apart=True,
         logits=0.5,
         sums_unsplit=True,
@@ -293,7 +293,7 @@ for _p in (
         selective=all_but_products,
         logits=1.0,
         by_weight=True,
-        in_pieces=InPieces(near=False),
+        decomposition=Decomposition(near=False),
         reserve_bytes=1e9,
         source="by_weight: XLA's partitioner gathers a weight for the product that reads it, and scatters its gradient "
         "behind the product that makes it (docs/communication-truth.md); no buffers of its own to copy to and from",
@@ -305,11 +305,11 @@ for _p in (
         attention=("cudnn", "flash2"),
         bytes=_MASTERS,
         selective=core_attention,
-        gathers_again=True,
+        regathers=True,
         sums_each=False,
-        sends_beside=True,
+        sends_overlap=True,
         sends_parts=True,
-        in_pieces=_USERBUFFERS,
+        decomposition=_USERBUFFERS,
         zero_in_stages=1,
         whole_passes=4.0,
         experts=AroundExperts(forward=5.0, backward=5.0, apart=True),
@@ -338,11 +338,11 @@ for _p in (
         selective=core_attention,
         prefetches=(False, False),
         sends_parts=True,
-        sums_beside=False,
+        sums_overlap=False,
         sums_each=False,
         adds_apart=True,
         whole_passes=6.0,
-        in_pieces=_USERBUFFERS,
+        decomposition=_USERBUFFERS,
         zero_in_stages=1,
         context="none",
         logits=2.0,

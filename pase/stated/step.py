@@ -35,10 +35,10 @@ class StatedStep:
         return float(self.model.collective(kind, self.mesh, bits, nbytes)) if bits and nbytes else 0.0
 
     def over_data(
-        self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all", *, again: bool = False
+        self, part: Part, kind: CollectiveKind, nbytes: float, where: str = "all", *, recompute: bool = False
     ) -> float:
-        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter. again: of those
-        alone that are gathered once more between recomputation and backward.
+        """A collective of a part's parameters over the ranks that share them. nbytes: of one parameter. recompute: of
+        those alone that are gathered once more between recomputation and backward.
 
         It is one call for the part, or one for each weight if the program sends weights one by one.
 
@@ -49,7 +49,7 @@ class StatedStep:
         gathers = kind == "all_gather"
         together = [(axes, elements, 1.0) for axes, elements in part.elements.items()]
         for axes, elements, calls in (
-            self._again(part) if again else part.arrays if p.one_by_one else together
+            self._not_kept(part) if recompute else part.arrays if p.one_by_one else together
         ):
             if not axes or (gathers and elements < p.stays):
                 continue
@@ -67,7 +67,7 @@ class StatedStep:
             total += calls * (once + s.shard * p.host_for_rank_s)
         return total
 
-    def _again(self, part: Part) -> list[tuple[tuple[str, ...], float, float]]:
+    def _not_kept(self, part: Part) -> list[tuple[tuple[str, ...], float, float]]:
         """The part's arrays that do not stay from recomputation to backward: after them come more elements than the
         program keeps, once forward and once back."""
         out, after = [], 0.0
@@ -85,9 +85,9 @@ class StatedStep:
         """Seconds to move the program's own buffers in device memory, for sharded weights: gathered and summed."""
         out, back = self.program.copied
         shared = sum(e for axes, e in part.elements.items() if axes)
-        again = sum(e * many for _, e, many in self._again(part)) if self._gathers_again(backward) else 0.0
-        moved = shared * ((back if backward else 0.0) + out) + again * out
-        return self.copying_s(moved) if self.s.zero == 3 else 0.0
+        recompute = sum(e * many for _, e, many in self._not_kept(part)) if self._regathers(backward) else 0.0
+        copied = shared * ((back if backward else 0.0) + out) + recompute * out
+        return self.copying_s(copied) if self.s.zero == 3 else 0.0
 
     def metrics_s(self, part: Part) -> float:
         """Seconds for what the program computes from the logits for its log."""
@@ -106,14 +106,16 @@ class StatedStep:
         """Seconds of copies of what tensor parallelism gathers and scatters whole; 0 if it is sent piece by piece."""
         if not self.program.rearranges or self.s.asynchronous:
             return 0.0
-        moved = 0.0
+        copied = 0.0
         for c in part.sent:
             if "model" in c.axes and c.kind in ("all_gather", "reduce_scatter"):
-                times = float(c.backward == backward) + (c.runs_again if backward and not c.backward else 0.0)
-                moved += 2 * c.nbytes * c.times * times
-        return self.copying_s(moved)
+                times = float(c.backward == backward) + (
+                    c.recompute_runs if backward and not c.backward else 0.0
+                )
+                copied += 2 * c.nbytes * c.times * times
+        return self.copying_s(copied)
 
-    def _gathers_again(self, backward: bool) -> bool:
+    def _regathers(self, backward: bool) -> bool:
         """Whether the pass computes again and then gathers what did not stay since."""
         return backward and self.s.zero == 3 and self.s.remat == "full"
 
@@ -123,8 +125,8 @@ class StatedStep:
             return 0.0
         used = self.program.bytes.used
         third = (
-            self.over_data(part, "all_gather", used, "inner", again=True)
-            if self._gathers_again(backward)
+            self.over_data(part, "all_gather", used, "inner", recompute=True)
+            if self._regathers(backward)
             else 0.0
         )
         return self.over_data(part, "all_gather", used, "inner") + third
@@ -147,11 +149,11 @@ class StatedStep:
         in_pieces: list[tuple[Sent, float]] = []
         for c in part.sent:
             now = (0.0 if backward else c.seconds) if not c.backward else (c.seconds if backward else 0.0)
-            now += c.seconds * c.runs_again if backward and not c.backward else 0.0
+            now += c.seconds * c.recompute_runs if backward and not c.backward else 0.0
             whole = c.kind in ("all_gather", "reduce_scatter")
             if "context" in c.axes and self.program.context == "ring" and whole:
                 ring += now
-            elif self.program.exchange_beside and c.kind == "all_to_all" and "expert" in c.axes:
+            elif self.program.exchange_overlaps and c.kind == "all_to_all" and "expert" in c.axes:
                 exchange += now
             elif self.s.asynchronous and "model" in c.axes and whole:
                 in_pieces.append((c, now))
@@ -160,13 +162,13 @@ class StatedStep:
         # A ring's hops overlap with the attention over the keys that have arrived; its first part needs no hop.
         ways = self.s.context
         hidden = part.attention_s[int(backward)] * (1 - 1 / ways) if ways > 1 else 0.0
-        compute = part.backward_s + part.again_s if backward else part.forward_s
+        compute = part.backward_s + part.recompute_s if backward else part.forward_s
         out += max(ring - hidden, 0.0) + max(exchange - compute, 0.0)
-        return out + self.in_pieces_s(in_pieces, compute)
+        return out + self.decomposed_s(in_pieces, compute)
 
-    def in_pieces_s(self, sent: Sequence[tuple[Sent, float]], compute_s: float) -> float:
+    def decomposed_s(self, sent: Sequence[tuple[Sent, float]], compute_s: float) -> float:
         """What collectives add to a pass in which they run during products. sent: each with its seconds in the pass."""
-        how, units = self.program.in_pieces, self.model.machine.device.compute_units
+        how, units = self.program.decomposition, self.model.machine.device.compute_units
         part_after = 1 / self.s.tensor if how.after is None else how.after
         total = sum(now for _, now in sent)
         scattered = [(c, now) for c, now in sent if c.kind == "reduce_scatter"]
@@ -185,7 +187,7 @@ class StatedStep:
         out = []
         parts = [self.parts.first] * first + [self.parts.block] * blocks + [self.parts.last] * last
         for part in parts:
-            device = part.backward_s + part.again_s if backward else part.forward_s
+            device = part.backward_s + part.recompute_s if backward else part.forward_s
             device += self.copied_s(part, backward) if gathers or sums else 0.0
             device += self.rearranged_s(part, backward)
             device += self.metrics_s(part) + self.added_s(part) if backward else 0.0
@@ -211,7 +213,7 @@ class StatedStep:
     ) -> tuple[float, float]:
         units = self.units(backward, blocks, first, last, gathers=gathers, sums=sums)
         p = self.program
-        return passes(units, self.slow, prefetches=p.prefetches[int(backward)], sums_beside=p.sums_beside)
+        return passes(units, self.slow, prefetches=p.prefetches[int(backward)], sums_overlap=p.sums_overlap)
 
     def step(self) -> tuple[dict[str, float], Pipeline | None]:
         return self._staged() if self.s.pipeline > 1 else (self._straight(), None)
@@ -220,7 +222,7 @@ class StatedStep:
         """A step without stages: micro-batches one after the other."""
         n, m, p = self.parts.blocks, self.micro_batches, self.program
         zero3 = self.s.zero == 3
-        keeps = not p.gathers_again
+        keeps = not p.regathers
         each = {}
         for last_one in (False, True):
             sums = last_one or (p.sums_each and self.s.zero >= 2)
@@ -247,8 +249,8 @@ class StatedStep:
         ways = s.shard * s.context if s.zero else 1
         seconds = sum(part.update_s * k for part, k in parts) / ways
         if p.executor.update_bytes:
-            moved = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
-            seconds += self.copying_s(moved)
+            copied = sum(part.parameters * k for part, k in parts) * p.executor.update_bytes / ways
+            seconds += self.copying_s(copied)
         whole = sum(part.parameters * k for part, k in parts) * p.bytes.gradient
         seconds += self.copying_s(whole * p.whole_passes)
         gathered = 0.0
@@ -271,11 +273,13 @@ class StatedStep:
             forward.append(self.pass_s(False, n, *ends, gathers=False, sums=False)[0])
             backward.append(self.pass_s(True, n, *ends, gathers=False, sums=False)[0])
         schedule = s.schedule or ("interleaved" if s.chunks > 1 else "1f1b")
-        pipe = pipelined(forward, backward, m, s.chunks, self.send_s(), schedule, sends_beside=p.sends_beside)
+        pipe = pipelined(
+            forward, backward, m, s.chunks, self.send_s(), schedule, sends_overlap=p.sends_overlap
+        )
         n = max(layers)
         slowest = max(f + b for f, b in zip(forward, backward, strict=True))
         sums = n * self.sum_s(self.parts.block) + self.sum_s(self.parts.first)
-        window = backward[0] if p.sums_beside else 0.0
+        window = backward[0] if p.sums_overlap else 0.0
         sums = max(sums - window, self.sum_s(self.parts.block)) + self.tied_s()
         gathers = n * self.gather_s(self.parts.block)
         gathers = max(gathers - forward[0], self.gather_s(self.parts.block)) if p.prefetches[0] else gathers
@@ -301,7 +305,7 @@ class StatedStep:
         nbytes = self.parts.tied.parameters * self.program.bytes.summed
         return ends_sum_s(self.model, self.s.pipeline, self.mesh.devices, nbytes)
 
-    def moved(self) -> dict[str, float]:
+    def collectives_s(self) -> dict[str, float]:
         """Seconds of every collective of a step, hidden or not, by purpose."""
         m, n = self.micro_batches, self.parts.blocks / self.s.pipeline
         parts = [(self.parts.block, n), (self.parts.first, 1.0), (self.parts.last, 1.0)]
@@ -309,14 +313,14 @@ class StatedStep:
         for part, k in parts:
             for c in part.sent:
                 name = f"{c.kind} over {'·'.join(c.axes)}"
-                out[name] = out.get(name, 0.0) + m * k * c.seconds * (1 + c.runs_again)
-            passes_ = (False, True) if self.program.gathers_again else (False,)
-            turns = 1 if self.s.pipeline > 1 else m
+                out[name] = out.get(name, 0.0) + m * k * c.seconds * (1 + c.recompute_runs)
+            passes_ = (False, True) if self.program.regathers else (False,)
+            micro_batches = 1 if self.s.pipeline > 1 else m
             for name, seconds in (
-                ("gathers of weights", sum(self.gather_s(part, back) for back in passes_) * turns),
+                ("gathers of weights", sum(self.gather_s(part, back) for back in passes_) * micro_batches),
                 (
                     "sums of gradients",
-                    self.sum_s(part) * (turns if self.program.sums_each and self.s.zero >= 2 else 1),
+                    self.sum_s(part) * (micro_batches if self.program.sums_each and self.s.zero >= 2 else 1),
                 ),
             ):
                 if seconds:

@@ -25,8 +25,8 @@ def as_lines(name: str, p: Priced) -> list[str]:
             f"stages {s.pipeline} of {s.chunks} chunks: bubble {p.pipeline.bubble:.1%} of the step, the first rank "
             f"holds {p.pipeline.in_flight:.3g} micro-batches"
         )
-    if p.moved:
-        sent = " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.moved.items())
+    if p.collectives_s:
+        sent = " · ".join(f"{k} {cost_text(v, 's')}" for k, v in p.collectives_s.items())
         lines.append(f"sends  {sent} (hidden ones too)")
     m = p.memory
     kinds = ("parameters", "gradients", "optimizer", "activations", "gathered", "logits", "reserve")

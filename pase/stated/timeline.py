@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pase.stated.strategy import ScheduleName
 
-__all__ = ["Pipeline", "Unit", "beside", "passes", "pipelined", "stage_layers"]
+__all__ = ["Pipeline", "Unit", "overlapped", "passes", "pipelined", "stage_layers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,19 +26,21 @@ class Unit:
     sum_s: float = 0.0
 
 
-def beside(compute_s: float, sent_s: float, moved_s: float, slow: float) -> float:
+def overlapped(compute_s: float, sent_s: float, collectives_s: float, slow: float) -> float:
     """Seconds of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
 
-    >>> beside(1.0, 0.0, 0.5, 0.0), beside(1.0, 0.0, 0.5, 0.2), beside(1.0, 0.5, 3.0, 0.2)
+    >>> overlapped(1.0, 0.0, 0.5, 0.0), overlapped(1.0, 0.0, 0.5, 0.2), overlapped(1.0, 0.5, 3.0, 0.2)
     (1.0, 1.1, 3.0)
     """
-    if moved_s <= 0:
+    if collectives_s <= 0:
         return compute_s + sent_s
-    slowed = min(moved_s, compute_s / (1 - slow)) * slow
-    return max(compute_s + slowed + sent_s, moved_s)
+    slowed = min(collectives_s, compute_s / (1 - slow)) * slow
+    return max(compute_s + slowed + sent_s, collectives_s)
 
 
-def passes(units: Sequence[Unit], slow: float, *, prefetches: bool, sums_beside: bool) -> tuple[float, float]:
+def passes(
+    units: Sequence[Unit], slow: float, *, prefetches: bool, sums_overlap: bool
+) -> tuple[float, float]:
     """(seconds of a pass over the units in order, the part of them that collectives of weights and gradients add).
 
     The first unit's gather and the last unit's sum overlap with nothing.
@@ -49,10 +51,10 @@ def passes(units: Sequence[Unit], slow: float, *, prefetches: bool, sums_beside:
     for i, u in enumerate(units):
         after = units[i + 1].gather_s if i + 1 < len(units) else 0.0
         before = units[i - 1].sum_s if i else 0.0
-        moved = (after if prefetches else 0.0) + (before if sums_beside else 0.0)
-        total += beside(u.compute_s, u.sent_s, moved, slow)
-        total += (0.0 if prefetches else u.gather_s) + (0.0 if sums_beside else u.sum_s)
-    if sums_beside:
+        sent = (after if prefetches else 0.0) + (before if sums_overlap else 0.0)
+        total += overlapped(u.compute_s, u.sent_s, sent, slow)
+        total += (0.0 if prefetches else u.gather_s) + (0.0 if sums_overlap else u.sum_s)
+    if sums_overlap:
         total += units[-1].sum_s
     return total, total - alone
 
@@ -75,7 +77,7 @@ def pipelined(
     send_s: float,
     schedule: ScheduleName,
     *,
-    sends_beside: bool,
+    sends_overlap: bool,
 ) -> Pipeline:
     """The step of a pipeline of unequal stages.
 
@@ -92,7 +94,7 @@ def pipelined(
     if schedule == "interleaved":
         step = max(m * t[j] + (sum(t) - t[j]) / chunks for j in range(p))
         sends = 2 * send_s * (p * chunks - 1)
-        steady = 0.0 if sends_beside else 2 * send_s * m * chunks
+        steady = 0.0 if sends_overlap else 2 * send_s * m * chunks
         held = p * (1 + (p - 1) / (p * chunks))
     else:
         held = float(m if schedule == "gpipe" else min(m, p))
@@ -103,7 +105,7 @@ def pipelined(
         )
         step = max(one, two)
         sends = 2 * send_s * (p - 1)
-        steady = 0.0 if sends_beside or schedule == "gpipe" else 2 * send_s * max((p - 1) * m / p - 1, 0.0)
+        steady = 0.0 if sends_overlap or schedule == "gpipe" else 2 * send_s * max((p - 1) * m / p - 1, 0.0)
     total = step + sends + steady
     return Pipeline(step_s=total, bubble=1 - m * max(t) / total, in_flight=min(held, float(m)))
 

@@ -12,10 +12,10 @@ from numpy.typing import ArrayLike
 from pase.ir import FixedLayout, Graph
 from pase.machine import COLLECTIVES, CollectiveKind, CostModel, Mesh
 from pase.tables.charges import SUMS, Charge, Flow, node_charges
+from pase.tables.decompose import TAKEN_APART, decomposed_times
 from pase.tables.facts import EdgeFacts, Facts, facts
 from pase.tables.fixed import as_fixed, fixed_layout
 from pase.tables.layouts import LayoutRule, access_rules, configs
-from pase.tables.pieces import TAKEN_APART, in_pieces
 from pase.tables.reshard import Plans, compare
 from pase.tables.types import CostTables, EdgeTable
 from pase.tables.work import Work, node_work
@@ -80,10 +80,10 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
         joined = (nbytes < bucket) & ~lone_gather(charge.kind, charge.whole, model)
         alone = np.where(joined, full * (nbytes / bucket), alone)
     if charge.behind is not None:
-        alone = np.maximum(alone - work_price(charge.behind, model) / (charge.turns + 1), 0.0)
+        alone = np.maximum(alone - work_price(charge.behind, model) / (charge.rounds + 1), 0.0)
     if charge.during:
-        alone = np.minimum(alone, _in_pieces(charge, model, mesh))
-    return charge.times * charge.turns * alone
+        alone = np.minimum(alone, _decomposed(charge, model, mesh))
+    return charge.times * charge.rounds * alone
 
 
 def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.ndarray:
@@ -91,8 +91,8 @@ def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.
     return np.asarray((kind == "all_gather") & (np.asarray(whole) < model.machine.lone_gather_bytes))
 
 
-def _in_pieces(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
-    return in_pieces(c.during, c.kind, c.back, c.axes, c.nbytes, c.whole, mesh, model)
+def _decomposed(c: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
+    return decomposed_times(c.during, c.kind, c.back, c.axes, c.nbytes, c.whole, mesh, model)
 
 
 def charge_cost(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> np.ndarray | float:
@@ -205,8 +205,8 @@ def phase_costs(
                 cost[when] = cost[when] + (price - late)
                 cost["backward"] = cost["backward"] + late
             for c in node_charges(graph, n, cfg, mesh):
-                beside = c.bucketed and not lone_gather(c.kind, c.whole, model)
-                kind = "gathers" if beside else "waited"
+                overlaps = c.bucketed and not lone_gather(c.kind, c.whole, model)
+                kind = "gathers" if overlaps else "waited"
                 cost[kind] = cost[kind] + charge_price(c, model, mesh)
             made[key] = PhaseCosts(**cost)
     return tuple(made[key] for key in keys)
@@ -294,7 +294,7 @@ def _edges(
             for f, one in priced.flows:
                 something |= bool(one.any())
                 weight = weights[f.phase] if f.bucketed else 1.0
-                weight /= f.again if weight < 1 else 1
+                weight /= f.repeats if weight < 1 else 1
                 cost += weight * one
             memo[id(priced.flows)] = cost if something else None
         matrix = memo[id(priced.flows)]
@@ -414,7 +414,7 @@ class _Prices:
         """By how much every code of a kind costs less if it runs beside the flow's products; 0 of other kinds."""
         out = np.zeros_like(self.rows[flow.nbytes, flow.bucketed])
         on = self.kind == COLLECTIVES.index(taken_apart)
-        if (products := flow.beside(taken_apart)) and on.any():
+        if (products := flow.overlapping(taken_apart)) and on.any():
             c = Charge(
                 kind=taken_apart,
                 axes=self.axes[on],

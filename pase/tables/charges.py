@@ -20,29 +20,29 @@ from dataclasses import dataclass
 import numpy as np
 
 from pase.ir import Access, Edge, Graph, Node, Op, Tensor
-from pase.ir.blocks import once_of, turns_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION, UNSTACK
 from pase.ir.types import is_floating
 from pase.machine import CollectiveKind, Mesh
+from pase.tables.decompose import TAKEN_APART, Products, made_by, read_by, sums_apart
 from pase.tables.layouts import (
     PARTIAL,
     REPLICATED,
     RingDim,
     axis_bits,
+    concrete_size,
     dim_index,
     forward_states,
     gradient_states,
     local_bytes,
-    number,
     ring_of,
     shards,
     state_index,
 )
-from pase.tables.pieces import TAKEN_APART, Products, made_by, read_by, sums_apart
 from pase.tables.reshard import reshard
 from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, runs_of
 
-__all__ = ["SUMS", "Charge", "Flow", "OwnAccess", "edge_charges", "edge_flows", "node_charges"]
+__all__ = ["SUMS", "Charge", "Flow", "OpAccess", "edge_charges", "edge_flows", "node_charges"]
 
 SUMS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
 """The collectives that add."""
@@ -55,10 +55,11 @@ class Charge:
     axes, nbytes: as in CostModel.collective. times: how often in a step.
     bucketed: a parameter's gather or its gradient's sum. No op waits for it alone, and it is sent in a bucket with
     others, unless it is a lone gather (``Machine.lone_gather_bytes``).
-    turns: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
+    rounds: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
     which overlaps with each collective. Only the rest of a collective is waited for.
     within: inside a node, the op and the read or write that it is for. None: of an edge, or of the whole node.
-    during: of one pair of layouts, the products whose pieces run beside it (``Flow.beside``); none: it is waited for.
+    during: of one pair of layouts, the products whose pieces run beside it (``Flow.overlapping``); none: it is waited
+    for.
     whole: bytes of the whole tensor, where it is bucketed or has products. back: of the gradient.
     """
 
@@ -69,16 +70,16 @@ class Charge:
     phase: Phase
     times: float
     bucketed: bool = False
-    turns: np.ndarray | float = 1.0
+    rounds: np.ndarray | float = 1.0
     behind: Work | None = None
-    within: OwnAccess | None = None
+    within: OpAccess | None = None
     during: Products = ()
     whole: np.ndarray | float = 0.0
     back: bool = False
 
 
 @dataclass(frozen=True)
-class OwnAccess:
+class OpAccess:
     """One access of an op: the op's number in its node, and which of its reads or writes it is."""
 
     op: int
@@ -97,7 +98,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
             times=1.0,
             nbytes=local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh),
             bucketed=True,
-            whole=number(graph.tensors[a.tensor].nbytes, a.tensor),
+            whole=concrete_size(graph.tensors[a.tensor].nbytes, a.tensor),
         )
     consumed = {a.tensor for op in node.ops for a in op.reads}
     for at in range(len(node.ops)):
@@ -131,7 +132,7 @@ def _op_charges(
             tensor=a.tensor,
             phase=when[0],
             times=when[1],
-            within=OwnAccess(at, i),
+            within=OpAccess(at, i),
         )
 
     for i, a in enumerate(op.writes):
@@ -152,7 +153,7 @@ def _op_charges(
             if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
                 continue
             ways = shards(cfg, dim_index(node, walk.dims), mesh)
-            part = walk.window.halo * ways / number(extent, a.tensor)
+            part = walk.window.halo * ways / concrete_size(extent, a.tensor)
             for when in (itself, gradient) if back else (itself,):
                 yield charge("permute", i, a, walk.dims, when, part * grown)
             grown = grown * np.where(ways > 1, 1 + part, 1.0)
@@ -169,12 +170,12 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
     q, k, v = (local_bytes(node, graph.tensors[a.tensor], a, cfg, mesh) for a in op.reads)
     out = local_bytes(node, graph.tensors[op.writes[0].tensor], op.writes[0], cfg, mesh)
     sums = (k + v) * max(4 / graph.tensors[op.reads[1].tensor].itemsize, 1.0)
-    turns = shards(cfg, [ring.dim], mesh) - 1
+    rounds = shards(cfg, [ring.dim], mesh) - 1
     half = np.where(ring.balanced(node, cfg, mesh) & (op.function is CAUSAL_ATTENTION), 0.5, 0.0)
     for w in [w for w in node_work(graph, node, cfg, mesh) if w.kind == "attention"]:
 
         def moved(
-            nbytes: np.ndarray, turns: np.ndarray | float, behind: Work | None = None, w: Work = w
+            nbytes: np.ndarray, rounds: np.ndarray | float, behind: Work | None = None, w: Work = w
         ) -> Charge:
             return Charge(
                 kind="permute",
@@ -183,15 +184,15 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
                 tensor=op.reads[1].tensor,
                 phase=w.phase,
                 times=w.times,
-                turns=turns,
+                rounds=rounds,
                 behind=behind,
             )
 
         if w.phase == "forward":
-            yield moved(k + v, turns, w)
+            yield moved(k + v, rounds, w)
             yield moved(half * (q + k + v + out), 2)
         else:
-            yield moved(k + v + sums, turns, w)
+            yield moved(k + v + sums, rounds, w)
             yield moved(sums, 1)
             yield moved(half * (2 * out + q + k + v), 2)
 
@@ -202,8 +203,8 @@ class Flow:
     including recomputation.
 
     sum_nbytes: the bytes where it is a sum that devices add up, of a gradient in another dtype than the tensor's.
-    back: it is the gradient, which comes from the reader. again: 2 if recomputation needs it once more. read, made: the
-    products that read the tensor, and that make it, where their pieces may run beside its gather or its scatter.
+    back: it is the gradient, which comes from the reader. repeats: 2 if recomputation needs it once more. read, made:
+    the products that read the tensor, and that make it, where their pieces may run beside its gather or its scatter.
     """
 
     phase: Phase
@@ -212,7 +213,7 @@ class Flow:
     sum_nbytes: int
     times: float
     bucketed: bool
-    again: int = 1
+    repeats: int = 1
     read: Products = ()
     made: Products = ()
 
@@ -226,7 +227,7 @@ class Flow:
             return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
         return dst, gradient_states(src)
 
-    def beside(self, kind: CollectiveKind) -> Products:
+    def overlapping(self, kind: CollectiveKind) -> Products:
         """The products whose pieces may run beside a collective of this kind that is the whole way of the tensor."""
         if kind not in TAKEN_APART:
             return ()
@@ -238,7 +239,7 @@ class Flow:
 
     def during(self, kind: CollectiveKind, src: np.ndarray, mesh: Mesh) -> np.ndarray:
         """From which of the layouts written (write_states, [S, axes]) it may run beside them; bool [S]."""
-        products = self.beside(kind)
+        products = self.overlapping(kind)
         if not products or self.of_reader(kind):
             return np.full(len(src), bool(products))
         return sums_apart(products[0], src, mesh)
@@ -249,16 +250,16 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
 
     A parameter for a reader that runs in backward counts as forward, like its second gather in a rematerialised
     region. If a loop reads a slice of a stack at each turn, the whole stack is moved before the loop.
-    What a step does once (``pase.ir.blocks.Once``) is not repeated by micro-batches or by recomputation.
+    What a step does once (``pase.ir.blocks.Hoisted``) is not repeated by micro-batches or by recomputation.
     """
     tensor = graph.tensors[edge.tensor]
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
-    nbytes = number(tensor.nbytes, tensor.name)
+    nbytes = concrete_size(tensor.nbytes, tensor.name)
     times = runs_of(maker, edge.src) if edge.op.function is UNSTACK else runs_of(edge.op, edge.dst)
     bucketed = graph.producer[edge.tensor].kind == "parameter"
-    once = once_of(graph) if bucketed else "none"
-    again = 2 if edge.access.again and once == "none" else 1
-    turns = turns_of(graph)
+    hoisted = hoisted_of(graph) if bucketed else "none"
+    repeats = 2 if edge.access.again and hoisted == "none" else 1
+    rounds = micro_batches_of(graph)
     read, made = ((), ()) if bucketed else (read_by(graph, edge), made_by(graph, edge))
     phase: Phase = "forward" if bucketed else phase_of(edge.op)
     there = Flow(
@@ -266,15 +267,15 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
         back=False,
         nbytes=nbytes,
         sum_nbytes=nbytes,
-        times=times * again / (1 if once == "none" else turns),
+        times=times * repeats / (1 if hoisted == "none" else rounds),
         bucketed=bucketed,
-        again=again,
+        repeats=repeats,
         read=read,
         made=made,
     )
     if not (tensor.needs_grad and edge.op.differentiable):
         return (there,)
-    summed = times / (turns if once == "all" else 1)
+    summed = times / (rounds if hoisted == "all" else 1)
     back = Flow(
         phase="backward",
         back=True,
@@ -319,7 +320,7 @@ def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mes
                 phase=flow.phase,
                 times=flow.times,
                 bucketed=flow.bucketed,
-                during=flow.beside(step.kind) if single and flow.during(step.kind, src, mesh)[0] else (),
+                during=flow.overlapping(step.kind) if single and flow.during(step.kind, src, mesh)[0] else (),
                 whole=float(flow.bytes_of(step.kind)),
                 back=flow.back,
             )

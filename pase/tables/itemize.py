@@ -84,9 +84,9 @@ def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, flo
     for charge in charges:
         axes = int(np.ravel(charge.axes)[0])
         nbytes = float(np.ravel(charge.nbytes)[0])
-        turns = float(np.ravel(charge.turns)[0])
-        if axes and nbytes and turns:
-            yield charge, axes, nbytes, turns
+        rounds = float(np.ravel(charge.rounds)[0])
+        if axes and nbytes and rounds:
+            yield charge, axes, nbytes, rounds
 
 
 def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
@@ -97,13 +97,13 @@ def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Co
             tensor=charge.tensor,
             axes=tuple(n for i, n in enumerate(mesh.names) if axes >> i & 1),
             nbytes=round(nbytes),
-            times=round(charge.times * turns),
+            times=round(charge.times * rounds),
             phase=charge.phase,
             node="",
             source="",
             cost=float(np.ravel(charge_price(charge, model, mesh))[0]),
         )
-        for charge, axes, nbytes, turns in _moving(charges)
+        for charge, axes, nbytes, rounds in _moving(charges)
     )
 
 
@@ -207,8 +207,8 @@ def local_work(
     for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
         at = (number, configs[n.name].tobytes())
         if at not in made:
-            pieces = node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model))
-            made[at] = tuple(_worked(w, model) for w in pieces)
+            works = node_work(graph, n, configs[n.name][None, :], mesh, optimizer, array_tile(model))
+            made[at] = tuple(_worked(w, model) for w in works)
         out[n.name] = made[at]
     return out
 
@@ -231,16 +231,16 @@ def _worked(w: Work, model: CostModel) -> LocalWork:
 
 
 def node_costs(
-    work: Mapping[str, tuple[LocalWork, ...]], moved: tuple[Collective, ...]
+    work: Mapping[str, tuple[LocalWork, ...]], sent: tuple[Collective, ...]
 ) -> dict[str, NodeCost]:
     """Per node: compute, communication and optimizer update; work: what each does, ``local_work``."""
     communication: dict[str, float] = {}
-    for c in moved:
+    for c in sent:
         communication[c.node] = communication.get(c.node, 0.0) + c.cost
     out: dict[str, NodeCost] = {}
-    for name, pieces in work.items():
+    for name, works in work.items():
         parts = {"compute": 0.0, "update": 0.0}
-        for w in pieces:
+        for w in works:
             parts["update" if w.phase == "update" else "compute"] += w.cost
         out[name] = NodeCost(communication=communication.get(name, 0.0), **parts)
     return out

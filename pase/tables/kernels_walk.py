@@ -156,7 +156,7 @@ def _split(w):
 
 
 @jit()
-def _move(w, s, done, kind, row):
+def _reshard_step(w, s, done, kind, row):
     if changed(w, row) == 0:
         return False
     at, split, axes = s[LENGTH, MOVES, 0], _split(w), 0
@@ -189,7 +189,7 @@ def _all_reduce(w, s, done, axes):
     for a in range(w.shape[1]):
         if axes >> a & 1:
             w[TRIAL, a] = REPLICATED
-    _move(w, s, done, _ALL_REDUCE, TRIAL)
+    _reshard_step(w, s, done, _ALL_REDUCE, TRIAL)
 
 
 @jit()
@@ -204,7 +204,7 @@ def _gather(w, s, done, axes):
             if axes >> a & 1 and w[NOW, a] >> BITS == last:
                 w[TRIAL, a] = REPLICATED
                 axes &= ~(1 << a)
-        _move(w, s, done, _ALL_GATHER, TRIAL)
+        _reshard_step(w, s, done, _ALL_GATHER, TRIAL)
 
 
 @jit()
@@ -228,7 +228,7 @@ def _enter(w, s, done, kind, state, solid):
     for a in range(n):
         if left >> a & 1:
             _place_on_top(w, s, a)
-    return _move(w, s, done, kind, CHANGE)
+    return _reshard_step(w, s, done, kind, CHANGE)
 
 
 @jit()
@@ -270,7 +270,7 @@ def _all_to_all(w, s, done, solid):
         if _departing(w, first):
             apart = w[NOW, first] >> BITS != w[GOAL, first] >> BITS
             if not solid or (apart and stays_solid(w, s, CHANGE)):
-                return _move(w, s, done, _ALL_TO_ALL, CHANGE)
+                return _reshard_step(w, s, done, _ALL_TO_ALL, CHANGE)
     return False
 
 
@@ -294,7 +294,7 @@ def _sink(w, s, done):
             if w[LEFT, a] == w[NOW, a]:
                 w[LEFT, a] = KEEP
         if stays_solid(w, s, TRIAL):
-            return _move(w, s, done, _PERMUTE, LEFT)
+            return _reshard_step(w, s, done, _PERMUTE, LEFT)
     return False
 
 
@@ -339,7 +339,7 @@ def _exchange(w, s, done, group, movers):
         return False
     minus(s, WANTS, HAS)
     in_order(w, s, enter, more)
-    if not tile(w, s, WANTS, 0, True, CHANGE) or not _turns(w, s):
+    if not tile(w, s, WANTS, 0, True, CHANGE) or not _rounds(w, s):
         return False
     joined(w, s, WANTS, GOAL, group)
     add_spans(w, s, WANTS, NOW, changed(w, CHANGE))
@@ -353,9 +353,9 @@ def _exchange(w, s, done, group, movers):
 
 
 @jit()
-def _turns(w, s):
-    """As ``_LayoutWalk._turns``: ``TURN`` of the axes ``TAKEN``, -1 for others, 0 for those that hold nothing."""
-    left, group, turn = 0, 0, 0
+def _rounds(w, s):
+    """As ``_LayoutWalk._rounds``: ``TURN`` of the axes ``TAKEN``, -1 for others, 0 for those that hold nothing."""
+    left, group, round = 0, 0, 0
     clear(w, TRIAL)
     for a in range(w.shape[1]):
         w[TURN, a] = -1
@@ -367,11 +367,11 @@ def _turns(w, s):
     while True:  # those that enter, then group after group of those that move
         for a in range(w.shape[1]):
             if group >> a & 1:
-                w[TURN, a], w[TRIAL, a] = turn, w[CHANGE, a]
+                w[TURN, a], w[TRIAL, a] = round, w[CHANGE, a]
         now = hanging(w, s, TRIAL) if moves else 0
         if now & ~(hung & ~group) == 0:
-            hung, left, tried, turn = now, left & ~group, 0, turn + 1
-        elif turn == 0:
+            hung, left, tried, round = now, left & ~group, 0, round + 1
+        elif round == 0:
             return False
         else:
             tried |= group
@@ -404,12 +404,12 @@ def _together(w, first, axes):
 @jit()
 def _take(w, s, done):
     """Axes take what ``CHANGE`` says: those that hold nothing together, the others by turns."""
-    for turn in range(-1, w.shape[1] + 1):
-        kind = _SLICE if turn < 0 else _REDUCE_SCATTER if turn == 0 else _ALL_TO_ALL
+    for round in range(-1, w.shape[1] + 1):
+        kind = _SLICE if round < 0 else _REDUCE_SCATTER if round == 0 else _ALL_TO_ALL
         for a in range(w.shape[1]):
-            mine = w[TURN, a] == max(turn, 0) and (turn > 0 or (w[NOW, a] == REPLICATED) == (turn < 0))
+            mine = w[TURN, a] == max(round, 0) and (round > 0 or (w[NOW, a] == REPLICATED) == (round < 0))
             w[TRIAL, a] = w[CHANGE, a] if mine and w[NOW, a] != w[CHANGE, a] else KEEP
-        _move(w, s, done, kind, TRIAL)
+        _reshard_step(w, s, done, kind, TRIAL)
 
 
 @jit()
@@ -451,7 +451,7 @@ def _relabel(w, s, done, group):
 
 
 @jit()
-def _permute(w, s, done, group, settled):
+def _permute(w, s, done, group, fixed):
     """Of the group's axes, those settled take their goals and others what is ``LEFT``; the rest give theirs up."""
     summed = 0
     for a in range(w.shape[1]):
@@ -461,11 +461,11 @@ def _permute(w, s, done, group, settled):
     clear(w, CHANGE)
     for a in range(w.shape[1]):
         if group >> a & 1:
-            after = w[GOAL, a] if settled >> a & 1 and w[GOAL, a] >= 0 else REPLICATED
+            after = w[GOAL, a] if fixed >> a & 1 and w[GOAL, a] >= 0 else REPLICATED
             after = w[LEFT, a] if w[LEFT, a] != KEEP else after
             if after != w[NOW, a]:
                 w[CHANGE, a] = after
-    _move(w, s, done, _PERMUTE, CHANGE)
+    _reshard_step(w, s, done, _PERMUTE, CHANGE)
 
 
 @jit()

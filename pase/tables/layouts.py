@@ -37,6 +37,7 @@ __all__ = [
     "access_rules",
     "axis_bits",
     "blocks_of",
+    "concrete_size",
     "configs",
     "contiguous_axes",
     "digit_state",
@@ -44,7 +45,6 @@ __all__ = [
     "forward_states",
     "gradient_states",
     "local_bytes",
-    "number",
     "read_rule",
     "read_states",
     "ring_of",
@@ -65,7 +65,7 @@ _MAX_DIMS = 128  # a config is int8
 _OneOrMany = TypeVar("_OneOrMany", int, np.ndarray)
 
 
-def number(size: Size, what: str) -> int:
+def concrete_size(size: Size, what: str) -> int:
     """The size as an integer; a symbolic one is an error that says how to bind it."""
     if isinstance(size, int):
         return size
@@ -88,7 +88,7 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
             or (
                 d.kind in ("parallel", "reduction")
                 and i not in whole
-                and number(d.size, node.name) % size == 0
+                and concrete_size(d.size, node.name) % size == 0
             )
             or d.kind == "ring"
         ]
@@ -107,10 +107,10 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
     if (ring := ring_of(node)) is not None:
         ways = shards(out, [ring.dim], mesh)
         for i in (ring.queries, ring.keys):
-            keep &= number(node.space.dims[i].size, node.name) % ways == 0
+            keep &= concrete_size(node.space.dims[i].size, node.name) % ways == 0
         keep &= (ways == 1) | (shards(out, [ring.queries], mesh) == 1)
     if state_index(node):
-        keep &= _state_home(out, node, mesh) != NOT_SPLIT
+        keep &= _state_dim(out, node, mesh) != NOT_SPLIT
     for windowed, places in conv_places(node):
         halves = np.isin(out, list(windowed)).any(axis=1)
         idle = (~np.isin(out, list(places)) & (np.array(mesh.sizes) > 1)).any(axis=1)
@@ -120,7 +120,7 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         idle = ((out == NOT_SPLIT) & (np.array(mesh.sizes) > 1)).any(axis=1)
         keep &= ~(by_group & ~by_others & idle)
     for major, minor in merged_in_storage(node):
-        whole_major = shards(out, [major], mesh) == number(node.space.dims[major].size, node.name)
+        whole_major = shards(out, [major], mesh) == concrete_size(node.space.dims[major].size, node.name)
         keep &= whole_major | (shards(out, [minor], mesh) == 1)
     return out[keep]
 
@@ -136,7 +136,7 @@ class RingDim:
     def balanced(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """bool [K]: may each device take two chunks of the positions, one as far from the end as the other is from the
         beginning? With a causal mask, all devices then have the same work."""
-        positions = number(node.space.dims[self.queries].size, node.name)
+        positions = concrete_size(node.space.dims[self.queries].size, node.name)
         return np.asarray(positions % (2 * shards(cfg, [self.dim], mesh)) == 0)
 
 
@@ -161,22 +161,22 @@ def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
 
     Only dims that are outermost in every tensor that the node writes, so that shards are contiguous in all of them.
     """
-    sizes = {i: number(d.size, node.name) for i, d in enumerate(node.space) if d.kind == "parallel"}
+    sizes = {i: concrete_size(d.size, node.name) for i, d in enumerate(node.space) if d.kind == "parallel"}
     for op in node.ops:
         for a in op.writes:
             sizes = {i: s for i, s in sizes.items() if i in {w[0][0] for w in _walks(node, a) if w}}
     return tuple(sorted(sizes.items(), key=lambda p: (-p[1], p[0])))
 
 
-def _state_home(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
+def _state_dim(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
     """The one dim that all axes of a config's 'state' dim split: int64 [K]; NOT_SPLIT where none divides.
 
     All splits of the state cost the same if they divide the dim, so the largest such dim represents all of them.
     """
-    return _home(cfg, state_index(node)[0], _state_dims(node), mesh)
+    return _divided_dim(cfg, state_index(node)[0], _state_dims(node), mesh)
 
 
-def _home(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], mesh: Mesh) -> np.ndarray:
+def _divided_dim(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], mesh: Mesh) -> np.ndarray:
     ways = shards(cfg, [state], mesh)
     out = np.full(len(cfg), NOT_SPLIT, dtype=np.int64)
     for i, size in reversed(dims):
@@ -269,7 +269,7 @@ def _most_ways(node: Node) -> dict[str, int]:
         for a in op.reads:
             for w in a.map.walks:
                 if w.window is not None and len(w.dims) == 1:
-                    elements = number(node.space[w.dims[0]].size, node.name) * w.window.stride
+                    elements = concrete_size(node.space[w.dims[0]].size, node.name) * w.window.stride
                     out[w.dims[0]] = max(elements // max(w.window.halo, 1), 1)
     return out
 
@@ -286,7 +286,7 @@ def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
 
 def local_bytes(node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
     """Bytes of a tensor's part on one device, as the access lays it out under each config: float64 [K]."""
-    return number(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, access.map.dims), mesh)
+    return concrete_size(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, access.map.dims), mesh)
 
 
 def axis_bits(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
@@ -310,14 +310,14 @@ class LayoutRule:
 
     walks: per tensor dim, major to minor, (iteration dim, blocks into which more major ones cut the dim).
     partial, pending: iteration dims whose axes leave the tensor PARTIAL or PENDING.
-    state: the 'state' dim, if any; homes: (dim, size) of the dims that its axes may split, the first that divides.
+    state: the 'state' dim, if any; state_dims: (dim, size) of the dims that its axes may split, the first that divides.
     """
 
     walks: tuple[tuple[tuple[int, int], ...], ...]
     partial: tuple[int, ...] = ()
     pending: tuple[int, ...] = ()
     state: int | None = None
-    homes: tuple[tuple[int, int], ...] = ()
+    state_dims: tuple[tuple[int, int], ...] = ()
 
     def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
         """int64 [K, axes]. Read-only for a single config, because equal layers of a strategy share the array."""
@@ -344,12 +344,12 @@ class LayoutRule:
                     blocks[on] *= ways
                     out[on, a] = t * _DIM + blocks[on]
         if self.state is not None:
-            home = _home(cfg, self.state, self.homes, mesh)
+            dim_of_state = _divided_dim(cfg, self.state, self.state_dims, mesh)
             for t, walk in enumerate(self.walks):
                 for i, _ in walk[:1]:
                     blocks = shards(cfg, [i], mesh)  # minor to the storage, so that a gather moves no shard
                     for a, ways in enumerate(mesh.sizes):
-                        on = (home == i) & (cfg[:, a] == self.state)
+                        on = (dim_of_state == i) & (cfg[:, a] == self.state)
                         blocks[on] *= ways
                         out[on, a] = _STATE - (t * _DIM + blocks[on])
         return out
@@ -368,7 +368,7 @@ def _walks(node: Node, access: Access) -> tuple[tuple[tuple[int, int], ...], ...
         major, factors = 1, []
         for i in dim_index(node, walk.dims):
             factors.append((i, major))
-            major *= number(node.space.dims[i].size, node.name)
+            major *= concrete_size(node.space.dims[i].size, node.name)
         out.append(tuple(factors))
     return tuple(out)
 
@@ -390,15 +390,15 @@ def access_rules(node: Node) -> Iterator[LayoutRule]:
 
 def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
     """Layout of a written tensor: split dims that the op sums over leave it PARTIAL."""
-    settled = any(a.tensor == access.tensor for o in node.ops for a in o.reads)  # summed inside the node
-    summed = () if settled else _not_walked(node, op, access)
+    reduced = any(a.tensor == access.tensor for o in node.ops for a in o.reads)  # summed inside the node
+    summed = () if reduced else _not_walked(node, op, access)
     state = state_index(node)
     return LayoutRule(
         walks=_walks(node, access),
         partial=summed,
         pending=_pending(node),
         state=state[0] if state else None,
-        homes=_state_dims(node) if state else (),
+        state_dims=_state_dims(node) if state else (),
     )
 
 

@@ -1,8 +1,8 @@
 """Many pairs of layouts at once: which collectives, over which axes, on how many bytes.
 
 What has to move depends only on which digit of which tensor dim each axis selects before and after. Pairs that agree
-in this share a *plan*. It is made once by ``pase.tables.reshard_path.moves`` and reused across edges, tensors and
-meshes.
+in this share a *plan*. It is made once by ``pase.tables.reshard_path.reshard_steps`` and reused across edges, tensors
+and meshes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pase.errors import PaseError
 from pase.machine import COLLECTIVES, CollectiveKind, Mesh
 from pase.tables.distinct import distinct
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import moves
+from pase.tables.reshard_path import reshard_steps
 from pase.tables.walks import walked
 
 __all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
@@ -68,7 +68,7 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 def _reshard_one(src: tuple[int, ...], dst: tuple[int, ...], mesh: Mesh) -> tuple[ReshardStep, ...]:
     return tuple(
         ReshardStep(m.kind, np.array([[m.axes]]), np.array([[1.0 / mesh.ways(m.split)]]))
-        for m in moves(src, dst, mesh.sizes)
+        for m in reshard_steps(src, dst, mesh.sizes)
         if m.kind != "slice"
     )
 
@@ -136,7 +136,8 @@ def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Plans of pairs of rows [U, axes], as ``Plans.codes``; the same as ``moves`` of each pair, many at once."""
+    """Plans of pairs of rows [U, axes], as ``Plans.codes``; the same as ``reshard_steps`` of each pair, many at
+    once."""
     cases, order = _canonical(src, dst, sizes)
     n = len(sizes)
     first, which = _distinct(cases)
@@ -178,14 +179,14 @@ class _KnownPlans:
 
     def _keep(self, first: int, plans: np.ndarray) -> None:
         """Plans [3, new, moves] from row ``first`` on."""
-        _, new, moves = plans.shape
+        _, new, steps = plans.shape
         _, rows, most = self.parts.shape
-        if first + new > rows or moves > most:
-            grown = np.full((3, max(rows, 2 * (first + new)), max(most, moves)), -1, dtype=np.int32)
+        if first + new > rows or steps > most:
+            grown = np.full((3, max(rows, 2 * (first + new)), max(most, steps)), -1, dtype=np.int32)
             grown[:, :first, :most] = self.parts[:, :first]
             self.parts = grown
         self.parts[:, first : first + new] = -1
-        self.parts[:, first : first + new, :moves] = plans
+        self.parts[:, first : first + new, :steps] = plans
 
 
 _MOST_PLANS = 1 << 18

@@ -21,20 +21,20 @@ from typing import Literal
 from pase.machine import CollectiveKind, Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
 
-__all__ = ["Move", "moves", "overlap", "path"]
+__all__ = ["ReshardStep", "overlap", "path", "reshard_steps"]
 
 
-MoveKind = CollectiveKind | Literal["slice"]
+ReshardKind = CollectiveKind | Literal["slice"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Move:
+class ReshardStep:
     """One collective (or a free slice) over ``axes`` (a bit set); ``after``: the layout that it leaves.
 
     split: the axes (a bit set) that split the larger of its local buffers: the tensor over their ways.
     """
 
-    kind: MoveKind
+    kind: ReshardKind
     axes: int
     split: int
     after: tuple[int, ...]
@@ -47,7 +47,7 @@ def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, 
     slices come first and gathers last. Rows that hold PARTIAL cannot be written down in JAX: skip them.
     """
     start, end = tuple(int(s) for s in src), tuple(int(s) for s in dst)
-    rows = [start] + [m.after for m in moves(start, end, mesh.sizes)]
+    rows = [start] + [m.after for m in reshard_steps(start, end, mesh.sizes)]
     return rows if rows[-1] == end else [*rows, end]
 
 
@@ -58,7 +58,7 @@ def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
 
 
-def _beside(a: int, ways_a: int, b: int, ways_b: int) -> bool:
+def _compatible(a: int, ways_a: int, b: int, ways_b: int) -> bool:
     """Can two axes hold these digits together, and every device as much as every other? Within a dim the upper one has
     to step over whole digits of the lower one."""
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
@@ -74,10 +74,10 @@ def _disjoint(a: int, ways_a: int, b: int, ways_b: int) -> bool:
 def _even(states: Sequence[int], sizes: Sequence[int]) -> bool:
     """Does every device hold as much as every other?"""
     held = zip(states, sizes, strict=True)
-    return all(_beside(s, n, t, m) for (s, n), (t, m) in combinations(held, 2))
+    return all(_compatible(s, n, t, m) for (s, n), (t, m) in combinations(held, 2))
 
 
-def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[Move]:
+def reshard_steps(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[ReshardStep]:
     """The collectives from layout src to layout dst, in order.
 
     A dst state of PARTIAL lets the tensor stay, or become, partial over that axis.
@@ -95,8 +95,8 @@ def moves(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[
         return tuple(out)
 
     return [
-        Move(kind=m.kind, axes=named(m.axes), split=named(m.split), after=row(m.after))
-        for m in canonical_moves(case)
+        ReshardStep(kind=m.kind, axes=named(m.axes), split=named(m.split), after=row(m.after))
+        for m in canonical_steps(case)
     ]
 
 
@@ -132,11 +132,11 @@ def _blocks(state: int) -> int:
 
 
 @lru_cache(maxsize=1 << 14)
-def canonical_moves(case: AxisChanges) -> tuple[Move, ...]:
-    """``moves`` of a case."""
+def canonical_steps(case: AxisChanges) -> tuple[ReshardStep, ...]:
+    """``reshard_steps`` of a case."""
     w, extent = _walked(case)
     return tuple(
-        Move(kind=kind, axes=axes, split=split, after=tuple(_turned(after, extent)))
+        ReshardStep(kind=kind, axes=axes, split=split, after=tuple(_turned(after, extent)))
         for kind, axes, split, after in w.done
     )
 
@@ -197,12 +197,12 @@ class _LayoutWalk:
     ) -> None:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
-        self.done: list[tuple[MoveKind, int, int, tuple[int, ...]]] = []  # the fields of each Move
+        self.done: list[tuple[ReshardKind, int, int, tuple[int, ...]]] = []  # the fields of each Move
         self.extent = extent
         # Ends whose digits do not go beside each other, though each device has as much (halves beside thirds of other
         # digits), keep only whole digits apart.
-        self._apart = _beside if _even(now, sizes) and _even(goal, sizes) else _disjoint
-        self._last: MoveKind | None = None
+        self._apart = _compatible if _even(now, sizes) and _even(goal, sizes) else _disjoint
+        self._last: ReshardKind | None = None
         self._before = now  # the last of them
         # What follows from ``now``, until the next move.
         self._holders: list[list[int]] | None = None
@@ -212,7 +212,7 @@ class _LayoutWalk:
     def unsettled(self) -> bool:
         return any(g >= 0 and s != g for s, g in zip(self.now, self.goal, strict=True))
 
-    def enter(self, kind: MoveKind, state: int, *, solid: bool = True) -> bool:
+    def enter(self, kind: ReshardKind, state: int, *, solid: bool = True) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
 
         solid: where one would hang in the air, it takes the topmost place in its tensor dim instead.
@@ -230,7 +230,7 @@ class _LayoutWalk:
             place = _tile(room[-1:], [a], self.sizes, whole=False)
             if place and self._solid(change | place) and self._fits(change | place):
                 change |= place
-        return self._move(kind, change)
+        return self._reshard_step(kind, change)
 
     def _fits(self, change: dict[int, int]) -> bool:
         """Can all axes hold their digits together after the change?"""
@@ -244,7 +244,7 @@ class _LayoutWalk:
         """
         for (t, u), change in self._departures().items():
             if not solid or (t != u and self._solid(change)):
-                return self._move("all_to_all", change)
+                return self._reshard_step("all_to_all", change)
         return False
 
     def _departures(self) -> dict[tuple[int, int], dict[int, int]]:
@@ -276,7 +276,7 @@ class _LayoutWalk:
             held = _joined(self._spans(self.now, inside))
             place = _tile(held, sorted(inside, key=lambda a: a in change), self.sizes)
             if t != u and place and _nested(held) and self._solid(place | change):
-                return self._move("permute", {a: s for a, s in place.items() if s != self.now[a]})
+                return self._reshard_step("permute", {a: s for a, s in place.items() if s != self.now[a]})
         return False
 
     def relabel(self) -> bool:
@@ -320,36 +320,38 @@ class _LayoutWalk:
                 return False
             enter += more
         taken = _tile(_minus(wanted, held), enter, self.sizes)
-        turns = None if taken is None else self._turns(taken)
-        if taken is None or turns is None:
+        rounds = None if taken is None else self._rounds(taken)
+        if taken is None or rounds is None:
             return False
         spare = _minus(held, wanted + self._spans(self.now, taken))
         left = _tile(spare, [a for a in group if self.goal[a] < 0 <= self.now[a]], self.sizes)
         if left is None:
             return False
-        self._move("slice", {a: digit for a, digit in taken.items() if self.now[a] == REPLICATED})
-        self._move("reduce_scatter", {a: digit for a, digit in taken.items() if self.now[a] == PARTIAL})
-        for change in turns:
-            self._move("all_to_all", change)
+        self._reshard_step("slice", {a: digit for a, digit in taken.items() if self.now[a] == REPLICATED})
+        self._reshard_step(
+            "reduce_scatter", {a: digit for a, digit in taken.items() if self.now[a] == PARTIAL}
+        )
+        for change in rounds:
+            self._reshard_step("all_to_all", change)
         self._permute(group, {a: self.goal[a] for a in group if self.goal[a] >= 0} | left)
         return True
 
-    def _turns(self, taken: dict[int, int]) -> list[dict[int, int]] | None:
+    def _rounds(self, taken: dict[int, int]) -> list[dict[int, int]] | None:
         """All-to-alls by which axes take their digits, after those that hold nothing; None where shards would not stay
         as contiguous as they are all the way."""
         left = self._together({a: digit for a, digit in taken.items() if self.now[a] >= 0})
         done = {a: digit for a, digit in taken.items() if self.now[a] < 0}
         if left and not self._solid(done):
             return None
-        turns = []
+        rounds = []
         while left:
             hung = self._hanging(done)
             solid = (k for k, change in left.items() if self._hanging(done | change) <= hung - change.keys())
             if (k := next(solid, None)) is None:
                 return None
-            turns.append(left.pop(k))
-            done |= turns[-1]
-        return turns
+            rounds.append(left.pop(k))
+            done |= rounds[-1]
+        return rounds
 
     def _unwanted(self, a: int, wanted: list[Span]) -> bool:
         span = self._spans(self.now, [a])
@@ -375,7 +377,7 @@ class _LayoutWalk:
         """Axes of the group take these digits, the others give theirs up; none may be partial."""
         self.all_reduce([a for a in group if self.now[a] == PARTIAL])
         after = {a: digits.get(a, REPLICATED) for a in group}
-        self._move("permute", {a: state for a, state in after.items() if state != self.now[a]})
+        self._reshard_step("permute", {a: state for a, state in after.items() if state != self.now[a]})
 
     def _solid(self, change: dict[int, int]) -> bool:
         """Does the change leave shards as contiguous as they are?"""
@@ -405,14 +407,14 @@ class _LayoutWalk:
         return True
 
     def all_reduce(self, axes: list[int]) -> None:
-        self._move("all_reduce", dict.fromkeys(axes, REPLICATED))
+        self._reshard_step("all_reduce", dict.fromkeys(axes, REPLICATED))
 
     def gather(self, axes: list[int]) -> None:
         """One tensor dim after the other, as XLA does."""
         for t in sorted({self.now[a] // _DIM for a in axes}, reverse=True):
-            self._move("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
+            self._reshard_step("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
-    def _move(self, kind: MoveKind, change: dict[int, int]) -> bool:
+    def _reshard_step(self, kind: ReshardKind, change: dict[int, int]) -> bool:
         if not change:
             return False
         if kind in _ONE and kind == self._last:

@@ -15,12 +15,12 @@ from typing import Literal
 import numpy as np
 
 from pase.ir import Access, Graph, Node, Op, Tensor
-from pase.ir.blocks import once_of, turns_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.ir.functions import CAUSAL_ATTENTION
 from pase.ir.precision import operand_bytes
 from pase.ir.types import WORKLESS
 from pase.machine import Mesh
-from pase.tables.layouts import dim_index, local_bytes, number, ring_of, shards, state_index
+from pase.tables.layouts import concrete_size, dim_index, local_bytes, ring_of, shards, state_index
 from pase.tables.tiles import padding, rounded
 
 __all__ = [
@@ -52,7 +52,7 @@ class Work:
     ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
     windowed: of the FLOPs of light ops, those of windows that slide over an operand (pools).
     casts: it turns operands of a product into the type that the product runs in.
-    again: recomputation repeats it, so that ``times`` counts it twice.
+    recompute: recomputation repeats it, so that ``times`` counts it twice.
     """
 
     kind: WorkKind
@@ -65,12 +65,12 @@ class Work:
     padding: np.ndarray | float = 1.0
     windowed: np.ndarray | float = 0.0
     casts: bool = False
-    again: bool = False
+    recompute: bool = False
 
     @property
     def late(self) -> float:
         """The part of ``times`` that recomputation runs in backward, of work that otherwise runs in forward."""
-        return 0.5 if self.again and self.phase == "forward" else 0.0
+        return 0.5 if self.recompute and self.phase == "forward" else 0.0
 
 
 TileShape = tuple[int, int]
@@ -84,14 +84,14 @@ def phase_of(op: Op) -> Phase:
 
 def runs_of(op: Op, what: str) -> float:
     """How often the op runs in a step, on average."""
-    return float(number(op.times, what)) * op.chance
+    return float(concrete_size(op.times, what)) * op.chance
 
 
 def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
     index = dim_index(node, dims)
     points = 1.0
     for i in index:
-        points *= number(node.space.dims[i].size, node.name)
+        points *= concrete_size(node.space.dims[i].size, node.name)
     return points / shards(cfg, index, mesh)
 
 
@@ -102,7 +102,7 @@ def _padded(
     if tile is None or len(tensor.shape) < 2:
         return 1.0
     extents = [
-        number(extent, tensor.name) / shards(cfg, dim_index(node, walk.dims), mesh)
+        concrete_size(extent, tensor.name) / shards(cfg, dim_index(node, walk.dims), mesh)
         for extent, walk in zip(tensor.shape, access.map.walks, strict=True)
     ]
     return padding(extents, tile)
@@ -179,12 +179,12 @@ def node_work(
     for phase, runs in executions.items():
         flops, nbytes = flops_of[phase], bytes_of[phase]
         if flops.any() or nbytes.any():
-            again = main.remat and phase == "forward"
-            yield replace(_traffic(dtype, flops, nbytes, phase, runs, again), windowed=windowed[phase])
+            recompute = main.remat and phase == "forward"
+            yield replace(_traffic(dtype, flops, nbytes, phase, runs, recompute), windowed=windowed[phase])
 
 
 def _traffic(
-    dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float, again: bool = False
+    dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float, recompute: bool = False
 ) -> Work:
     """Work that is no product."""
     return Work(
@@ -195,7 +195,7 @@ def _traffic(
         mnk=None,
         phase=phase,
         times=times,
-        again=again,
+        recompute=recompute,
     )
 
 
@@ -220,7 +220,7 @@ def _products(
         return _local_points(node, tuple(dims), cfg, mesh)
 
     m, n, k = extent(out - w), extent(out - x), extent(set(op.dims) - out - groups - ends)
-    m = m / math.prod(number(node.space[d].size, node.name) for d in groups)
+    m = m / math.prod(concrete_size(node.space[d].size, node.name) for d in groups)
     times = runs_of(op, node.name)
     kind: Literal["matmul", "conv"] = "conv" if op.kind == "conv" else "matmul"
     dtype = op.product_dtype or graph.tensors[op.reads[0].tensor].dtype
@@ -231,7 +231,7 @@ def _products(
         most = np.maximum(most, _padded(node, graph.tensors[a.tensor], a, cfg, mesh, tile))
 
     def product(
-        mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, again: bool = False
+        mnk: tuple[np.ndarray, np.ndarray, np.ndarray], phase: Phase, times: float, recompute: bool = False
     ) -> Work:
         known = 1.0 if tile is None else rounded(mnk[1], tile[1]) * rounded(mnk[2], tile[1])
         return Work(
@@ -243,7 +243,7 @@ def _products(
             phase=phase,
             times=times,
             padding=np.maximum(most / known, 1.0),
-            again=again,
+            recompute=recompute,
         )
 
     yield product((m, n, k), phase_of(op), runs, op.remat)
@@ -268,12 +268,12 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
         (op.factors, phase_of(op), times * (2 if op.remat else 1), op.remat),
         (backward, "backward", times, False),
     )
-    for accesses, phase, runs, again in cast:
+    for accesses, phase, runs, recompute in cast:
         for a in accesses:
             t = graph.tensors[a.tensor]
             read = local_bytes(node, t, a, cfg, mesh)
             nbytes = (1 + SCALE_PASSES) * read + 2 * operand_bytes(op.product_dtype) * read / t.itemsize
-            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, again), casts=True)
+            yield replace(_traffic(t.dtype, np.zeros(len(cfg)), nbytes, phase, runs, recompute), casts=True)
 
 
 BACKWARD_PRODUCTS = 5 / 2
@@ -313,7 +313,7 @@ def _attention(
         mnk=(rows, keys, inner),
         phase=phase_of(op),
         times=times * (2 if op.remat else 1),
-        again=op.remat,
+        recompute=op.remat,
     )
     if any(has_gradient(graph, op, a.tensor) for a in op.reads):
         yield Work(
@@ -337,10 +337,10 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             )
             dtype = graph.tensors[op.writes[0].tensor].dtype
             runs = runs_of(op, node.name) * (2 if op.remat else 1)
-            again = op.remat
-            if once_of(graph) != "none":  # what is read stays, cast as it is
-                runs, again = runs_of(op, node.name) / turns_of(graph), False
-            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs, again)
+            recompute = op.remat
+            if hoisted_of(graph) != "none":  # what is read stays, cast as it is
+                runs, recompute = runs_of(op, node.name) / micro_batches_of(graph), False
+            yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs, recompute)
     write = node.ops[0].writes[0]
     tensor = graph.tensors[write.tensor]
     if not tensor.needs_grad:
@@ -350,22 +350,24 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     state = elements * 4 * OPTIMIZERS[optimizer]
     flops = (2 + 5 * OPTIMIZERS[optimizer]) * elements
     yield _traffic(tensor.dtype, flops, 3 * stored + 2 * state, "update", 1.0)
-    if turns_of(graph) > 1 and once_of(graph) != "all":  # each micro-batch's gradient is added to the sum
-        yield _traffic(tensor.dtype, elements, 3 * stored, "update", float(turns_of(graph)))
+    if (
+        micro_batches_of(graph) > 1 and hoisted_of(graph) != "all"
+    ):  # each micro-batch's gradient is added to the sum
+        yield _traffic(tensor.dtype, elements, 3 * stored, "update", float(micro_batches_of(graph)))
 
 
 def _added_unsummed(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
     """Where gradients of parameters are summed over devices once a step: each micro-batch's, added where it is made."""
-    if once_of(graph) != "all" or turns_of(graph) == 1:
+    if hoisted_of(graph) != "all" or micro_batches_of(graph) == 1:
         return
     for ops, a, stored in parameter_reads(graph, node):
         tensor = graph.tensors[a.tensor]
         if any(has_gradient(graph, op, a.tensor) for op in ops):
-            turns = turns_of(graph)  # a loop's are added all at once
-            new = local_bytes(node, tensor, a, cfg, mesh) * runs_of(ops[0], node.name) / turns
+            micro_batches = micro_batches_of(graph)  # a loop's are added all at once
+            new = local_bytes(node, tensor, a, cfg, mesh) * runs_of(ops[0], node.name) / micro_batches
             elements = new / tensor.itemsize
             moved = new + 2 * elements * stored.itemsize
-            yield _traffic(stored.dtype, elements, moved, "update", float(turns))
+            yield _traffic(stored.dtype, elements, moved, "update", float(micro_batches))
 
 
 def parameter_reads(graph: Graph, node: Node) -> Iterator[tuple[list[Op], Access, Tensor]]:

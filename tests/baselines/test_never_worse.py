@@ -4,7 +4,7 @@ import pytest
 
 from pase import costmodels, machine, zoo
 from pase.baselines import Baseline, Skipped, baselines, names, price
-from pase.baselines.settle import cost_of
+from pase.baselines.fill_in import cost_of
 from pase.search import solve
 from pase.tables.build import build
 from tests.baselines.helpers import graph_of

@@ -7,7 +7,7 @@ import pytest
 
 from pase.calibrate import Journal, Level, Settings, fit, session, suite
 from pase.calibrate.here import level_layout, parse_levels
-from pase.calibrate.session import again, measure
+from pase.calibrate.session import measure, remeasured
 from pase.calibrate.suite import budgeted, ways_of
 from pase.calibrate.types import Sample, Task
 from pase.costmodels.analytic import Analytic
@@ -146,7 +146,7 @@ def test_what_is_doubted_is_measured_again(tmp_path):
     bench = Fake(levels=ONE)
     key = tasks[5].key
     journal.add(Sample(key=key, seconds=99.0, spread=0.0, repeats=1, inner=1))
-    assert again(tasks, ["no such key", key], bench, journal, Settings()) == 1
+    assert remeasured(tasks, ["no such key", key], bench, journal, Settings()) == 1
     assert bench.timed == [key] and journal.samples[key].seconds < 1
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pase.compiler.meshes.baselines import price_baselines
 from pase.compiler.meshes.fit import fit_limit
-from pase.compiler.meshes.methods import price_methods
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.problem import SplitProblem
@@ -59,7 +59,7 @@ def test_a_second_model_serves_every_question(traced, overlap):
     found = search_meshes(problem, over)
     plan = plan_of(problem, found.configs, found.mesh, "loss", traced)
     assert plan.cost == pytest.approx(found.solution.cost)
-    given, _ = price_methods(problem)
+    given, _ = price_baselines(problem)
     assert all(found.solution.cost <= b.cost * (1 + 1e-9) for b in given)
     assert step_time(problem.graph, found.mesh, found.configs, problem.model).total_s > 0
     tight, bound = fit_limit(problem, found, over, plan.memory.total * 1.0, Spent(), lambda _: None)

@@ -19,7 +19,7 @@ SMALLEST = {
     "answers": "write answers.json --parts search --data .",
     "calibrate_cpu": '--budget 1 --max-spread 1000 --only "mlp 256"',
     "check_rates": "--seeds 6 --zoo --faults 1 --moves 0 --lines 0",
-    "comm_truth": "mlp",
+    "comm_audit": "mlp",
     "composer": "--seeds 4",
     "depth": '--only "2 layers"',
     "dpro_memory": "--only VGG16",
@@ -28,7 +28,7 @@ SMALLEST = {
     "file_fuzz": "--count 45 --only in",
     "lowerings": '--only "mlp data_parallel"',
     "memory_search": "--only mlp",
-    "memory_truth": "mlp",
+    "memory_audit": "mlp",
     "mesh_tf": "--models mlp",
     "onnx_size": '--only "nodes 1000"',
     "paper_table1": "--repeats 1 --only alexnet",
@@ -42,7 +42,7 @@ SMALLEST = {
     "replay_speed": "--megabytes 1",
     "replay_whatif": '--only "one of 2 ranks 5 ms late"',
     "replay_xla": f"--machine {ROOT / 'pase/machine/data/cpu_host.toml'} --only 'gpt2 16'",
-    "residual_truth": "composer --seeds 2",
+    "residual_audit": "composer --seeds 2",
     "schedule_policies": '--quick --only "random 6 0"',
     "schedule_training": '--steps 1 --only "ours, 2"',
     "search_densenet": "--seconds 1 --repeats 1 --solvers pase --only 121",
@@ -71,7 +71,7 @@ WITH_TORCH = {
     "check_rates_torch": "--seeds 4 --faults 1",
     "torch_coverage": "--only GPT2LM",
     "torch_speed": '--only "one mesh"',
-    "torch_truth": "--only ConvNeXt",
+    "torch_audit": "--only ConvNeXt",
 }
 """The same, of benches that need PyTorch."""
 ELSEWHERE = {

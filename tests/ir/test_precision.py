@@ -84,7 +84,7 @@ def test_of_a_recomputed_product_by_groups_half_the_casts_are_in_backward():
     grouped = replace(up, ops=tuple(ops))
     work = node_work(eighth, grouped, np.full((1, 1), -1, dtype=np.int8), mesh_from("1", 1))
     casts = [w for w in work if w.casts and w.phase == "forward"]
-    assert len(casts) == 2 and all(w.again and w.times == 2 for w in casts)
+    assert len(casts) == 2 and all(w.recompute and w.times == 2 for w in casts)
 
 
 def test_few_rows_make_casts_take_longer_than_products_save():

@@ -16,8 +16,8 @@ from pase import costmodels, machine
 from pase.errors import PaseError
 from pase.local.account import program_collectives
 from pase.local.forms import _forms, form_of, in_forms, price_of
-from pase.local.simulate import moved_all, whole_of
-from pase.local.types import LocalMove
+from pase.local.simulate import resharded, whole_of
+from pase.local.types import LocalReshardStep
 from pase.local.verify import verify_program
 from pase.machine import CompiledForm, mesh_from
 from tests.local.test_moves import SHAPE, cases, chain, held
@@ -32,7 +32,7 @@ def scattered(nbytes, mesh=MESH):
     blocks = [int(np.prod(mesh.sizes[: k + 1])) for k in range(len(mesh.sizes))]
     after = tuple((0, b) for b in blocks)
     before = ("partial",) * len(after)
-    return LocalMove(kind="reduce_scatter", axes=mesh.names, before=before, after=after, nbytes=nbytes)
+    return LocalReshardStep(kind="reduce_scatter", axes=mesh.names, before=before, after=after, nbytes=nbytes)
 
 
 def gathered(nbytes, mesh=MESH):
@@ -75,13 +75,13 @@ def test_every_form_brings_the_same(case):
     for move in chain(src, dst, mesh):
         parts = held(x, move.before, mesh)
         try:
-            wanted = moved_all(parts, [move], SHAPE, mesh)
+            wanted = resharded(parts, [move], SHAPE, mesh)
         except PaseError:
             return
         move = replace(move, nbytes=x.nbytes)
         for form in _forms(move, mesh):
             assert (form[0].before, form[-1].after) == (move.before, move.after)
-            got = moved_all(parts, form, SHAPE, mesh)
+            got = resharded(parts, form, SHAPE, mesh)
             assert all((got[p] == wanted[p]).all() for p in wanted)
             if len(form) > 1:  # the largest buffer is the move's
                 assert max(m.nbytes for m in form) == move.nbytes
@@ -154,5 +154,5 @@ def test_parts_of_forms_are_whole(stored_over_two):
     move = gathered(1024, mesh)
     x = np.arange(16 * 8.0).reshape(16, 8)
     for form in _forms(move, mesh):
-        parts = moved_all(held(x, move.before, mesh), form, (16, 8), mesh)
+        parts = resharded(held(x, move.before, mesh), form, (16, 8), mesh)
         assert (whole_of(parts, (16, 8), move.after, mesh) == x).all()

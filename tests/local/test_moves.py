@@ -9,14 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pase.backends.jax.spmd.collectives import moved
+from pase.backends.jax.spmd.collectives import resharded
 from pase.errors import PaseError
 from pase.hlo.collectives import collectives
 from pase.local.exchange import _handed, _matching, exchange, nests
 from pase.local.lower import between, layout_of
 from pase.local.parts import digits, placement
-from pase.local.simulate import moved_all, part_of, places, whole_of
-from pase.local.types import LocalMove, local_shape
+from pase.local.simulate import part_of, places, whole_of
+from pase.local.simulate import resharded as moved_all
+from pase.local.types import LocalReshardStep, local_shape
 from pase.machine import Mesh
 from pase.tables.layouts import PARTIAL, REPLICATED, digit_state
 
@@ -85,7 +86,7 @@ def in_jax(src, dst, mesh):
     steps = chain(src, dst, mesh)
 
     def local(part):
-        return moved(part[0], steps, SHAPE, "sum", mesh)[None]
+        return resharded(part[0], steps, SHAPE, "sum", mesh)[None]
 
     spec = jax.sharding.PartitionSpec(mesh.names)
     return jax.jit(jax.shard_map(local, mesh=devices, in_specs=spec, out_specs=spec, check_vma=False))
@@ -141,7 +142,9 @@ UNNESTED = [
 def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(sizes, shape, before, after):
     mesh = Mesh(names=("a", "b")[: len(sizes)], sizes=sizes)
     axes = tuple(n for n, s, t in zip(mesh.names, before, after, strict=True) if s != t)
-    move = LocalMove(kind="permute" if len(axes) > 1 else "all_to_all", axes=axes, before=before, after=after)
+    move = LocalReshardStep(
+        kind="permute" if len(axes) > 1 else "all_to_all", axes=axes, before=before, after=after
+    )
     assert not nests(move, shape, mesh)
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     parts = {p: part_of(x, before, p, mesh) for p in places(mesh)}
@@ -151,7 +154,7 @@ def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(siz
     spec = jax.sharding.PartitionSpec(mesh.names)
     run = jax.jit(
         jax.shard_map(
-            lambda part: moved(part[0], [move], shape, "sum", mesh)[None],
+            lambda part: resharded(part[0], [move], shape, "sum", mesh)[None],
             mesh=devices,
             in_specs=spec,
             out_specs=spec,
@@ -248,6 +251,6 @@ def test_of_replicas_each_sends_to_one():
 
 def test_parts_of_different_sizes_are_refused():
     mesh = Mesh(names=("a",), sizes=(2,))
-    move = LocalMove(kind="all_to_all", axes=("a",), before=((0, 2),), after=((1, 2),))
+    move = LocalReshardStep(kind="all_to_all", axes=("a",), before=((0, 2),), after=((1, 2),))
     with pytest.raises(PaseError, match="different sizes"):
         exchange(replace(move, after=(None,)), (4, 4), mesh)

@@ -42,7 +42,7 @@ def test_a_printed_program_reads_back_to_the_same(made):
 
 def test_what_is_sent_once_a_step_reads_back():
     made = program("mlp", "2x4", 1)
-    once = replace(made, once="all", transfers=tuple(replace(t, once=True) for t in made.transfers))
+    once = replace(made, hoisted="all", transfers=tuple(replace(t, hoisted=True) for t in made.transfers))
     assert program_from_text(program_text(once)) == once
 
 

@@ -21,7 +21,7 @@ def random_times(rng: np.random.Generator, stages: int, ranks: int, *, sends: bo
     draw = [rng.random(stages) * rng.choice([0.1, 1, 3]) + 0.01 for _ in range(4)]
     return StageTimes.of(
         *draw[:3],
-        again=draw[3] * rng.integers(2),
+        recompute=draw[3] * rng.integers(2),
         ranks=ranks,
         send=sends * rng.random((2, stages - 1)) * rng.choice([0, 0.05, 2]),
         before=sends * rng.random(ranks),

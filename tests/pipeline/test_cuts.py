@@ -25,7 +25,7 @@ def problem_of(
     ends[:, 0], ends[:, -1] = rng.uniform(0, 0.5, 4), rng.uniform(0, 3, 4)
     fixed = StageTimes.of(
         *ends[:3],
-        again=ends[3],
+        recompute=ends[3],
         ranks=p,
         send=rng.choice([0.0, 0.1]) * np.ones(n - 1),
         after=rng.uniform(0, 2, p),

@@ -136,7 +136,7 @@ def test_both_kernels_come_to_the_same_bits():
             rng.random(4 * v),
             rng.random(4 * v),
             ranks=4,
-            again=rng.random(4 * v),
+            recompute=rng.random(4 * v),
             send=rng.random(4 * v - 1),
             before=rng.random(4),
             after=rng.random(4),

@@ -75,7 +75,7 @@ class NumpySteps:
     def along(self, line: Line) -> AlongLine:
         grads = self.run(self.point)[1]
         toward = [np.zeros_like(x) for x in self.point]
-        for i in line.moved:
+        for i in line.perturbed:
             rng = np.random.default_rng((line.seed, i))
             x, g = self.point[i], grads[i]
             by = rng.choice([-1, 1], x.shape) * rng.uniform(0.5, 1, x.shape) * np.abs(x)

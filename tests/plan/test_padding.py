@@ -22,7 +22,7 @@ from pase.frontends.jax.padding.program import extents
 from pase.frontends.jax.padding.traced import as_padded, extents_to_pad
 from pase.frontends.registry import NotInParts
 from pase.plan.layout import from_json, to_json
-from pase.plan.moves import moves
+from pase.plan.parameter_reshard import parameter_reshards
 from tests.command import reported
 
 
@@ -149,8 +149,8 @@ def test_padded_plans_reshard_to_plans_without_padding():
     old = planned(args, mesh="8")
     assert old.parameters["up"].storage == ((), ())  # every device has it
     m = machine.load("h100x8")
-    assert moves(old, new, m) == []
-    (found,) = moves(new, old, m)
+    assert parameter_reshards(old, new, m) == []
+    (found,) = parameter_reshards(new, old, m)
     # Seven devices hold eight of 63 rows, the last one seven: which receives 56.
     assert found.nbytes == 56 * 61 * 4
 

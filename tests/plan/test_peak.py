@@ -11,7 +11,7 @@ import pytest
 
 import pase
 from pase import machine, zoo
-from pase.compiler.meshes.methods import memory_of, price_methods
+from pase.compiler.meshes.baselines import memory_of, price_baselines
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant
@@ -31,7 +31,7 @@ def test_peak_is_what_the_compiler_allocates(strategy, method):
     m = zoo.get(row["zoo"])
     traced = trace(m.loss_fn, m.params, m.batch, name="gpt2")
     problem = SplitProblem.of(traced.graph, 32, machine.load("tpu_v5e"), "analytic", "adam")
-    made, _ = price_methods(problem)
+    made, _ = price_baselines(problem)
     by = next(b for b in made if b.name == method)
     found = peak(problem.graph, by.mesh, by.strategy, tile=(8, 128)).total
     assert found == pytest.approx(row["peak"], rel=0.05)

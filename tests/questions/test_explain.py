@@ -86,7 +86,7 @@ def test_a_layers_items_add_up(plan: Plan) -> None:
         report = explain(plan, n.name).layer
         assert report is not None
         assert sum(w.cost for w in report.work) == pytest.approx(n.cost.compute + n.cost.update, rel=1e-9)
-        assert sum(c.cost for c, _ in report.moves) == pytest.approx(n.cost.communication, rel=1e-9)
+        assert sum(c.cost for c, _ in report.collectives) == pytest.approx(n.cost.communication, rel=1e-9)
 
 
 def test_what_overlap_hides_is_taken_off() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pase.errors import Infeasible
-from pase.search import PlannedOnce, brute_force, verify
+from pase.search import PlanCache, brute_force, verify
 from pase.tables.types import CostTables
 from tests.search.random_instances import chain_of_blocks, random_tables
 
@@ -27,7 +27,7 @@ def other_costs(rng: np.random.Generator, t: CostTables) -> CostTables:
 @pytest.mark.parametrize("seed", range(30))
 def test_the_least_choice_is_found_by_a_plan_for_other_costs(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    planned, first = PlannedOnce(), random_tables(rng)
+    planned, first = PlanCache(), random_tables(rng)
     for tables in (first, *(other_costs(rng, first) for _ in range(3))):
         try:
             best = brute_force(tables).cost
@@ -44,6 +44,6 @@ def test_the_least_choice_is_found_by_a_plan_for_other_costs(seed: int) -> None:
 def test_tables_that_share_less_are_planned_again() -> None:
     tables = chain_of_blocks(np.random.default_rng(0), 2, block=3, configs=3)
     apart = replace(tables, node_costs=tuple(i + c for i, c in enumerate(tables.node_costs)))
-    planned = PlannedOnce()
+    planned = PlanCache()
     for t in (tables, apart):
         assert planned.solve(t).cost == pytest.approx(brute_force(t).cost)

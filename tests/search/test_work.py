@@ -83,7 +83,7 @@ def test_an_integer_program_is_read_in_its_turn_however_long_it_takes(
 def test_turns_go_on_beside_an_integer_program_if_a_clock_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
     tables, memory = limited(5)
     monkeypatch.setattr(bounded, "_SMALL_ILP", 0)
-    monkeypatch.setattr(bounded, "_PAIRS_A_TURN", 10**9)  # it is due at once
+    monkeypatch.setattr(bounded, "_PAIRS_A_ROUND", 10**9)  # it is due at once
     waited: list[float] = []
     turns = 0
 
@@ -139,11 +139,11 @@ def test_a_choice_that_lost_configs_finds_the_nearest_that_is_left() -> None:
     tables = clique(np.random.default_rng(7), nodes=6, configs=5)
     left = contract(tables, until=0.0)
     full = np.array([3, 1, 4, 1, 0, 2])
-    assert left.expand(left.narrow(full)).tolist() == full.tolist()
+    assert left.expand(left.nearest(full)).tolist() == full.tolist()
     keep = [np.ones(5, bool) for _ in range(6)]
     keep[2][4] = False
     less = restrict(left, keep, until=0.0)
-    got = less.expand(less.narrow(full))
+    got = less.expand(less.nearest(full))
     others = [np.where(np.arange(6) == 2, k, full) for k in range(4)]
     assert cost_of(tables, got) == min(cost_of(tables, o) for o in others)
 

@@ -157,7 +157,7 @@ def test_each_experts_product_is_launched_by_itself(ways, here):
 
 def test_an_exchange_beside_another_micro_batch_costs_what_is_longer_than_its_compute():
     ahead = replace(MEGATRON, executor=replace(MEGATRON.executor, host_s=(1e-9, 1e-9)))
-    apart, beside = (price("dp=8,ep=8", program=replace(ahead, exchange_beside=b)) for b in (False, True))
+    apart, beside = (price("dp=8,ep=8", program=replace(ahead, exchange_overlaps=b)) for b in (False, True))
     s = replace(parse("dp=8,ep=8", 8), micro=2, remat="none")
     block = parts_of(GRAPH, place(GRAPH, s, MODEL), s, ahead, MODEL).block
     saved = 0.0

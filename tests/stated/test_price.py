@@ -38,7 +38,7 @@ PLAIN = replace(
     executor=COMPILED,
     attention=(),
     prefetches=(False, False),
-    sums_beside=False,
+    sums_overlap=False,
     copied=(0.0, 0.0),
 )
 
@@ -137,7 +137,7 @@ def test_what_zero_splits_is_split():
 
 def test_overlap_hides_and_contention_costs():
     fast = PROGRAMS["eager"]
-    apart = replace(fast, prefetches=(False, False), sums_beside=False)
+    apart = replace(fast, prefetches=(False, False), sums_overlap=False)
     assert price("fsdp=8", program=fast).step_s < price("fsdp=8", program=apart).step_s
     free = costmodels.get("analytic", replace(H100, collective_units=0))
     assert price("fsdp=8", model=free).step_s < price("fsdp=8").step_s
@@ -161,7 +161,7 @@ def test_gradients_are_added_by_the_product_or_by_a_kernel_of_their_own():
     """Read, and read and written where they are added up, for all micro-batches but the first."""
     rate = H100.device.memory_bandwidth_bytes_per_s * H100.device.efficiency["memory"]
     elements = sum(t.elements for t in GRAPH.tensors.values() if t.role == "parameter")
-    apart, few = (replace(AHEAD, adds_apart=a, sums_beside=False) for a in (True, False))
+    apart, few = (replace(AHEAD, adds_apart=a, sums_overlap=False) for a in (True, False))
     for s, micro, m in (("dp=8", 2, 1), ("dp=8", 2, 4)):
         more, less = (price(f"{s},micro={micro}", program=p, examples=16 * m).step_s for p in (apart, few))
         assert more - less == pytest.approx((m - 1) * elements * (2 + 2 * 4) / rate, rel=1e-6)
@@ -174,7 +174,7 @@ def test_zero_may_sum_whole_gradients():
     """As without ZeRO: twice what a reduce-scatter takes, less its latencies."""
     whole = replace(PROGRAMS["eager"], sums_whole=True)
     sums = [
-        price(s, program=p).moved["sums of gradients"]
+        price(s, program=p).collectives_s["sums of gradients"]
         for s, p in (("dp=8", "eager"), ("dp=8,zero=1", whole), ("dp=8,zero=1", "eager"))
     ]
     assert sums[0] == sums[1] > 1.5 * sums[2]
@@ -185,7 +185,9 @@ def test_whole_logits_are_gathered_and_every_rank_computes_the_whole_loss():
     parts = replace(AHEAD, logits_in_parts=None)
     for text in ("tp=8", "tp=8,sp"):
         a, b = (price(text, program=p, graph=graph_of(vocab=1 << 18)) for p in (whole, parts))
-        gathered = a.moved["all_gather over model"] - b.moved.get("all_gather over model", 0.0)
+        gathered = a.collectives_s["all_gather over model"] - b.collectives_s.get(
+            "all_gather over model", 0.0
+        )
         logits = 16 * 512 * (1 << 18) * 4
         assert gathered == pytest.approx(logits * 7 / 8 / (450e9 * 0.824), rel=0.2)
         assert a.seconds["compute"] > b.seconds["compute"]
@@ -253,8 +255,8 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_a_copy_of_a_tied_one
     assert embedding < got.first.parameters < 1.1 * embedding
     assert got.tied.parameters == embedding and got.last.parameters < 0.1 * embedding
     two = price("dp=2,pp=2,micro=1", 4, "megatron", graph=tied)
-    assert "sums of tied gradients" in two.moved
-    assert "sums of tied gradients" not in price("dp=4", 4, graph=tied).moved
+    assert "sums of tied gradients" in two.collectives_s
+    assert "sums of tied gradients" not in price("dp=4", 4, graph=tied).collectives_s
     apart = parts(GRAPH)
     embedding = 128256 * 4096
     assert apart.tied.parameters == 0 and apart.first.parameters == embedding <= apart.last.parameters
@@ -263,7 +265,7 @@ def test_the_first_stage_has_the_embedding_and_the_last_one_a_copy_of_a_tied_one
 def test_a_sequence_is_split_over_context_parallel_ranks():
     p = price("dp=2,cp=4", examples=16)
     assert dict(zip(p.mesh.names, p.mesh.sizes, strict=True)) == {"data": 2, "context": 4}
-    assert any("context" in name for name in p.moved)
+    assert any("context" in name for name in p.collectives_s)
     whole = price("dp=2,tp=4")
     assert p.work.flops == whole.work.flops
 
@@ -317,7 +319,7 @@ def test_layers_written_out_cost_what_a_loop_over_them_does(text, executor):
         assert p.step_s == pytest.approx(loop.step_s, rel=0.01)
         assert p.memory.total == pytest.approx(loop.memory.total, rel=0.01)
         assert p.memory.activations == pytest.approx(loop.memory.activations, rel=0.1)
-    assert sum(out.moved.values()) == pytest.approx(sum(loop.moved.values()), rel=0.02)
+    assert sum(out.collectives_s.values()) == pytest.approx(sum(loop.collectives_s.values()), rel=0.02)
 
 
 @pytest.mark.torch

@@ -62,7 +62,7 @@ def test_aleph_alpha_s_runs_are_of_a_framework_of_its_own():
     program = program_of(run)
     assert program.whole_logits and program.sums_whole and program.bytes.summed == 4
     found = price_row(run).priced
-    assert found is not None and found.moved["all_gather over model"] > 0
+    assert found is not None and found.collectives_s["all_gather over model"] > 0
 
 
 def test_tensor_parallelism_overlaps_where_the_notes_or_the_recipe_say_so():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pase.stated.timeline import Unit, beside, passes, pipelined, stage_layers
+from pase.stated.timeline import Unit, overlapped, passes, pipelined, stage_layers
 
 seconds = st.floats(0.01, 10.0)
 
@@ -16,11 +16,11 @@ seconds = st.floats(0.01, 10.0)
 def test_equal_stages_take_the_published_time(p, m):
     f, b = 1.0, 2.0
     for schedule in ("gpipe", "1f1b"):
-        pipe = pipelined([f] * p, [b] * p, m, 1, 0.0, schedule, sends_beside=True)
+        pipe = pipelined([f] * p, [b] * p, m, 1, 0.0, schedule, sends_overlap=True)
         assert pipe.step_s == pytest.approx((m + p - 1) * (f + b))
         assert pipe.in_flight == (m if schedule == "gpipe" else min(m, p))
     for v in (2, 4):
-        pipe = pipelined([f] * p, [b] * p, m, v, 0.0, "interleaved", sends_beside=True)
+        pipe = pipelined([f] * p, [b] * p, m, v, 0.0, "interleaved", sends_overlap=True)
         assert pipe.step_s == pytest.approx(m * (f + b) + (p - 1) * (f + b) / v)
         assert pipe.bubble == pytest.approx(1 - m * (f + b) / pipe.step_s)
 
@@ -65,7 +65,7 @@ def test_every_block_is_in_one_stage_and_ends_count_as_blocks(blocks, stages, fi
 @given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6), st.integers(1, 12))
 def test_unequal_stages_are_bounded_from_below(stages, m):
     f, b = (list(x) for x in zip(*stages, strict=True))
-    pipe = pipelined(f, b, m, 1, 0.0, "1f1b", sends_beside=True)
+    pipe = pipelined(f, b, m, 1, 0.0, "1f1b", sends_overlap=True)
     truth = simulated_1f1b(f, b, m)
     assert pipe.step_s <= truth * (1 + 1e-9)
     assert pipe.step_s >= 0.75 * truth
@@ -74,7 +74,7 @@ def test_unequal_stages_are_bounded_from_below(stages, m):
 
 @given(seconds, seconds, st.floats(0, 10), st.floats(0, 0.5))
 def test_beside_is_never_less_than_either_nor_more_than_both(compute, sent, moved, slow):
-    t = beside(compute, sent, moved, slow)
+    t = overlapped(compute, sent, moved, slow)
     assert t >= max(compute + sent, moved) - 1e-12
     assert t <= compute + sent + moved + 1e-12
 
@@ -82,8 +82,8 @@ def test_beside_is_never_less_than_either_nor_more_than_both(compute, sent, move
 @given(st.lists(st.tuples(seconds, seconds, seconds), min_size=1, max_size=8))
 def test_overlap_never_makes_a_pass_longer(units):
     row = [Unit(compute_s=c, gather_s=g, sum_s=s) for c, g, s in units]
-    apart, exposed = passes(row, 0.0, prefetches=False, sums_beside=False)
-    together, less = passes(row, 0.0, prefetches=True, sums_beside=True)
+    apart, exposed = passes(row, 0.0, prefetches=False, sums_overlap=False)
+    together, less = passes(row, 0.0, prefetches=True, sums_overlap=True)
     assert apart == pytest.approx(sum(map(sum, units))) and exposed == pytest.approx(
         sum(g + s for _, g, s in units)
     )

@@ -85,7 +85,7 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
                 own += [(e.src, c) for c in edge_charges(unrolled, e, have, wanted, mesh)]
         own += [(n.name, c) for c in node_charges(unrolled, n, strategy[n.name][None], mesh)]
         for source, c in own:
-            if int(np.ravel(c.axes)[0]) and float(np.ravel(c.nbytes)[0]) and float(np.ravel(c.turns)[0]):
+            if int(np.ravel(c.axes)[0]) and float(np.ravel(c.nbytes)[0]) and float(np.ravel(c.rounds)[0]):
                 cost = float(np.ravel(charge_cost([c], MODEL, mesh))[0])
                 want.append(
                     (c.kind, c.tensor, c.phase, n.name, source, round(float(np.ravel(c.nbytes)[0])), cost)

@@ -15,7 +15,7 @@ from pase.tables import walks
 from pase.tables.distinct import hashed, in_order
 from pase.tables.layouts import _DIM, PARTIAL
 from pase.tables.reshard import _canonical, compare, reshard
-from pase.tables.reshard_path import moves
+from pase.tables.reshard_path import reshard_steps
 from tests.tables.strategies import layouts, meshes, random_layout
 
 SHAPES = st.sampled_from([(8,), (24, 4), (8, 8), (12, 12), (4, 4, 4), (16, 6)])
@@ -38,7 +38,7 @@ def test_many_pairs_are_what_each_pair_is(case: tuple[Mesh, Rows, Rows]) -> None
     for i, s in enumerate(src):
         for j, d in enumerate(dst):
             got = [c - 1 for c in plans.codes[plans.index[i, j]].tolist() if c]
-            want = [m for m in moves(s, d, mesh.sizes) if m.kind != "slice"]
+            want = [m for m in reshard_steps(s, d, mesh.sizes) if m.kind != "slice"]
             assert got == [(COLLECTIVES.index(m.kind) << n | m.axes) << n | m.split for m in want]
 
 
@@ -50,7 +50,7 @@ def test_steps_hold_every_move_in_order(case: tuple[Mesh, Rows, Rows]) -> None:
     got = [(step.kind, int(step.axes[0, 0]), float(step.fraction[0, 0])) for step in steps if step.axes[0, 0]]
     assert got == [
         (m.kind, m.axes, 1 / mesh.ways(m.split))
-        for m in moves(src[0], dst[0], mesh.sizes)
+        for m in reshard_steps(src[0], dst[0], mesh.sizes)
         if m.kind != "slice"
     ]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pase.machine import Mesh
 from pase.tables.layouts import _DIM, PARTIAL, REPLICATED
-from pase.tables.reshard_path import moves, overlap, path
+from pase.tables.reshard_path import overlap, path, reshard_steps
 from tests.tables.holdings import check, held, larger
 from tests.tables.strategies import layouts, meshes, nested, random_layout
 
@@ -35,7 +35,7 @@ def test_every_collective_is_possible_and_ends_where_it_should(case: Any) -> Non
     mesh, shape, src, dst = case
     sums = tuple(a for a, s in enumerate(src) if s == PARTIAL)
     row, now = src, held(src, shape, mesh, sums)
-    for m in moves(src, dst, mesh.sizes):
+    for m in reshard_steps(src, dst, mesh.sizes):
         after = held(m.after, shape, mesh, sums)
         shifted = any(
             x != y and overlap(x, n, y, n) for x, y, n in zip(row, m.after, mesh.sizes, strict=True)
@@ -64,7 +64,7 @@ def test_devices_hold_equal_parts_on_the_way(sizes: tuple[int, ...]) -> None:
     rows = [row for row in product(*digits) if REPLICATED in row or nests(row)]
     assert all(map(even, rows))
     for src, dst in product(rows, rows):
-        assert all(even(m.after) for m in moves(src, dst, sizes)), (src, dst)
+        assert all(even(m.after) for m in reshard_steps(src, dst, sizes)), (src, dst)
 
 
 @given(pairs())
@@ -74,7 +74,7 @@ def test_nothing_moves_where_every_device_has_what_it_needs(case: Any) -> None:
     if PARTIAL in src:
         return
     has = (held(dst, shape, mesh) <= held(src, shape, mesh)).all()
-    assert has == all(m.kind == "slice" for m in moves(src, dst, mesh.sizes))
+    assert has == all(m.kind == "slice" for m in reshard_steps(src, dst, mesh.sizes))
 
 
 @given(pairs(contiguous=True))
@@ -82,10 +82,10 @@ def test_nothing_moves_where_every_device_has_what_it_needs(case: Any) -> None:
 def test_a_path_is_made_of_single_collectives(case: Any) -> None:
     """Each leg of the path is, taken alone, the one collective that it was in the whole."""
     mesh, _, src, dst = case
-    whole = moves(src, dst, mesh.sizes)
+    whole = reshard_steps(src, dst, mesh.sizes)
     rows = path(src, dst, mesh)
     assert rows[0] == src and rows[-1] == dst
-    legs = [moves(a, b, mesh.sizes) for a, b in pairwise(rows)]
+    legs = [reshard_steps(a, b, mesh.sizes) for a, b in pairwise(rows)]
     assert [(m.kind, m.axes, m.split) for leg in legs for m in leg] == [
         (m.kind, m.axes, m.split) for m in whole
     ]
@@ -97,7 +97,7 @@ def at(dim: int, stride: int) -> int:
 
 
 def kinds(src: list[int], dst: list[int], *sizes: int) -> list[tuple[str, int]]:
-    return [(m.kind, m.axes) for m in moves(src, dst, sizes)]
+    return [(m.kind, m.axes) for m in reshard_steps(src, dst, sizes)]
 
 
 def test_axes_that_move_together_are_one_all_to_all() -> None:
@@ -142,7 +142,7 @@ def test_legs_of_random_pairs_are_single_collectives() -> None:
         sizes = tuple(rng.choice((2, 2, 2, 3, 4)) for _ in range(rng.randint(3, 6)))
         mesh, dims = Mesh(names=tuple("abcdef"[: len(sizes)]), sizes=sizes), rng.randint(1, 4)
         src, dst = (random_layout(rng, sizes, dims, p) for p in (0.2, rng.choice((0.0, 0.2))))
-        whole = [(m.kind, m.axes, m.split) for m in moves(src, dst, sizes)]
+        whole = [(m.kind, m.axes, m.split) for m in reshard_steps(src, dst, sizes)]
         rows = path(src, dst, mesh)
-        legs = [[(m.kind, m.axes, m.split) for m in moves(*leg, sizes)] for leg in pairwise(rows)]
+        legs = [[(m.kind, m.axes, m.split) for m in reshard_steps(*leg, sizes)] for leg in pairwise(rows)]
         assert [m for leg in legs for m in leg] == whole, (sizes, src, dst)

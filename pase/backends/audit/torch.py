@@ -48,11 +48,11 @@ def planned(program: LocalProgram) -> SentCounts:
         if axes := _wide(c.axes, program.mesh):
             out[c.kind, axes, c.nbytes] += c.times
     for numbers in joined_sums(program):
-        moves = [program.moves(n, "back")[0] for n in numbers]
-        if axes := _wide(moves[0].axes, program.mesh):
+        steps = [program.reshard_steps(n, "back")[0] for n in numbers]
+        if axes := _wide(steps[0].axes, program.mesh):
             times = round(program.runs(numbers[0], "back"))
-            out["all_reduce", axes, sum(m.nbytes for m in moves)] += times
-            for m in moves:
+            out["all_reduce", axes, sum(m.nbytes for m in steps)] += times
+            for m in steps:
                 out["all_reduce", axes, m.nbytes] -= times
     return +out
 
@@ -63,7 +63,7 @@ def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
     out: SentCounts = Counter()
     for k, stage in enumerate(run.stages):
         if run.schedule.rank_of[k] == rank:
-            stored = {t for t, home in run.homes.items() if home == k}
+            stored = {t for t, owner in run.stage_of_parameter.items() if owner == k}
             part = _part(run.split(k).program, stage.nodes, stored, returns=k + 1 == len(run.stages))
             out += planned(part)
             for m, times in run.exchanged(k):

@@ -22,7 +22,7 @@ from pase.backends.jax.make import jax_plan, modules_of
 from pase.backends.jax.pipeline.replicas import in_stages
 from pase.backends.jax.plan import JaxPlan, Lowering
 from pase.backends.jax.spmd.lower import lowerings
-from pase.backends.jax.spmd.values import NotByHand
+from pase.backends.jax.spmd.values import NotManual
 from pase.hlo.collectives import HloCollective, collectives
 from pase.hlo.module import XlaProgram
 from pase.plan.types import PlanData
@@ -290,12 +290,12 @@ def _lowered_step(
     jp: JaxPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
 ) -> tuple[Tree, Lowering]:
     """The lowered step, and how it was lowered. What a CPU program sends depends on that (``compare``)."""
-    only = jp.once != "none" and lowering == "auto"  # XLA would send once per micro-batch
+    only = jp.hoisted != "none" and lowering == "auto"  # XLA would send once per micro-batch
     *first, last = ("manual",) if only else lowerings(lowering, mesh)
     for way in first:
         try:
             return jp.lower_train_step(optimizer, mesh, lowering=way), way
-        except NotByHand as e:
+        except NotManual as e:
             warnings.warn(e.left, stacklevel=3)
     return jp.lower_train_step(optimizer, mesh, lowering=last), last
 

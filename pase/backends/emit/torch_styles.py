@@ -55,12 +55,12 @@ class DataStyle:
         return out
 
 
-def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> DataStyle:
-    """The data-parallel style of the plan. beside: axes that are left to another style.
+def data_style(plan: PlanData, target: str, *, other_axes: tuple[str, ...] = ()) -> DataStyle:
+    """The data-parallel style of the plan. other_axes: axes that are left to another style.
 
     Raises PaseError, with the layer and what it does, if the plan is not data parallel.
     """
-    batch = _batch_axes(plan, target, beside)
+    batch = _batch_axes(plan, target, other_axes)
     for c in plan.collectives:
         if _of_parameter(plan, c) or c.nbytes <= _FEW or not set(c.axes) & set(batch):
             continue
@@ -96,12 +96,12 @@ def data_style(plan: PlanData, target: str, *, beside: tuple[str, ...] = ()) -> 
 _INSTEAD = "plan.torch runs it as it is; emit --to names writes its layouts"
 
 
-def _batch_axes(plan: PlanData, target: str, beside: tuple[str, ...]) -> tuple[str, ...]:
+def _batch_axes(plan: PlanData, target: str, other_axes: tuple[str, ...]) -> tuple[str, ...]:
     found = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     idle = [
         a
         for a, size in zip(plan.mesh.names, plan.mesh.sizes, strict=True)
-        if size > 1 and a not in found and a not in beside
+        if size > 1 and a not in found and a not in other_axes
     ]
     if idle:
         raise PaseError(

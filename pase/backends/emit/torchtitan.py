@@ -41,7 +41,7 @@ def to_toml(plan: PlanData) -> str:
     batch = {a for t in plan.inputs.values() for axes in t.storage[:1] for a in axes}
     pure = all(n == 1 or a in batch for a, n in zip(plan.mesh.names, plan.mesh.sizes, strict=True))
     axis = () if pure else (tensor_axis(plan, target),)
-    style = data_style(plan, target, beside=axis)
+    style = data_style(plan, target, other_axes=axis)
     for a in axis:
         if not tensor_style(plan, target, a, sequence=True):
             raise PaseError(f"this plan is not {target}: it splits no layer over {a}")

@@ -36,7 +36,7 @@ def to_json(plan: PlanData) -> dict[str, TensorStyle]:
     """
     target = "a tp_plan"
     axis = tensor_axis(plan, target)
-    data = data_style(plan, target, beside=(axis,))
+    data = data_style(plan, target, other_axes=(axis,))
     if data.shard:
         raise PaseError(
             "a tp_plan cannot express this plan: parameters or their state are also split over "

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pase.backends.jax.check_plans import CheckedStep
 from pase.backends.jax.make import jax_plan
-from pase.backends.jax.spmd.collectives import moved
+from pase.backends.jax.spmd.collectives import resharded
 from pase.backends.jax.spmd.messages import Sending
 from pase.backends.jax.steps.delayed import DelayedState, DelayedStepper
 from pase.backends.jax.steps.parameter_program import ParameterProgram, StoredParameter, parameter_program
-from pase.backends.jax.steps.updates import DelayedIteration, OpenUpdate, WaitingGradients, settled
+from pase.backends.jax.steps.updates import DelayedIteration, OpenUpdate, WaitingGradients, sent_updates
 from pase.errors import PaseError
 from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import combine
@@ -180,7 +180,7 @@ class PlanRunner:
     def left_over(self) -> tuple[str, ...]:
         """Parameters that no message carries: each is sent by itself, where it is read."""
         program = self.jax.program
-        carried = {program.transfers[p.transfer].src for m in program.messages for p in m.pieces}
+        carried = {program.transfers[p.transfer].src for m in program.messages for p in m.chunks}
         moved = {
             t.src for t in program.transfers if t.src in program.parameters and (t.backward or t.forward)
         }
@@ -311,7 +311,9 @@ class BucketRunner:
             if late:
                 params, opt_state = self._caught_up(program, iteration)(params, opt_state, waiting)
             loss, grads = self._gradients(program, params, batch)
-            left, sums = self._settled(program, iteration, iteration.current, waiting[late:], params, grads)
+            left, sums = self._sent_updates(
+                program, iteration, iteration.current, waiting[late:], params, grads
+            )
             if sums is not None:
                 params, opt_state = self._updated(iteration.current[0], params, opt_state, sums)
             return params, opt_state, tuple(left), loss
@@ -326,7 +328,7 @@ class BucketRunner:
 
         def run(params: Tree, opt_state: Tree, waiting: Tree) -> Tree:
             due = iteration.overdue
-            _, sums = self._settled(program, iteration, due, waiting[: len(due)], params, None)
+            _, sums = self._sent_updates(program, iteration, due, waiting[: len(due)], params, None)
             return self._updated(due[0], params, opt_state, sums)
 
         return run
@@ -410,7 +412,7 @@ class BucketRunner:
             check_vma=False,
         )(self._gathered(program, params), *batch)  # type: ignore[no-any-return]
 
-    def _settled(
+    def _sent_updates(
         self,
         program: ParameterProgram,
         iteration: DelayedIteration,
@@ -438,12 +440,14 @@ class BucketRunner:
                         fresh["values"][k, -1] = g
                     else:
                         shape = program.local.result(program.local.transfers[k].tensor).shape
-                        fresh["sums"][k,] = moved(g, program.local.moves(k, "back"), shape, "sum", whole)
+                        fresh["sums"][k,] = resharded(
+                            g, program.local.reshard_steps(k, "back"), shape, "sum", whole
+                        )
                 if not mine:
                     return fresh
                 return {**jax.tree.map(jax.numpy.add, {**mine, "columns": {}}, fresh)}
 
-            kept, due = settled(iteration, updates, jax.tree.map(lambda x: x[0], list(held)), merged)
+            kept, due = sent_updates(iteration, updates, jax.tree.map(lambda x: x[0], list(held)), merged)
             sums = []
             if due is not None:
                 of = {k: x for (k, _), x in due.parts.items()} | {k: x for (k,), x in due.own.items()}

@@ -95,7 +95,7 @@ class JaxSteps:
         self._trained = [k for k, x in enumerate(flat) if jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)]
         self._all = flat
         self._given = given = [flat[k] for k in self._trained]
-        self.start = self._moved_randomly(seed)
+        self.start = self._perturbed_randomly(seed)
         self.results, self.gradient_tree = self._step(self.start)
         self.jittered = math.isfinite(float(self.results[0]))
         if not self.jittered:
@@ -157,8 +157,8 @@ class JaxSteps:
             results, grads = self._step(self.at(toward, k / (POINTS - 1)))
             losses.append(float(results[0]))
             slopes.append(self._summed(self._dots(_leaves(grads), toward)))
-        moved = np.sqrt(self._summed(self._squares(toward)))
-        reach = self.gradient_norms * moved
+        perturbed = np.sqrt(self._summed(self._squares(toward)))
+        reach = self.gradient_norms * perturbed
         if line.direction == "random":
             reach = reach / np.sqrt(self._elements)
         return AlongLine(
@@ -177,7 +177,7 @@ class JaxSteps:
     def at(self, toward: Sequence[Array], share: float) -> list[Array]:
         """The trained arrays at a point of a line, in the plan's layouts."""
         return self._each(
-            "moved", _moved, self.start, self.start, toward, [np.float32(share)] * len(self.start)
+            "moved", _perturbed, self.start, self.start, toward, [np.float32(share)] * len(self.start)
         )
 
     def whole(self, mine: Sequence[Array]) -> Tree:
@@ -201,10 +201,10 @@ class JaxSteps:
 
         return float(jax.numpy.finfo(self.results[0].dtype).eps)
 
-    def _moved_randomly(self, seed: int) -> list[Array]:
+    def _perturbed_randomly(self, seed: int) -> list[Array]:
         toward = self._random("jitter", self._given, self._given, [JITTER] * len(self._given), seed + 7)
         return self._each(
-            "moved", _moved, self._given, self._given, toward, [np.float32(1)] * len(self._given)
+            "moved", _perturbed, self._given, self._given, toward, [np.float32(1)] * len(self._given)
         )
 
     @cached_property
@@ -229,12 +229,12 @@ class JaxSteps:
         return self._each(name, _randomly, like, start, self._given, by, keys, self._scales, self._own)
 
     def _direction(self, line: Line) -> list[Array]:
-        moved = set(line.moved)
+        perturbed = set(line.perturbed)
         if line.direction == "random":
-            sizes = [line.size if i in moved else 0.0 for i in self.program.owners]
+            sizes = [line.size if i in perturbed else 0.0 for i in self.program.owners]
             return self._random("random", self.gradients, self.start, sizes, line.seed)
         factors = uphill_factors(line.size, self._given_squares, self._elements, self.gradient_norms)
-        of = [np.float32(factors[i] if i in moved else 0.0) for i in self.program.owners]
+        of = [np.float32(factors[i] if i in perturbed else 0.0) for i in self.program.owners]
         return self._each("uphill", _uphill, self.gradients, self.start, self.gradients, of, self._own)
 
     @cached_property
@@ -346,7 +346,7 @@ def _wide(x: Array) -> Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _moved(x: Array, toward: Array, share: Array) -> Array:
+def _perturbed(x: Array, toward: Array, share: Array) -> Array:
     return (_wide(x) + share * _wide(toward)).astype(x.dtype)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pase.backends.jax.check import CheckedProgram, JaxSteps, check_of
 from pase.backends.jax.check_reference import StepNumbers, Unsharded, compared, rounded_differently
 from pase.backends.jax.pipeline.arrays import is_cut
-from pase.backends.jax.spmd.values import NotByHand
+from pase.backends.jax.spmd.values import NotManual
 from pase.frontends.jax.leaves import arrays, static
 from pase.frontends.jax.types import Jaxpr
 from pase.frontends.jax.versions import jaxprs_inside
@@ -23,7 +23,7 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
 
-    from pase.backends.jax.pipeline.placement import StageHomes
+    from pase.backends.jax.pipeline.placement import StagePlacement
     from pase.backends.jax.plan import JaxPlan
     from pase.backends.jax.spmd.lower import Lowering
 
@@ -135,7 +135,7 @@ def _lowered(
     for way in first:
         try:
             return way, _compiled(plan, mesh, way, args)
-        except NotByHand as e:
+        except NotManual as e:
             warnings.warn(e.left, stacklevel=4)
     return last, _compiled(plan, mesh, last, args)
 
@@ -204,8 +204,8 @@ def _by_other_lowering(
     program = steps.program
     args = (steps.whole(steps.start), *program.batch)
     try:
-        run = _compiled(replace(plan, once="none", schedule=None), mesh, other, args)
-    except NotByHand:
+        run = _compiled(replace(plan, hoisted="none", schedule=None), mesh, other, args)
+    except NotManual:
         return "this program cannot be lowered by hand"
     both = [run(*args), run(*rounded_differently(args, program.coarsest))]
     (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
@@ -214,7 +214,7 @@ def _by_other_lowering(
 
 
 def check_stages(
-    homes: StageHomes,
+    placement: StagePlacement,
     graded: Callable[..., tuple[Tree, Tree]],
     params: Tree,
     batch: tuple[Tree, ...],
@@ -230,7 +230,7 @@ def check_stages(
     placed: both where the plan stores them. devices, micro_batches: of the whole step."""
     import jax
 
-    pipeline = homes.plan
+    pipeline = placement.plan
     traced = pipeline.traced
 
     def run(params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
@@ -255,7 +255,7 @@ def check_stages(
         lowering="in stages",
         coarsest=_coarsest(traced.jaxpr.jaxpr),
     )
-    fixed, one = static((params, *batch)), homes.grid.flat[0]
+    fixed, one = static((params, *batch)), placement.grid.flat[0]
 
     def reference(steps: JaxSteps) -> GradientReference | str:
         if against == "none":

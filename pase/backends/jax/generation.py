@@ -48,13 +48,13 @@ def part_of(
         outs = _outs(plan, number, dict(zip(takes, args, strict=True)), mesh)
         return jax.tree.unflatten(state_tree, outs)
 
-    def by_hand() -> Callable[..., Tree]:
+    def manual() -> Callable[..., Tree]:
         leaves = _leaves_of_arguments(plan)
         local = Manual(plan=plan, mesh=mesh).part(number, [i for k in takes for i in leaves[k]])
         return lambda *args: jax.tree.unflatten(state_tree, local(*jax.tree.leaves(args)))
 
     return Stepper(
-        run=lowered(lowering, mesh, by_hand, annotated),
+        run=lowered(lowering, mesh, manual, annotated),
         in_shardings=tuple(shardings[k] for k in takes),
         out_shardings=tuple(shardings[-2:]),
         donate=(2,) if donate and name == "decode" else (),

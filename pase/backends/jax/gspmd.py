@@ -79,14 +79,14 @@ class JaxprWalk:
             value = jax.lax.with_sharding_constraint(value, self.plan.sharding(placement, self.mesh))
         return barrier(value)
 
-    def _led(self, value: Array, route: Route) -> Array:
+    def _resharded(self, value: Array, route: Route) -> Array:
         """The value after a route's layouts."""
         if route.gradient is None:
             return self._through(value, route.layouts)
         return self._gathered(value, route.layouts, route.gradient)
 
     def defined(self, value: Array, tensor: str | None) -> Array:
-        return self._led(value, self.plan.constraints.define.get(tensor or "", Route()))
+        return self._resharded(value, self.plan.constraints.define.get(tensor or "", Route()))
 
     def _read(self, value: Array, at: Place, tensor: str | None, copies: Copies) -> Array:
         """The value as the equation reads it. If it reads a shared copy, the value of that copy."""
@@ -100,7 +100,7 @@ class JaxprWalk:
             if copy not in copies:
                 copies[copy] = self.defined(value, copy)
             value, key = copies[copy], Reading(at, copy)
-        return self._led(value, self.plan.constraints.read.get(key, Route()))
+        return self._resharded(value, self.plan.constraints.read.get(key, Route()))
 
     def _gathered(self, value: Array, through: Sequence[Placement], straight: Placement) -> Array:
         """The value after these layouts. Its gradient goes directly into the layout in which it is kept, not back the
@@ -137,7 +137,7 @@ class JaxprWalk:
                     self._one(jaxpr, i, env, prefix, copies)
                 i += 1
             else:
-                self._again(jaxpr, block, env)
+                self._recompute(jaxpr, block, env)
                 i = block.stop
 
     def _one(self, jaxpr: Jaxpr, i: int, env: dict[Var, Array], prefix: str, copies: Copies) -> None:
@@ -177,7 +177,7 @@ class JaxprWalk:
                 outs = [checkpoint_name(x, KEPT) for x in outs]
         env.update(zip(eqn.outvars, outs, strict=True))
 
-    def _again(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
+    def _recompute(self, jaxpr: Jaxpr, block: Block, env: dict[Var, Array]) -> None:
         """A block that backward recomputes; its results go into env."""
         import jax
 
@@ -199,14 +199,14 @@ class JaxprWalk:
 
     def _layouts(self, at: Place) -> EquationLayouts | None:
         """How the plan splits an equation, but for axes of which the program runs one device's examples."""
-        found, lanes = self.plan.accesses.get(at), self.plan.lanes
-        if found is None or not lanes:
+        found, unreduced = self.plan.accesses.get(at), self.plan.unreduced_axes
+        if found is None or not unreduced:
             return found
 
         def rest(layouts: Mapping[str, Digits]) -> Mapping[str, Digits]:
             names = self.plan.logical_mesh.names
             return {
-                t: tuple(None if a in lanes else d for a, d in zip(names, digits, strict=True))
+                t: tuple(None if a in unreduced else d for a, d in zip(names, digits, strict=True))
                 for t, digits in layouts.items()
             }
 
@@ -272,7 +272,7 @@ class JaxprWalk:
         p = eqn.params
         return jax.checkpoint(body, prevent_cse=p["prevent_cse"], policy=p["policy"])(*ins)
 
-    def _settled(
+    def _in_loop_layouts(
         self,
         at: Place,
         part: PlacePart,
@@ -283,11 +283,11 @@ class JaxprWalk:
     ) -> list[Array]:
         """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
         return [
-            self.settled(at.its(part, *which, k), x, name, copies)
+            self.in_loop_layout(at.its(part, *which, k), x, name, copies)
             for k, (x, name) in enumerate(zip(values, names, strict=True))
         ]
 
-    def settled(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
+    def in_loop_layout(self, at: Place, value: Array, name: str | None, copies: Copies) -> Array:
         """A value in the layout of this part of a loop."""
         results = self.plan.traced.results
         value = self._read(value, at, name, copies)
@@ -299,27 +299,27 @@ class JaxprWalk:
         p, results = eqn.params, self.plan.traced.results
         nc, nk = scan_groups(eqn)
         names = self.plan.traced.operands[at]
-        consts = self._settled(at, "const", ins[:nc], names[:nc], copies)
-        init = self._settled(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
-        xs = self._settled(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
+        consts = self._in_loop_layouts(at, "const", ins[:nc], names[:nc], copies)
+        init = self._in_loop_layouts(at, "carry", ins[nc : nc + nk], names[nc : nc + nk], copies)
+        xs = self._in_loop_layouts(at, "xs", ins[nc + nk :], names[nc + nk :], copies)
 
         def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            return self.turn(eqn, at, consts, carry, x)
+            return self.iteration(eqn, at, consts, carry, x)
 
         carry, ys = jax.lax.scan(body, init, xs, length=p["length"], reverse=p["reverse"], unroll=p["unroll"])
         return [self.defined(x, t) for x, t in zip([*carry, *ys], results[at], strict=True)]
 
-    def turn(
+    def iteration(
         self, eqn: Eqn, at: Place, consts: Sequence[Array], carry: Sequence[Array], x: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
         """One turn of a scan: (carries, results that are stacked)."""
         closed, (_, nk) = eqn.params["jaxpr"], scan_groups(eqn)
         outs = self.plan.traced.results[at.its("outs")]
         inside: Copies = {}
-        carry = self._settled(at, "carry", carry, [None] * nk, inside)
+        carry = self._in_loop_layouts(at, "carry", carry, [None] * nk, inside)
         made = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *x], f"{at.path}.", inside)
-        carried = self._settled(at, "carry", made[:nk], outs[:nk], inside)
-        return carried, self._settled(at, "y", made[nk:], outs[nk:], inside)
+        carried = self._in_loop_layouts(at, "carry", made[:nk], outs[:nk], inside)
+        return carried, self._in_loop_layouts(at, "y", made[nk:], outs[nk:], inside)
 
     def _while(self, eqn: Eqn, ins: Sequence[Array], at: Place, copies: Copies) -> Sequence[Array]:
         import jax
@@ -328,9 +328,9 @@ class JaxprWalk:
         nc, nb = p["cond_nconsts"], p["body_nconsts"]
         cond, body = p["cond_jaxpr"], p["body_jaxpr"]
         names, outs = self.plan.traced.operands[at], results[at.its("outs")]
-        asks = self._settled(at, "ask", ins[:nc], names[:nc], copies)
-        consts = self._settled(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
-        init = self._settled(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
+        asks = self._in_loop_layouts(at, "ask", ins[:nc], names[:nc], copies)
+        consts = self._in_loop_layouts(at, "const", ins[nc : nc + nb], names[nc : nc + nb], copies)
+        init = self._in_loop_layouts(at, "carry", ins[nc + nb :], names[nc + nb :], copies)
 
         each = bool(cond.out_avals[0].shape)  # under vmap: one answer for each example
 
@@ -340,9 +340,9 @@ class JaxprWalk:
         def goes_on(carry: Sequence[Array]) -> Array:
             return asked(carry).any() if each else asked(carry)
 
-        def turn(carry: Sequence[Array]) -> list[Array]:
+        def iteration(carry: Sequence[Array]) -> list[Array]:
             inside: Copies = {}
-            carry = self._settled(at, "carry", carry, [None] * len(carry), inside)
+            carry = self._in_loop_layouts(at, "carry", carry, [None] * len(carry), inside)
             made = self.run(body.jaxpr, body.consts, [*consts, *carry], f"{at.path}.b.", inside)
             if each:
                 on = asked(carry)
@@ -350,9 +350,9 @@ class JaxprWalk:
                     self._held(at.its("y", k), on, *both, inside)
                     for k, both in enumerate(zip(made, carry, strict=True))
                 ]
-            return self._settled(at, "carry", made, outs, inside)
+            return self._in_loop_layouts(at, "carry", made, outs, inside)
 
-        carry = jax.lax.while_loop(goes_on, turn, init)
+        carry = jax.lax.while_loop(goes_on, iteration, init)
         return [self.defined(x, t) for x, t in zip(carry, results[at], strict=True)]
 
     def _held(self, at: Place, on: Array, new: Array, before: Array, copies: Copies) -> Array:
@@ -380,7 +380,7 @@ class JaxprWalk:
                 outs = walk.run(closed.jaxpr, closed.consts, args, f"{at.path}.{k}.", inside)
                 keys = [at.its("out", k, j) for j in range(len(outs))]
                 names = [traced.operands[key][0] for key in keys]
-                outs = walk._settled(at, "out", outs, names, inside, k)
+                outs = walk._in_loop_layouts(at, "out", outs, names, inside, k)
                 left = [traced.results[key][0] for key in keys]
                 return [walk._read(x, at, t, inside) for x, t in zip(outs, left, strict=True)]
 

@@ -42,11 +42,11 @@ def jax_plan(plan: PlanData) -> JaxPlan:
         traced=traced,
         accumulate=plan.accumulate,
         blocks=plan.remat,
-        once=plan.once,
+        hoisted=plan.once,
         accesses=plan.accesses,
         strategy=plan.strategy,
         schedule=ProgramSchedule.of(plan),
-        gathers_ahead=plan.beside is not None,
+        prefetch=plan.beside is not None,
         model=model_of(plan),
         devices=fixed_devices(plan.traced.shardings)
         if "fixed" in plan.provenance and isinstance(plan.traced, TracedJax)

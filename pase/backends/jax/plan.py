@@ -16,10 +16,10 @@ from pase.backends.jax.checkpoints import restored
 from pase.backends.jax.generation import part_of, threaded_arguments
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.padding import with_padding, without_padding
-from pase.backends.jax.spmd.lower import Lowering, Manual, by_hand_or_not, lowered, lowerings
+from pase.backends.jax.spmd.lower import Lowering, Manual, lowered, lowerings, manual_or_annotated
 from pase.backends.jax.spmd.placement import waits
 from pase.backends.jax.steps.delayed import DelayedStepper, delayed_step
-from pase.backends.jax.steps.gather_once import graded_once
+from pase.backends.jax.steps.hoisted import hoisted_value_and_grad
 from pase.backends.jax.steps.layouts import returned, state_shardings
 from pase.backends.jax.steps.micro_batches import summed, writes_parameters
 from pase.backends.jax.steps.stepper import Stepper, global_array, shape_and_dtype
@@ -29,7 +29,7 @@ from pase.frontends.jax.contexts import in_any_context, untyped, without_mesh
 from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.leaves import arrays, combine, trained, untrained
 from pase.ir import Place, named, simplify
-from pase.ir.blocks import Block, Once, accumulated, kept_results, rematerialised
+from pase.ir.blocks import Block, Hoisted, accumulated, kept_results, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
 from pase.local.forms import in_forms
 from pase.local.lower import program_of
@@ -72,7 +72,7 @@ class JaxPlan:
     """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward recomputes."""
-    once: Once = "none"
+    hoisted: Hoisted = "none"
     """Which transfers of parameters happen once per step. Unless there are none, the plan is lowered by hand."""
     _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
@@ -80,12 +80,12 @@ class JaxPlan:
     """Path of an equation -> the layouts in which it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
     """Node -> iteration dim -> the mesh axes that split it."""
-    lanes: frozenset[str] = frozenset()
+    unreduced_axes: frozenset[str] = frozenset()
     """Axes that no layout names: the program runs for the examples of one of their devices
     (``pase.backends.jax.pipeline.unreduced``)."""
     schedule: ProgramSchedule | None = None
     """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
-    gathers_ahead: bool = False
+    prefetch: bool = False
     """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
     across: bool = False
     """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
@@ -98,11 +98,11 @@ class JaxPlan:
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
         raw = rematerialised(self.traced.graph, self.blocks)
-        graph = accumulated(named(simplify(raw)), self.accumulate, self.once)
+        graph = accumulated(named(simplify(raw)), self.accumulate, self.hoisted)
         made = program_of(graph, self.logical_mesh, self.strategy)
         if (s := self.schedule) is not None and self.delays:
             made = s.placed_later(made, partial(waits, made, self.traced, self.blocks), across=self.across)
-        elif s is not None and self.once == "none":
+        elif s is not None and self.hoisted == "none":
             made = s.placed(made)
         return made if self.model is None else in_forms(made, self.model)
 
@@ -110,7 +110,7 @@ class JaxPlan:
     def delays(self) -> bool:
         """Whether a step that is lowered by hand sends or applies gradients in later steps
         (``pase.backends.jax.steps.delayed``)."""
-        if self.schedule is None or self.once != "none" or self.accumulate > 1:
+        if self.schedule is None or self.hoisted != "none" or self.accumulate > 1:
             return False
         return self.schedule.delayed or (self.across and self.schedule.crosses)
 
@@ -143,7 +143,7 @@ class JaxPlan:
         """The PartitionSpec of a placement."""
         from jax.sharding import PartitionSpec
 
-        left = [tuple(a for a in axes if a not in self.lanes) for axes in placement]
+        left = [tuple(a for a in axes if a not in self.unreduced_axes) for axes in placement]
         return PartitionSpec(*[axes[0] if len(axes) == 1 else axes or None for axes in left])
 
     def leaf_names(self) -> list[str]:
@@ -290,7 +290,7 @@ class JaxPlan:
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
         annotated = lowerings(lowering, mesh)[0] == "annotated"
-        if self.schedule is not None and (self.once != "none" or annotated or self.schedule.delayed):
+        if self.schedule is not None and (self.hoisted != "none" or annotated or self.schedule.delayed):
             warnings.warn(
                 "the plan's bucket plan is not in this step: messages are placed only where a step is lowered by hand, "
                 "and gathers and sums run in each micro-batch; gradients that are applied in later steps wait only in "
@@ -299,15 +299,17 @@ class JaxPlan:
             )
         manual, kept = Manual(plan=self, mesh=mesh), self.gradient_shardings(mesh)
         graded = self.graded(self._constrained(mesh), mesh)
-        if self.once != "none":
+        if self.hoisted != "none":
             if lowering == "annotated":
                 raise PaseError(
                     f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
-                    f"'{self.once}'): leave out lowering='annotated', or compile with once='none'"
+                    f"'{self.hoisted}'): leave out lowering='annotated', or compile with once='none'"
                 )
             each, more = summed(self, graded, kept, mesh), ", which sends at each micro-batch"
-            once = partial(graded_once, manual)
-            return in_any_context(once() if lowering == "manual" else by_hand_or_not(once, each, more))
+            hoisted = partial(hoisted_value_and_grad, manual)
+            return in_any_context(
+                hoisted() if lowering == "manual" else manual_or_annotated(hoisted, each, more)
+            )
         made = lowered(lowering, mesh, manual.value_and_grad, graded)
         return in_any_context(summed(self, made, kept, mesh))
 
@@ -485,7 +487,7 @@ class JaxPlan:
         )
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-        if self.once != "none" and lowering == "auto":  # XLA would send once per micro-batch
+        if self.hoisted != "none" and lowering == "auto":  # XLA would send once per micro-batch
             return ("manual",)
         return lowerings(lowering, mesh)
 

@@ -24,7 +24,7 @@ _NO_LOOPS = (
     "Mesh-TensorFlow programs have no loops that data ends; write it as a lax.scan, or a fori_loop with numbers for "
     "bounds, whose turns are written out"
 )
-_MOST_TURNS = 200
+_MOST_TRIPS = 200
 
 RULES = MeshTfRules(
     file="backends/mesh_tf/jax_ops.py",
@@ -267,18 +267,18 @@ class _JaxprReader:
         plan's one body; what the loop returns is appended to ``out``."""
         closed, length = eqn.params["jaxpr"], int(eqn.params["length"])
         body, (nc, nk) = closed.jaxpr, scan_groups(eqn)
-        if length > _MOST_TURNS:
+        if length > _MOST_TRIPS:
             raise PaseError(
                 f"the Mesh-TensorFlow program of the scan at {self.line or 'an unknown line'} would be {length} turns "
-                f"long; at most {_MOST_TURNS} are written out"
+                f"long; at most {_MOST_TRIPS} are written out"
             )
         consts, now, stacks = [*ins[:nc]], [*ins[nc : nc + nk]], [*ins[nc + nk :]]
         for part, values in (("const", consts), ("xs", stacks)):
             for k in range(len(values)):
                 yield from self._rename(values, k, self._made(at.its(part, k), inside))  # type: ignore[arg-type]
         ys: list[list[Input]] = [[] for _ in body.outvars[nk:]]
-        for turn in range(length):
-            index = length - 1 - turn if eqn.params["reverse"] else turn
+        for iteration in range(length):
+            index = length - 1 - iteration if eqn.params["reverse"] else iteration
             yield from self._apart(now)
             for k in range(nk):
                 yield from self._rename(now, k, self._made(at.its("carry", k), inside))

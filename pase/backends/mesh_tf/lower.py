@@ -93,7 +93,7 @@ def apply(rules: MeshTfRules, p: MeshTfProgram, op: SourceOp) -> None:
         made = nests(p, op)
     else:
         raise refuse(op, rules.missing(op.name))
-    p.settle(op, [made] if isinstance(made, MeshTfValue) else made)
+    p.store(op, [made] if isinstance(made, MeshTfValue) else made)
 
 
 def check_known(rules: MeshTfRules, ops: Sequence[SourceOp]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pase.ir import Access, Graph, Node, Tensor
 from pase.ir.sizes import is_one
 from pase.machine import Mesh
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 __all__ = ["MeshTfDim", "Names", "TensorDims", "flat", "merged_axes"]
 
@@ -107,7 +107,7 @@ class Names:
 
     def factors(self, node: Node, dim: str) -> tuple[MeshTfDim, ...]:
         """The iteration dim as Mesh-TF dims: a single dim, or one for each axis that splits it."""
-        size, axes = number(node.space[dim].size, node.name), self.split(node, dim)
+        size, axes = concrete_size(node.space[dim].size, node.name), self.split(node, dim)
         base = self._base[node.name, dim]
         if len(axes) < 2:
             return (MeshTfDim(base, size, axes[0] if axes else None),)
@@ -122,7 +122,7 @@ class Names:
         """The tensor's dims as this access indexes them. Under a window, a dim has the tensor's extent."""
         out: list[tuple[MeshTfDim, ...]] = []
         for walk, extent in zip(access.map.walks, tensor.shape, strict=True):
-            extent = number(extent, tensor.name)
+            extent = concrete_size(extent, tensor.name)
             made = tuple(f for d in walk.dims for f in self.factors(node, d))
             points = 1
             for f in made:

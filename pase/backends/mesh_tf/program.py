@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from pase.backends.mesh_tf.names import MeshTfDim, Names, TensorDims, flat
-from pase.backends.mesh_tf.reshapes import moves
+from pase.backends.mesh_tf.reshapes import reshape_steps
 from pase.errors import PaseError
 from pase.ir import Access, Node, Op, Place
 
@@ -87,7 +87,7 @@ class MeshTfProgram:
     """name in the program -> an array too large to be written out"""
     dim_names: dict[tuple[str, int], str] = field(default_factory=dict)
     """(dim name, size) -> its variable in the program"""
-    _moved: dict[tuple[str, TensorDims], MeshTfValue] = field(default_factory=dict)
+    _reshaped: dict[tuple[str, TensorDims], MeshTfValue] = field(default_factory=dict)
     _at: dict[Place, list[tuple[Node, Op]]] = field(default_factory=dict)
     """Source op -> its loop nests in the graph, in order."""
     _writes: dict[str, tuple[Node, Op, Access]] = field(default_factory=dict)
@@ -163,16 +163,18 @@ class MeshTfProgram:
         if set(have) == set(flat(want)) and len(have) == len(flat(want)) and value.dims == want:
             return replace(value, dims=want)
         key = (value.code, want)
-        if key in self._moved:
-            return self._moved[key]
+        if key in self._reshaped:
+            return self._reshaped[key]
         alike = [[d.size for d in g] for g in value.dims] == [[d.size for d in g] for g in want]
         if alike:  # dim by dim, in any order
             new = dict(zip(have, flat(want), strict=True))
             order = value.order
-            steps = moves(tuple((d,) for d in order), tuple((new[d],) for d in order), self.names.axes)
+            steps = reshape_steps(
+                tuple((d,) for d in order), tuple((new[d],) for d in order), self.names.axes
+            )
         else:
             value = self.ordered(value, have)
-            steps = moves(value.dims, want, self.names.axes)
+            steps = reshape_steps(value.dims, want, self.names.axes)
         code, out = value.code, value
         for step in steps:
             out = self.let(
@@ -180,7 +182,7 @@ class MeshTfProgram:
             )
             code = out.code
         out = replace(out, dims=want)
-        self._moved[key] = out
+        self._reshaped[key] = out
         return out
 
     def ordered(self, value: MeshTfValue, order: Sequence[MeshTfDim]) -> MeshTfValue:
@@ -300,7 +302,7 @@ class MeshTfProgram:
 
     # --- results
 
-    def settle(self, op: SourceOp, made: Sequence[MeshTfValue | None]) -> None:
+    def store(self, op: SourceOp, made: Sequence[MeshTfValue | None]) -> None:
         """Store what a rule made, in the dims that the plan gives it. If the frontend added a reshape after the op
         itself, or omitted one that nothing needs, the rule made the tensor before that reshape."""
         tensors = self.names.graph.tensors

@@ -15,16 +15,16 @@ from pase.backends.mesh_tf.names import MeshTfDim, TensorDims, flat
 from pase.errors import PaseError
 from pase.ops.nests import common_factors
 
-__all__ = ["direct", "moves"]
+__all__ = ["direct", "reshape_steps"]
 
 MeshTfShape = tuple[MeshTfDim, ...]
 
 
-def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
+def reshape_steps(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[MeshTfShape]:
     """The shapes to reshape to, in order, ending with the wanted one. Empty if the tensor already has it.
 
     >>> b, s = MeshTfDim("b", 8, "x"), MeshTfDim("s", 4)
-    >>> moves(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
+    >>> reshape_steps(((b,), (s,)), ((MeshTfDim("b", 8),), (MeshTfDim("s", 4, "x"),)), {"x": 2})
     [(MeshTfDim(base='b', size=8, axis=None), MeshTfDim(base='s', size=4, axis='x'))]
     """
     now, goal = flat(have), flat(want)
@@ -37,13 +37,13 @@ def moves(have: TensorDims, want: TensorDims, axes: Mapping[str, int]) -> list[M
     if direct(now, goal, axes):
         return [goal]
     steps: list[MeshTfShape] = []
-    pieces = _pieces(now, goal)
-    if pieces is None or not (_fits(now, pieces, axes) and _fits(goal, pieces, axes)):
+    factors = _common_shape(now, goal)
+    if factors is None or not (_fits(now, factors, axes) and _fits(goal, factors, axes)):
         return _through_whole(now, goal)
-    fine = _refined(now, pieces)
+    fine = _refined(now, factors)
     if len(fine) != len(now):
         steps.append(fine)
-    target = [d.axis for d in _refined(goal, pieces)]
+    target = [d.axis for d in _refined(goal, factors)]
     state = [d.axis for d in fine]
     while state != target:
         after = list(state)
@@ -101,34 +101,34 @@ def _starts(shape: MeshTfShape) -> list[int]:
     return out
 
 
-def _pieces(now: MeshTfShape, goal: MeshTfShape) -> list[int] | None:
+def _common_shape(now: MeshTfShape, goal: MeshTfShape) -> list[int] | None:
     """The sizes of the coarsest shape from which both can be made by joining adjacent dims."""
     common = common_factors([d.size for d in now], [d.size for d in goal])
     return None if common is None else [int(str(f)) for f in common[0]]
 
 
-def _fits(shape: MeshTfShape, pieces: Sequence[int], axes: Mapping[str, int]) -> bool:
+def _fits(shape: MeshTfShape, factors: Sequence[int], axes: Mapping[str, int]) -> bool:
     """Whether each split dim of the shape can be split at its first piece."""
     k = 0
     for d in shape:
-        if d.axis is not None and pieces[k] % axes[d.axis]:
+        if d.axis is not None and factors[k] % axes[d.axis]:
             return False
         n = 1
         while n < d.size:
-            n *= pieces[k]
+            n *= factors[k]
             k += 1
     return True
 
 
-def _refined(shape: MeshTfShape, pieces: Sequence[int]) -> MeshTfShape:
+def _refined(shape: MeshTfShape, factors: Sequence[int]) -> MeshTfShape:
     """The shape in these pieces. If a dim is split, its first piece is."""
     out: list[MeshTfDim] = []
     k = 0
     for d in shape:
         n, first = 1, len(out)
         while n < d.size:
-            out.append(MeshTfDim(f"{d.base}_at{len(out) - first}", pieces[k], d.axis if n == 1 else None))
-            n *= pieces[k]
+            out.append(MeshTfDim(f"{d.base}_at{len(out) - first}", factors[k], d.axis if n == 1 else None))
+            n *= factors[k]
             k += 1
         if len(out) == first + 1:
             out[first] = d

@@ -24,8 +24,8 @@ from pase.ir import Place, PlacePart
 
 __all__ = ["source_ops"]
 
-_MOST_TURNS = 2048
-_READ_BY_TURNS: tuple[PlacePart, ...] = ("carry", "const")
+_MOST_TRIPS = 2048
+_READ_BY_ITERATIONS: tuple[PlacePart, ...] = ("carry", "const")
 _EFFECTS = frozenset({"NoOp", "Assert", "ControlTrigger", "AssignVariableOp", "AssignAddVariableOp", "Const"})
 _VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable", "AutoReloadVariable"})
 
@@ -225,7 +225,7 @@ class _GraphWalk:
     ) -> Iterator[SourceOp]:
         condition, body = (self.traced.program.body(n) for n in self.traced.program.called(node))
         at, now = Place(path), list(ins)
-        for turn in range(_MOST_TURNS + 1):
+        for iteration in range(_MOST_TRIPS + 1):
             answer: list[_WalkedValue] = []
             for op in self.body(condition, now, f"{path}/cond/", answer):
                 raise _data(node, path, f"the number of its iterations depends on data ({op.where})")
@@ -234,10 +234,10 @@ class _GraphWalk:
                 raise _data(node, path, "the number of its iterations depends on data")
             if not go.value.reshape(()):
                 break
-            if turn == _MOST_TURNS:
-                raise _data(node, path, f"it has more than {_MOST_TURNS} iterations, and loops are unrolled")
+            if iteration == _MOST_TRIPS:
+                raise _data(node, path, f"it has more than {_MOST_TRIPS} iterations, and loops are unrolled")
             for k, v in enumerate(now):  # a turn's inputs have the names of the plan's loop
-                for kind in _READ_BY_TURNS:
+                for kind in _READ_BY_ITERATIONS:
                     names = self.names(at.its(kind, k))
                     if names and isinstance(v, Input):
                         yield self.own("same", at.its(kind, k), [v], names[0], v.shape)

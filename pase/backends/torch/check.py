@@ -105,7 +105,7 @@ class TorchSteps:
         self._given_squares = self._squares(self._given)
         self._scales = zero_scales(self._given_squares, self._elements)
         toward = self._random([JITTER] * len(self._mine), self._given, seed + 7)
-        self.start = [_moved(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
+        self.start = [_perturbed(x, d, 1.0) for x, d in zip(self._given, toward, strict=True)]
         self.step(self._given)  # what a step keeps from an earlier one, and must not, is of other parameters
         self.loss, self.gradients = self.step(self.start)
         self.jittered = math.isfinite(self.loss)
@@ -127,7 +127,7 @@ class TorchSteps:
         for k in range(1, POINTS):
             share = k / (POINTS - 1)
             loss, gradients = self.step(
-                [_moved(x, d, share) for x, d in zip(self.start, toward, strict=True)]
+                [_perturbed(x, d, share) for x, d in zip(self.start, toward, strict=True)]
             )
             losses.append(loss)
             slopes.append(self._dots(gradients, toward))
@@ -187,7 +187,7 @@ class TorchSteps:
         """How much the gradients change when every parameter moves by one unit in its last place: relative to their
         norms, and the largest element."""
         toward = self._random([_eps(x) for x in self.start], self.start, 11)
-        _, other = self.step([_moved(x, d, 1.0) for x, d in zip(self.start, toward, strict=True)])
+        _, other = self.step([_perturbed(x, d, 1.0) for x, d in zip(self.start, toward, strict=True)])
         apart = [wide(a) - wide(b) for a, b in zip(other, self.gradients, strict=True)]
         norms = self.gradient_norms
         relative = np.divide(
@@ -204,12 +204,12 @@ class TorchSteps:
         ]
 
     def _direction(self, line: Line) -> list[Tensor]:
-        moved = set(line.moved)
+        perturbed = set(line.perturbed)
         if line.direction == "random":
-            sizes = [line.size if i in moved else 0.0 for i in self.run.mine]
+            sizes = [line.size if i in perturbed else 0.0 for i in self.run.mine]
             return self._random(sizes, self.start, line.seed)
         factors = uphill_factors(line.size, self._given_squares, self._elements, self.gradient_norms)
-        of = [float(factors[i]) if i in moved else 0.0 for i in self.run.mine]
+        of = [float(factors[i]) if i in perturbed else 0.0 for i in self.run.mine]
         return [_to_end(x, wide(g) * f) for x, g, f in zip(self.start, self.gradients, of, strict=True)]
 
     def _dots(self, gradients: Sequence[Tensor], toward: Sequence[Tensor]) -> np.ndarray:
@@ -308,7 +308,7 @@ def _eps(x: Tensor) -> float:
     return float(torch.finfo(x.dtype).eps)
 
 
-def _moved(x: Tensor, toward: Tensor, share: float) -> Tensor:
+def _perturbed(x: Tensor, toward: Tensor, share: float) -> Tensor:
     return (wide(x) + share * wide(toward)).to(x.dtype)
 
 

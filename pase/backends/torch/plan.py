@@ -18,7 +18,7 @@ from pase.backends.torch.buffers import StepBuffers
 from pase.backends.torch.check_plans import TorchAgainst, check_parallel, unsharded_copy
 from pase.backends.torch.clip import clipped
 from pase.backends.torch.compiled import CompiledStep, added, compiled
-from pase.backends.torch.spmd.collectives import moved, part
+from pase.backends.torch.spmd.collectives import part, resharded
 from pase.backends.torch.spmd.interpreter import Body, RankWalk
 from pase.backends.torch.spmd.process_groups import AxisGroups, axis_groups
 from pase.backends.torch.spmd.values import RankValue
@@ -32,10 +32,10 @@ from pase.frontends.torch.export.functional import refuse_autocast
 from pase.frontends.torch.frontend import TracedTorch
 from pase.ir import Graph, named, simplify
 from pase.ir.batch_sums import BatchSums
-from pase.ir.blocks import Block, Once, accumulated, rematerialised
+from pase.ir.blocks import Block, Hoisted, accumulated, rematerialised
 from pase.local.bucket_messages import ProgramSchedule
 from pase.local.lower import program_of
-from pase.local.types import LocalMove, LocalProgram, local_shape
+from pase.local.types import LocalProgram, LocalReshardStep, local_shape
 from pase.local.verify import verify_program
 from pase.machine import Mesh
 from pase.pytree import Tree
@@ -69,13 +69,13 @@ class TorchPlan:
     """Which gradients are sent together."""
     blocks: tuple[Block, ...] = ()
     """Nodes of the exported graph that backward recomputes, in addition to those that the model marks itself."""
-    once: Once = "none"
+    hoisted: Hoisted = "none"
     """What of parameters a stage of a pipeline sends once a step."""
 
     @cached_property
     def program(self) -> LocalProgram:
         """The local program: what each device computes and sends."""
-        made = program_of(accumulated(self._graph, self.accumulate, self.once), self.mesh, self.strategy)
+        made = program_of(accumulated(self._graph, self.accumulate, self.hoisted), self.mesh, self.strategy)
         made = made if self.schedule is None else self.schedule.placed(made)
         verify_program(made)
         return made
@@ -364,11 +364,11 @@ class ParallelModule:
             mine = iter(arrays)
             held = {t: next(mine).detach().requires_grad_(t in trained) for t in stored}
             read = {t: replace(v, array=next(mine)) for t, v in held_values.items()}
-            came = {number: next(mine) for number in sent}
+            received = {number: next(mine) for number in sent}
             body = self.walk.body(
                 {**read, **self.parameters(held)}, {n: next(mine) for n in constants}, self.device, self.seed
             )
-            body.kept.bring(came)
+            body.kept.receive(received)
             loss = self.walked(body) * self.share
             found = torch.autograd.grad(loss, [held[t] for t in trained], allow_unused=True)
             return loss.detach(), found, list(self.buffers.leaving(body).values())
@@ -413,13 +413,18 @@ class ParallelModule:
             if r.layout == r.gradient:
                 out[tensor] = RankValue(array=local, tensor=tensor, shape=r.shape, layout=r.layout)
                 continue
-            whole = moved(local.detach(), list(self._gathers(tensor)), r.shape, "sum", self.walk.groups)
+            whole = resharded(local.detach(), list(self._gathers(tensor)), r.shape, "sum", self.walk.groups)
             out[tensor] = RankValue(
-                array=whole, tensor=tensor, shape=r.shape, layout=r.layout, shadow=local, gradient=r.gradient
+                array=whole,
+                tensor=tensor,
+                shape=r.shape,
+                layout=r.layout,
+                gradient_carrier=local,
+                gradient=r.gradient,
             )
         return out
 
-    def _gathers(self, tensor: str) -> Iterator[LocalMove]:
+    def _gathers(self, tensor: str) -> Iterator[LocalReshardStep]:
         """The moves from the layout of a parameter's state to the layout in which the step reads it."""
         r, mesh = self.plan.program.result(tensor), self.plan.mesh
         now = r.gradient
@@ -428,7 +433,7 @@ class ParallelModule:
                 whole if axis in s.axes else state
                 for axis, state, whole in zip(mesh.names, now, r.layout, strict=True)
             )
-            yield LocalMove(kind="all_gather", axes=s.axes, before=now, after=after)
+            yield LocalReshardStep(kind="all_gather", axes=s.axes, before=now, after=after)
             now = after
 
     def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
@@ -439,7 +444,7 @@ class ParallelModule:
             self._same_settings = settings.same_objects(self.module)
         return leaves_as_compiled(batch, self.plan.traced.batch)
 
-    def _inputs(self, given: Sequence[Tensor], turn: int) -> dict[str, RankValue]:
+    def _inputs(self, given: Sequence[Tensor], micro_batch: int) -> dict[str, RankValue]:
         """This rank's part of a micro-batch. A micro-batch is every k-th example, so that each rank already has its
         part.
         """
@@ -451,7 +456,7 @@ class ParallelModule:
             r = program.result(leaves[name])
             here = local_shape(r.shape, r.layout, self.plan.mesh)
             if name in self.plan.cut and x.shape[0] in (k * r.shape[0], k * here[0]):
-                x = x[turn::k]
+                x = x[micro_batch::k]
             if tuple(x.shape) == r.shape:
                 x = part(x, r.shape, r.layout, self.walk.groups)
             if tuple(x.shape) != here:

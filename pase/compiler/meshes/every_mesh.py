@@ -1,6 +1,6 @@
 """A proof over every mesh of the devices, beyond those that were searched.
 
-Of a mesh that was not searched, configs are sifted (``pase.search.sift``): edges are priced from the smallest on, and
+Of a mesh that was not searched, configs are sifted (``pase.search.prune``): edges are priced from the smallest on, and
 what can be in no strategy cheaper than the best known one is dropped before larger edges are priced. Most meshes end
 with nothing left. What is left of another is searched exactly. So a mesh of many axes, whose tables would not fit in
 memory, costs what its promising configs cost. If collectives overlap with compute, edges are priced at weights of
@@ -20,10 +20,10 @@ from pase.errors import Infeasible, PaseError
 from pase.files.progress import PieceOfWork
 from pase.machine import Mesh
 from pase.search import Solution
-from pase.search.sift import Sift
+from pase.search.prune import Pruner
 from pase.tables.build import Space, config_space, layout_pairs
 
-__all__ = ["EveryMesh", "Sifted", "close_meshes", "sift_mesh"]
+__all__ = ["EveryMesh", "Pruned", "close_meshes", "prune_mesh"]
 
 _FIRST_PAIRS, _GROWTH = 1 << 12, 4
 """Pairs of layouts of the edges that are priced first, and by how much more are priced at a time after them."""
@@ -34,7 +34,7 @@ _EXACT = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sifted:
+class Pruned:
     """What is known of a mesh. bound: no strategy on it costs less, or less than was asked for. cheaper: a strategy
     that costs less than was asked for, if one was found; its choices are in ``space``."""
 
@@ -77,7 +77,7 @@ def close_meshes(
         bounds, more = dict.fromkeys(more, 0.0), []
     for i, mesh in enumerate(more):
         say(PieceOfWork(f"proving mesh {'×'.join(map(str, mesh.sizes))}", i, len(more)))
-        s = sift_mesh(problem, mesh, best.solution.cost, _MOST_PAIRS)
+        s = prune_mesh(problem, mesh, best.solution.cost, _MOST_PAIRS)
         bounds[mesh] = s.bound
         if s.cheaper is not None:
             cheaper = replace(found, mesh=mesh, space=s.space, solution=s.cheaper)
@@ -91,50 +91,50 @@ def close_meshes(
     )
 
 
-def sift_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) -> Sifted:
+def prune_mesh(problem: SplitProblem, mesh: Mesh, below: float, most_pairs: int) -> Pruned:
     """What a mesh has that costs less than ``below``. most_pairs: of layouts, to price."""
     graph, model = problem.graph, problem.model
     try:
         space = config_space(graph, mesh, model)
     except PaseError:  # more configs than are listed: only that costs are not negative is known
-        return Sifted(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
+        return Pruned(bound=0.0, space=Space(graph=graph, mesh=mesh, configs=()))
     whole = Space(graph=graph, mesh=mesh, configs=space)
     pricing = problem.pricing
-    sift = Sift(pricing.node_bounds(mesh, space), below * (1 - _EXACT))
+    pruner = Pruner(pricing.node_bounds(mesh, space), below * (1 - _EXACT))
     todo, step, work = list(range(len(graph.edges))), _FIRST_PAIRS, most_pairs
-    while todo and not sift.empty:
-        among = _left(space, sift)
+    while todo and not pruner.empty:
+        among = _left(space, pruner)
         pairs = layout_pairs(graph, among, mesh, todo)
         matrices = sorted(dict(pairs).values())
         affordable = int((np.cumsum(matrices) <= work).sum())
         if not affordable:
-            return Sifted(bound=sift.bound, space=whole)
+            return Pruned(bound=pruner.bound, space=whole)
         at_most = min(max(step, matrices[0]), matrices[affordable - 1])
         work -= sum(n for n in matrices if n <= at_most)
         now = [e for e, (_, n) in zip(todo, pairs, strict=True) if n <= at_most]
-        sift.add(pricing.edge_bounds(mesh, among, now))
-        sift.run(_PASSES)
+        pruner.add(pricing.edge_bounds(mesh, among, now))
+        pruner.run(_PASSES)
         todo = [e for e, (_, n) in zip(todo, pairs, strict=True) if n > at_most]
         step *= _GROWTH
-    sift.run(_LAST_PASSES)
-    nothing = Sifted(bound=below, space=whole)
-    if sift.empty:
+    pruner.run(_LAST_PASSES)
+    nothing = Pruned(bound=below, space=whole)
+    if pruner.empty:
         return nothing
     try:
-        s = pricing.solve_among(mesh, _left(space, sift), sift.tables(), sift.below)
+        s = pricing.solve_among(mesh, _left(space, pruner), pruner.tables(), pruner.below)
     except Infeasible:
         return nothing
-    if s.cost >= sift.below:
+    if s.cost >= pruner.below:
         return replace(nothing, bound=min(s.bound, below))
-    choice = np.array([kept[i] for kept, i in zip(sift.kept, s.choice, strict=True)])
-    return Sifted(bound=s.bound, space=whole, cheaper=replace(s, choice=choice))
+    choice = np.array([kept[i] for kept, i in zip(pruner.kept, s.choice, strict=True)])
+    return Pruned(bound=s.bound, space=whole, cheaper=replace(s, choice=choice))
 
 
-def _left(space: Sequence[np.ndarray], sift: Sift) -> list[np.ndarray]:
+def _left(space: Sequence[np.ndarray], pruner: Pruner) -> list[np.ndarray]:
     """The configs that are left of each node; equal ones are one array."""
     same: dict[bytes, np.ndarray] = {}
     out = []
-    for cfg, kept in zip(space, sift.kept, strict=True):
+    for cfg, kept in zip(space, pruner.kept, strict=True):
         some = cfg if kept.size == len(cfg) else cfg[kept]
         out.append(same.setdefault(some.tobytes(), some))
     return out

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pase.compiler.meshes.baselines import memory_of
 from pase.compiler.meshes.footprints import Footprint, least_memory, needs_on_more, nothing_fits
-from pase.compiler.meshes.methods import memory_of
 from pase.compiler.meshes.search import Found, add_seconds, closed, search_meshes
 from pase.compiler.problem.problem import Progress, SplitProblem
 from pase.compiler.problem.spent import Spent
@@ -50,9 +50,9 @@ def cheapest_free(
     micro-batch, so that summing them each time may take less: both are searched. Where collectives overlap with
     compute, so may gathers for each micro-batch: what is sent once has one of them beside it. Nothing else may.
     """
-    first, beside = problem.variant, problem.pricing.beside is not None
-    others = [v for v in group if v.once != first.once and replace(v, once=first.once) == first]
-    others = [v for v in others if beside or v.once != "none"]
+    first, overlaps = problem.variant, problem.pricing.occupied is not None
+    others = [v for v in group if v.hoisted != first.hoisted and replace(v, hoisted=first.hoisted) == first]
+    others = [v for v in others if overlaps or v.hoisted != "none"]
     found = search_meshes(problem, over, say, close=bool(others) or limit is None)
     if limit is not None and memory_of(problem, found.configs, found.mesh).total <= limit:
         found = closed(problem, over, found)

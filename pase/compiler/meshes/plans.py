@@ -31,13 +31,13 @@ __all__ = ["NO_LIMIT", "Fit", "plan_found", "plan_of", "provenance_of"]
 class Fit:
     """The memory limit of a plan in bytes per device; None means no limit.
 
-    misfit: why nothing fits, and what would; None if something does. methods: method -> bytes that its strategy needs
+    misfit: why nothing fits, and what would; None if something does. baselines: method -> bytes that its strategy needs
     on a device.
     """
 
     limit: int | None = None
     misfit: str | None = None
-    methods: Mapping[str, int] = field(default_factory=dict)
+    baselines: Mapping[str, int] = field(default_factory=dict)
 
 
 NO_LIMIT = Fit()
@@ -77,10 +77,10 @@ def plan_found(
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
-        once=problem.variant.once,
-        beside=problem.pricing.beside,
+        hoisted=problem.variant.hoisted,
+        overlap=problem.pricing.occupied,
     )
-    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.methods)
+    fitted = replace(plan, memory_limit=fit.limit, misfit=fit.misfit, baseline_memory=fit.baselines)
     return remarked(fitted, problem.graph, problem.machine)
 
 
@@ -88,9 +88,9 @@ def plan_of(
     problem: SplitProblem, configs: Mapping[str, np.ndarray], mesh: Mesh, name: str, traced: Traced
 ) -> PlanData:
     """The plan of a strategy that was not searched for (a baseline, or a transferred one), priced in the same way."""
-    moved = collectives(problem.graph, mesh, configs, problem.model)
+    sent = collectives(problem.graph, mesh, configs, problem.model)
     work = local_work(problem.graph, mesh, configs, problem.model, problem.optimizer)
-    costs = node_costs(work, moved)
+    costs = node_costs(work, sent)
     cost = problem.pricing.cost(mesh, configs, sum(c.total for c in costs.values()))
     plan = assemble(
         problem.graph,
@@ -112,8 +112,8 @@ def plan_of(
         graph_digest=digest(traced.graph),
         accumulate=problem.variant.accumulate,
         remat=problem.variant.blocks,
-        once=problem.variant.once,
-        beside=problem.pricing.beside,
+        hoisted=problem.variant.hoisted,
+        overlap=problem.pricing.occupied,
     )
     return remarked(plan, problem.graph, problem.machine)
 

@@ -1,11 +1,11 @@
-"""The cheapest strategy if collectives of parameters overlap with compute (``pase.tables.beside``), and its bound.
+"""The cheapest strategy if collectives of parameters overlap with compute (``pase.tables.overlap``), and its bound.
 
 A step is a sum plus two maxima of compute and collectives, one for each pass. Tables are additive and a maximum is
 not. But a maximum is at least every mean of its two sides, so
 
     min over strategies of the step  >=  min over strategies of its mean at (f, b),  for any weights f, b in [0, 1].
 
-With several micro-batches the first one's forward is a pass of its own (``pase.tables.beside``), and there are three.
+With several micro-batches the first one's forward is a pass of its own (``pase.tables.overlap``), and there are three.
 
 The tables at such weights mix the prices of the parts. Their exact optima are bounds, and their solutions, priced
 exactly, are candidates. The next weights are those where the planes of the solutions known so far promise the highest
@@ -29,9 +29,9 @@ from pase.search.limits.excess import Excess
 from pase.search.limits.labels import label_choices
 from pase.search.solve import WORTH_FOLDING
 from pase.tables import CostTables
-from pase.tables.beside import Passes, StepTables
+from pase.tables.overlap import Passes, StepTables
 
-__all__ = ["Beside", "SolveMean", "SolveWithin"]
+__all__ = ["OverlapSearch", "SolveMean", "SolveWithin"]
 
 PassWeights = tuple[float, ...]
 """For each pass, the weight of compute."""
@@ -50,7 +50,7 @@ _LONGER = 2  # elimination may take, where that saves loading the tables
 
 
 @dataclass(kw_only=True, eq=False)
-class Beside:
+class OverlapSearch:
     """The search of one mesh. passes: which parts of a step overlap.
 
     means: weights -> the optimum of their tables, without a limit. best: the weights with the highest bound.
@@ -132,7 +132,9 @@ class Beside:
             cost = parts.total(self.passes.slow, self.passes.first)
             if found is None or cost < found.cost:
                 found = replace(s, cost=cost)
-            planes.append((float(self.passes.moved @ parts.row), self.passes.ahead @ parts.row))
+            planes.append(
+                (float(self.passes.least_parts @ parts.row), self.passes.compute_margin @ parts.row)
+            )
             height, w = _highest(planes)
             if min(found.cost, below, height) <= bound * (1 + enough):
                 break
@@ -197,7 +199,9 @@ class Beside:
 
         def ahead(parts: np.ndarray) -> np.ndarray:
             if id(parts) not in made:
-                made[id(parts)] = np.ascontiguousarray(np.tensordot(parts, self.passes.ahead, (0, 1)))
+                made[id(parts)] = np.ascontiguousarray(
+                    np.tensordot(parts, self.passes.compute_margin, (0, 1))
+                )
             return made[id(parts)]
 
         along = (

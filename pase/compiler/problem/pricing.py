@@ -1,6 +1,6 @@
 """How a strategy's seconds add up, and how the cheapest strategy on a mesh is found under that pricing.
 
-``Summed``: nothing overlaps. ``BesideCompute``: collectives of parameters overlap with compute, by position. A new mode
+``Summed``: nothing overlaps. ``Overlapped``: collectives of parameters overlap with compute, by position. A new mode
 is a class with these members, registered in ``PRICINGS``.
 """
 
@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from pase.compiler.problem.overlap import Beside
+from pase.compiler.problem.overlap import OverlapSearch
 from pase.ir import Graph
 from pase.machine import CostModel, Mesh
 from pase.registry import Registry
 from pase.search import Known, Solution, solve
 from pase.search.check import cost_of
 from pase.tables import CostTables
-from pase.tables.beside import StepTables, edges_at, nodes_at, passes_of
 from pase.tables.build import Space, build, config_space, edge_tables, phase_costs
-from pase.tables.pieces import slowed
+from pase.tables.decompose import slowed
+from pase.tables.overlap import StepTables, edges_at, nodes_at, passes_of
 from pase.tables.types import EdgeTable
 
-__all__ = ["PRICINGS", "BesideCompute", "Solver", "Summed"]
+__all__ = ["PRICINGS", "Overlapped", "Solver", "Summed"]
 
 Solver = Callable[[CostTables, Known, float], Solution]
 """Solves tables under further conditions: (tables, what is known of them without those, fraction of the available time
@@ -43,7 +43,7 @@ class Summed:
         self._configs: dict[tuple[int, ...], tuple[np.ndarray, ...]] = {}
 
     @property
-    def beside(self) -> float | None:
+    def occupied(self) -> float | None:
         """The value that plans record (``PlanData.beside``)."""
         return None
 
@@ -120,25 +120,25 @@ class Summed:
 
 
 @PRICINGS.register("parameters")
-class BesideCompute(Summed):
+class Overlapped(Summed):
     """Collectives of parameters overlap with the compute of their pass, as far as their position allows
-    (``pase.tables.beside``)."""
+    (``pase.tables.overlap``)."""
 
     def __init__(self, graph: Graph, model: CostModel, optimizer: str) -> None:
         super().__init__(graph, model, optimizer)
-        self._searches: dict[tuple[int, ...], Beside] = {}
-        self._passes = passes_of(graph, self.beside)
+        self._searches: dict[tuple[int, ...], OverlapSearch] = {}
+        self._passes = passes_of(graph, self.occupied)
         self._cheapest, self._weights = np.inf, self._passes.longest
 
     @property
-    def beside(self) -> float:
+    def occupied(self) -> float:
         return slowed(self.model.machine)
 
-    def search(self, mesh: Mesh) -> Beside:
+    def search(self, mesh: Mesh) -> OverlapSearch:
         """The search of a mesh, with its prices by part."""
         if mesh.sizes not in self._searches:
             tables = StepTables.of(self.graph, mesh, self.model, self.optimizer, self.configs(mesh))
-            self._searches[mesh.sizes] = Beside(tables=tables, passes=self._passes)
+            self._searches[mesh.sizes] = OverlapSearch(tables=tables, passes=self._passes)
         return self._searches[mesh.sizes]
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
@@ -201,7 +201,7 @@ class BesideCompute(Summed):
         if first.bound >= below:
             return first
         parts = StepTables.of(self.graph, mesh, self.model, self.optimizer, among)
-        search = Beside(tables=parts, passes=self._passes, best=self._weights)
+        search = OverlapSearch(tables=parts, passes=self._passes, best=self._weights)
         return search.close(search.solve(search.mean, below), below)
 
     @property

@@ -152,7 +152,7 @@ class SplitProblem:
         """How memory is counted."""
         from pase.memory.accounts import account_for
 
-        return account_for(self.machine, self.graph, self.pricing.beside is not None)
+        return account_for(self.machine, self.graph, self.pricing.occupied is not None)
 
     def tables(self, mesh: Mesh) -> tuple[CostTables, Space]:
         """The additive cost tables of a mesh, built once."""

@@ -10,17 +10,17 @@ from pase.errors import PaseError
 from pase.frontends.registry import NotInParts
 from pase.ir.blocks import (
     Block,
-    Once,
+    Hoisted,
     accumulated,
-    again_text,
     attention_cores,
+    hoisted_text,
     kept_results,
-    once_text,
+    recompute_text,
     rematerialised,
 )
 from pase.ir.precision import FP8, in_fp8
 from pase.once import once
-from pase.tables.pieces import Decompose, decomposed
+from pase.tables.decompose import Decompose, decomposed
 
 if TYPE_CHECKING:
     from pase.compiler.problem.options import CompileOptions
@@ -38,20 +38,20 @@ ProductPrecision = Literal["model", "fp8"]
 class Variant:
     """A way to run the model's step. blocks: those that backward recomputes. precision: of products with weights.
 
-    once: what of parameters is sent once a step, not for each micro-batch and for each time that it is read. decompose:
-    which collectives the executor takes apart.
+    hoisted: what of parameters is sent once a step, not for each micro-batch and for each time that it is read.
+    decompose: which collectives the executor takes apart.
     """
 
     accumulate: int = 1
     blocks: tuple[Block, ...] = ()
     precision: ProductPrecision = "model"
-    once: Once = "none"
+    hoisted: Hoisted = "none"
     decompose: Decompose = "none"
 
     def __str__(self) -> str:
         parts = [f"{self.accumulate} micro-batches"] if self.accumulate > 1 else []
-        parts += once_text(self.once)
-        return " and ".join([*parts, *again_text(self.blocks)]) or "as written"
+        parts += hoisted_text(self.hoisted)
+        return " and ".join([*parts, *recompute_text(self.blocks)]) or "as written"
 
 
 def graph_of(traced: Traced, variant: Variant) -> Graph:
@@ -66,7 +66,7 @@ def graph_of(traced: Traced, variant: Variant) -> Graph:
         _check_micro(traced, graph, variant.accumulate)
     exact = in_fp8(graph, FP8) if variant.precision == "fp8" else graph
     exact = decomposed(exact) if variant.decompose == "products" else exact
-    return accumulated(exact, variant.accumulate, variant.once)
+    return accumulated(exact, variant.accumulate, variant.hoisted)
 
 
 @once
@@ -184,16 +184,18 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
             f"a step in micro-batches would give other numbers: examples of the batch meet in {mixed}"
         )
     sizes = [accumulate] if accumulate else list(_powers(traced)) if free and not mixed else [1]
-    asked = _asked_once(options.once, traced, trained)
+    asked = _asked_hoisted(options.once, traced, trained)
     groups = [
         [
-            Variant(accumulate=k, blocks=b, precision=options.precision, once=o, decompose=options.decompose)
+            Variant(
+                accumulate=k, blocks=b, precision=options.precision, hoisted=o, decompose=options.decompose
+            )
             for b in regions
-            for o in _sent_once(asked, k, bool(b) or marked)
+            for o in _hoisted_choices(asked, k, bool(b) or marked)
         ]
         for k in sizes
     ]
-    if asked in ("gathers", "all") and all(v.once == "none" for group in groups for v in group):
+    if asked in ("gathers", "all") and all(v.hoisted == "none" for group in groups for v in group):
         raise PaseError(
             f"once='{asked}': this step sends nothing of its parameters twice, since it has one micro-batch"
             f"{'' if asked == 'all' else ' and computes nothing again'}; set accumulate"
@@ -201,28 +203,33 @@ def variants(traced: Traced, graph: Graph, options: CompileOptions, limited: boo
     yield from groups
 
 
-def _asked_once(once: Once | Literal["auto"], traced: Traced, trained: bool) -> Once | Literal["auto"]:
+def _asked_hoisted(
+    hoisted: Hoisted | Literal["auto"], traced: Traced, trained: bool
+) -> Hoisted | Literal["auto"]:
     """What may be sent once; nothing where no program of ours could run it."""
     if traced.frontend == "jax" and trained:
-        return once
-    if once in ("none", "auto"):
+        return hoisted
+    if hoisted in ("none", "auto"):
         return "none"
     raise PaseError(
-        f"once='{once}': only a loss in JAX is run so, and '{traced.graph.name}' is "
+        f"once='{hoisted}': only a loss in JAX is run so, and '{traced.graph.name}' is "
         + ("not trained" if traced.frontend == "jax" else f"of the {traced.frontend} frontend")
     )
 
 
-def _sent_once(once: Once | Literal["auto"], micro_batches: int, again: bool) -> tuple[Once, ...]:
-    """What is sent once, the most of it first, as far as that differs. again: recomputation reads parameters again."""
-    differ: tuple[Once, ...] = ("none",)
+def _hoisted_choices(
+    hoisted: Hoisted | Literal["auto"], micro_batches: int, recompute: bool
+) -> tuple[Hoisted, ...]:
+    """What is sent once, the most of it first, as far as that differs. recompute: recomputation reads parameters
+    again."""
+    differ: tuple[Hoisted, ...] = ("none",)
     if micro_batches > 1:
         differ = ("all", "gathers", "none")
-    elif again:
+    elif recompute:
         differ = ("gathers", "none")
-    if once == "auto":
+    if hoisted == "auto":
         return differ
-    return (once,) if once in differ else (differ[0] if once == "all" else "none",)
+    return (hoisted,) if hoisted in differ else (differ[0] if hoisted == "all" else "none",)
 
 
 _LACKS = {"all": "", "light": " with products", "attention": " with an attention"}

@@ -22,9 +22,9 @@ import numpy as np
 from pase.compiler.stages.features import Feature, direction, running, slower_may_weigh_less
 from pase.compiler.stages.menu import StageRole, StageSplit, StageTables, roles_of
 from pase.errors import Infeasible, PaseError
-from pase.pipeline.beside import starts
 from pase.pipeline.bounds import paths
 from pase.pipeline.cuts import moments
+from pase.pipeline.overlap import starts
 from pase.pipeline.potentials import StepRows, path_rows, step_rows
 from pase.pipeline.simulate import Path, simulate
 from pase.pipeline.types import Kind, Schedule, StageTimes
@@ -112,18 +112,18 @@ class StageBounds:
     """Bounds for the pipelines of ``ranks``, which have the ways to run of ``tables``.
 
     limit: bytes on a device of every rank, or of each one; infinite if there is none. send_s: seconds that
-    activations take at least to the next stage, and gradients back. sites: of each rank; empty: all are equal.
+    activations take at least to the next stage, and gradients back. groups: of each rank; empty: all are equal.
     """
 
     tables: Sequence[StageTables]
     ranks: int
     limit: float | np.ndarray
     send_s: tuple[float, float] = (0.0, 0.0)
-    sites: tuple[int, ...] = ()
+    groups: tuple[int, ...] = ()
     known: dict[StageRole, list[_HalfSpace]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.sites = self.sites or (0,) * self.ranks
+        self.groups = self.groups or (0,) * self.ranks
         self.limits = np.broadcast_to(np.asarray(self.limit, float), (self.ranks,))
         finite = self.limits[np.isfinite(self.limits)]
         bytes_unit = float(finite.max(initial=0.0)) or 1.0
@@ -142,11 +142,11 @@ class StageBounds:
 
     def climb(self, s: Schedule) -> Climb:
         """The bound of a schedule before its first round."""
-        roles = roles_of(s, self.sites)
+        roles = roles_of(s, self.groups)
         for role in dict.fromkeys(roles):
             if role not in self.known:
                 self.known[role] = []
-                for weights in (self._at(role.site)[0].step, *_FIRST, *self._bytes(role.site)):
+                for weights in (self._at(role.group)[0].step, *_FIRST, *self._bytes(role.group)):
                     self._search(role, weights)
         held = self._moments(s)
         return Climb(
@@ -199,20 +199,20 @@ class StageBounds:
         found = (t.split_by(role, choice) for h in self.known[role] for t, choice in h.touched)
         return list({id(w): w for w in found}.values())
 
-    def _at(self, site: int) -> list[StageTables]:
-        return [t for t in self.tables if t.site == site]
+    def _at(self, group: int) -> list[StageTables]:
+        return [t for t in self.tables if t.group == group]
 
     def _least_buffers(self, role: StageRole) -> float:
-        return min(t.least_buffers(role) for t in self._at(role.site))
+        return min(t.least_buffers(role) for t in self._at(role.group))
 
-    def _bytes(self, site: int) -> Iterator[np.ndarray]:
+    def _bytes(self, group: int) -> Iterator[np.ndarray]:
         """Directions to begin with under a limit: bytes alone, and the step at some prices of a rank's memory."""
-        limit = float(self.limits[self.sites.index(site)])
+        limit = float(self.limits[self.groups.index(group)])
         if np.isinf(limit):
             return
-        first = self._at(site)[0]
+        first = self._at(group)[0]
         step = first.step
-        each = first.least(StageRole(site=site), self.blocks, step) / self.ranks / limit
+        each = first.least(StageRole(group=group), self.blocks, step) / self.ranks / limit
         yield from (direction(static=1), direction(kept=1), direction(waiting=1))
         for flying in (self.ranks / 2, self.ranks):
             held = direction(static=1, kept=flying)
@@ -255,21 +255,21 @@ class StageBounds:
         """What a rank does before its first action (0) or after its last (1) takes at least each of: (which, the rank,
         weights of each stage's features [stages, features]).
 
-        Of gathers and sums these are the first and the last of ``pase.pipeline.beside``'s lines, without the one block
+        Of gathers and sums these are the first and the last of ``pase.pipeline.overlap``'s lines, without the one block
         that has nothing beside it.
         """
-        for back, moved in enumerate((Feature.BEFORE, Feature.SUMS)):
+        for back, sent in enumerate((Feature.BEFORE, Feature.SUMS)):
             for r in range(s.ranks):
                 every = starts(s, r, back=bool(back))
-                slow = self._at(self.sites[r])[0].slow
+                slow = self._at(self.groups[r])[0].slow
                 out = np.zeros((s.stages, len(Feature)))
-                out[[x.stage for x in every], moved] = slow
+                out[[x.stage for x in every], sent] = slow
                 out[:, Feature.AFTER] = back * (np.array(s.rank_of) == r)
                 yield back, r, out
                 for x in every if slow < 1 else ():
                     out = out.copy()  # what was sent before stays sent
-                    out[x.stage, moved] = 1.0
-                    hidden = x.ahead.copy()
+                    out[x.stage, sent] = 1.0
+                    hidden = x.before.copy()
                     hidden[x.kind, x.stage] += 1
                     yield back, r, out - _worked(hidden)
 
@@ -277,7 +277,7 @@ class StageBounds:
         """The half-space of a direction is then known."""
         weights = weights / np.abs(weights * self.unit).max()
         free = not weights[Feature.STATIC :].any()  # in seconds alone the first tables are the least
-        tables = self._at(role.site)[: 1 if free and not slower_may_weigh_less(weights) else None]
+        tables = self._at(role.group)[: 1 if free and not slower_may_weigh_less(weights) else None]
         touched = list[tuple[StageTables, np.ndarray]]()
 
         def least(blocks: float) -> float:
@@ -397,7 +397,7 @@ class StageBounds:
     def _moments(self, s: Schedule) -> np.ndarray:
         """What each stage's features weigh in a rank's bytes at each moment at which it may hold most, as parts of its
         limit less the least that its ops need, float64 [moments, stages, features]."""
-        rank, least = np.array(s.rank_of), [self._least_buffers(role) for role in roles_of(s, self.sites)]
+        rank, least = np.array(s.rank_of), [self._least_buffers(role) for role in roles_of(s, self.groups)]
         room = self.limits - [
             max(x for x, at in zip(least, rank, strict=True) if at == r) for r in range(s.ranks)
         ]

@@ -12,14 +12,14 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
+from pase.compiler.stages.device_groups import Arrangement, RankGroup
 from pase.compiler.stages.menu import StageTables
 from pase.compiler.stages.places import Places
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.compiler.stages.sites import Arrangement, RankSite
 from pase.ir import Graph
-from pase.ir.narrow import UnitChain
+from pase.ir.cut_points import UnitChain
 from pase.machine import Mesh
-from pase.search import PlannedOnce
+from pase.search import PlanCache
 
 if TYPE_CHECKING:
     from pase.frontends.registry import Traced
@@ -61,17 +61,19 @@ class TablesMade:
         self, traced: Traced, blocks: Sequence[Block], optimizer: str, *, keep: bool, spent: Spent
     ) -> None:
         self.traced, self.blocks, self.optimizer, self.keep = traced, blocks, optimizer, keep
-        self.spent, self.planned = spent, PlannedOnce()
+        self.spent, self.planned = spent, PlanCache()
         self._graphs: dict[Variant, tuple[Graph, Places]] = {}
         self._tables: dict[tuple[Variant, Mesh, int], StageTables] = {}
 
-    def all(self, ways: Sequence[Variant], mesh: Mesh, sites: Sequence[RankSite]) -> tuple[StageTables, ...]:
+    def all(
+        self, ways: Sequence[Variant], mesh: Mesh, groups: Sequence[RankGroup]
+    ) -> tuple[StageTables, ...]:
         """For each site, those of each way to run the step."""
-        return tuple(self.of(v, mesh, site) for site in sites for v in ways)
+        return tuple(self.of(v, mesh, group) for group in groups for v in ways)
 
     def _chain(self, variant: Variant) -> UnitChain | None:
         """The chain of a model without equal blocks, the same for all ways to run as many micro-batches."""
-        plain = replace(variant, blocks=(), once="none", precision="model", decompose="none")
+        plain = replace(variant, blocks=(), hoisted="none", precision="model", decompose="none")
         if plain == variant:
             return None
         if plain not in self._graphs:
@@ -80,12 +82,12 @@ class TablesMade:
         places = self._graphs[plain][1]
         return places.chain if isinstance(places, UnitPlaces) else None
 
-    def of(self, variant: Variant, mesh: Mesh, site: RankSite) -> StageTables:
+    def of(self, variant: Variant, mesh: Mesh, group: RankGroup) -> StageTables:
         if variant not in self._graphs:
             graph = graph_of(self.traced, variant)
             self.spent.graphs += 1
             self._graphs[variant] = graph, divided(graph, self.blocks, self._chain(variant))
-        key = variant, mesh, site.number
+        key = variant, mesh, group.number
         if key in self._tables:
             return self._tables[key]
         graph, places = self._graphs[variant]
@@ -94,12 +96,12 @@ class TablesMade:
             places,
             variant,
             mesh,
-            site.model,
+            group.model,
             self.optimizer,
             "once",
-            site.number,
+            group.number,
             self.spent,
-            site.slow,
+            group.slow,
             self.planned,
         )
         if self.keep:

@@ -1,4 +1,5 @@
-"""Where a model's nodes are in a chain of unequal units (``pase.ir.narrow``), and what a range of these units has."""
+"""Where a model's nodes are in a chain of unequal units (``pase.ir.cut_points``), and what a range of these units
+has."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pase.compiler.stages.places import Places, StagePart, outermost_loops, plac
 from pase.errors import Infeasible
 from pase.ir import Graph
 from pase.ir.blocks import Block, holders
-from pase.ir.narrow import UnitChain, chain_of, loops_over_layers, op_work
+from pase.ir.cut_points import UnitChain, chain_of, loops_over_layers, op_work
 
 __all__ = ["UnitPlaces", "UnitRange", "divided"]
 
@@ -18,33 +19,33 @@ UnitRange = tuple[int, int]
 """Units of a chain: (first, end)."""
 _ONCE = "once"
 """The part of what several turns of a loop read as it is."""
-_MOST_BESIDE = 0.5
+_MOST_OUTSIDE = 0.5
 """Of written-out equal blocks: if more of the work than this is outside of them, the model is cut by narrow places."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnitPlaces(Places):
     """chain: of the model. ranges: node -> the units that have it. Several ranges, one for each reader, for a parameter
-    and for what is computed from parameters or from the batch alone. by_turn: nodes of which each turn of a loop has
-    its part; a stack that several loops read is there whole in each stage with a turn of one of them, as it is run.
+    and for what is computed from parameters or from the batch alone. by_iteration: nodes of which each turn of a loop
+    has its part; a stack that several loops read is there whole in each stage with a turn of one of them, as it is run.
     parameters: trained ones.
     """
 
     chain: UnitChain
     ranges: Mapping[str, frozenset[UnitRange]]
-    by_turn: frozenset[str]
+    by_iteration: frozenset[str]
     parameters: frozenset[str]
 
     def share(self, node: str, units: UnitRange) -> float:
         """How much of a node's work a stage with these units has."""
-        if node in self.by_turn:
+        if node in self.by_iteration:
             return sum(_overlap(r, units) / (r[1] - r[0]) for r in self.ranges[node])
         return float(any(_overlap(r, units) for r in self.ranges[node]))
 
     def apart(self, node: str, unit: int) -> float:
         """How much of a node's work is this unit's and never another's."""
         alone = [b - a for a, b in self.ranges[node]] == [1]
-        return self.share(node, (unit, unit + 1)) if alone or node in self.by_turn else 0.0
+        return self.share(node, (unit, unit + 1)) if alone or node in self.by_iteration else 0.0
 
     def within(self, units: UnitRange) -> Places:
         """The places of what a stage with these units has. What several of them read is there once."""
@@ -53,7 +54,7 @@ class UnitPlaces(Places):
             first = min((max(r[0], units[0]) for r in found if _overlap(r, units)), default=None)
             if first is not None:
                 label = self.labels[first]
-                parts[name] = (label if name in self.by_turn or self.sizes[label] == 1 else _ONCE,)
+                parts[name] = (label if name in self.by_iteration or self.sizes[label] == 1 else _ONCE,)
         return Places(parts=parts, blocks=self.blocks, crossing=(), numbers={}, sizes=self.sizes)
 
     def parts_in(self, units: UnitRange) -> list[StagePart]:
@@ -70,7 +71,7 @@ class UnitPlaces(Places):
         """Parameters that these units read, and units outside of them too."""
         return tuple(
             name
-            for name in self.parameters - self.by_turn
+            for name in self.parameters - self.by_iteration
             if any(_overlap(r, units) for r in self.ranges[name])
             and not all(units[0] <= r[0] and r[1] <= units[1] for r in self.ranges[name])
         )
@@ -101,7 +102,7 @@ def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | 
     loops = loops_over_layers(graph)
     # Where there are other loops too (over time, over chunks of the loss), how often a node runs does not say whether
     # a layer has it.
-    layers = len(loops) == 1 or (len(written_out) > 1 and _beside(graph, written_out) < _MOST_BESIDE)
+    layers = len(loops) == 1 or (len(written_out) > 1 and _outside(graph, written_out) < _MOST_OUTSIDE)
     if layers and len(loops) < 2 and loops.keys() == outermost_loops(graph.nodes):
         return places_of(graph, written_out)
     chain = chain_of(graph, written_out)
@@ -113,7 +114,7 @@ def divided(graph: Graph, written_out: Sequence[Block] = (), chain: UnitChain | 
 
 
 def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
-    ranges, by_turn = _ranges(graph, chain)
+    ranges, by_iteration = _ranges(graph, chain)
     first = {u: (a, b) for a, b in chain.loops.values() for u in range(a, b)}
     sizes = {f"unit {first.get(u, (u, u + 1))[0]}": 1 for u in range(chain.units)}
     sizes |= {f"unit {a}": b - a for a, b in chain.loops.values()} | {_ONCE: 1}
@@ -125,12 +126,12 @@ def _by_units(graph: Graph, chain: UnitChain) -> UnitPlaces:
         sizes=sizes,
         chain=chain,
         ranges=ranges,
-        by_turn=by_turn,
+        by_iteration=by_iteration,
         parameters=frozenset(n.name for n in graph.nodes if n.kind == "parameter"),
     )
 
 
-def _beside(graph: Graph, blocks: Sequence[Block]) -> float:
+def _outside(graph: Graph, blocks: Sequence[Block]) -> float:
     """The part of the work that is outside of written-out blocks."""
     held_by, inside, whole = holders(blocks), 0.0, 0.0
     for n in graph.nodes:
@@ -143,7 +144,7 @@ def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRan
     """(the units that have each node, the nodes that are of a loop's turns)."""
     loop = {f"{path}.": units for path, units in chain.loops.items()}
     out: dict[str, frozenset[UnitRange]] = {name: frozenset([units]) for name, units in chain.of.items()}
-    by_turn = {name for name, units in chain.of.items() if units in chain.loops.values()}
+    by_iteration = {name for name, units in chain.of.items() if units in chain.loops.values()}
     readers: dict[str, list[str]] = {n.name: [] for n in graph.nodes}
     for e in graph.edges:
         readers[e.src].append(e.dst)
@@ -153,8 +154,8 @@ def _ranges(graph: Graph, chain: UnitChain) -> tuple[dict[str, frozenset[UnitRan
         around = {loop[s.path] for op in n.ops for s in op.scope[:1] if s.path in loop}
         if len(around) == 1 and all(op.scope or op is n.ops[0] for op in n.ops):
             out[n.name] = frozenset(around)
-            by_turn.add(n.name)
+            by_iteration.add(n.name)
         else:
             found = frozenset[UnitRange]().union(*(out.get(r, frozenset()) for r in readers[n.name]))
             out[n.name] = found or frozenset([(0, 1)])
-    return out, frozenset(by_turn)
+    return out, frozenset(by_iteration)

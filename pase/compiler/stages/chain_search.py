@@ -19,9 +19,9 @@ from pase.compiler.stages.features import direction, running, slower_may_weigh_l
 from pase.compiler.stages.menu import StageRole, StageSplit
 from pase.compiler.stages.search import GAP, NODES, PRICES, SIMULATIONS, Staged, StageMenu
 from pase.errors import Infeasible
-from pase.pipeline.beside import exposed_s
 from pase.pipeline.bounds import paths
 from pase.pipeline.cuts import Cuts
+from pase.pipeline.overlap import exposed_s
 from pase.pipeline.ranges import (
     RangeProblem,
     Ranges,
@@ -73,7 +73,7 @@ class ChainMenu(StageMenu):
             ranks = list(dict.fromkeys(s.rank_of[k] for k in stages))
             nbytes = self.gradient_bytes(splits[stages[0]], name)
             for one, other in pairwise(ranks):
-                out[[one, other]] += self.sum_s(self.sites[one], self.sites[other], nbytes)
+                out[[one, other]] += self.sum_s(self.groups[one], self.groups[other], nbytes)
         return out
 
     def _shared(self, split: StageSplit) -> tuple[str, ...]:
@@ -82,11 +82,11 @@ class ChainMenu(StageMenu):
 
     def least_s(self) -> float:
         """The work of all units, each by itself, divided so that no rank waits."""
-        many = Counter(self.sites)
+        many = Counter(self.groups)
         if len(many) == 1:
-            t = self._at(self.sites[0])[0]
+            t = self._at(self.groups[0])[0]
             return t.least_apart(t.step) / self.ranks
-        each = [t.least_of_units(t.step) for t in (self._at(site)[0] for site in many)]
+        each = [t.least_of_units(t.step) for t in (self._at(group)[0] for group in many)]
         return least_divided(np.array(each), np.array(list(many.values())))
 
     def ranges(self) -> list[UnitRange]:
@@ -94,23 +94,23 @@ class ChainMenu(StageMenu):
         return [(a, b) for a in range(n) for b in range(a + 1, n + 1)]
 
     def _role(self, units: UnitRange, rank: int) -> StageRole:
-        return StageRole(units=units, site=self.sites[rank])
+        return StageRole(units=units, group=self.groups[rank])
 
     def splits(self, role: StageRole) -> list[StageSplit]:
         """The ways to split a range: at no price of bytes first, the fastest first of them."""
         if role not in self._ways:
-            t = self._at(role.site)[0]
-            self._ways[role] = _once(t.cheapest(role, 0.0, step=step) for step in t.steps)
+            t = self._at(role.group)[0]
+            self._ways[role] = _distinct(t.cheapest(role, 0.0, step=step) for step in t.steps)
         return self._ways[role]
 
     def _sparing(self, role: StageRole) -> list[StageSplit]:
         """Ways that need less memory, too: of all tables, at some prices of bytes."""
-        rank, out = self.sites.index(role.site), self.splits(role)
-        for t in self._at(role.site):
+        rank, out = self.groups.index(role.group), self.splits(role)
+        for t in self._at(role.group):
             free = t.cheapest(role, 0.0)
             each = free.step_s(0.0, self.micro_batches) / self.limits[rank]
             out = [*out, free, *(t.cheapest(role, 0.0, p * each, self.ranks) for p in PRICES if each)]
-        return _once(out)
+        return _distinct(out)
 
     def first(self, d: Discipline, chunks: int) -> float:
         return 0.0
@@ -170,8 +170,8 @@ class ChainMenu(StageMenu):
             limits=self.limits,
         )
 
-    def _ranks_by_site(self) -> list[int]:
-        return [self.sites.index(i) for i in dict.fromkeys(self.sites)]
+    def _ranks_by_group(self) -> list[int]:
+        return [self.groups.index(i) for i in dict.fromkeys(self.groups)]
 
     def _fits(self, s: Schedule, splits: tuple[StageSplit, ...]) -> bool:
         rows, room = self.problem(s, splits).memory_rows
@@ -199,7 +199,7 @@ class ChainMenu(StageMenu):
             first=w.role.units[0],
             end=w.role.units[1],
             runs=runs_of(
-                **{k: w.fixed(k, f"{k}_sent") for k in ("forward", "input", "weight", "again")},
+                **{k: w.fixed(k, f"{k}_sent") for k in ("forward", "input", "weight", "recompute")},
             ),
             before=before,
             after=after,
@@ -213,7 +213,7 @@ class ChainMenu(StageMenu):
     def _least_sent_s(self, w: StageSplit) -> tuple[float, float]:
         """Without the moves between the layouts; the next stage may have gradients in any."""
         of = self.sent_bytes(w)[0], self.least_bytes(self.crossing(w))[1]
-        there, back = (min(self.sent_s(w.role.site, other, x) for other in set(self.sites)) for x in of)
+        there, back = (min(self.sent_s(w.role.group, other, x) for other in set(self.groups)) for x in of)
         return there, back
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
@@ -249,13 +249,13 @@ class ChainMenu(StageMenu):
         out = np.full((n + 1, n + 1), np.inf)
         for units in self.ranges():
             out[units] = min(
-                self._of_direction(self._role(units, r), self._at(self.sites[r])[0].step)
-                for r in self._ranks_by_site()
+                self._of_direction(self._role(units, r), self._at(self.groups[r])[0].step)
+                for r in self._ranks_by_group()
             )
         return out
 
     def _slow(self, rank: int) -> float:
-        return self._at(self.sites[rank])[0].slow
+        return self._at(self.groups[rank])[0].slow
 
     def _along(self, s: Schedule, path: Path, k: int, role: StageRole) -> float:
         """What a stage adds to a path at least. What it does once a step is left out where the path only passes."""
@@ -274,7 +274,7 @@ class ChainMenu(StageMenu):
         size = float(np.abs(weights).max())
         key = role, np.round(weights / size, 12).tobytes()
         if key not in self._least:
-            some = [t for t in self._at(role.site) if t.weights == "once"]
+            some = [t for t in self._at(role.group) if t.weights == "once"]
             if not slower_may_weigh_less(weights):
                 some = some[:1]
             elif np.isfinite(self.limits).any():
@@ -283,7 +283,7 @@ class ChainMenu(StageMenu):
         return size * self._least[key]
 
 
-def _once(ways: Iterable[StageSplit]) -> list[StageSplit]:
+def _distinct(ways: Iterable[StageSplit]) -> list[StageSplit]:
     """Each of them once."""
     return list(dict.fromkeys(ways))
 
@@ -298,6 +298,6 @@ def _exposed(w: StageSplit, *, alone: bool) -> tuple[float, float]:
     update = w.fixed("after")
     if not alone:
         return w.slow * w.fixed("before"), w.slow * w.fixed("sums") + update
-    forward, backward = w.by_unit("forward"), w.by_unit("input", "weight", "again")
+    forward, backward = w.by_unit("forward"), w.by_unit("input", "weight", "recompute")
     before = exposed_s(w.by_unit("before"), forward, 0.0, w.slow)
     return before, exposed_s(w.by_unit("sums"), backward, 0.0, w.slow) + update

@@ -78,8 +78,8 @@ def choose_stages(
 
     ways: of each stage. shares: part of the blocks of each rank, about. limits: float64 [ranks].
     """
-    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
-    of = [once[id(some)] for some in ways]
+    distinct = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [distinct[id(some)] for some in ways]
     most = [_most_blocks(s, r, _on(s, r, of), float(limits[r])) for r in range(s.ranks)]
     if sum(most) < blocks:
         return None
@@ -100,8 +100,8 @@ def even_stages(
     """The same if stages have equal numbers of blocks, those nearest to both ends one fewer where it takes that.
 
     Every stage waits for the longest in its chain, however little its rank has to do."""
-    once = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
-    of = [once[id(some)] for some in ways]
+    distinct = {id(some): _Ways.of(some, s.micro_batches) for some in ways}
+    of = [distinct[id(some)] for some in ways]
     most = -(-blocks // s.stages)
     number = np.full(s.stages, most)
     inwards = np.argsort(np.minimum(np.arange(s.stages), np.arange(s.stages)[::-1] - 0.5), kind="stable")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CircularStages", "circular_bound_s", "circular_problem", "circular_staged"]
 
-_HELD_A_TURN = 2
+_HELD_AN_ITERATION = 2
 """How often activations that cross between stages are held for each turn besides what backward needs, and how often
 their gradients: what is fed to the scan, and what its turns return."""
 
@@ -45,7 +45,7 @@ def circular_staged(
     """(the best split under the schedule, if it takes less than ``below``; whether any fits). prices: of bytes, as
     multiples of the step for all of a device's memory."""
     n, rest = divmod(menu.places.blocks, s.stages)
-    if rest or len(set(menu.sites)) > 1:
+    if rest or len(set(menu.groups)) > 1:
         return None, True
     best, fits, counts = None, False, np.full(s.stages, n)
     for t in menu.tables:
@@ -74,14 +74,14 @@ def _busy_s(menu: StageMenu, s: Schedule, w: StageSplit) -> np.ndarray:
 
 def circular_bound_s(menu: StageMenu, s: Schedule) -> float:
     """No split under the schedule takes less, whatever the memory."""
-    sent = (_turns(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
+    sent = (_iterations(s) + 2 * _handed(s)) * sum(menu.least_send_s()) if s.ranks > 1 else 0.0
     return sent + min(float(t.least_sum(*_weights(s)).bound) for t in menu.tables)
 
 
 _ROLE = StageRole(first=True, last=True)
 
 
-def _turns(s: Schedule) -> int:
+def _iterations(s: Schedule) -> int:
     return s.micro_batches + s.ranks - 1
 
 
@@ -92,9 +92,9 @@ def _handed(s: Schedule) -> float:
 
 def _weights(s: Schedule, price: float = 0.0) -> tuple[tuple[np.ndarray, float, float], ...]:
     """(features, the weight of both ends, that of all blocks): what a rank takes, and its bytes at a price."""
-    turns, part = _turns(s), s.micro_batches / s.ranks
+    iterations, part = _iterations(s), s.micro_batches / s.ranks
     return (
-        (running(forward=1, input=1, weight=1) + price * direction(kept=1), part, turns / s.ranks),
+        (running(forward=1, input=1, weight=1) + price * direction(kept=1), part, iterations / s.ranks),
         (direction(before=1, sums=1, after=1) + price * direction(static=1), 1.0, 1 / s.ranks),
     )
 
@@ -104,7 +104,7 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
     splits = (w,) * s.stages
     p = menu.problem(s, splits)
     f, part, (send, back) = p.fixed, s.micro_batches / s.ranks, p.fixed.send.max(axis=1, initial=0.0)
-    assert p.once is not None and p.bytes_fixed is not None
+    assert p.hoisted is not None and p.bytes_fixed is not None
     handed = 2 * _handed(s)
     ends = [
         menu.gradient_bytes(w, name)
@@ -112,7 +112,7 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
         if _of_ends(menu, name, parts)
     ]
     mesh = mesh_from(f"stage={s.ranks},inner={menu.mesh.devices}", s.ranks * menu.mesh.devices)
-    model = menu.models[menu.sites[0]]
+    model = menu.models[menu.groups[0]]
     summed = float(model.collective("all_reduce", mesh, 1, sum(ends))) if sum(ends) and s.ranks > 1 else 0.0
     none = np.zeros(s.stages)
     return replace(
@@ -122,21 +122,21 @@ def circular_problem(menu: StageMenu, s: Schedule, w: StageSplit) -> CutProblem:
             forward=none + send,  # the next turn waits for what this one sends
             input=none + back,
             weight=none,
-            again=none,
+            recompute=none,
             send=np.zeros((2, s.stages - 1)),
             before=f.before + part * f.forward + handed * send,
             after=f.after
             - menu.tied_after(s, splits)
             + summed
             + handed * back
-            + part * (f.again + f.input + f.weight),
+            + part * (f.recompute + f.input + f.weight),
         ),
-        once=replace(
-            p.once, slow=np.ones(s.ranks)
+        hoisted=replace(
+            p.hoisted, slow=np.ones(s.ranks)
         ),  # a scan waits for all of its operands, and returns all sums
         bytes_fixed=StageBytes(
             held=p.bytes_fixed.held + part * p.bytes_fixed.kept,
-            kept=np.full(s.stages, _HELD_A_TURN * sum(menu.sent_bytes(w))),
+            kept=np.full(s.stages, _HELD_AN_ITERATION * sum(menu.sent_bytes(w))),
             for_weights=none,
         ),
     )

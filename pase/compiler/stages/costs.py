@@ -14,20 +14,20 @@ import numpy as np
 
 from pase.compiler.stages.places import Places, StagePart
 from pase.ir import Edge, Graph, Node
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import Held, held, in_flight
 from pase.tables.build import array_tile, work_price
 from pase.tables.facts import facts
 from pase.tables.itemize import KnownCharges, collectives
-from pase.tables.layouts import forward_states, local_bytes, number, read_states, write_states
+from pase.tables.layouts import concrete_size, forward_states, local_bytes, read_states, write_states
 from pase.tables.work import Phase, Work, node_work
 
 __all__ = [
     "PARTS",
     "GatheredWeights",
-    "KnownPieces",
     "PartCost",
+    "PricedParts",
     "collective_shares",
     "part_costs",
     "products_of_weights",
@@ -46,7 +46,7 @@ class PartCost:
     """The costs of one part; of equal units, of one of them. Seconds are per micro-batch; before, sums, after: once per
     step. Bytes are per device.
 
-    input, weight: the two parts of backward. again: recomputation. These are compute; what is named ``_sent`` are
+    input, weight: the two parts of backward. recompute: recomputation. These are compute; what is named ``_sent`` are
     collectives at the same time, behind which nothing hides. before: gathers of parameters; sums: of their gradients.
     static: bytes kept through the step. kept: bytes of
     one micro-batch, kept until its backward. inner: bytes of a block while it is recomputed. buffers: bytes of one op,
@@ -56,11 +56,11 @@ class PartCost:
     forward: float = 0.0
     input: float = 0.0
     weight: float = 0.0
-    again: float = 0.0
+    recompute: float = 0.0
     forward_sent: float = 0.0
     input_sent: float = 0.0
     weight_sent: float = 0.0
-    again_sent: float = 0.0
+    recompute_sent: float = 0.0
     before: float = 0.0
     sums: float = 0.0
     after: float = 0.0
@@ -77,7 +77,7 @@ class PartCost:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KnownPieces:
+class PricedParts:
     """What was priced already, of one graph, mesh, cost model and optimizer: splits differ in a few nodes alone.
 
     work: seconds of a node's work by field of ``PartCost``; held: what it keeps; buffers: while it runs. read: bytes of
@@ -99,15 +99,15 @@ def part_costs(
     model: CostModel,
     optimizer: str,
     weights: GatheredWeights,
-    known: KnownPieces | None = None,
+    known: PricedParts | None = None,
 ) -> dict[StagePart, PartCost]:
     """The costs of the parts of the graph of a step in micro-batches (``pase.ir.blocks.accumulated``).
 
     configs: node -> int8 [axes]. known: from other configs.
     """
     out = {part: PartCost() for part in places.sizes}
-    has, known = places.parts, KnownPieces() if known is None else known
-    moved = collectives(graph, mesh, configs, model, has, known.charges)
+    has, known = places.parts, PricedParts() if known is None else known
+    sent = collectives(graph, mesh, configs, model, has, known.charges)
     for n, like in zip(graph.nodes, facts(graph).cost, strict=True):
         if n.name in has:
             key = like, configs[n.name].tobytes()
@@ -116,18 +116,18 @@ def part_costs(
             for place in has[n.name]:  # a tied parameter is updated in each of its stages
                 _add(out[place], known.work[key])
     paid: dict[object, dict[str, float]] = {}
-    for c in moved:
+    for c in sent:
         of = c.node, c.tensor, c.phase, c.times
         if of not in paid:
             of_parameter = graph.producer[c.tensor].kind == "parameter"
             shares = collective_shares(
-                graph.node[c.node], c.phase, c.times, of_parameter, weights, turns_of(graph)
+                graph.node[c.node], c.phase, c.times, of_parameter, weights, micro_batches_of(graph)
             )
             paid[of] = {name: float(share) for name, share in shares.items()}
         for place in has[c.node]:
             _add(out[place], paid[of], c.cost)
     _hold(graph, places, mesh, configs, optimizer, weights, out, known)
-    for c in moved:
+    for c in sent:
         part = out[places.of(c.node)]
         part.buffers = max(part.buffers, c.nbytes)
     for name, nbytes in in_flight(graph, configs, mesh, known.buffers).items():
@@ -156,7 +156,7 @@ def _work(
     for_weights = products_of_weights(graph, n)
     for w in node_work(graph, n, cfg[None, :], mesh, optimizer, array_tile(model)):
         seconds = w.times * float(np.ravel(work_price(w, model))[0])
-        for name, share in work_shares(w, for_weights, turns_of(graph)).items():
+        for name, share in work_shares(w, for_weights, micro_batches_of(graph)).items():
             out[name] = out.get(name, 0.0) + share * seconds
     return out
 
@@ -170,7 +170,7 @@ def work_shares(w: Work, for_weights: Iterator[bool], micro_batches: int) -> dic
     if w.phase == "update":  # or each micro-batch's gradient is added to the sum
         return {"weight": 1 / m} if w.times > 1 else {"after": 1.0}
     if w.phase == "forward":
-        return {"forward": (1 - w.late) / m, "again": w.late / m}
+        return {"forward": (1 - w.late) / m, "recompute": w.late / m}
     return {"weight" if w.kind in ("matmul", "conv") and next(for_weights) else "input": 1 / m}
 
 
@@ -195,18 +195,18 @@ def collective_shares(
 
     reader: the node that pays for it. times: how often it runs in a step.
     """
-    m, once = micro_batches, weights == "once"
+    m, hoisted = micro_batches, weights == "once"
     if phase == "update":  # ZeRO's gather of what was updated: the next step's first forward hides it
-        return {"before" if once else "after": 1.0}
+        return {"before" if hoisted else "after": 1.0}
     if of_parameter and phase == "backward":
-        return {"sums" if once else "weight_sent": 1 / m}
+        return {"sums" if hoisted else "weight_sent": 1 / m}
     if phase == "backward":
         return {"input_sent": 1 / m}
-    runs = max(float(number(op.times, reader.name)) for op in reader.ops)
-    again = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
-    if of_parameter and once:
-        return {"before": (1 - again) / m}
-    return {"forward_sent": (1 - again) / m, "again_sent": again / m}
+    runs = max(float(concrete_size(op.times, reader.name)) for op in reader.ops)
+    recompute = np.where(any(op.remat for op in reader.ops) & (np.asarray(times) >= 2 * runs), 0.5, 0.0)
+    if of_parameter and hoisted:
+        return {"before": (1 - recompute) / m}
+    return {"forward_sent": (1 - recompute) / m, "recompute_sent": recompute / m}
 
 
 def _hold(
@@ -217,12 +217,12 @@ def _hold(
     optimizer: str,
     weights: GatheredWeights,
     out: dict[StagePart, PartCost],
-    known: KnownPieces,
+    known: PricedParts,
 ) -> None:
     """Add bytes to the parts. Weights that are kept whole, and whole sums of their gradients, are counted as they are
     read.
     """
-    whole = weights == "once" and turns_of(graph) > 1
+    whole = weights == "once" and micro_batches_of(graph) > 1
     regions: dict[tuple[StagePart, object], float] = {}
     for n in graph.nodes:
         key = n.name, configs[n.name].tobytes()
@@ -278,8 +278,8 @@ def _read_bytes(graph: Graph, e: Edge, mesh: Mesh, configs: Mapping[str, np.ndar
     stored, tensor = graph.tensors[source.ops[0].writes[0].tensor], graph.tensors[e.tensor]
     written = write_states(source, *source.write_of(e.tensor), tensor, configs[e.src][None, :], mesh)
     read = read_states(reader, e.op, e.access, tensor, configs[e.dst][None, :], mesh)
-    moved = bool((forward_states(written) != forward_states(read)).any())
-    times = number(e.op.times, e.dst) / turns_of(graph)
+    resharded = bool((forward_states(written) != forward_states(read)).any())
+    times = concrete_size(e.op.times, e.dst) / micro_batches_of(graph)
     local = times * float(local_bytes(reader, tensor, e.access, configs[e.dst][None, :], mesh)[0])
-    copied = local if moved or tensor.dtype != stored.dtype else 0.0
+    copied = local if resharded or tensor.dtype != stored.dtype else 0.0
     return copied, local / tensor.itemsize * stored.itemsize if stored.needs_grad else 0.0

@@ -20,7 +20,7 @@ import numpy as np
 from pase.compiler.stages.costs import GatheredWeights, collective_shares, products_of_weights, work_shares
 from pase.compiler.stages.places import Places
 from pase.ir import Edge, Graph, Node, Tensor
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import held
 from pase.tables import CostTables, EdgeTable
@@ -35,7 +35,7 @@ from pase.tables.build import (
 )
 from pase.tables.charges import node_charges
 from pase.tables.facts import facts
-from pase.tables.layouts import forward_states, local_bytes, number
+from pase.tables.layouts import concrete_size, forward_states, local_bytes
 from pase.tables.work import Phase, node_work
 
 __all__ = ["Feature", "FeatureTables", "direction", "feature_tables", "running", "slower_may_weigh_less"]
@@ -105,15 +105,15 @@ class FeatureTables:
     @cached_property
     def entries(self) -> int:
         """How many numbers the tables hold, equal ones once."""
-        once = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges))}
-        return sum(x.size for p in once.values() for x in p.values())
+        distinct = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges))}
+        return sum(x.size for p in distinct.values() for x in p.values())
 
     @cached_property
     def stacked(self) -> dict[int, tuple[list[Feature], np.ndarray]]:
         """The parts of each node and edge by their ``id``: which features they have, and these, float64 [features,
         entries]."""
-        once = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges)) if p}
-        return {i: (list(p), np.stack([x.ravel() for x in p.values()])) for i, p in once.items()}
+        distinct = {id(p): p for p in (*self.nodes, *(p for _, p in self.edges)) if p}
+        return {i: (list(p), np.stack([x.ravel() for x in p.values()])) for i, p in distinct.items()}
 
     def weighted(self, weights: np.ndarray, shares: list[float]) -> CostTables:
         """The tables of a weighted sum: float64 [features], and the weight of each node with the edges into it."""
@@ -177,8 +177,8 @@ class _StagePricing:
         return self.space.mesh
 
     @cached_property
-    def turns(self) -> int:
-        return turns_of(self.graph)
+    def micro_batches(self) -> int:
+        return micro_batches_of(self.graph)
 
     def nodes(self) -> Iterator[_ByFeature]:
         seconds: dict[int, _ByFeature] = {}
@@ -195,22 +195,24 @@ class _StagePricing:
         out, for_weights = _ByFeature(), products_of_weights(self.graph, n)
         for w in node_work(self.graph, n, cfg, self.mesh, self.optimizer, array_tile(self.model)):
             price = np.broadcast_to(w.times * work_price(w, self.model), len(cfg))
-            _add(out, price, _features(work_shares(w, for_weights, self.turns)))
+            _add(out, price, _features(work_shares(w, for_weights, self.micro_batches)))
         for c in node_charges(self.graph, n, cfg, self.mesh):
             price = np.broadcast_to(charge_price(c, self.model, self.mesh), len(cfg))
             of_parameter = self.graph.producer[c.tensor].kind == "parameter"
-            _add(out, price, self._paid(n, c.phase, c.times * c.turns, of_parameter))
+            _add(out, price, self._paid(n, c.phase, c.times * c.rounds, of_parameter))
         return out
 
     def _paid(
         self, reader: Node, phase: Phase, times: np.ndarray | float, of_parameter: bool
     ) -> dict[Feature, np.ndarray | float]:
         """How much of a collective's seconds per step goes to each feature. reader: the node that pays for it."""
-        return _features(collective_shares(reader, phase, times, of_parameter, self.weights, self.turns))
+        return _features(
+            collective_shares(reader, phase, times, of_parameter, self.weights, self.micro_batches)
+        )
 
     def _bytes(self, n: Node, cfg: np.ndarray) -> _ByFeature:
         """What a node keeps, except in a region that is recomputed."""
-        whole = self.weights == "once" and self.turns > 1
+        whole = self.weights == "once" and self.micro_batches > 1
         out = _ByFeature()
         waits = not (self.recomputes and self.places.of(n.name) == "block")
         for h in held(self.graph, n, cfg, self.mesh, self.optimizer):
@@ -260,7 +262,11 @@ class _StagePricing:
     def _local(self, e: Edge, cfg: np.ndarray) -> np.ndarray:
         """Bytes of a parameter as its reader has it, over all turns of its loop."""
         reader, tensor = self.graph.node[e.dst], self.graph.tensors[e.tensor]
-        return local_bytes(reader, tensor, e.access, cfg, self.mesh) * number(e.op.times, e.dst) / self.turns
+        return (
+            local_bytes(reader, tensor, e.access, cfg, self.mesh)
+            * concrete_size(e.op.times, e.dst)
+            / self.micro_batches
+        )
 
     def edges(self) -> Iterator[tuple[EdgeTable, _ByFeature]]:
         """Those that have a feature. A copy of a parameter in another layout than the stored one is the edge's."""
@@ -270,7 +276,7 @@ class _StagePricing:
         for edge, (e, priced) in zip(graph.edges, shown, strict=True):
             reader, cast = graph.node[edge.dst], graph.tensors[edge.tensor].dtype
             copied = id(edge) in share and cast == self._stored(edge).dtype
-            times = tuple(float(number(op.times, reader.name)) for op in reader.ops)
+            times = tuple(float(concrete_size(op.times, reader.name)) for op in reader.ops)
             key = id(priced.flows), edge if copied else None, times, any(op.remat for op in reader.ops)
             if key not in made:
                 parts = _ByFeature()
@@ -285,11 +291,11 @@ class _StagePricing:
     def _copied(self, edge: Edge, priced: EdgeCosts, share: float) -> np.ndarray:
         """Bytes of the copy under each pair of layouts: none where it is read as it is stored."""
         have, want = (forward_states(rows) for rows in priced.rows)
-        moved = (have[:, None] != want[None]).any(axis=-1)
+        resharded = (have[:, None] != want[None]).any(axis=-1)
         local = np.full(len(want), np.inf)
         np.minimum.at(local, priced.classes[1], self._local(edge, self.space.configs[self._at[edge.dst]]))
         local[np.isinf(local)] = 0.0  # of layouts that no config has
-        return np.where(moved, share * local[None], 0.0)
+        return np.where(resharded, share * local[None], 0.0)
 
     @cached_property
     def _at(self) -> dict[str, int]:
@@ -298,7 +304,7 @@ class _StagePricing:
 
 def _features(shares: Mapping[str, np.ndarray | float]) -> dict[Feature, np.ndarray | float]:
     """Shares by field of ``PartCost``, by feature: recomputation precedes the input's part of backward."""
-    return {Feature[name.replace("again", "input").upper()]: x for name, x in shares.items()}
+    return {Feature[name.replace("recompute", "input").upper()]: x for name, x in shares.items()}
 
 
 def _add(parts: _ByFeature, value: np.ndarray, shares: Mapping[Feature, np.ndarray | float]) -> None:

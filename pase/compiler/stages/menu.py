@@ -18,16 +18,16 @@ import numpy as np
 from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant
 from pase.compiler.stages.chain_places import UnitPlaces, UnitRange
-from pase.compiler.stages.costs import PARTS, GatheredWeights, KnownPieces, PartCost, part_costs
+from pase.compiler.stages.costs import PARTS, GatheredWeights, PartCost, PricedParts, part_costs
 from pase.compiler.stages.features import FeatureTables, direction, feature_tables, running
 from pase.compiler.stages.places import Places, StagePart
 from pase.ir import Graph
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.memory.account import in_flight_at_least
-from pase.pipeline.beside import exposed_lines
+from pase.pipeline.overlap import exposed_lines
 from pase.pipeline.types import Kind, Schedule
-from pase.search import PlannedOnce, Solution
+from pase.search import PlanCache, Solution
 from pase.tables import CostTables
 
 __all__ = [
@@ -46,12 +46,12 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class StageRole:
-    """Whether a stage has the part before the blocks, and the part after them. site: on which devices it lies, as a
+    """Whether a stage has the part before the blocks, and the part after them. group: on which devices it lies, as a
     number of the ``StageTables``; 0 where all are equal. units: in a chain of unequal units, those of the stage."""
 
     first: bool = False
     last: bool = False
-    site: int = 0
+    group: int = 0
     units: UnitRange | None = None
 
     @property
@@ -64,10 +64,10 @@ class StageRole:
         return max(of[p] for p in parts)
 
 
-def roles_of(s: Schedule, sites: Sequence[int]) -> tuple[StageRole, ...]:
-    """Of each stage. sites: of each rank."""
+def roles_of(s: Schedule, groups: Sequence[int]) -> tuple[StageRole, ...]:
+    """Of each stage. groups: of each rank."""
     last = s.stages - 1
-    return tuple(StageRole(first=k == 0, last=k == last, site=sites[r]) for k, r in enumerate(s.rank_of))
+    return tuple(StageRole(first=k == 0, last=k == last, group=groups[r]) for k, r in enumerate(s.rank_of))
 
 
 FIRST, MIDDLE, LAST, ONLY = (
@@ -79,7 +79,7 @@ FIRST, MIDDLE, LAST, ONLY = (
 
 
 _NOTHING = PartCost()
-_SENT_TOO = ("forward", "input", "weight", "again")
+_SENT_TOO = ("forward", "input", "weight", "recompute")
 SUMMED = {
     name: (name, f"{name}_sent") if name in _SENT_TOO else (name,)
     for name in (*_SENT_TOO, "after", "static", "kept")
@@ -87,8 +87,8 @@ SUMMED = {
 """What a stage's times and bytes consist of, as fields of ``PartCost``."""
 COMPUTED = {
     Kind.FORWARD: ("forward",),
-    Kind.BACKWARD: ("again", "input", "weight"),
-    Kind.INPUT: ("again", "input"),
+    Kind.BACKWARD: ("recompute", "input", "weight"),
+    Kind.INPUT: ("recompute", "input"),
     Kind.WEIGHT: ("weight",),
 }
 """Behind which gathers and sums hide: compute alone."""
@@ -146,7 +146,7 @@ class StageSplit:
         return np.array([[f(*what) for what in SUMMED.values()] for f in (self.fixed, self.of_block)])
 
     @cached_property
-    def beside(self) -> np.ndarray:
+    def overlap_rows(self) -> np.ndarray:
         """``by_unit`` of gathers, of sums, and of each kind of action's compute, float64 [2 + kinds, units]."""
         return np.stack([self.by_unit(*what) for what in (("before",), ("sums",), *COMPUTED.values())])
 
@@ -176,8 +176,8 @@ class StageSplit:
     @cached_property
     def _busy(self) -> tuple[np.ndarray, np.ndarray]:
         """(seconds of a micro-batch [2], seconds per step [lines, 2])."""
-        forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "again")
-        sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "again_sent")
+        forward, backward = self.by_unit("forward"), self.by_unit("input", "weight", "recompute")
+        sent = self.by_unit("forward_sent", "input_sent", "weight_sent", "recompute_sent")
         gathers = exposed_lines(self.by_unit("before"), forward, self.slow)
         sums = exposed_lines(self.by_unit("sums"), backward, self.slow)
         each, once = (
@@ -193,7 +193,7 @@ class StageSplit:
 
 
 class StageTables:
-    """The tables of a step in micro-batches on the devices of one stage. site: the number of that kind of devices.
+    """The tables of a step in micro-batches on the devices of one stage. group: the number of that kind of devices.
 
     slow: as of ``StageSplit``. spent: counts the work on them. planned: orders of elimination, also of other tables."""
 
@@ -206,18 +206,18 @@ class StageTables:
         model: CostModel,
         optimizer: str,
         weights: GatheredWeights,
-        site: int = 0,
+        group: int = 0,
         spent: Spent | None = None,
         slow: float = 1.0,
-        planned: PlannedOnce | None = None,
+        planned: PlanCache | None = None,
     ) -> None:
         self.spent, self.slow = Spent() if spent is None else spent, slow
-        self.planned = PlannedOnce() if planned is None else planned
-        self.site, self.micro_batches = site, turns_of(graph)
+        self.planned = PlanCache() if planned is None else planned
+        self.group, self.micro_batches = group, micro_batches_of(graph)
         self.graph, self.places, self.variant, self.mesh = graph, places, variant, mesh
         self.model, self.optimizer, self.weights = model, optimizer, weights
         self._splits: dict[tuple[StageRole, bytes], StageSplit] = {}
-        self._pieces = KnownPieces()
+        self._pieces = PricedParts()
 
     def sent_each(self) -> StageTables:
         """The same, with gathers and sums at each micro-batch."""

@@ -21,9 +21,9 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import block_ways, variants
 from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
+from pase.compiler.stages.device_groups import arrangements, groups_of, rank_meshes
+from pase.compiler.stages.replica_split import ReplicaSplit, search_replica_split
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.compiler.stages.shares import Shares, search_shares
-from pase.compiler.stages.sites import arrangements, groups_of, rank_meshes
 from pase.errors import Infeasible, PaseError
 from pase.pipeline.registry import SCHEDULES
 
@@ -49,7 +49,7 @@ class Pipelines:
 
     best: Staged | None = None
     menu: StageMenu | None = None
-    shares: Shares | None = None
+    replica_split: ReplicaSplit | None = None
     """Replicas on the machine's groups, if they take less time than ``best``."""
     others: dict[str, float] = field(default_factory=dict)
     """Seconds of what was compared besides."""
@@ -88,7 +88,7 @@ def search_pipelines(
         searched.append((c, menu))
         if found is not None:
             out.best, out.menu, below = found, menu, found.step_s
-    shares = search_shares(problem, traced, options, say, out.spent)
+    shares = search_replica_split(problem, traced, options, say, out.spent)
     out.unseen += shares.left
     if not candidates and not shares.found:
         raise Infeasible(
@@ -100,7 +100,7 @@ def search_pipelines(
         if x.step_s < below:
             slow = max(x.replicas, key=lambda r: r.staged.step_s)
             out.others |= {} if out.best is None else {"stages on the groups": below}
-            out.shares, out.best, out.menu, below = x, slow.staged, slow.menu, x.step_s
+            out.replica_split, out.best, out.menu, below = x, slow.staged, slow.menu, x.step_s
         else:
             out.others["replicas on the groups"] = x.step_s
     out.seconds["search"] = time.perf_counter() - began
@@ -116,8 +116,8 @@ def search_pipelines(
         say(f"a bound for {c}")
         least, found = menu.bounded(below)
         if found is not None:
-            out.others |= {} if out.shares is None else {"replicas on the groups": below}
-            out.shares, out.best, out.menu, below = None, found, menu, found.step_s
+            out.others |= {} if out.replica_split is None else {"replicas on the groups": below}
+            out.replica_split, out.best, out.menu, below = None, found, menu, found.step_s
         out.bound = min(out.bound, max(c.least, least))
     out.bound = min(out.bound, below)
     out.seconds["bound"] = time.perf_counter() - began
@@ -162,7 +162,7 @@ def _candidates(
         some = tuple(
             next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
         )
-        least = menu_of(made.all(some[:1], mesh, place.sites), m, place).least_s()
+        least = menu_of(made.all(some[:1], mesh, place.groups), m, place).least_s()
         yield Candidate(
             ranks=ranks,
             micro_batches=m,
@@ -170,7 +170,7 @@ def _candidates(
             least=least,
             place=place,
             schedule="every" if one and options.stage_schedule == "auto" else options.stage_schedule,
-            tables=partial(made.all, some, mesh, place.sites),
+            tables=partial(made.all, some, mesh, place.groups),
         )
 
 

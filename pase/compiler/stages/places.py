@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from pase.errors import Infeasible
 from pase.ir import Graph, Node, Place
-from pase.ir.blocks import holders, turns_of
+from pase.ir.blocks import holders, micro_batches_of
 from pase.machine import CostModel, mesh_from
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
     from pase.ir.blocks import Block
@@ -88,10 +88,10 @@ def places_of(graph: Graph, written_out: Sequence[Block] = ()) -> Places:
 
     Raises Infeasible if the model has neither, or several such loops.
     """
-    turns = turns_of(graph)
+    micro_batches = micro_batches_of(graph)
     times = {
-        n.name: max(int(number(op.times, n.name)) for op in n.ops)
-        // (1 if n.kind in ("input", "constant") else turns)
+        n.name: max(int(concrete_size(op.times, n.name)) for op in n.ops)
+        // (1 if n.kind in ("input", "constant") else micro_batches)
         for n in graph.nodes
     }
     blocks = max(times.values(), default=1)

@@ -13,10 +13,10 @@ from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.stages.chain_search import ChainMenu
 from pase.compiler.stages.menu import StageSplit
 from pase.compiler.stages.pipelines import MICRO_BATCHES, Pipelines
+from pase.compiler.stages.replica_split import ReplicaSplit
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.compiler.stages.shares import Shares
 from pase.ir import digest
-from pase.ir.blocks import turns_of
+from pase.ir.blocks import micro_batches_of
 from pase.machine import GroupedMachine, Mesh
 from pase.memory.account import Memory
 from pase.pipeline.simulate import peak_bytes, simulate
@@ -40,16 +40,16 @@ def plan_staged(
     """
     s, menu = found.best, found.menu
     assert s is not None and menu is not None and s.cuts.simulated is not None and s.cuts.counts is not None
-    step_s = s.step_s if found.shares is None else found.shares.step_s
+    step_s = s.step_s if found.replica_split is None else found.replica_split.step_s
     middle = _middle(s)
     configs = _as_cut(s, menu)
     t = next(t for t in menu.tables if t.variant == middle.variant)
     mesh = axes_by_use(t.graph, s.mesh, configs)
     bound = min(found.bound, step_s)
     # As ``costs`` prices it: gathers and sums of parameters run once a step unless a stage has them each time.
-    once = all(split.weights == "once" for split in s.splits)
+    hoisted = all(split.weights == "once" for split in s.splits)
     plan = assemble(
-        replace(t.graph, meta={**t.graph.meta, "once": "all"}) if once else t.graph,
+        replace(t.graph, meta={**t.graph.meta, "once": "all"}) if hoisted else t.graph,
         mesh,
         configs,
         model=problem.model,
@@ -75,9 +75,9 @@ def plan_staged(
     )
     memory = _memory(s)
     # The plan lists all micro-batches. A replica runs its share, and sends so much less, but for what is sent once.
-    turns = turns_of(t.graph)
-    run = s.micro_batches / turns
-    counted = [(c, run if c.times >= turns else 1.0) for c in plan.collectives]
+    micro_batches = micro_batches_of(t.graph)
+    run = s.micro_batches / micro_batches
+    counted = [(c, run if c.times >= micro_batches else 1.0) for c in plan.collectives]
     sent: dict[str, tuple[float, float]] = {}
     for c, part in counted:
         before, after = sent.get(c.node, (0.0, 0.0))
@@ -85,15 +85,17 @@ def plan_staged(
     staged = replace(
         plan,
         devices=problem.devices,
-        beside=problem.pricing.beside,
+        beside=problem.pricing.occupied,
         memory=max(memory, key=lambda m: m.total),
         memory_limit=None if np.isinf(menu.limits).all() else int(menu.limits.max()),
         nodes=tuple(_shared(n, 1 / s.schedule.ranks, run, sent) for n in plan.nodes),
         collectives=tuple(replace(c, cost=c.cost * part / s.schedule.ranks) for c, part in counted),
         pipeline=replace(
             _pipeline(s, menu, mesh, _scope(found, menu.only), _names(problem)),
-            replicas=() if found.shares is None else _replicas(found.shares, found, _names(problem)),
-            sum_s=None if found.shares is None else found.shares.sum_s,
+            replicas=()
+            if found.replica_split is None
+            else _replicas(found.replica_split, found, _names(problem)),
+            sum_s=None if found.replica_split is None else found.replica_split.sum_s,
             equal_s=_equal_s(s, found, isinstance(problem.machine, GroupedMachine)),
         ),
     )
@@ -126,8 +128,8 @@ def _equal_s(s: Staged, found: Pipelines, unequal: bool) -> float | None:
     blocks. None if devices are equal, or if equal shares do not fit."""
     if not unequal:
         return None
-    if found.shares is not None:
-        return None if np.isinf(found.shares.equal_s) else found.shares.equal_s
+    if found.replica_split is not None:
+        return None if np.isinf(found.replica_split.equal_s) else found.replica_split.equal_s
     p, many = s.problem, s.schedule.stages
     counts = np.array([p.blocks // many + (k < p.blocks % many) for k in range(many)])
     rows, room = p.memory_rows
@@ -136,13 +138,13 @@ def _equal_s(s: Staged, found: Pipelines, unequal: bool) -> float | None:
     return simulate(s.schedule, p.times(counts)).step_s
 
 
-def _replicas(shares: Shares, found: Pipelines, names: tuple[str, ...]) -> tuple[ReplicaPlan, ...]:
+def _replicas(split: ReplicaSplit, found: Pipelines, names: tuple[str, ...]) -> tuple[ReplicaPlan, ...]:
     out = []
-    for r in shares.replicas:
+    for r in split.replicas:
         mesh = axes_by_use(r.menu.graph, r.staged.mesh, _as_cut(r.staged, r.menu))
         out.append(
             ReplicaPlan(
-                group=r.site.name,
+                group=r.group.name,
                 micro_batches=r.micro_batches,
                 step_s=r.staged.step_s,
                 mesh=mesh.by_name,
@@ -188,7 +190,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
             backward_s=float(times.full[k] - times.forward[k]),
             memory_bytes=memory[rank].total,
             weight_s=float(times.weight[k]),
-            again_s=float(times.again[k]),
+            again_s=float(times.recompute[k]),
             send_s=float(times.send[0, k]) if k < last else 0.0,
             back_s=float(times.send[1, k]) if k < last else 0.0,
             send_bytes=round(menu.sent_bytes(split)[0]) if k < last else 0,
@@ -222,7 +224,7 @@ def _pipeline(s: Staged, menu: StageMenu, mesh: Mesh, scope: str, groups: tuple[
             for split in strategies
         ),
         scope=scope,
-        groups=tuple(groups[i] for i in menu.sites) if groups else (),
+        groups=tuple(groups[i] for i in menu.groups) if groups else (),
         again=tuple(split.variant.blocks for split in strategies),
         before_s=tuple(map(float, times.before)),
         after_s=tuple(map(float, times.after)),

@@ -19,8 +19,8 @@ from pase.compiler.stages.menu import SUMMED, StageRole, StageSplit, StageTables
 from pase.compiler.stages.places import Places, ends_sum_s, send_s
 from pase.ir import Graph, Tensor
 from pase.machine import CostModel, Mesh
-from pase.pipeline.beside import SentOnce
 from pase.pipeline.cuts import CutProblem, Cuts, StageBytes, best_cuts
+from pase.pipeline.overlap import HoistedCollectives
 from pase.pipeline.registry import SCHEDULES, Discipline, schedule
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Schedule, StageTimes
@@ -66,7 +66,7 @@ def chunks_of(d: Discipline, blocks: int, ranks: int) -> Iterator[int]:
 class StageMenu:
     """Ways to split the stages on some devices. They are found once, and each schedule chooses among them.
 
-    tables: of every site. limit: bytes on a device of every rank, or of each one. sites: the site of each rank; empty:
+    tables: of every site. limit: bytes on a device of every rank, or of each one. groups: the site of each rank; empty:
     all are equal. between: prices what ranks of different sites send each other. only: the one schedule to try; "auto":
     all but those of one program; "every".
     """
@@ -77,15 +77,15 @@ class StageMenu:
         ranks: int,
         micro_batches: int,
         limit: float | np.ndarray,
-        sites: Sequence[int] = (),
+        groups: Sequence[int] = (),
         between: CostModel | None = None,
         only: str = "auto",
     ) -> None:
         self.tables, self.ranks, self.micro_batches = tables, ranks, micro_batches
         self.limits = np.broadcast_to(np.asarray(limit, float), (ranks,))
-        self.sites, self.between = tuple(sites) or (0,) * ranks, between
+        self.groups, self.between = tuple(groups) or (0,) * ranks, between
         self.only = only
-        self.models: dict[int, CostModel] = {t.site: t.model for t in tables}
+        self.models: dict[int, CostModel] = {t.group: t.model for t in tables}
         self.places: Places = tables[0].places
         self.graph: Graph = tables[0].graph
         self.mesh: Mesh = tables[0].mesh
@@ -99,8 +99,8 @@ class StageMenu:
     @cached_property
     def block_s(self) -> np.ndarray:
         """The least seconds per step of one block on each rank, float64 [ranks]."""
-        of = {i: self._at(i)[0].least_s(StageRole(site=i), self.places.blocks) for i in set(self.sites)}
-        return np.array([of[i] for i in self.sites]) / self.places.blocks
+        of = {i: self._at(i)[0].least_s(StageRole(group=i), self.places.blocks) for i in set(self.groups)}
+        return np.array([of[i] for i in self.groups]) / self.places.blocks
 
     @property
     def shares(self) -> np.ndarray:
@@ -114,26 +114,26 @@ class StageMenu:
         The first of a site's tables are the ones that charge least.
         """
         if self.ranks == 1:  # what both ends read is there once
-            only = StageRole(first=True, last=True, site=self.sites[0])
-            return self._at(only.site)[0].least_s(only, self.places.blocks)
+            only = StageRole(first=True, last=True, group=self.groups[0])
+            return self._at(only.group)[0].least_s(only, self.places.blocks)
 
         def end(ranks: Sequence[int], *, last: bool) -> float:
             """In blocks of the rank that has it."""
-            roles = [(r, StageRole(first=not last, last=last, site=self.sites[r])) for r in ranks]
-            return min(self._at(role.site)[0].least_s(role, 0.0) / self.block_s[r] for r, role in roles)
+            roles = [(r, StageRole(first=not last, last=last, group=self.groups[r])) for r in ranks]
+            return min(self._at(role.group)[0].least_s(role, 0.0) / self.block_s[r] for r, role in roles)
 
         whole = self.places.blocks + end((0,), last=False) + end((0, -1), last=True)
         return float(whole / (1 / self.block_s).sum())
 
-    def _at(self, site: int) -> list[StageTables]:
-        return [t for t in self.tables if t.site == site]
+    def _at(self, group: int) -> list[StageTables]:
+        return [t for t in self.tables if t.group == group]
 
     def splits(self, role: StageRole) -> list[StageSplit]:
         """Ways to split a stage that has all blocks of a rank: one for each of its tables at each price per byte."""
         if role not in self._splits:
-            rank = self.sites.index(role.site)
+            rank = self.groups.index(role.group)
             blocks, found = self.places.blocks * float(self.shares[rank]), list[StageSplit]()
-            for t in self._at(role.site):
+            for t in self._at(role.group):
                 for step in t.steps:
                     free = t.cheapest(role, blocks, step=step)
                     each = free.step_s(blocks, self.micro_batches) / self.limits[rank]
@@ -160,19 +160,19 @@ class StageMenu:
         """Whether one program can run the stages: one on each rank, equal ones on equal devices, and micro-batches that
         the ranks divide."""
         divide = self.micro_batches % self.ranks == 0 and self.places.blocks % self.ranks == 0
-        return chunks == 1 and divide and len(set(self.sites)) == 1
+        return chunks == 1 and divide and len(set(self.groups)) == 1
 
     def bounded(self, below: float) -> tuple[float, Staged | None]:
         """(a lower bound on every pipeline of these ranks under the schedules, within the limit; the best pipeline that
         takes less than ``below``, of the splits that the bound's searches found)."""
-        once = [t for t in self.tables if t.weights == "once"]
+        hoisted = [t for t in self.tables if t.weights == "once"]
         limited = np.isfinite(self.limits).any()
         self.bounds = StageBounds(
-            tables=once + [t.sent_each() for t in once if limited],
+            tables=hoisted + [t.sent_each() for t in hoisted if limited],
             ranks=self.ranks,
             limit=self.limits,
             send_s=self.least_send_s(),
-            sites=self.sites,
+            groups=self.groups,
         )
         every = [
             (schedule(d.name, self.ranks, self.micro_batches, chunks), d, chunks)
@@ -192,7 +192,7 @@ class StageMenu:
     def least_send_s(self) -> tuple[float, float]:
         """Seconds to send one micro-batch's activations to the next stage, and their gradients back, however they are
         split."""
-        ring = set(zip(self.sites, (*self.sites[1:], self.sites[0]), strict=True))
+        ring = set(zip(self.groups, (*self.groups[1:], self.groups[0]), strict=True))
         of = self.least_bytes(self.places.crossing)
         there, back = (min(self.sent_s(a, b, x) for a, b in ring) for x in of)
         return there, back
@@ -212,7 +212,7 @@ class StageMenu:
         if not nbytes:
             return 0.0
         if a == b:
-            return send_s(self.models[a], self.sites.count(a), self.mesh.devices, nbytes)
+            return send_s(self.models[a], self.groups.count(a), self.mesh.devices, nbytes)
         assert self.between is not None
         return send_s(self.between, 2, self.mesh.devices, nbytes)
 
@@ -300,13 +300,13 @@ class StageMenu:
 
     def even(self, s: Schedule) -> StageChoice | None:
         """The same with equal stages, if ranks have several and are equal."""
-        if s.stages == s.ranks or len(set(self.sites)) > 1:
+        if s.stages == s.ranks or len(set(self.groups)) > 1:
             return None
         return even_stages(s, self.ways(s), self.places.blocks, self.limits)
 
     def ways(self, s: Schedule) -> list[list[StageSplit]]:
         """Of each stage: first those at a few prices per byte, then those that the bound's searches found."""
-        roles = roles_of(s, self.sites)
+        roles = roles_of(s, self.groups)
         of = {
             role: self.splits(role) + (self.bounds.ways(role) if self.bounds is not None else [])
             for role in dict.fromkeys(roles)
@@ -323,7 +323,7 @@ class StageMenu:
         chunks = s.stages // s.ranks
         most = np.zeros(s.ranks)  # the ops of a rank's stages run one after another: the largest counts, once
         np.maximum.at(most, rank, [w.buffers for w in splits])
-        gathers, sums, *compute = _padded([w.beside for w in splits])
+        gathers, sums, *compute = _padded([w.overlap_rows for w in splits])
         return CutProblem(
             schedule=s,
             blocks=self.places.blocks,
@@ -339,7 +339,7 @@ class StageMenu:
                 before=np.zeros(s.stages),
                 **{k: each[k] for k in (*_TIMES, "after")},
             ),
-            once=SentOnce(
+            hoisted=HoistedCollectives(
                 gathers=gathers,
                 sums=sums,
                 compute=np.stack(compute),
@@ -357,7 +357,7 @@ class StageMenu:
         out = np.zeros(s.ranks)
         if s.rank_of[0] != s.rank_of[-1]:
             nbytes = sum(self.gradient_bytes(splits[0], name) for name in self.places.tied)
-            out[[s.rank_of[0], s.rank_of[-1]]] = self.sum_s(self.sites[0], self.sites[-1], nbytes)
+            out[[s.rank_of[0], s.rank_of[-1]]] = self.sum_s(self.groups[0], self.groups[-1], nbytes)
         return out
 
     def gradient_bytes(self, split: StageSplit, name: str) -> float:
@@ -371,7 +371,7 @@ class StageMenu:
     def sum_s(self, one: int, other: int, nbytes: float) -> float:
         """Seconds to sum the gradients of tied parameters between two ranks of these sites, for one device's share."""
         if one == other:
-            return ends_sum_s(self.models[one], self.sites.count(one), self.mesh.devices, nbytes)
+            return ends_sum_s(self.models[one], self.groups.count(one), self.mesh.devices, nbytes)
         assert self.between is not None
         return ends_sum_s(self.between, 2, self.mesh.devices, nbytes)
 
@@ -380,15 +380,15 @@ class StageMenu:
         return self.places.crossing
 
     def _handed_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
-        """``_moved_s``, once for each pair."""
+        """``_send_s``, once for each pair."""
         if (a, b) not in self._sends:
-            self._sends[a, b] = self._moved_s(a, b)
+            self._sends[a, b] = self._send_s(a, b)
         return self._sends[a, b]
 
-    def _moved_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
+    def _send_s(self, a: StageSplit, b: StageSplit) -> tuple[float, float]:
         """Seconds to send one micro-batch's activations to the next stage, in the layout that it reads; and to send
         their gradients back, in the layout of this one."""
-        moved = np.zeros(2)
+        sent = np.zeros(2)
         for name, tensor in self.crossing(a):
             n, t = self.graph.node[name], self.graph.tensors[tensor]
             op, access = n.write_of(tensor)
@@ -396,16 +396,16 @@ class StageMenu:
                 forward_states(write_states(n, op, access, t, w.configs[name][None, :], self.mesh))
                 for w in (a, b)
             )
-            moved[0] += self._moves_s(here, there, t, self.models[b.role.site])
+            sent[0] += self._reshard_s(here, there, t, self.models[b.role.group])
             if t.needs_grad:
-                moved[1] += self._moves_s(there, here, t, self.models[a.role.site])
-        one, other = a.role.site, b.role.site
+                sent[1] += self._reshard_s(there, here, t, self.models[a.role.group])
+        one, other = a.role.group, b.role.group
         return (
-            float(moved[0]) + self.sent_s(one, other, self.sent_bytes(a)[0]),
-            float(moved[1]) + self.sent_s(one, other, self.sent_bytes(b, a)[1]),
+            float(sent[0]) + self.sent_s(one, other, self.sent_bytes(a)[0]),
+            float(sent[1]) + self.sent_s(one, other, self.sent_bytes(b, a)[1]),
         )
 
-    def _moves_s(self, src: np.ndarray, dst: np.ndarray, t: Tensor, model: CostModel) -> float:
+    def _reshard_s(self, src: np.ndarray, dst: np.ndarray, t: Tensor, model: CostModel) -> float:
         """Seconds to bring a tensor from one layout into another."""
         total = 0.0
         for step in reshard(src, dst, self.mesh):
@@ -432,11 +432,11 @@ class StageMenu:
         return float(out[0]), float(out[1])
 
 
-_TIMES = ("forward", "input", "weight", "again")
+_TIMES = ("forward", "input", "weight", "recompute")
 
 
 def _padded(by_unit: Sequence[np.ndarray]) -> np.ndarray:
-    """``StageSplit.beside`` of each stage, float64 [2 + kinds, units, stages]: with as many units as the
+    """``StageSplit.overlap_rows`` of each stage, float64 [2 + kinds, units, stages]: with as many units as the
     largest has."""
     most = max(x.shape[1] for x in by_unit)
     gaps = [np.zeros((len(x), most - x.shape[1])) for x in by_unit]

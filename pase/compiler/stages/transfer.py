@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pase.compiler.meshes.methods import complete
+from pase.compiler.meshes.baselines import complete
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, recomputed
@@ -37,7 +37,7 @@ def staged_elsewhere(plan: PlanData, traced: TracedJax, devices: int) -> tuple[P
     mesh = shrunk_mesh(plan.mesh, devices // ranks)
     strategies, again, dropped = [], [], dict[str, None]()
     for i, strategy in enumerate(p.strategies):
-        how = {b.again for b in p.blocks_again(i, plan.remat)}
+        how = {b.again for b in p.recomputed_blocks(i, plan.remat)}
         again.append(
             recomputed(traced, next(w for w in ("light", "attention", "all") if w in how)) if how else ()
         )

@@ -27,7 +27,7 @@ class Value:
     """A tensor of the graph. Its loop nest is made when something first reads its data.
 
     data: its contents, if they are small and known without data.
-    settled: may ops on ``data`` be worked out now? (Not for a trainable parameter, whose contents will change.)
+    foldable: may ops on ``data`` be worked out now? (Not for a trainable parameter, whose contents will change.)
     note: where it comes from, for rules that see two ops as one (quantize and dequantize, slices of a weight).
     items: of a sequence.
     weight: is it a tensor that the model stores, or a view of one? Its contents are then never part of an op.
@@ -38,7 +38,7 @@ class Value:
     tensor: Tensor | None = None
     make: Callable[[], Tensor] | None = None
     read: Callable[[], np.ndarray | None] | None = None
-    settled: bool = False
+    foldable: bool = False
     note: tuple[Any, ...] = ()
     items: tuple[Value, ...] | None = None
     weight: bool = False
@@ -53,7 +53,7 @@ class Value:
     @property
     def known(self) -> np.ndarray | None:
         """The contents, where ops on them may be worked out now."""
-        return self.data if self.settled else None
+        return self.data if self.foldable else None
 
     @property
     def elements(self) -> int:
@@ -62,13 +62,13 @@ class Value:
     @property
     def literal(self) -> bool:
         """One number that is part of the op that reads it."""
-        return self.settled and self.elements == 1 and self.tensor is None
+        return self.foldable and self.elements == 1 and self.tensor is None
 
 
 def known(array: ArrayLike, dtype: str | None = None) -> Value:
     """A value that has been worked out."""
     a = np.asarray(array)
-    return Value(shape=tuple(map(int, a.shape)), dtype=dtype or str(a.dtype), settled=True, _data=a)
+    return Value(shape=tuple(map(int, a.shape)), dtype=dtype or str(a.dtype), foldable=True, _data=a)
 
 
 class Site:
@@ -161,7 +161,7 @@ class Site:
             return Value(shape=shape, dtype=dtype)
         reads = [self.tensor(v) for v in values if not v.literal]
         if not reads:
-            return Value(shape=shape, dtype=dtype, settled=False)
+            return Value(shape=shape, dtype=dtype, foldable=False)
         (out,) = nests.elementwise(self.b, function, reads, [dtype], flops=flops, shape=shape)
         return self.value(out)
 
@@ -181,7 +181,7 @@ class Site:
             return Value(shape=new, dtype=v.dtype)
         out = self.later(new, v.dtype, lambda: nests.reshape(self.b, self.tensor(base), new), ("view", base))
         if v.weight:
-            out.weight, out.settled = True, v.settled
+            out.weight, out.foldable = True, v.foldable
             out._data = None if v.data is None else v.data.reshape(new)
         return out
 

@@ -33,11 +33,11 @@ def arguments(
     _check_leaves(given[1:], "batch")
     as_shapes = jax.tree.map(_shape_struct, given)
     symbols = set(free_symbols(s for t in jax.tree.leaves(as_shapes) for s in shape_of(t)))
-    turns = {k: v for k, v in (dims or {}).items() if k not in symbols}
+    trip_counts = {k: v for k, v in (dims or {}).items() if k not in symbols}
     if bound := {k: v for k, v in (dims or {}).items() if k in symbols}:
         check_dims(bound, symbols, called)
         as_shapes = jax.tree.map(lambda t: _bound(t, bound), as_shapes)
-    return as_shapes, turns, symbols
+    return as_shapes, trip_counts, symbols
 
 
 def _check_leaves(tree: Tree, what: str) -> None:

@@ -137,7 +137,7 @@ class _Named:
 def _jitted(
     plain: Callable[..., Array],
     qkv: Sequence[Array],
-    beside: Sequence[Array | None],
+    extra: Sequence[Array | None],
     asked: Asked,
     settings: dict[str, Tree],
 ) -> Array:
@@ -145,12 +145,12 @@ def _jitted(
     have no such name and stay inlined."""
     import jax
 
-    def attention(qkv: Sequence[Array], beside: Sequence[Array | None]) -> Array:
-        return plain(*qkv, *beside, **settings)
+    def attention(qkv: Sequence[Array], extra: Sequence[Array | None]) -> Array:
+        return plain(*qkv, *extra, **settings)
 
     unnamed = any(settings.get(name) is not None for name in ("q_seqlen", "kv_seqlen", "local_window_size"))
     if unnamed or isinstance(settings["scale"], jax.Array):
-        return attention(qkv, beside)
+        return attention(qkv, extra)
     call = AttentionCall(causal=bool(settings["is_causal"]), scale=float(settings["scale"]), asked=asked)
     attention.__name__ = call.name
-    return jax.jit(attention)(qkv, beside)
+    return jax.jit(attention)(qkv, extra)

@@ -45,7 +45,7 @@ _MOVED = frozenset(
     )
 )
 """What gives a number's multiple if it reads a multiple."""
-_OWN_RULE = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
+_CUSTOM_RULE = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
 def examples_meet(traced: TracedJax, graph: Graph) -> str | None:
@@ -302,7 +302,7 @@ class _BothPrograms:
         pairs: list[tuple[_Opened, _Opened, Sequence[int | str | None], str]] = []
         if name in INLINED:
             pairs = [(inner_jaxpr(big), inner_jaxpr(small), numbers, prefix)]
-            if (name in KEPT_WHOLE or name in _OWN_RULE) and not inside:
+            if (name in KEPT_WHOLE or name in _CUSTOM_RULE) and not inside:
                 inside = prefix[:-1]
         elif name == "scan":
             few, _ = scan_groups(small)

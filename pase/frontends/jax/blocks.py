@@ -41,26 +41,26 @@ def blocks_of(traced: TracedJax, *, marked: bool = False) -> tuple[Block, ...]:
     return tuple(_blocks(traced.jaxpr.jaxpr, "", marked))
 
 
-def loops_of(traced: TracedJax, turns: int) -> tuple[str, ...]:
+def loops_of(traced: TracedJax, trip_count: int) -> tuple[str, ...]:
     """Paths of the outermost loops with this many iterations that hold a product or a convolution, whether or not the
     user rematerialises them."""
-    return tuple(path for path, _ in _loops(traced.jaxpr.jaxpr, turns, ""))
+    return tuple(path for path, _ in _loops(traced.jaxpr.jaxpr, trip_count, ""))
 
 
-def one_loop(traced: TracedJax, turns: int) -> bool:
+def one_loop(traced: TracedJax, trip_count: int) -> bool:
     """Whether there is one such loop, whose turns one program can run: see ``why_no_program``."""
-    return len(loops_of(traced, turns)) == 1 and not why_no_program(traced, turns)
+    return len(loops_of(traced, trip_count)) == 1 and not why_no_program(traced, trip_count)
 
 
-def loop_line(traced: TracedJax, turns: int) -> str:
+def loop_line(traced: TracedJax, trip_count: int) -> str:
     """The user's line of the only such loop."""
-    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, trip_count, "")
     return str(source_line(eqn) or "an unknown line")
 
 
-def why_no_program(traced: TracedJax, turns: int) -> str:
+def why_no_program(traced: TracedJax, trip_count: int) -> str:
     """Why one program cannot run the turns of the only such loop; "": it can."""
-    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, turns, "")
+    ((_, eqn),) = _loops(traced.jaxpr.jaxpr, trip_count, "")
     consts, carried = scan_groups(eqn)
     if eqn.params["reverse"]:
         return "runs in reverse"
@@ -72,13 +72,13 @@ def why_no_program(traced: TracedJax, turns: int) -> str:
     return ""
 
 
-def _loops(jaxpr: Jaxpr, turns: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
+def _loops(jaxpr: Jaxpr, trip_count: int, prefix: str) -> Iterator[tuple[str, Eqn]]:
     for i, eqn in enumerate(jaxpr.eqns):
         if eqn.primitive.name == "scan":
-            if eqn.params["length"] == turns and _holds(eqn.params["jaxpr"].jaxpr.eqns, _HEAVY):
+            if eqn.params["length"] == trip_count and _holds(eqn.params["jaxpr"].jaxpr.eqns, _HEAVY):
                 yield f"{prefix}{i}", eqn
         elif inlined(eqn):
-            yield from _loops(inner_jaxpr(eqn)[0], turns, f"{prefix}{i}.")
+            yield from _loops(inner_jaxpr(eqn)[0], trip_count, f"{prefix}{i}.")
 
 
 def _blocks(jaxpr: Jaxpr, prefix: str, marked: bool) -> Iterator[Block]:
@@ -175,7 +175,7 @@ def on_batch(traced: TracedJax, examples: int) -> TracedJax:
         unknown=traced.unknown,
         mode=traced.mode,
         carry=traced.carry,
-        dims=traced.turns,
+        dims=traced.trip_counts,
         chances=traced.chances,
     )
     made = replace(made, modules=traced.modules)

@@ -39,7 +39,7 @@ class AtRunTime:
     """What is known only at run time: the trip counts of while loops, and which branches are taken. Names are while0,
     while1, … and cond0, cond1, … in the order of the program."""
 
-    turns: Mapping[str, int] = field(default_factory=dict)
+    trip_counts: Mapping[str, int] = field(default_factory=dict)
     chances: Chances = field(default_factory=dict)
     loops: list[str] = field(default_factory=list)
     """Seen so far."""
@@ -49,13 +49,13 @@ class AtRunTime:
         """A copy to price a body that is lowered later, so that its loops and branches are not counted twice."""
         return replace(self, loops=[*self.loops], conds=[*self.conds])
 
-    def turns_of(self, eqn: Eqn, b: GraphBuilder) -> int:
+    def trip_count(self, eqn: Eqn, b: GraphBuilder) -> int:
         """Given by the user, found in the program, or one with a remark."""
         name = f"while{len(self.loops)}"
         self.loops.append(name)
-        if name in self.turns:
-            return self.turns[name]
-        known = _turns(eqn)
+        if name in self.trip_counts:
+            return self.trip_counts[name]
+        known = _known_trip_count(eqn)
         if known is None:
             b.remark(
                 "turns",
@@ -92,14 +92,14 @@ def scan(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     inner.constants(jaxpr)
     at, source = b.eqn, b.source
     consts, carry, xs = jaxpr.invars[:nc], jaxpr.invars[nc : nc + nk], jaxpr.invars[nc + nk :]
-    _settled(lower, inner, consts, eqn.invars[:nc], at, "const")
+    _loop_copies(lower, inner, consts, eqn.invars[:nc], at, "const")
     carried = _carried(lower, inner, carry, eqn.invars[nc : nc + nk], at)
     stacks: list[Tensor] = []
     for k, value in enumerate(eqn.invars[nc + nk :]):
         b.eqn = at.its("xs", k)
         stacked = lower.of(value)
         if stacked.role == "activation":  # settle its layout once, before the loop
-            stacked = loops.settle(b, stacked, "loop_xs")
+            stacked = loops.loop_copy(b, stacked, "loop_xs")
             lower.results[b.eqn] = (stacked.name,)
         stacks.append(stacked)
     with b.region("loop", prefix, times=length):
@@ -126,18 +126,18 @@ def while_(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     at, source = b.eqn, b.source
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr
-    turns = lower.told.turns_of(eqn, b)
+    trip_count = lower.told.trip_count(eqn, b)
     asks, inner = lower.inner(), lower.inner()
     with (
         nullcontext() if lower.inside else b.without_gradient()
     ):  # inside, the user's own rule differentiates it
         asks.constants(cond)
         inner.constants(body)
-        _settled(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
-        _settled(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
+        _loop_copies(lower, asks, cond.invars[:nc], eqn.invars[:nc], at, "ask")
+        _loop_copies(lower, inner, body.invars[:nb], eqn.invars[nc : nc + nb], at, "const")
         carried = _carried(lower, inner, body.invars[nb:], eqn.invars[nc + nb :], at)
         asks.write(cond.invars[nc:], carried)
-        with b.region("loop", prefix, times=turns):
+        with b.region("loop", prefix, times=trip_count):
             asks.eqns(cond.eqns, f"{prefix}c.")
             inner.eqns(body.eqns, f"{prefix}b.")
             b.source = source
@@ -259,7 +259,7 @@ def shard_map(lower: _JaxLowering, eqn: Eqn, prefix: str) -> None:
     lower.write(eqn.outvars, indexed.manual(b, "shard_map", inputs, outs, axes, flops=flops))
 
 
-def _settled(
+def _loop_copies(
     lower: _JaxLowering,
     inner: _JaxLowering,
     names: Sequence[Var],
@@ -272,7 +272,7 @@ def _settled(
         tensor = inner.env[var] = lower.of(value)
         if tensor.role != "constant" and not all(map(is_one, tensor.shape)):
             lower.b.eqn = at.its(part, k)
-            tensor = inner.env[var] = loops.settle(lower.b, tensor, "loop_const")
+            tensor = inner.env[var] = loops.loop_copy(lower.b, tensor, "loop_const")
             lower.results[lower.b.eqn] = (tensor.name,)
 
 
@@ -323,7 +323,7 @@ def _flops(lower: _JaxLowering, jaxpr: Jaxpr, told: AtRunTime) -> float:
     return loops.body_flops(inner.b)
 
 
-def _turns(eqn: Eqn) -> int | None:
+def _known_trip_count(eqn: Eqn) -> int | None:
     """Trip count of ``for i in range(LOW, HIGH)`` with two known numbers, written as a while loop; else None."""
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]

@@ -17,12 +17,12 @@ from pase.ops import rules
 if TYPE_CHECKING:
     from pase.frontends.jax.frontend import _JaxLowering
 
-__all__ = ["has_own_rule", "lower_with_rule"]
+__all__ = ["has_custom_rule", "lower_with_rule"]
 
 _CALLS = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr"})
 
 
-def has_own_rule(lower: _JaxLowering, eqn: Eqn) -> bool:
+def has_custom_rule(lower: _JaxLowering, eqn: Eqn) -> bool:
     """Is this a call whose backward runs, and is the user's? Not if it is inside the forward of another such rule."""
     if eqn.primitive.name not in _CALLS or lower.inside or lower.b.frozen:
         return False

@@ -20,7 +20,7 @@ from pase.frontends.jax import versions
 from pase.frontends.jax.arguments import arguments, fixed_layouts, shape_of, shardings
 from pase.frontends.jax.contexts import traced_in_context
 from pase.frontends.jax.control import CONTROL, AtRunTime, by_body
-from pase.frontends.jax.derivatives import has_own_rule, lower_with_rule
+from pase.frontends.jax.derivatives import has_custom_rule, lower_with_rule
 from pase.frontends.jax.dropped import say_dropped
 from pase.frontends.jax.generation import Generation, programs_of
 from pase.frontends.jax.modules import ModuleFunction, has_modules, opened
@@ -93,7 +93,7 @@ class TracedJax(registry.Traced):
     mode: Mode = "train"
     carry: Carry = field(default_factory=dict)
     """Batch argument -> where the function returns its next value, as the user said."""
-    turns: DimSizes = field(default_factory=dict)
+    trip_counts: DimSizes = field(default_factory=dict)
     """How often while loops turn, as the user said."""
     chances: Chances = field(default_factory=dict)
     """How likely branches are, as the user said."""
@@ -198,7 +198,7 @@ def trace(
     versions.check()
     called = name or name_of(fn)
     fn, args, mode, carry = _pure(fn, (params, *batch), mode, carry)
-    as_shapes, turns, symbols = arguments(args, dims, called)
+    as_shapes, trip_counts, symbols = arguments(args, dims, called)
     program = program_of(fn, args, as_shapes, mode, carry)
     if isinstance(fn, ModuleFunction):
         fn, program = advancing(fn, program, args, as_shapes, mode, carry, INLINED)
@@ -211,11 +211,14 @@ def trace(
     b = GraphBuilder(name=called, frozen=mode != "train")
     programs = programs_of(fn, closed)
     lower = _JaxLowering(
-        b=b, unknown=unknown, told=AtRunTime(turns=turns, chances=chances or {}), programs=programs
+        b=b,
+        unknown=unknown,
+        told=AtRunTime(trip_counts=trip_counts, chances=chances or {}),
+        programs=programs,
     )
     lower.leaves(closed.jaxpr, param_paths, input_paths)
     lower.eqns(closed.jaxpr.eqns, "")
-    check_dims(turns, {*symbols, *lower.told.loops}, b.name)
+    check_dims(trip_counts, {*symbols, *lower.told.loops}, b.name)
     lower.told.check_chances(b.name)
     say_dropped(b, program.dropped)
     returned = [lower.read(v) for v in closed.jaxpr.outvars]
@@ -238,7 +241,7 @@ def trace(
         programs=tuple(programs),
         mode=mode,
         carry=dict(carry or {}),
-        turns=turns,
+        trip_counts=trip_counts,
         chances=dict(chances or {}),
         carried=program.carried,
         kept=program.kept,
@@ -342,10 +345,10 @@ class _JaxLowering:
             name = eqn.primitive.name
             self.b.saved = self.policy is not None and _saves(self.policy, eqn)
             if call := jax_attention.call_of(eqn):
-                q, k, v, *beside = (self.of(x) for x in eqn.invars)
-                out = attention(self.b, q, k, v, beside, causal=call.causal, order=call.order)
+                q, k, v, *extra = (self.of(x) for x in eqn.invars)
+                out = attention(self.b, q, k, v, extra, causal=call.causal, order=call.order)
                 self.write(eqn.outvars, [out])
-            elif has_own_rule(self, eqn):
+            elif has_custom_rule(self, eqn):
                 lower_with_rule(self, eqn, f"{prefix}{i}.")
             elif name in INLINED:
                 self._call(eqn, f"{prefix}{i}.")

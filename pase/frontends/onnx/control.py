@@ -37,7 +37,7 @@ CONTROL: Registry[Control] = Registry("ONNX op with bodies")
 def apart_value(v: Value) -> Value:
     """The same value for a body that is lowered separately."""
     items = None if v.items is None else tuple(map(apart_value, v.items))
-    return Value(shape=v.shape, dtype=v.dtype, settled=v.settled, items=items, _data=v.data)
+    return Value(shape=v.shape, dtype=v.dtype, foldable=v.foldable, items=items, _data=v.data)
 
 
 def captures(n: GraphProto) -> set[str]:
@@ -97,7 +97,7 @@ def _turned(
     c: OnnxCall,
     graph: GraphProto,
     path: str,
-    turns: int,
+    trip_count: int,
     lead: Sequence[Value],
     carried: Sequence[Value],
     sliced: Sequence[tuple[Value, int]],
@@ -111,14 +111,14 @@ def _turned(
     b, at, source = low.b, low.b.eqn, low.b.source
     inner = _body(low, c, path, f"{path}.")
     inner.initializers(graph)
-    _settled(low, c, inner, graph)
+    _loop_copies(low, c, inner, graph)
     init = [b.carry(c.tensor(v), at.its("carry", k)) for k, v in enumerate(carried)]
     stacks = []
     for k, (v, axis) in enumerate(sliced):
         b.eqn = at.its("xs", k)
         t = c.tensor(c.transpose(v, [axis, *(i for i in range(len(v.shape)) if i != axis)]))
-        stacks.append(loops.settle(b, t, "loop_xs") if t.role == "activation" else t)
-    with b.region("loop", f"{path}.", times=turns):
+        stacks.append(loops.loop_copy(b, t, "loop_xs") if t.role == "activation" else t)
+    with b.region("loop", f"{path}.", times=trip_count):
         slices = []
         for k, t in enumerate(stacks):
             b.eqn = at.its("x", k)
@@ -131,7 +131,7 @@ def _turned(
         for k, out in enumerate(graph.output[len(graph.output) - len(init) - len(out_axes) :]):
             b.eqn = at.its("y", k)
             t = c.tensor(inner.find(out.name, c.place))
-            made.append(t if k < len(init) else loops.stack(b, t, turns, (turns, *t.shape)))
+            made.append(t if k < len(init) else loops.stack(b, t, trip_count, (trip_count, *t.shape)))
         for before, after in zip(init, made, strict=False):
             if before.name != after.name:
                 b.close_carry(before, after)
@@ -143,7 +143,7 @@ def _turned(
     return results
 
 
-def _settled(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: GraphProto) -> None:
+def _loop_copies(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: GraphProto) -> None:
     """What a loop's body reads whole: its layout is fixed once, before the loop."""
     b, at = low.b, low.b.eqn
     given = {v.name for v in graph.input}
@@ -157,7 +157,7 @@ def _settled(low: OnnxLowering, c: OnnxCall, inner: OnnxLowering, graph: GraphPr
         b.eqn = at.its("const", k)
         t = c.tensor(v)
         if t.role != "constant":
-            inner.env[name] = c.value(loops.settle(b, t, "loop_const"))
+            inner.env[name] = c.value(loops.loop_copy(b, t, "loop_const"))
     b.eqn = at
 
 
@@ -262,9 +262,9 @@ def _loop(
     """The body times the trip count. If that is unknown, or shapes change on the way, one op that is not split."""
     body = c.subgraph("body")
     carried = [c.x(i) for i in range(2, len(c.ins))]
-    turns = int(c.number_of(0, 0.0))
-    if not 0 < turns < _ENDLESS:
-        turns = 0
+    trip_count = int(c.number_of(0, 0.0))
+    if not 0 < trip_count < _ENDLESS:
+        trip_count = 0
         low.b.remark(
             "turns",
             f"{c.place} is priced as one turn: how often it turns is not known before it runs; give it a constant "
@@ -273,15 +273,15 @@ def _loop(
     unsettled = [Value(shape=v.shape, dtype=v.dtype) for v in carried]
     lead = [Value(shape=(), dtype="int64"), Value(shape=(), dtype="bool")]
     outs, apart, more = _apart(low, c, body, [*lead, *unsettled], path)
-    if turns and _even(carried, outs[1:]) and len(body.input) == 2 + len(carried):
+    if trip_count and _even(carried, outs[1:]) and len(body.input) == 2 + len(carried):
         if outs[0].tensor is not None and outs[0].tensor.role != "constant":
-            low.b.remark("assumed", f"{c.place} is priced as {turns} turns, the most that it makes")
+            low.b.remark("assumed", f"{c.place} is priced as {trip_count} turns, the most that it makes")
         stacked = [0] * (len(outs) - 1 - len(carried))
-        return list(_turned(low, c, body, path, turns, lead, carried, [], stacked))
+        return list(_turned(low, c, body, path, trip_count, lead, carried, [], stacked))
     results = [(v.shape, v.dtype) for v in outs[1 : 1 + len(carried)]]
     for name, v in zip(list(c.node.output)[len(carried) :], outs[1 + len(carried) :], strict=False):
-        if turns:
-            results.append((c.shape((turns, *v.shape)), v.dtype))
+        if trip_count:
+            results.append((c.shape((trip_count, *v.shape)), v.dtype))
             continue
         told = declared.get(name)
         shape = None if told is None else low.model.shape(told)
@@ -290,7 +290,7 @@ def _loop(
                 f"the number of its iterations is not known, so the shape of '{name}' is not either: declare it"
             )
         results.append((c.shape(shape), v.dtype))
-    return _whole(low, c, apart, turns, results, more)
+    return _whole(low, c, apart, trip_count, results, more)
 
 
 @lowers_bodies(CONTROL, "Scan", listed="loop")
@@ -308,27 +308,27 @@ def _scan(
     out_axes = c.ints("scan_output_axes") or [first] * len(c.node.output)
     if len(axes) != n:
         raise c.fail(f"it has {len(axes)} axes for {n} scanned inputs")
-    turns, slices = 0, []
+    trip_count, slices = 0, []
     for v, a in zip(scanned, axes, strict=True):
         axis = c.axis(a, len(v.shape))
-        turns = v.shape[axis]
+        trip_count = v.shape[axis]
         shape = [s for i, s in enumerate(v.shape) if i != axis and not (first and i == 0)]
         slices.append(Value(shape=tuple(shape), dtype=v.dtype))
     inside = [Value(shape=v.shape[first:], dtype=v.dtype) for v in states]
     outs, apart, more = _apart(low, c, body, [*inside, *slices], path)
     if (
         not first
-        and turns
+        and trip_count
         and _even([*states, *scanned], [*outs[: len(states)], *scanned, *outs[len(states) :]])
     ):
         along = [(v, c.axis(a, len(v.shape))) for v, a in zip(scanned, axes, strict=True)]
         made = outs[len(states) :]
         stacked = [c.axis(a, len(v.shape) + 1) for v, a in zip(made, out_axes, strict=False)]
-        return list(_turned(low, c, body, path, turns, [], states, along, stacked))
+        return list(_turned(low, c, body, path, trip_count, [], states, along, stacked))
     results = [(v.shape, v.dtype) for v in states]
     for v, a in zip(outs[len(states) :], out_axes, strict=False):
         shape = [*([values[0].shape[0]] if first else []), *v.shape]
-        shape.insert(c.axis(a, len(shape) + 1), turns)
+        shape.insert(c.axis(a, len(shape) + 1), trip_count)
         results.append((c.shape(shape), v.dtype))
-    times = turns * (values[0].shape[0] if first else 1)
+    times = trip_count * (values[0].shape[0] if first else 1)
     return _whole(low, c, apart, times, results, more)

@@ -178,7 +178,7 @@ class OnnxLowering:
             v = self.env[t.name] = self.stored(t.name, tuple(t.dims), dtype)
             if v.elements <= MOST_KNOWN and t.data_location != 1 and dtype != "string":
                 v.read = lambda t=t: _contents(t)  # type: ignore[misc]
-            v.settled = not _trained(v)
+            v.foldable = not _trained(v)
         for s in graph.sparse_initializer:
             name = s.values.name
             self.env[name] = self.stored(name, tuple(s.dims), dtype_name(s.values.data_type, self.model.name))
@@ -215,7 +215,7 @@ class OnnxLowering:
         """The tensor of a Constant node: what it would be as an initializer. A few numbers may be worked with, too."""
         call = f"{c.path}:" if any(a.ref_attr_name for a in c.node.attribute) else ""
         v = self.stored(c.node.output[0], shape, dtype, call=call)
-        v.settled = not _trained(v) or v.elements <= _MOST_NUMBERS
+        v.foldable = not _trained(v) or v.elements <= _MOST_NUMBERS
         v._data = data
         return v
 

@@ -139,7 +139,7 @@ for _op, _name in _FUNCTIONS.items():
 def activation(c: OnnxCall, name: str, x: Value) -> Value:
     """Written out as jax.nn has it, so that it is priced and kept alike."""
     if x.literal or not x.elements:
-        return Value(shape=x.shape, dtype=x.dtype, settled=False)
+        return Value(shape=x.shape, dtype=x.dtype, foldable=False)
     return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
 
 
@@ -232,8 +232,8 @@ def _cast(c: OnnxCall) -> Value:
         raise c.fail("pase cannot price text: remove it from the model")
     if dtype == x.dtype:
         return x
-    if x.note[:1] == ("initializer",) and x.tensor is None and x.settled and not x.weight:
-        return Value(shape=x.shape, dtype=dtype, settled=False)
+    if x.note[:1] == ("initializer",) and x.tensor is None and x.foldable and not x.weight:
+        return Value(shape=x.shape, dtype=dtype, foldable=False)
     return c.elementwise([x], functions.CAST, dtype=dtype)
 
 

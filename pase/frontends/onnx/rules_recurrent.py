@@ -92,12 +92,12 @@ def _over_time(
     b, at = c.b, c.b.eqn
     steps = shape[0]
     b.eqn = at.its("const", way)
-    weights = loops.settle(b, recurrent, "loop_const")
+    weights = loops.loop_copy(b, recurrent, "loop_const")
     carried = []
     for k, s in enumerate(states):
         carried.append(b.carry(s, at.its("carry", way, k)))
     b.eqn = at.its("xs", way)
-    entering = loops.settle(b, entering, "loop_xs")
+    entering = loops.loop_copy(b, entering, "loop_xs")
     b.eqn = at
     with b.region("loop", f"{at.path}.{way}.", times=steps):
         step = loops.unstack(b, entering)

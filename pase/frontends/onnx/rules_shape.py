@@ -291,7 +291,7 @@ def _constant_of_shape(c: OnnxCall) -> Value:
         or "float8" in dtype
         or "int4" in dtype
     ):
-        return replace(nothing(shape, dtype), settled=True)
+        return replace(nothing(shape, dtype), foldable=True)
     from onnx import numpy_helper
 
     fill = np.zeros(1, dtype) if t is None else np.asarray(numpy_helper.to_array(t.t)).reshape(-1)

@@ -22,11 +22,11 @@ from pase.registry import Registry
 if TYPE_CHECKING:
     from pase.frontends.tf.lower import TfLowering
 
-__all__ = ["REGIONS", "turns"]
+__all__ = ["REGIONS", "trip_count"]
 
 REGIONS: Registry[Control] = Registry("TensorFlow op with bodies")
 
-_MOST_TURNS = 20_000
+_MOST_TRIPS = 20_000
 
 
 @lowers_bodies(REGIONS, "While", "StatelessWhile", listed="loop")
@@ -42,7 +42,7 @@ def _while(lower: TfLowering, node: TfNode, ins: Sequence[TfValue], path: str) -
         return _region(lower, node, ins, path, [body])
     if loop.times == 0:
         return list(ins)
-    made = _turns(lower, loop, node, ins, path)
+    made = _unrolled_by_count(lower, loop, node, ins, path)
     return made if made is not None else _region(lower, node, ins, path, [body])
 
 
@@ -77,7 +77,7 @@ class _Loop:
     def of(cls, condition: TfBody, body: TfBody, ins: Sequence[TfValue]) -> _Loop:
         invariant = frozenset(k for k, ref in enumerate(body.outputs) if _origin(body, ref) == body.args[k])
         first = {k: v.array for k, v in enumerate(ins) if isinstance(v, StaticValue)}
-        times, last = turns(condition, body, first, invariant)
+        times, last = trip_count(condition, body, first, invariant)
         return cls(body=body, times=times, invariant=invariant, last=last)
 
 
@@ -92,7 +92,7 @@ def _origin(body: TfBody, ref: str) -> str:
         ref = node.inputs[int(k)]
 
 
-def turns(
+def trip_count(
     condition: TfBody, body: TfBody, first: Mapping[int, np.ndarray], invariant: frozenset[int]
 ) -> tuple[int | None, dict[int, np.ndarray]]:
     """How often a loop runs, found by running only its counters: (trip count, the counters' last values).
@@ -115,7 +115,7 @@ def turns(
     count = 0
     while True:
         go = _value(condition, condition.outputs[0], now)
-        if go is None or go.size != 1 or count > _MOST_TURNS:
+        if go is None or go.size != 1 or count > _MOST_TRIPS:
             return None, {}
         if not go.reshape(()):
             return count, {k: now[k] for k in counters}
@@ -158,7 +158,7 @@ def _value(body: TfBody, ref: str, args: Mapping[int, np.ndarray]) -> np.ndarray
     return env[ref]
 
 
-def _turns(
+def _unrolled_by_count(
     lower: TfLowering, loop: _Loop, node: TfNode, ins: Sequence[TfValue], path: str
 ) -> list[TfValue] | None:
     """The body once, times the trip count. None if a list is both read and written in it, or grows."""
@@ -174,9 +174,9 @@ def _turns(
         elif isinstance(v, TensorList):
             if v.parts and k not in loop.invariant:
                 return None
-            args.append(_settled_list(lower, v, path, k) if ref in read else v)
+            args.append(_loop_copy_list(lower, v, path, k) if ref in read else v)
         elif k in loop.invariant:
-            args.append(_settled(lower, v, path, k) if ref in read else v)
+            args.append(_loop_copy(lower, v, path, k) if ref in read else v)
         elif isinstance(v, (Tensor, StaticValue)):
             init = v if isinstance(v, Tensor) else b.constant(v.shape, v.dtype)
             carried[k] = b.carry(init, Place(path).its("carry", k))
@@ -213,22 +213,22 @@ def _whole(lower: TfLowering, v: TfValue) -> TfValue:
     return v.tensor(lower.b) if isinstance(v, Reshaped) else v
 
 
-def _settled(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
+def _loop_copy(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
     """What every iteration reads, in one layout for all iterations."""
     x = v.tensor if isinstance(v, Handle) else v
     if not isinstance(x, Tensor) or x.role == "constant" or all(map(is_one, x.shape)):
         return v
     lower.b.eqn = Place(path).its("const", k)
-    made = loops.settle(lower.b, x, "loop_const")
+    made = loops.loop_copy(lower.b, x, "loop_const")
     lower.results[lower.b.eqn] = (made.name,)
     return Handle(made) if isinstance(v, Handle) else made
 
 
-def _settled_list(lower: TfLowering, v: TensorList, path: str, k: int) -> TensorList:
+def _loop_copy_list(lower: TfLowering, v: TensorList, path: str, k: int) -> TensorList:
     if v.stacked is None or v.stacked.role != "activation":
         return v
     lower.b.eqn = Place(path).its("xs", k)
-    made = loops.settle(lower.b, v.stacked, "loop_xs")
+    made = loops.loop_copy(lower.b, v.stacked, "loop_xs")
     lower.results[lower.b.eqn] = (made.name,)
     return replace(v, stacked=made)
 
@@ -269,7 +269,7 @@ def _last(lower: TfLowering, v: TfValue, path: str, k: int) -> TfValue:
     if not isinstance(v, TensorList) or not v.parts:
         return v
     lower.b.eqn = Place(path).its("last", k)
-    return replace(v, parts=tuple((n, loops.settle(lower.b, x, "loop_last")) for n, x in v.parts))
+    return replace(v, parts=tuple((n, loops.loop_copy(lower.b, x, "loop_last")) for n, x in v.parts))
 
 
 def _region(

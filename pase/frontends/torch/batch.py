@@ -49,10 +49,10 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
     """
     try:
         if batch_size(whole) != k:
-            return batch_sums(graph, _cut(whole), _beside(whole, part, graph, k), state_of_whole=True)
+            return batch_sums(graph, _cut(whole), _compared(whole, part, graph, k), state_of_whole=True)
         # The graph of one example has no dim that is the batch's: the whole batch's has.
         every = named(simplify(whole.graph))
-        both = _beside(part, whole, every, 1 / k)
+        both = _compared(part, whole, every, 1 / k)
         return _of_part(batch_sums(every, _cut(whole), both, state_of_whole=True), whole, part, graph)
     except ExamplesMeet as e:
         raise NotInParts(
@@ -60,7 +60,7 @@ def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> B
         ) from None
 
 
-def _beside(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> _WholeAndPart:
+def _compared(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> _WholeAndPart:
     data = frozenset(a.tensor for n in graph.nodes for op in n.ops for a in op.writes)
     return _WholeAndPart(whole=whole, part=part, k=k, data=data)
 
@@ -163,7 +163,7 @@ class _WholeAndPart:
         that data say (the inverse of a permutation) are not looked at."""
         if op_name(n) in ("index_put", "scatter") and not _floating(n):
             return []
-        return [m for m in map(self._outside, n.all_input_nodes) if self._settled(m)]
+        return [m for m in map(self._outside, n.all_input_nodes) if self._foldable(m)]
 
     def _outside(self, n: FxNode) -> FxNode:
         """Of a decomposed op's placeholder the node that it stands for."""
@@ -171,7 +171,7 @@ class _WholeAndPart:
             n = self._leaves[n]
         return n
 
-    def _settled(self, n: FxNode) -> bool:
+    def _foldable(self, n: FxNode) -> bool:
         found = self._values.get(n)
         while isinstance(found, Value) and found.note[:1] in (("view",), ("transposed",)):
             found = found.note[1]

@@ -11,7 +11,7 @@ import numpy as np
 from pase.errors import PaseError
 from pase.frontends.common.repeats import crossing, equal_runs
 from pase.frontends.registry import NotInParts
-from pase.frontends.torch.control import LOOPS, turns
+from pase.frontends.torch.control import LOOPS, trip_count
 from pase.frontends.torch.types import FxNode
 from pase.ir.blocks import Block
 from pase.once import once
@@ -37,7 +37,7 @@ def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]
     bodies = [
         Block(prefix=f"{i}.", start=0, stop=len(traced.scope.inner[f"{i}"].nodes))
         for i, n in enumerate(nodes)
-        if _turns(n) > 1 and i in whole
+        if _trip_count(n) > 1 and i in whole
     ]
     runs = equal_runs(
         [_token(i, n) for i, n in enumerate(nodes)],
@@ -46,14 +46,14 @@ def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]
     )
     found = tuple(Block(prefix="", start=a, stop=b) for a, b in runs)
     own = any(b.start < m.stop and m.start < b.stop for b in found for m in traced.marked)
-    if (own and not marked) or any(_turns(n) for b in found for n in nodes[b.start : b.stop]):
+    if (own and not marked) or any(_trip_count(n) for b in found for n in nodes[b.start : b.stop]):
         found = ()
     return (*bodies, *found)
 
 
-def _turns(n: FxNode) -> int:
+def _trip_count(n: FxNode) -> int:
     """How often a loop turns; 0: it is none."""
-    return turns(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
+    return trip_count(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
 
 
 def _token(i: int, n: FxNode) -> object:

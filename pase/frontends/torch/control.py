@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.torch.lower import TorchLowering
 
-__all__ = ["CONTROL", "LOOPS", "flex_operands", "loop_operands", "turns"]
+__all__ = ["CONTROL", "LOOPS", "flex_operands", "loop_operands", "trip_count"]
 
 CONTROL: Registry[Control] = Registry("higher-order op of PyTorch")
 """Name -> how a call of it is lowered: (lowering, node, its path) -> its values."""
@@ -44,7 +44,7 @@ def loop_operands(n: FxNode) -> tuple[FxNode, Sequence[FxNode], Sequence[FxNode]
     return body, (init[0] if init else ()), xs, others
 
 
-def turns(n: FxNode) -> int:
+def trip_count(n: FxNode) -> int:
     """How often a loop turns."""
     return int(loop_operands(n)[2][0].meta["val"].shape[0])
 
@@ -58,20 +58,20 @@ def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
     init, xs, others = ([_tensor(c, low, v) for v in part] for part in given)
     if not xs:
         raise c.fail("it has nothing to go along: pass a tensor whose first dim is the number of turns")
-    length = turns(n)
-    settled = [_settled(b, t, at, k) for k, t in enumerate(others)]
+    length = trip_count(n)
+    copies = [_loop_copy(b, t, at, k) for k, t in enumerate(others)]
     carried = [b.carry(t, at.its("carry", k)) for k, t in enumerate(init)]
     stacks = []
     for k, t in enumerate(xs):
         b.eqn = at.its("xs", k)
-        stacks.append(loops.settle(b, t, "loop_xs") if t.role == "activation" else t)
+        stacks.append(loops.loop_copy(b, t, "loop_xs") if t.role == "activation" else t)
     body = _LoweredBody.of(low, _graph(n, named))
     with b.region("loop", f"{path}.", times=length):
         slices = []
         for k, t in enumerate(stacks):
             b.eqn = at.its("x", k)
             slices.append(loops.unstack(b, t))
-        body.lower(path, [c.value(t) for t in (*carried, *slices, *settled)])
+        body.lower(path, [c.value(t) for t in (*carried, *slices, *copies)])
         low.inner[path] = body.scope
         b.source = source
         made = []
@@ -206,12 +206,12 @@ def _tensor(c: TorchCall, low: TorchLowering, m: FxNode) -> Tensor:
     return c.tensor(_value(low, m))
 
 
-def _settled(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
+def _loop_copy(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
     """What a body reads whole. Its layout is fixed once, before the loop."""
     if t.role == "constant" or all(map(is_one, t.shape)):
         return t
     b.eqn = at.its("const", k)
-    return loops.settle(b, t, "loop_const")
+    return loops.loop_copy(b, t, "loop_const")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -188,7 +188,7 @@ class TorchLowering:
             t: TorchOperand = getattr(module, m.target) if m.op == "get_attr" else None
             if hasattr(t, "dtype"):  # else it is a body
                 self.env[m] = Value(
-                    shape=tuple(t.shape), dtype=dtype_of(t.dtype), settled=True, note=("filled",)
+                    shape=tuple(t.shape), dtype=dtype_of(t.dtype), foldable=True, note=("filled",)
                 )
 
     def inlined(self, n: FxNode, inner: GraphModule, path: str) -> Value | list[Value | None]:

@@ -93,17 +93,17 @@ def _attention(c: TorchCall) -> Value:
     lead = q.shape[:-3]
     if len(q.shape) != 4:  # [positions, width], or several batch dims
         q, k, v = (_four(c, t) for t in (q, k, v))
-    beside = []
+    extra = []
     if (mask := c.opt("attn_mask")) is not None and mask.note != ("filled",):
         if len(mask.shape) > 4:
             mask = c.reshape(mask, (math.prod(mask.shape[: len(lead)]), *mask.shape[len(lead) :]))
-        beside.append(c.tensor(c.reshape(mask, (*[1] * (4 - len(mask.shape)), *mask.shape))))
+        extra.append(c.tensor(c.reshape(mask, (*[1] * (4 - len(mask.shape)), *mask.shape))))
     causal = bool(c.arg("is_causal", False))
     turned = all(t.note[:1] == ("transposed",) and t.note[2] == _HEADS_FIRST for t in (q, k, v))
     if turned:  # as the projections made them
         q, k, v = (t.note[1] for t in (q, k, v))
     order = (0, 1, 2, 3) if turned else (0, 2, 1, 3)
-    out = c.value(attention(c.b, c.tensor(q), c.tensor(k), c.tensor(v), beside, causal=causal, order=order))
+    out = c.value(attention(c.b, c.tensor(q), c.tensor(k), c.tensor(v), extra, causal=causal, order=order))
     out = c.transpose(out, _HEADS_FIRST) if turned else out
     return out if out.shape == c.shape_out else c.reshape(out, c.shape_out)
 

@@ -136,7 +136,7 @@ class TorchCall(Site):
 
     def filled(self, shape: Sequence[int], dtype: str) -> Value:
         """One number at every place: part of the op that reads it."""
-        return Value(shape=tuple(shape), dtype=dtype, settled=True, note=("filled",))
+        return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",))
 
     def transpose(self, v: Value, order: Sequence[int]) -> Value:
         """Dims in another order: strides in PyTorch, made only where something reads it so; of two, their product."""

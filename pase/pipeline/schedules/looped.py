@@ -6,7 +6,7 @@ from pase.pipeline.registry import register
 from pase.pipeline.types import Action, Kind
 
 
-def _turns(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
+def _order(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]:
     """(chunk, micro-batch) in the order of forwards: groups of as many micro-batches as ranks pass all chunks."""
     groups = [range(at, min(at + ranks, micro_batches)) for at in range(0, micro_batches, ranks)]
     return [(c, i) for group in groups for c in range(chunks) for i in group]
@@ -20,12 +20,12 @@ def _turns(ranks: int, micro_batches: int, chunks: int) -> list[tuple[int, int]]
     multiple=True,
 )
 def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
-    turns = _turns(ranks, micro_batches, chunks)
+    forwards = _order(ranks, micro_batches, chunks)
     out = []
     for r in range(ranks):
-        forward = [Action(c * ranks + r, Kind.FORWARD, i) for c, i in turns]
-        backward = [Action((chunks - 1 - c) * ranks + r, Kind.BACKWARD, i) for c, i in turns]
-        warm = min(2 * (ranks - r - 1) + (chunks - 1) * ranks, len(turns))
+        forward = [Action(c * ranks + r, Kind.FORWARD, i) for c, i in forwards]
+        backward = [Action((chunks - 1 - c) * ranks + r, Kind.BACKWARD, i) for c, i in forwards]
+        warm = min(2 * (ranks - r - 1) + (chunks - 1) * ranks, len(forwards))
         order = forward[:warm]
         for n, b in enumerate(backward):
             order += [*forward[warm + n : warm + n + 1], b]
@@ -42,9 +42,9 @@ def interleaved(ranks: int, micro_batches: int, chunks: int) -> list[list[Action
     multiple=True,
 )
 def circular(ranks: int, micro_batches: int, chunks: int) -> list[list[Action]]:
-    turns = _turns(ranks, micro_batches, chunks)
+    forwards = _order(ranks, micro_batches, chunks)
     return [
-        [Action(c * ranks + r, Kind.FORWARD, i) for c, i in turns]
-        + [Action(c * ranks + r, Kind.BACKWARD, i) for c, i in reversed(turns)]
+        [Action(c * ranks + r, Kind.FORWARD, i) for c, i in forwards]
+        + [Action(c * ranks + r, Kind.BACKWARD, i) for c, i in reversed(forwards)]
         for r in range(ranks)
     ]

@@ -60,7 +60,7 @@ def _pop(heap, base, size, priority, ready, by_ready):
 
 
 @njit(cache=True)
-def _turn_push(times, who, size, time, device):
+def _heap_push(times, who, size, time, device):
     i = size
     times[i] = time
     who[i] = device
@@ -74,7 +74,7 @@ def _turn_push(times, who, size, time, device):
 
 
 @njit(cache=True)
-def _turn_pop(times, who, size):
+def _heap_pop(times, who, size):
     last = size - 1
     times[0], who[0] = times[last], who[last]
     i = 0
@@ -100,7 +100,7 @@ class Simulation(NamedTuple):
     missing: int64 [n], predecessors that have not finished. base: int64 [devices + 1], where a device's queues begin in
     ``waiting`` (ready, by the time) and ``open_`` (to choose from), which hold ``*_size`` tasks each. free: when the
     device is; blocked: in a collective; last: its last task; promised: when its next start is due. arrived, latest,
-    head: of each gang; chain: its members, a linked list. turn_time, turn_who: a heap of promises. pending: tasks that
+    head: of each gang; chain: its members, a linked list. heap_time, heap_who: a heap of promises. pending: tasks that
     end together. counts: int64 [2], promises in the heap, tasks started.
     """
 
@@ -132,8 +132,8 @@ class Simulation(NamedTuple):
     latest: np.ndarray
     chain: np.ndarray
     head: np.ndarray
-    turn_time: np.ndarray
-    turn_who: np.ndarray
+    heap_time: np.ndarray
+    heap_who: np.ndarray
     pending: np.ndarray
     counts: np.ndarray
 
@@ -158,7 +158,7 @@ def _promise(s, d):
         when = max(when, s.ready[s.waiting[s.base[d]]])
     if when < s.promised[d]:
         s.promised[d] = when
-        _turn_push(s.turn_time, s.turn_who, s.counts[_TURNS], when, d)
+        _heap_push(s.heap_time, s.heap_who, s.counts[_TURNS], when, d)
         s.counts[_TURNS] += 1
 
 
@@ -275,8 +275,8 @@ def _new(device, duration, priority, release, gang, gang_size, ptr, dst, lag, de
         latest=np.full(len(gang_size), -1, np.int64),
         chain=np.full(n, -1, np.int64),
         head=np.full(len(gang_size), -1, np.int64),
-        turn_time=np.empty(turns),
-        turn_who=np.empty(turns, np.int64),
+        heap_time=np.empty(turns),
+        heap_who=np.empty(turns, np.int64),
         pending=np.empty(n + 1, np.int64),
         counts=np.zeros(2, np.int64),
     )
@@ -297,8 +297,8 @@ def simulate(device, duration, priority, release, gang, gang_size, ptr, dst, lag
         if s.waiting_size[d]:
             _promise(s, d)
     while s.counts[_TURNS]:
-        now, d = s.turn_time[0], s.turn_who[0]
-        _turn_pop(s.turn_time, s.turn_who, s.counts[_TURNS])
+        now, d = s.heap_time[0], s.heap_who[0]
+        _heap_pop(s.heap_time, s.heap_who, s.counts[_TURNS])
         s.counts[_TURNS] -= 1
         if s.blocked[d] or now != s.promised[d]:
             continue

@@ -21,7 +21,7 @@ from pase.replay.types import COLLECTIVE
 
 __all__ = ["mean_iteration_ns", "spreads", "with_ranks"]
 
-_SETTLE, _STEPS = 4, 40
+_WARM_UP, _STEPS = 4, 40
 """Steps until the first that counts, and steps that count."""
 
 
@@ -47,20 +47,20 @@ def mean_iteration_ns(g: DataflowGraph, spread: np.ndarray, ranks: int, seed: in
 
     spread: of ``spreads``, for this graph with whatever durations.
     """
-    steps = min(_STEPS, MAX_TASKS // max(_tasks_of(g, ranks), 1) - _SETTLE)
+    steps = min(_STEPS, MAX_TASKS // max(_tasks_of(g, ranks), 1) - _WARM_UP)
     if steps < 2 or len(spread) < 2:
         return None
     many = with_ranks(g, ranks)
     if many is None:
         return None
     rng = np.random.default_rng(seed)
-    long = unroll(many.graph, _SETTLE + steps)
-    drawn = rng.integers(len(spread), size=(_SETTLE + steps, ranks))
+    long = unroll(many.graph, _WARM_UP + steps)
+    drawn = rng.integers(len(spread), size=(_WARM_UP + steps, ranks))
     of_rank = many.graph.rank
     ratio = np.concatenate([spread[row[of_rank], many.task] for row in drawn])
     r = replay_graph(replace(long, duration_ns=long.duration_ns * ratio))
-    done = r.finish_ns.reshape(_SETTLE + steps, len(many.graph)).max(axis=1)
-    return float(done[-1] - done[_SETTLE - 1]) / steps
+    done = r.finish_ns.reshape(_WARM_UP + steps, len(many.graph)).max(axis=1)
+    return float(done[-1] - done[_WARM_UP - 1]) / steps
 
 
 def _tasks_of(g: DataflowGraph, ranks: int) -> int:

@@ -42,8 +42,8 @@ def slowdowns(t: Timeline) -> dict[int, float]:
         )
         if not len(sent) or not len(ops):
             continue
-        beside = _overlap(t["start_ns"][ops], t.end_ns[ops], union(t["start_ns"][sent], t.end_ns[sent]))
-        share = beside / t["duration_ns"][ops]
+        overlapped = _overlap(t["start_ns"][ops], t.end_ns[ops], union(t["start_ns"][sent], t.end_ns[sent]))
+        share = overlapped / t["duration_ns"][ops]
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for k, key in enumerate(zip(t["name"][ops].tolist(), t["shape"][ops].tolist(), strict=True)):
             groups[key].append(k)

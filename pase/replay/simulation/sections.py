@@ -157,7 +157,7 @@ def sections(t: Timeline, g: DataflowGraph) -> Sections:
             "pase profile does"
         )
     phase, micro, layer = (np.full(len(g), -1, dtype=np.int64) for _ in range(3))
-    turns = _turns(g, launching, main)
+    turns = _micro_batch_of_calls(g, launching, main)
     for c, (kind, turn) in turns.items():
         for i in (c, *ops_of[c]):
             phase[i], micro[i] = kind, turn
@@ -204,7 +204,7 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
             "no product of the compiled program comes from backward by the names that JAX gives its ops, so it is no "
             "training step whose parts could be told apart"
         )
-    micro[ops] = _turns_of_program(phase[ops], np.isin(ops, list(product)))
+    micro[ops] = _micro_batch_of_ops(phase[ops], np.isin(ops, list(product)))
     micro_batches = 1 + int(micro[ops].max())
     layers = _layers(phase, micro, layer, ops, product, micro_batches)
     _label_rest(g, order, phase, micro, layer)
@@ -222,7 +222,7 @@ def _of_program(t: Timeline, g: DataflowGraph, rank: int, order: np.ndarray) -> 
     )
 
 
-def _turns_of_program(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
+def _micro_batch_of_ops(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
     """The micro-batch of each op of a compiled program, in order: the next begins with forward's first product after
     one of backward, and with what forward does before it. The update belongs to the last."""
     out = np.zeros(len(phase), dtype=np.int64)
@@ -235,7 +235,9 @@ def _turns_of_program(phase: np.ndarray, is_product: np.ndarray) -> np.ndarray:
     return np.where(phase == StepPhase.UPDATE, turn, np.minimum(out, turn))
 
 
-def _turns(g: DataflowGraph, launching: list[int], main: int) -> dict[int, tuple[StepPhase, int]]:
+def _micro_batch_of_calls(
+    g: DataflowGraph, launching: list[int], main: int
+) -> dict[int, tuple[StepPhase, int]]:
     """Launching call → (phase, micro-batch), from the turns that the program's thread and autograd's take."""
     out: dict[int, tuple[StepPhase, int]] = {}
     last = max(k for k, c in enumerate(launching) if int(g.device[c]) != main)
@@ -271,7 +273,7 @@ def _layers(
     forward = next([product.get(i) for i in v] for (p, _), v in sequence.items() if not p)
     layers = _repeats([k for k in forward if k is not None])
     for (p, _), ops in sequence.items():
-        turns = _turns_of([product.get(i) for i in ops], layers)
+        turns = _micro_batch_of_products([product.get(i) for i in ops], layers)
         back = p == StepPhase.BACKWARD
         at = layers - 1 if back else 0
         for i, turn in zip(ops, turns, strict=True):
@@ -281,7 +283,7 @@ def _layers(
     return layers
 
 
-def _turns_of(keys: list[ProductKey | None], turns: int) -> list[int | None]:
+def _micro_batch_of_products(keys: list[ProductKey | None], turns: int) -> list[int | None]:
     """Of each product the turn that it belongs to, where so many turns have equally many of it; None of others."""
     count, seen = Counter(keys), Counter[ProductKey | None]()
     out: list[int | None] = []
@@ -297,7 +299,7 @@ def _repeats(keys: list[ProductKey]) -> int:
     count = Counter(keys)
     best, inside_best = 1, 0
     for n in range(2, max(count.values(), default=1) + 1):
-        turns = [t for t in _turns_of(list(keys), n) if t is not None]
+        turns = [t for t in _micro_batch_of_products(list(keys), n) if t is not None]
         if turns == sorted(turns) and len(turns) >= inside_best:
             best, inside_best = n, len(turns)
     return best

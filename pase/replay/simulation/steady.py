@@ -21,7 +21,7 @@ __all__ = ["MAX_TASKS", "Steady", "evaluate", "lengths_in_a_row", "steady", "str
 _ROW = 4
 """Iterations in a row. A CPU ahead of its device, or a device behind it, has settled by then."""
 
-_SETTLE = 3
+_WARM_UP = 3
 """Iterations in front of the first that counts, where each has times of its own; these have the medians."""
 MAX_TASKS = 4_000_000
 """Fewer iterations are replayed in a row where there would be more tasks than that in all."""
@@ -112,27 +112,27 @@ def lengths_in_a_row(
     fit, the first ones. None where an iteration's length is not from the end of the one before, or not two of them fit.
     before: the same tasks and waits with other times, as in ``steady``.
     """
-    fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _SETTLE)
+    fit = min(len(own_ns), MAX_TASKS // max(len(g), 1) - _WARM_UP)
     if fit < 2 or not (g.root or len(g.carried.src)):
         return None
     if before is None:
-        long = _with_own(unroll(g, _SETTLE + fit), own_ns[:fit], own_lag_ns[:fit])
+        long = _with_own(unroll(g, _WARM_UP + fit), own_ns[:fit], own_lag_ns[:fit])
     else:
         usual, *times = before
-        then = _with_own(unroll(usual, _SETTLE + fit), *(own[:fit] for own in times))
-        long = _with_own(unroll(g, _SETTLE + fit, usual), own_ns[:fit], own_lag_ns[:fit])
+        then = _with_own(unroll(usual, _WARM_UP + fit), *(own[:fit] for own in times))
+        long = _with_own(unroll(g, _WARM_UP + fit, usual), own_ns[:fit], own_lag_ns[:fit])
         long = _in_order(long, then)
     r = replay_graph(long)
     finish = r.finish_ns.reshape(-1, len(g))
     ranks = [g.rank == k for k in g.ranks]
     done = np.stack([finish[:, mine].max(axis=1) for mine in ranks if mine.any()], axis=1)
-    return np.diff(done, axis=0)[_SETTLE - 1 :]
+    return np.diff(done, axis=0)[_WARM_UP - 1 :]
 
 
 def _with_own(long: DataflowGraph, own_ns: np.ndarray, own_lag_ns: np.ndarray) -> DataflowGraph:
     """The last iterations of a row with times of their own, those in front with the medians."""
     duration, lag = (
-        np.concatenate([np.tile(np.median(own, axis=0), _SETTLE), own.ravel()])
+        np.concatenate([np.tile(np.median(own, axis=0), _WARM_UP), own.ravel()])
         for own in (own_ns, own_lag_ns)
     )
     # Behind the edges inside of iterations come those from one to the next.

@@ -53,7 +53,7 @@ def load(source: str | Path | Iterable[str | Path], limits: Limits = LIMITS) -> 
             failures.append(e)
             problems.append(Problem(where=str(path), what=f"left out: {e}"))
             continue
-        settled, clash = _settle_rank(t, path, by_rank)
+        settled, clash = _distinct_rank(t, path, by_rank)
         if clash:
             problems.append(clash)
         if settled is not None:
@@ -128,7 +128,7 @@ def _rank_in_name(path: Path) -> int | None:
     return None
 
 
-def _settle_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timeline | None, Problem | None]:
+def _distinct_rank(t: Timeline, path: Path, taken: dict[int, Path]) -> tuple[Timeline | None, Problem | None]:
     """Keep ranks distinct: if a rank is taken, use the rank in the file's name, else leave the file out."""
     clash = [r for r in t.ranks if r in taken]
     if not clash:

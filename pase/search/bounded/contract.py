@@ -53,7 +53,7 @@ class Contracted:
         """The original choice, int64 [original nodes], for a choice over ``nodes``."""
         return self._work.expand(self.nodes, choice)
 
-    def narrow(self, full: np.ndarray) -> np.ndarray:
+    def nearest(self, full: np.ndarray) -> np.ndarray:
         """The choice over ``nodes`` nearest to an original choice; int64 [kept nodes].
 
         A node whose config there is gone takes the one that suits its neighbours best.
@@ -72,13 +72,13 @@ class Contracted:
                     near[j].append((i, table))
                 elif j in gone:
                     gone[j] = gone[j] + table[out[i]]
-        settled = set[int]()
+        assigned = set[int]()
         for i, cost in gone.items():
             for j, table in near[i]:
-                if j in settled:
+                if j in assigned:
                     cost = cost + table[out[j]]
             out[i] = cost.argmin()
-            settled.add(i)
+            assigned.add(i)
         return out
 
 
@@ -300,7 +300,7 @@ class _Contraction:
     def expand(self, nodes: list[int], choice: np.ndarray) -> np.ndarray:
         out = np.full(len(self.costs), -1, np.int64)
 
-        def settle(v: int, k: int) -> None:
+        def assign(v: int, k: int) -> None:
             todo = [(v, k)]
             while todo:
                 w, i = todo.pop()
@@ -308,14 +308,14 @@ class _Contraction:
                 todo.extend((c, int(g[i])) for c, g in self.children[w])
 
         for v, k in zip(nodes, choice, strict=True):
-            settle(v, int(k))
+            assign(v, int(k))
         for v in self.fixed:
-            settle(v, 0)
+            assign(v, 0)
         for v, costs, near in reversed(self.eliminated):
             total = costs
             for u, configs, m in near:
                 total = total + m[:, np.searchsorted(configs, out[u])]
-            settle(v, int(total.argmin()))
+            assign(v, int(total.argmin()))
         return out
 
 

@@ -91,7 +91,7 @@ class Residual:
         self.bundle = Bundle()
         self.cutting = True
         self.cut_points = np.zeros(0, np.int64)
-        self.turn = 0
+        self.round = 0
 
     def inherit(self, old: Residual) -> None:
         """Start from the messages and the prices of the residual this one came from.

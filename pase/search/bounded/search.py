@@ -37,9 +37,9 @@ _WORTH_DROPPING = 0.04  # of the configs: less is not worth making the arrays ag
 _TREE = 100  # nodes in a tree of a neighbourhood, about
 _CUTS = 12  # cutting-plane steps a turn
 _ROUNDS = 60  # turns, where neither time nor turns are limited
-_TURN_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
+_ROUND_WORK = 30_000_000  # min-plus operations of small tables that take as long as a turn
 _COMPILE_S = 20.0  # that compiling the kernels of a turn takes on a quiet core, and half as much again
-_PAIRS_A_TURN = 6_000  # an integer program with that many pairs more is waited for one turn later
+_PAIRS_A_ROUND = 6_000  # an integer program with that many pairs more is waited for one turn later
 
 
 def bounded_search(
@@ -80,7 +80,7 @@ def bounded_search(
         method = turns.run()
     except KeyboardInterrupt:
         method = "interrupted"
-    return replace(_solution(state, method), work=_TURN_WORK * (0 if turns is None else turns.turn + 1))
+    return replace(_solution(state, method), work=_ROUND_WORK * (0 if turns is None else turns.round + 1))
 
 
 def _solution(state: Incumbent, method: str) -> Solution:
@@ -116,7 +116,7 @@ class _Rounds:
     clock: Deadline
     progress: SearchProgress | None
     rounds: int | None
-    turn: int = 0
+    round: int = 0
     job: IlpJob | None = None
     pairs_tried: float = np.inf
     tree: DepthFirst | None = None
@@ -126,7 +126,7 @@ class _Rounds:
         pool = ThreadPoolExecutor(1)
         try:
             while True:
-                ended = self._settle() or self._uncompiled() or self._take_turn(pool) or self._ended()
+                ended = self._finish() or self._uncompiled() or self._take_round(pool) or self._ended()
                 if ended:
                     return ended
                 # Nothing is removed while an integer program runs on what is there.
@@ -136,7 +136,7 @@ class _Rounds:
             self._stop_program()
             pool.shutdown()
 
-    def _settle(self) -> str:
+    def _finish(self) -> str:
         """What settles the rest at once; empty if nothing does."""
         state, now, clock = self.state, self.now, self.clock
         _refuse_hopeless(state, now)
@@ -144,14 +144,14 @@ class _Rounds:
             state.offer(now.left.expand(np.zeros(0, np.int64)))
             state.prove(min(now.left.constant, state.cost), "reductions")
             return "reductions"
-        narrow = (self.turn == 0 or self.job is None) and clock.allows("elimination")
+        narrow = (self.round == 0 or self.job is None) and clock.allows("elimination")
         if narrow and clock.run("elimination", _eliminate, state, now, clock):
             return "reductions and elimination"
-        return "integer program" if self.turn == 0 and _settle_small(state, now, clock) else ""
+        return "integer program" if self.round == 0 and _finish_small(state, now, clock) else ""
 
     def _uncompiled(self) -> str:
         """Whether the first turn would take the rest of the time to compile its kernels, which nothing can stop."""
-        if self.turn or self.clock.left > _COMPILE_S:
+        if self.round or self.clock.left > _COMPILE_S:
             return ""
         from pase.search.bounded.kernels_memory import dual_ascent, lns, polish
 
@@ -161,11 +161,11 @@ class _Rounds:
         self._prove(left.constant + sum(float(a.min()) for a in (*left.costs, *left.matrices)))
         return "a greedy start: no time to compile kernels, which `python -m pase.search.warm` does once"
 
-    def _take_turn(self, pool: ThreadPoolExecutor) -> str:
+    def _take_round(self, pool: ThreadPoolExecutor) -> str:
         """The dual and the neighbourhoods side by side, the latter with the last turn's prices and the former with the
         last turn's cost, so that what happens does not depend on which is faster."""
         state, now, clock = self.state, self.now, self.clock
-        if self.turn == 0:
+        if self.round == 0:
             self._prove(clock.run("bound", _raise_bound, now, state.cost))
         price, rounded = now.price.copy(), now.choice.copy()
         dual = None
@@ -174,12 +174,12 @@ class _Rounds:
         _neighbourhoods(state, now, price, rounded, self.rng, clock)
         if dual is not None:
             self._prove(dual.result())
-        self.turn += 1
+        self.round += 1
         if self.progress is not None:
             self.progress("searching", state.cost, state.bound, time.perf_counter() - state.began)
         if self._deeper():
             return "depth-first search"
-        if self.job is None or not (self._last or self.turn >= self.job.due):
+        if self.job is None or not (self._last or self.round >= self.job.due):
             return ""
         # Where the clock ends the search anyway, turns go on until the answer is there.
         answer = self.job.wait(clock.left if self.rounds is not None else 0.0)
@@ -213,7 +213,7 @@ class _Rounds:
 
     @property
     def _last(self) -> bool:
-        return self.rounds is not None and self.turn >= self.rounds
+        return self.rounds is not None and self.round >= self.rounds
 
     def _ended(self) -> str:
         """Why the search ends here; empty if it goes on."""
@@ -228,7 +228,7 @@ class _Rounds:
 
     def _begin_program(self) -> bool:
         """Start an integer program on the other core once the rest is small; False if it is not, or was tried."""
-        if self.turn < 2:
+        if self.round < 2:
             return False
         usable, pairs = usable_pairs(self.state, self.now)
         if pairs > min(_ILP_PAIRS, 0.7 * self.pairs_tried):
@@ -238,7 +238,7 @@ class _Rounds:
         problem = ilp_problem(
             self.now.flat, self.now.rows, usable, max(abs(size), 1e-300), max(0.1, self.clock.left)
         )
-        self.job = IlpJob(problem, self.turn + 1 + pairs // _PAIRS_A_TURN)
+        self.job = IlpJob(problem, self.round + 1 + pairs // _PAIRS_A_ROUND)
         return True
 
     def _stop_program(self) -> None:
@@ -249,7 +249,7 @@ class _Rounds:
     def _shrink(self) -> bool:
         """Now and then, remove what the bound proves too expensive; False if that leaves nothing."""
         clock = self.clock
-        if self.turn % 4 or not clock.allows("shrinking") or not clock.allows("residual"):
+        if self.round % 4 or not clock.allows("shrinking") or not clock.allows("residual"):
             return True
         keep = clock.run("shrinking", _affordable, self.state, self.now)
         if keep is None:
@@ -297,7 +297,7 @@ def _eliminate(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     return True
 
 
-def _settle_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
+def _finish_small(state: Incumbent, now: Residual, clock: Deadline) -> bool:
     """A small residual goes to the integer program at once, in this process."""
     usable, pairs = usable_pairs(state, now)
     if pairs + now.flat.cost.size > _SMALL_ILP:
@@ -318,8 +318,8 @@ def _raise_bound(now: Residual, cost: float) -> float:
     if now.rows.points and now.cutting:
         # Cutting planes alone first: if few points bind, they converge in a few turns.
         lower = _cut(now, max(2, sweeps // _CUTS // 2 * 2), _CUTS, now.cut_points)
-        now.turn += 1
-        if now.turn >= 3 and lower - before < 3e-3 * abs(lower):
+        now.round += 1
+        if now.round >= 3 and lower - before < 3e-3 * abs(lower):
             now.cutting = False
     else:
         lower = dual_ascent(
@@ -409,7 +409,7 @@ def _neighbourhoods(
     if state.choice is None or "moves" not in clock.longest:  # the first time
         starts.append(_press(now, price, starts[0], rng))
     if state.choice is not None:
-        starts.append(now.left.narrow(state.choice))
+        starts.append(now.left.nearest(state.choice))
     for start in starts:
         for largest in (30, 100, 1000):
             best = start.copy()

@@ -45,7 +45,7 @@ class Excess:
         distinct = {id(a): float(np.abs(a).sum(axis=-1).max(initial=0.0)) for a in arrays}
         return sum(distinct[id(a)] for a in arrays)
 
-    def beside(self, held: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+    def joined(self, held: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
         """For each node the limited sums, and after them these: float64 [K, both]. What is equal stays one array."""
         made: dict[tuple[int, int], np.ndarray] = {}
         out = []
@@ -56,7 +56,7 @@ class Excess:
             out.append(made[key])
         return tuple(out)
 
-    def along_beside(self, limited: int) -> tuple[HeldAlong, ...]:
+    def along_joined(self, limited: int) -> tuple[HeldAlong, ...]:
         """``along``, for sums of which the first, so many, are limited: pairs add nothing to those."""
         made: dict[int, np.ndarray] = {}
         for e in self.along:

@@ -1,6 +1,6 @@
 """The cheapest choice within a memory limit, where an elimination order fits.
 
-The limit is a few sums (``sums``); the best price per byte of each gives a bound and choices that fit (``hull``);
+The limit is a few sums (``sums``); the best price per byte of each gives a bound and choices that fit (``lagrangian``);
 labels close the gap between the two (``labels``). If an excess of sums costs as much (``excess``), the labels see these
 sums too. What is asked of it is counted in work, so that the answer is the
 same on every machine.
@@ -21,8 +21,8 @@ from pase.search.elimination.factors import Pool
 from pase.search.elimination.priced import HeldAlong, PricedTables, prepare
 from pase.search.limits.branches import Branches, SummedTables
 from pase.search.limits.excess import Excess
-from pase.search.limits.hull import Dual, best_prices
 from pase.search.limits.labels import Labels, label_choices
+from pase.search.limits.lagrangian import Dual, best_prices
 from pase.search.limits.sums import Sums, alike, sums_of
 from pase.search.types import MemoryProfile
 from pase.tables.types import CostTables
@@ -81,7 +81,7 @@ class Within:
         return self.choice is not None and self.cost - self.bound <= _EXACT * abs(self.cost)
 
     @property
-    def settled(self) -> bool:
+    def decided(self) -> bool:
         """No cheaper choice can exist, or none below what was asked for."""
         return self.optimal or self.bound >= self.below * (1 - _EXACT if self.below > 0 else 1 + _EXACT)
 
@@ -116,14 +116,14 @@ class Within:
             self._prove(dual.bound)
             for choice, _ in dual.choices:
                 self.offer(choice)
-            if self.settled or self.stop():
+            if self.decided or self.stop():
                 break
             worst = None
             if len(groups) < most_sums:
                 worst = self._broken(c for c, _ in dual.choices if (sums.used(c) <= sums.room).all())
             if worst is None and close:
                 worst = self._close(oracle, prices)
-            if self.settled or len(groups) >= most_sums:
+            if self.decided or len(groups) >= most_sums:
                 break
         return True
 
@@ -182,7 +182,7 @@ class Within:
         x, room = self.excess, sums.room
         held, along, weights = sums.held, tuple[HeldAlong, ...](), np.zeros(room.size)
         if x is not None:
-            held, along = x.beside(held), x.along_beside(room.size)
+            held, along = x.joined(held), x.along_joined(room.size)
             weights, prices = np.append(weights, x.weights), np.append(prices, x.weights)
             room = np.append(room, np.full(x.weights.size, np.inf))
         dearest = self._ceiling + 4 * _EXACT * abs(self._ceiling) + 1e-300
@@ -205,7 +205,7 @@ class Within:
         kinds = {*zip(map(id, self.tables.node_costs), map(id, oracle.sums.held), strict=True)}
         if len(self.tables.node_costs) <= min(_MOST_BRANCHED, 2 * len(kinds)):
             self._branch(oracle.sums, prices)
-            if self.settled or self.stop():
+            if self.decided or self.stop():
                 return None
         look = _Look.of(oracle, prices)
         if look is None:
@@ -228,7 +228,7 @@ class Within:
             proven = min(base + cap, float(costs.min(initial=np.inf)))
             self._prove(proven - 1e-12 * abs(proven))
             # With nothing to stay below, only a choice ends it, or that there is none up to the dearest (``_prove``).
-            if self.settled or (known and share >= 1.0) or broken is not None or self.stop():
+            if self.decided or (known and share >= 1.0) or broken is not None or self.stop():
                 return broken
             share *= _WIDER
 
@@ -251,7 +251,7 @@ class _Look:
         s, x, room = oracle.search, oracle.search.excess, oracle.sums.room
         priced = oracle.priced
         if priced is not None and x is not None:
-            priced = prepare(s.tables, x.beside(oracle.sums.held), s.kernel, s.threads, s.seed)
+            priced = prepare(s.tables, x.joined(oracle.sums.held), s.kernel, s.threads, s.seed)
         if priced is None:
             return None
         at = prices
@@ -264,7 +264,7 @@ class _Look:
     def within(self, cap: float) -> tuple[Labels, np.ndarray]:
         """The choices up to ``cap`` above the least, and their costs, float64 [choices]."""
         x = self.excess
-        along = () if x is None else x.along_beside(self.room.size - x.weights.size)
+        along = () if x is None else x.along_joined(self.room.size - x.weights.size)
         labels = label_choices(
             self.priced, self.pool, self.prices, self.least, self.room, cap, _LABELS, along
         )

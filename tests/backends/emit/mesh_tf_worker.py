@@ -79,7 +79,7 @@ def random_dims(shape: tuple[int, ...], axes: dict[str, int], prefix: str) -> An
 def moves(count: int = 20) -> list[dict[str, Any]]:
     """Tensors from one layout to another as the program would move them: the values, and a gradient's way back."""
     from pase.backends.mesh_tf.names import flat
-    from pase.backends.mesh_tf.reshapes import moves as steps
+    from pase.backends.mesh_tf.reshapes import reshape_steps as steps
     from pase.backends.mesh_tf.shim import mesh_tensorflow
 
     mtf, tf = mesh_tensorflow()

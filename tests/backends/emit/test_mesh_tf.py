@@ -22,7 +22,7 @@ from pase.backends import registry
 from pase.backends.emit import mesh_tf
 from pase.backends.mesh_tf.legality import check_layout, check_tensor
 from pase.backends.mesh_tf.names import MeshTfDim, Names, flat, merged_axes
-from pase.backends.mesh_tf.reshapes import direct, moves
+from pase.backends.mesh_tf.reshapes import direct, reshape_steps
 from pase.errors import PaseError
 from pase.ir import from_text
 from pase.machine import Mesh
@@ -138,7 +138,7 @@ def layouts(draw):
 @given(layouts())
 def test_moves_end_where_they_should_by_steps_that_lower_both_ways(pair):
     have, want = pair
-    steps = moves(have, want, AXES)
+    steps = reshape_steps(have, want, AXES)
     assert (steps[-1] if steps else flat(have)) == flat(want)
     at = flat(have)
     for step in steps:
@@ -148,7 +148,7 @@ def test_moves_end_where_they_should_by_steps_that_lower_both_ways(pair):
 
 def test_two_axes_do_not_trade_places_in_one_reshape():
     a, b = MeshTfDim("a", 6, "x"), MeshTfDim("b", 6, "y")
-    steps = moves(((a,), (b,)), ((MeshTfDim("a", 6, "y"),), (MeshTfDim("b", 6, "x"),)), AXES)
+    steps = reshape_steps(((a,), (b,)), ((MeshTfDim("a", 6, "y"),), (MeshTfDim("b", 6, "x"),)), AXES)
     assert len(steps) > 1
 
 

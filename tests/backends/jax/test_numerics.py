@@ -7,7 +7,7 @@ Gradients are therefore held relative to the largest gradient: a bias whose grad
 (attention's key bias) has nothing but rounding in it. Adam divides by the gradient's size, and would blow such
 rounding up to a full step; with epsilon = 1e-3 and a learning rate of 1e-2 it grows tenfold at most.
 
-The full matrix of models and strategies is bench/comm_truth.py; here each model runs at least once.
+The full matrix of models and strategies is bench/comm_audit.py; here each model runs at least once.
 """
 
 import pytest

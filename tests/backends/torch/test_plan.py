@@ -161,7 +161,7 @@ def test_a_ring_goes_around_in_the_order_of_the_parts() -> None:
         target=torch.ops.aten.scaled_dot_product_attention.default,
         ops=[],
         given=dict.fromkeys(laid, part),
-        laid=laid,
+        layouts=laid,
         outs=[laid["query"]],
         groups=groups,
         seed=0,
@@ -301,10 +301,10 @@ def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
     import torch
 
     from pase.backends.audit.torch import recorded
-    from pase.backends.torch.spmd.collectives import moved
+    from pase.backends.torch.spmd.collectives import resharded
     from pase.backends.torch.spmd.process_groups import axis_groups
     from pase.local.parts import NotNested, digits, held
-    from pase.local.types import LocalMove
+    from pase.local.types import LocalReshardStep
     from pase.machine import Mesh
 
     mesh, shape = Mesh(names=("x",), sizes=(4,)), (16, 3)
@@ -319,8 +319,8 @@ def test_what_an_axis_holds_may_go_to_places_that_overlap() -> None:
         out = []
         with recorded(groups) as found:
             for before, after in ((high, low), (low, high)):
-                move = LocalMove(kind="all_to_all", axes=("x",), before=before, after=after, nbytes=48)
-                out.append(torch.equal(moved(mine[before], [move], shape, "sum", groups), mine[after]))
+                move = LocalReshardStep(kind="all_to_all", axes=("x",), before=before, after=after, nbytes=48)
+                out.append(torch.equal(resharded(mine[before], [move], shape, "sum", groups), mine[after]))
         return out, dict(found.sent)
 
     for same, sent in on_ranks(4, on_rank):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pase
-from pase.compiler.meshes.every_mesh import sift_mesh
+from pase.compiler.meshes.every_mesh import prune_mesh
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.resolve import resolve
@@ -69,7 +69,7 @@ def test_a_mesh_is_sifted_to_what_costs_less(overlap: str) -> None:
         best = search_meshes(problem, [mesh]).solution.cost
         for part in (0.9, 1.0, 1.0001, 1.2):
             for most in (0, 1 << 12, 1 << 15, 1 << 22):
-                s = sift_mesh(problem, mesh, part * best, most)
+                s = prune_mesh(problem, mesh, part * best, most)
                 assert s.bound <= min(best, part * best) * (1 + 1e-9)
                 if s.cheaper is not None:
                     configs = zip(problem.graph.nodes, s.space.configs, s.cheaper.choice, strict=True)

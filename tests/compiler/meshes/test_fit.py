@@ -10,8 +10,8 @@ import pytest
 
 import pase
 from pase.baselines import Baseline, baselines
+from pase.compiler.meshes.baselines import memory_of
 from pase.compiler.meshes.fit import _LimitedSearch, fit_limit
-from pase.compiler.meshes.methods import memory_of
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.meshes.search import search_meshes
 from pase.compiler.problem.options import CompileOptions
@@ -57,7 +57,7 @@ def test_the_best_variant_that_fits_is_found(machine, overlap):
     priced = []
     ways = ("none", "gathers", "all")
     for k, once in [(1, "none"), *itertools.product((2, 4, 8), ways)]:
-        p = problem.varied(traced, Variant(accumulate=k, once=once))
+        p = problem.varied(traced, Variant(accumulate=k, hoisted=once))
         spaces = [configs(n, mesh) for n in p.graph.nodes]
         for rows in itertools.product(*spaces):
             chosen = {n.name: row for n, row in zip(p.graph.nodes, rows, strict=True)}

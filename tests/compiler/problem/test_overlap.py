@@ -10,7 +10,7 @@ import pytest
 
 import pase
 from pase.compiler.meshes.plans import plan_of
-from pase.compiler.problem.overlap import Beside
+from pase.compiler.problem.overlap import OverlapSearch
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant
 from pase.errors import PaseError
@@ -45,7 +45,7 @@ def weights(width, *names):
 
 def step(problem, plan, mesh, chosen):
     """The step by hand, of a model without loops, from the plan's collectives and the work of each op."""
-    graph, turns, once = problem.graph, problem.variant.accumulate, problem.variant.once
+    graph, turns, once = problem.graph, problem.variant.accumulate, problem.variant.hoisted
     stored = {n.name for n in graph.nodes if n.kind == "parameter"}
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     readers = [place[e.dst] for e in graph.edges if e.src in stored]
@@ -139,7 +139,7 @@ def test_what_is_sent_once_has_one_micro_batch_beside_it(loss, names, rows, widt
     args = (weights(width, *names), S((rows, width), "float32"))
     traced, mesh = trace(loss, *args), mesh_from("2", 2)
     written = SplitProblem.of(traced.graph, 2, None, "analytic", "adam", "parameters")
-    problem = written.varied(traced, Variant(accumulate=4, once=once))
+    problem = written.varied(traced, Variant(accumulate=4, hoisted=once))
     every = list(itertools.product(*(configs(n, mesh) for n in problem.graph.nodes)))
     for i in np.random.default_rng(1).permutation(len(every))[:60]:
         chosen = {n.name: row for n, row in zip(problem.graph.nodes, every[i], strict=True)}
@@ -190,7 +190,7 @@ def test_bound_optimum_and_answer_are_in_order_on_random_machines(seed):
         problem = problem.varied(traced, Variant(accumulate=4))
     mesh = mesh_from("4", 4)
     search = problem.pricing.search(mesh)
-    assert isinstance(search, Beside)
+    assert isinstance(search, OverlapSearch)
     every = itertools.product(*(range(len(c)) for c in search.tables.space.configs))
     least = min(search.cost(np.array(c)) for c in every)
     found = problem.pricing.solve(mesh)
@@ -265,7 +265,7 @@ def test_the_timeline_runs_one_micro_batch_after_the_other(once):
         m = o.repeat // (o.times // 4)
         if o.gradient and m < 3:
             assert (t.needed_before, t.lag) == (begins[m], 0)
-        elif not o.gradient and not o.again and m:
+        elif not o.gradient and not o.recompute and m:
             assert (t.ready_after, t.lag) == (begins[m - 1] - 1, 0)
 
 

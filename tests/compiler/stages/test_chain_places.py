@@ -221,7 +221,7 @@ def drawn(rng, name, p, v, m, units, limit):
         for a, b in itertools.combinations(range(units + 1), 2):
             for speed, room in ((1.0, 1.0), (1.3, 0.6)):
                 f, i, w = speed * each[:, a:b].sum(axis=1)
-                times = {"forward": f, "input": i, "weight": w, "again": 0.0}
+                times = {"forward": f, "input": i, "weight": w, "recompute": 0.0}
                 held, kept = room * (b - a), room * 0.5 * (b - a)
                 after, buffers = float(rng.uniform(0, 0.5)), room * float(rng.uniform(0, 1))
                 of.append(
@@ -301,7 +301,7 @@ def tables_of(model, weights="once"):
     problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam", "parameters")
     graph = graph_of(traced, variant)
     places, mesh = divided(graph, blocks), Mesh(names=("x", "y"), sizes=(2, 2))
-    slow = problem.pricing.beside or 1.0
+    slow = problem.pricing.occupied or 1.0
     return StageTables(graph, places, variant, mesh, problem.model, "adam", weights, slow=slow)
 
 
@@ -318,8 +318,8 @@ def test_a_range_of_units_is_priced_as_the_model_is(model, weights):
     for units in ((0, n), (0, n // 2), (n // 2, n), (n // 2, n // 2 + 1)):
         role = StageRole(units=units)
         split = t.cheapest(role, 0.0)
-        m = 4 * split.fixed("forward", "input", "weight", "again")
-        m += 4 * split.fixed("forward_sent", "input_sent", "weight_sent", "again_sent")
+        m = 4 * split.fixed("forward", "input", "weight", "recompute")
+        m += 4 * split.fixed("forward_sent", "input_sent", "weight_sent", "recompute_sent")
         once = split.fixed("after") + t.slow * split.fixed("before", "sums")
         assert m + once == pytest.approx(t.solved(role, 0.0, t.step).bound)
     whole = t.features.weighted(t.step, [1.0] * len(t.graph.nodes))

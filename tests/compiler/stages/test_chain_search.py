@@ -17,9 +17,9 @@ from pase.compiler.problem.variants import Variant, graph_of
 from pase.compiler.stages.candidates import TablesMade, menu_of
 from pase.compiler.stages.chain_places import UnitPlaces, divided
 from pase.compiler.stages.chain_search import ChainMenu
+from pase.compiler.stages.device_groups import arrangements, groups_of
 from pase.compiler.stages.menu import StageRole, StageTables
 from pase.compiler.stages.search import GAP
-from pase.compiler.stages.sites import arrangements, groups_of
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
 from pase.frontends.jax.frontend import trace
@@ -101,7 +101,7 @@ def tables(model):
     traced, variant = trace(loss, *args), Variant(accumulate=MICRO)
     problem = SplitProblem.of(traced.graph, 8, "h100x8", "analytic", "adam", "parameters")
     graph, mesh = graph_of(traced, variant), Mesh(names=("x", "y"), sizes=(2, 2))
-    places, slow = divided(graph, blocks_of(traced)), problem.pricing.beside or 1.0
+    places, slow = divided(graph, blocks_of(traced)), problem.pricing.occupied or 1.0
     assert isinstance(places, UnitPlaces)
     return StageTables(graph, places, variant, mesh, problem.model, "adam", "once", slow=slow)
 
@@ -111,7 +111,7 @@ def shortest_of_all(menu, s, ways):
     best, n = np.inf, menu.places.blocks
     for cut in itertools.combinations(range(1, n), s.stages - 1):
         ends = itertools.pairwise([0, *cut, n])
-        roles = [StageRole(units=u, site=menu.sites[s.rank_of[k]]) for k, u in enumerate(ends)]
+        roles = [StageRole(units=u, group=menu.groups[s.rank_of[k]]) for k, u in enumerate(ends)]
         for splits in itertools.product(*map(ways, roles)):
             if menu._fits(s, splits):
                 best = min(best, simulate(s, menu._exact(s, splits)).step_s)
@@ -137,7 +137,7 @@ def test_a_stack_that_two_loops_read_is_there_once_in_a_stage_and_whole():
     n = t.places.blocks
     for units in itertools.combinations(range(n + 1), 2):
         split, role = t.cheapest(StageRole(units=units), 0.0), StageRole(units=units)
-        runs = ("forward", "input", "weight", "again")
+        runs = ("forward", "input", "weight", "recompute")
         got = MICRO * split.fixed(*runs, *(f"{k}_sent" for k in runs)) + split.fixed("after")
         got += t.slow * split.fixed("before", "sums")
         assert got == pytest.approx(t.solved(role, 0.0, t.step).bound)
@@ -191,9 +191,9 @@ def test_the_least_time_holds_for_units_that_suit_different_devices():
     made = TablesMade(traced, blocks_of(traced), "adam", keep=True, spent=Spent())
     mesh = Mesh(names=("x",), sizes=(2,))
     for place in arrangements(problem, groups_of(problem, asked), 2):
-        menu = menu_of(made.all([Variant(accumulate=MICRO)], mesh, place.sites), MICRO, place)
+        menu = menu_of(made.all([Variant(accumulate=MICRO)], mesh, place.groups), MICRO, place)
         found = [menu.staged(d, v)[0] for d, v in menu.schedules()]
-        assert len(set(menu.sites)) == 2
+        assert len(set(menu.groups)) == 2
         assert 0 < menu.least_s() <= min(f.step_s for f in found if f is not None)
 
 

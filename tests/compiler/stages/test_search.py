@@ -12,7 +12,7 @@ import pytest
 
 import pase
 from pase.backends.registry import emit
-from pase.compiler.meshes.methods import price_methods
+from pase.compiler.meshes.baselines import price_baselines
 from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.compiler.problem.variants import Variant, graph_of
@@ -82,9 +82,9 @@ def test_one_stage_with_one_micro_batch_costs_what_the_step_without_stages_does(
     traced, _ = traced_model(model, None, (), CompileOptions(devices=4))
     blocks, variant = blocks_of(traced), Variant(accumulate=1, blocks=())  # type: ignore[arg-type]
     problem = SplitProblem.of(traced.graph, 4, machine, "analytic", "adam", "parameters")
-    graph, slow = graph_of(traced, variant), problem.pricing.beside
+    graph, slow = graph_of(traced, variant), problem.pricing.occupied
     places = places_of(graph, blocks).in_one_stage
-    methods, _ = price_methods(problem)
+    methods, _ = price_baselines(problem)
     assert slow is not None and {"zero2", "megatron_sp_fsdp_2x2"} <= {b.name for b in methods}
     for b in methods:
         parts = part_costs(graph, places, b.mesh, b.strategy, problem.model, "adam", "once")
@@ -314,7 +314,7 @@ def test_the_features_of_any_split_are_its_seconds_and_no_more_than_its_bytes(mo
                     name = f.name.lower()
                     seconds = getattr(told, name)
                     if name.startswith("input"):
-                        seconds += getattr(told, name.replace("input", "again"))
+                        seconds += getattr(told, name.replace("input", "recompute"))
                     assert found == pytest.approx(seconds, rel=1e-9, abs=1e-15)
                 elif f <= Feature.KEPT:
                     assert found <= getattr(told, f.name.lower()) * (1 + 1e-9) + 1e-6

@@ -65,8 +65,8 @@ def test_branches_are_brute_force(seed: int, loose: float, most: int) -> None:
     room = loose * sum(float(h.mean()) for h in limited)
     problem = SummedTables(
         tables=mean,
-        held=excess.beside([h[:, None] for h in limited]),
-        along=excess.along_beside(1),
+        held=excess.joined([h[:, None] for h in limited]),
+        along=excess.along_joined(1),
         room=np.array([room, np.inf, np.inf]),
         weights=np.append(0.0, excess.weights),
     )

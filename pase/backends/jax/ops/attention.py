@@ -182,13 +182,13 @@ def on_a_device(
     if split is None or (call.causal and split.queries and q[call.order[1]] != k[call.order[1]]):
         return None
     if len(operands) > 3:  # by JAX's own definition
-        return None if split.ring or (call.causal and split.queries) else _beside(call)
+        return None if split.ring or (call.causal and split.queries) else _with_bias(call)
     kernel = kernel_for(call, _platform(mesh), dtype, source)
     local = _DeviceShare(kernel=kernel, split=split, causal=call.causal, scale=call.scale, mesh=mesh)
     return _ordered(call, local.on_a_device())
 
 
-def _beside(call: AttentionCall) -> Callable[..., Array]:
+def _with_bias(call: AttentionCall) -> Callable[..., Array]:
     """Attention with a bias or a mask, which come after queries, keys and values."""
     import jax
 

@@ -49,16 +49,16 @@ class RingAttention:
             result, sums = self._part(t, q, keys)
             return result.astype(wide), sums
 
-        def turn(t: Array, carry: tuple[Keys, Keys]) -> tuple[Keys, Keys]:
+        def iteration(t: Array, carry: tuple[Keys, Keys]) -> tuple[Keys, Keys]:
             keys, done = carry
             return self._next(keys), merged(done, part(t, keys))
 
         first = self.kernel.forward(q, k, v, causal=self.causal, scale=self.scale)
         carry = (self._next((k, v)), (first[0].astype(wide), first[1]))
-        keys, done = self._around(turn, carry)
+        keys, done = self._around(iteration, carry)
         result, sums = merged(done, part(self.devices - 1, keys))
         result = result.astype(q.dtype)
-        return (self._home(result) if deals else result), (q, k, v, sums)
+        return (self._undealt(result) if deals else result), (q, k, v, sums)
 
     def backward(
         self, q: Array, k: Array, v: Array, sums: Array, result: Array, gradient: Array
@@ -76,7 +76,7 @@ class RingAttention:
         def part(t: Array | int, keys: Keys) -> Gradients:
             return jax.tree.map(lambda x: x.astype(wide), self._part_backward(t, given, keys))  # type: ignore[no-any-return]
 
-        def turn(t: Array, carry: tuple[Keys, Array, Keys]) -> tuple[Keys, Array, Keys]:
+        def iteration(t: Array, carry: tuple[Keys, Array, Keys]) -> tuple[Keys, Array, Keys]:
             keys, dq, arrived = carry
             more, of_keys = part(t, keys)
             return self._next(keys), dq + more, jax.tree.map(jnp.add, self._next(arrived), of_keys)
@@ -84,18 +84,18 @@ class RingAttention:
         done = Attended(q, k, v, result, sums)
         dq, *of_keys = self.kernel.backward(done, gradient, causal=self.causal, scale=self.scale)
         dk, dv = (x.astype(wide) for x in of_keys)
-        keys, dq, sums_of_keys = self._around(turn, (self._next((k, v)), dq.astype(wide), (dk, dv)))
+        keys, dq, sums_of_keys = self._around(iteration, (self._next((k, v)), dq.astype(wide), (dk, dv)))
         more, last = part(self.devices - 1, keys)
         dk, dv = self._next(jax.tree.map(jnp.add, self._next(sums_of_keys), last))
         out = ((dq + more).astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype))
-        return tuple(self._home(x) for x in out) if deals else out  # type: ignore[return-value]
+        return tuple(self._undealt(x) for x in out) if deals else out  # type: ignore[return-value]
 
-    def _around(self, turn: Callable[[Array, C], C], carry: C) -> C:
+    def _around(self, iteration: Callable[[Array, C], C], carry: C) -> C:
         """All turns between the first and the last."""
         import jax
         import jax.numpy as jnp
 
-        return jax.lax.scan(lambda c, t: (turn(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
+        return jax.lax.scan(lambda c, t: (iteration(t, c), None), carry, jnp.arange(1, self.devices - 1))[0]
 
     def _next(self, tree: C) -> C:
         """Send each device's part to the next device. In the t-th turn, device i holds the part of device i - t."""
@@ -166,7 +166,7 @@ class RingAttention:
     def _deals(self, x: Array) -> bool:
         return self.causal and x.shape[1] % 2 == 0
 
-    def _homes(self, odd: int) -> list[tuple[int, int]]:
+    def _chunk_owners(self, odd: int) -> list[tuple[int, int]]:
         """The device that each device's even (or odd) chunk goes to: (from, to)."""
         chunks = [2 * i + odd for i in range(self.devices)]
         return [(i, min(c, 2 * self.devices - 1 - c)) for i, c in enumerate(chunks)]
@@ -177,19 +177,19 @@ class RingAttention:
         import jax.numpy as jnp
 
         even, odd = (
-            jax.lax.ppermute(chunk, self.axes, self._homes(i))
+            jax.lax.ppermute(chunk, self.axes, self._chunk_owners(i))
             for i, chunk in enumerate(jnp.split(x, 2, axis=1))
         )
         return self._ordered(even, odd)
 
-    def _home(self, x: Array) -> Array:
+    def _undealt(self, x: Array) -> Array:
         """The inverse of ``_dealt``."""
         import jax
         import jax.numpy as jnp
 
         even, odd = jnp.split(self._ordered(*jnp.split(x, 2, axis=1)), 2, axis=1)
         back = [
-            jax.lax.ppermute(chunk, self.axes, [(b, a) for a, b in self._homes(i)])
+            jax.lax.ppermute(chunk, self.axes, [(b, a) for a, b in self._chunk_owners(i)])
             for i, chunk in enumerate((even, odd))
         ]
         return jnp.concatenate(back, axis=1)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh as JaxMesh
     from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["Home", "StackCut", "is_cut", "joined", "merged", "on_rank", "registered", "rows_of"]
+__all__ = ["ArrayPlacement", "StackCut", "is_cut", "joined", "merged", "on_rank", "registered", "rows_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ _KNOWN: list[bool] = []
 
 
 @dataclass(frozen=True, eq=False)
-class Home:
+class ArrayPlacement:
     """Where an array is stored: the ranks that each hold all of it, and its layout on one of them.
 
     grid: devices of all ranks, [ranks, *axes]. names: of the axes. spec: a PartitionSpec.
@@ -87,27 +87,29 @@ class Home:
         return x if there else jax.device_put(x, self.sharding)
 
 
-def on_rank(x: Array, home: Home, rank: int) -> Array:
+def on_rank(x: Array, placement: ArrayPlacement, rank: int) -> Array:
     """The part of an array that one rank holds, without a copy."""
     import jax
 
-    if len(home.ranks) == 1:
+    if len(placement.ranks) == 1:
         return x
-    sharding = home.on(rank)
+    sharding = placement.on(rank)
     shard = {s.device: s.data for s in x.addressable_shards}
     order = sharding.addressable_devices_indices_map(x.shape)
     return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard[d] for d in order])
 
 
-def joined(parts: Sequence[Array], home: Home) -> Array:
+def joined(parts: Sequence[Array], placement: ArrayPlacement) -> Array:
     """The whole array, from the parts that the ranks hold, without a copy."""
     import jax
 
-    if len(home.ranks) == 1:
+    if len(placement.ranks) == 1:
         return parts[0]
     shard = {s.device: s.data for x in parts for s in x.addressable_shards}
-    order = home.sharding.addressable_devices_indices_map(parts[0].shape)
-    return jax.make_array_from_single_device_arrays(parts[0].shape, home.sharding, [shard[d] for d in order])
+    order = placement.sharding.addressable_devices_indices_map(parts[0].shape)
+    return jax.make_array_from_single_device_arrays(
+        parts[0].shape, placement.sharding, [shard[d] for d in order]
+    )
 
 
 def merged(*trees: Tree) -> Tree:

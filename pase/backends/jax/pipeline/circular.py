@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.pipeline.stages import Stage, StageWeight, stages_of
-from pase.backends.jax.pipeline.unreduced import Lanes, lanes_of
+from pase.backends.jax.pipeline.unreduced import UnreducedGroups, unreduced_groups
 from pase.backends.jax.plan import JaxPlan
 from pase.backends.jax.spmd.lower import Lowering
 from pase.backends.jax.steps.micro_batches import micro_batch_stack, stacked_outs
@@ -74,14 +74,16 @@ class JaxCircular(JaxPlan):
         return jax.tree.map(np.asarray, tree)
 
     @cached_property
-    def by_lane(self) -> Lanes | None:
+    def unreduced_groups(self) -> UnreducedGroups | None:
         """Where gradients are summed over the batch's devices once a step, and not in each turn."""
-        return lanes_of(self.pipeline, (self.split,), None)
+        return unreduced_groups(self.pipeline, (self.split,), None)
 
     @cached_property
     def stages(self) -> tuple[Stage, Stage, Stage]:
         """What comes before the layers, a rank's layers, and what comes after; of one lane, if there are lanes."""
-        return _stages_of(self.split if self.by_lane is None else self.by_lane.splits[0], self.pipeline)
+        return _stages_of(
+            self.split if self.unreduced_groups is None else self.unreduced_groups.splits[0], self.pipeline
+        )
 
 
 def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
@@ -169,33 +171,36 @@ class _CircularLoss:
         def each(stage: Stage, xs: Sequence[Array]) -> list[Array]:
             """An end of the model on all micro-batches, as many at a time as there are ranks."""
             weights, run = self._weights(stage, leaves), self._mapped(stage)
-            groups = [self._laid(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
-            mine = [self._laid(batch[i].reshape(m // p, p, *batch[i].shape[1:]), 1) for i in stage.batch]
+            groups = [self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
+            mine = [
+                self._constrained(batch[i].reshape(m // p, p, *batch[i].shape[1:]), 1) for i in stage.batch
+            ]
             _, outs = jax.lax.scan(lambda _, x: (None, run(weights, x[0], x[1])), None, (mine, groups))
             return [y.reshape(m, *y.shape[2:]) for y in outs]
 
         entered = each(before, [])
-        weights, run, turns = self._weights(layers, leaves), self._mapped(layers), m + p - 1
+        weights, run, iterations = self._weights(layers, leaves), self._mapped(layers), m + p - 1
         rank = jnp.arange(p)
         # Idle ranks work on real numbers: on zeros a norm's derivative may be infinite, and 0 · inf is not a number.
-        fed = [x[jnp.minimum(jnp.arange(turns), m - 1)] for x in entered]
+        fed = [x[jnp.minimum(jnp.arange(iterations), m - 1)] for x in entered]
         fed = [
-            self._laid(jnp.pad(x[:, None], [(0, 0), (0, p - 1)] + [(0, 0)] * (x.ndim - 1)), 1) for x in fed
+            self._constrained(jnp.pad(x[:, None], [(0, 0), (0, p - 1)] + [(0, 0)] * (x.ndim - 1)), 1)
+            for x in fed
         ]
-        begin = [self._laid(jnp.broadcast_to(x[0], (p, *x.shape[1:])), 0) for x in entered]
+        begin = [self._constrained(jnp.broadcast_to(x[0], (p, *x.shape[1:])), 0) for x in entered]
 
-        def turn(held: list[Array], given: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
+        def iteration(held: list[Array], given: tuple[Array, list[Array]]) -> tuple[list[Array], list[Array]]:
             t, new = given
             x = [
                 jnp.where((rank == 0).reshape(p, *[1] * (a.ndim - 1)), b, a)
                 for a, b in zip(held, new, strict=True)
             ]
             at = jnp.clip(t - rank, 0, m - 1)
-            mine = [self._laid(jnp.take(batch[i], at, axis=0), 0) for i in layers.batch]
+            mine = [self._constrained(jnp.take(batch[i], at, axis=0), 0) for i in layers.batch]
             made = run(weights, mine, x)
-            return [self._laid(jnp.roll(y, 1, axis=0), 0) for y in made], made
+            return [self._constrained(jnp.roll(y, 1, axis=0), 0) for y in made], made
 
-        _, made = jax.lax.scan(turn, begin, (jnp.arange(turns), fed))
+        _, made = jax.lax.scan(iteration, begin, (jnp.arange(iterations), fed))
         outs = each(after, [y[p - 1 :, p - 1] for y in made])
         loss, rest = jnp.mean(outs[0]), outs[1:]
         return stacked_outs(plan, [loss, *rest], []) if plan.traced.has_aux else loss
@@ -204,14 +209,14 @@ class _CircularLoss:
         """The stage on all ranks, and for each lane."""
         import jax
 
-        plan, lanes = self.plan, self.plan.by_lane
-        walk = JaxprWalk(plan=plan.split if lanes is None else lanes.splits[0], mesh=self.mesh)
+        plan, groups = self.plan, self.plan.unreduced_groups
+        walk = JaxprWalk(plan=plan.split if groups is None else groups.splits[0], mesh=self.mesh)
 
         def run(weights: list[Array], batch: list[Array], entered: list[Array]) -> list[Array]:
             return stage.run(walk, weights, batch, entered)
 
-        if lanes is not None:
-            run = jax.vmap(run, spmd_axis_name=lanes.axes)
+        if groups is not None:
+            run = jax.vmap(run, spmd_axis_name=groups.axes)
         mapped: Callable[..., list[Array]] = jax.vmap(run, spmd_axis_name=STAGE)
         return mapped
 
@@ -229,14 +234,14 @@ class _CircularLoss:
         else:
             x = x.reshape(p, x.shape[0] // p, *x.shape[1:])
         spec = tuple(self._spec(w.leaf))
-        if self.plan.by_lane is not None:
-            x = jnp.broadcast_to(x[:, None], (p, self.plan.by_lane.many, *x.shape[1:]))
-        return self._laid(x, 0, spec if w.rows is None else (None, *spec[1:]))
+        if self.plan.unreduced_groups is not None:
+            x = jnp.broadcast_to(x[:, None], (p, self.plan.unreduced_groups.many, *x.shape[1:]))
+        return self._constrained(x, 0, spec if w.rows is None else (None, *spec[1:]))
 
     def _spec(self, leaf: int) -> PartitionSpec:
         """A parameter's layout on one rank, for a lane."""
         plan = self.plan
-        split = plan.split if plan.by_lane is None else plan.by_lane.splits[0]
+        split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.splits[0]
         return split.spec(plan.split.constraints.storage.get(split.leaf_names()[leaf], ()))
 
     def _micro_batches(self, i: int, x: Array) -> Array:
@@ -245,22 +250,22 @@ class _CircularLoss:
         import jax
         import jax.numpy as jnp
 
-        plan, m, lanes = self.plan, self.plan.accumulate, self.plan.by_lane
+        plan, m, groups = self.plan, self.plan.accumulate, self.plan.unreduced_groups
         if not split_inputs(plan.traced)[i]:
-            return jnp.broadcast_to(x, (m, *(() if lanes is None else (lanes.many,)), *x.shape))
-        home = jax.tree.leaves(plan._in_shardings(self.mesh)[1:])[i]
-        x = micro_batch_stack(x, m, home, self.mesh)
-        return x if lanes is None else x.reshape(m, lanes.many, x.shape[1] // lanes.many, *x.shape[2:])
+            return jnp.broadcast_to(x, (m, *(() if groups is None else (groups.many,)), *x.shape))
+        placement = jax.tree.leaves(plan._in_shardings(self.mesh)[1:])[i]
+        x = micro_batch_stack(x, m, placement, self.mesh)
+        return x if groups is None else x.reshape(m, groups.many, x.shape[1] // groups.many, *x.shape[2:])
 
-    def _laid(self, x: Array, dim: int, rest: Sequence[object] | None = None) -> Array:
+    def _constrained(self, x: Array, dim: int, rest: Sequence[object] | None = None) -> Array:
         """The value with this dim over the ranks and the next one over lanes. rest: the layout of the dims after them;
         None: whatever XLA finds best."""
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 
-        lanes = () if self.plan.by_lane is None else (self.plan.by_lane.axes,)
+        groups = () if self.plan.unreduced_groups is None else (self.plan.unreduced_groups.axes,)
         free = PartitionSpec.UNCONSTRAINED
-        many = x.ndim - dim - 1 - len(lanes)
+        many = x.ndim - dim - 1 - len(groups)
         tail = [free] * many if rest is None else [*rest, *[None] * (many - len(rest))]
-        spec = PartitionSpec(*[None] * dim, STAGE, *lanes, *tail)
+        spec = PartitionSpec(*[None] * dim, STAGE, *groups, *tail)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))

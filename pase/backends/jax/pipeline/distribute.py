@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.arrays import Home, joined, on_rank
+from pase.backends.jax.pipeline.arrays import ArrayPlacement, joined, on_rank
 from pase.backends.jax.pipeline.programs import flat
 from pase.errors import PaseError
 from pase.frontends.jax.types import ClosedJaxpr, Eqn, Jaxpr, Var
@@ -33,46 +33,49 @@ __all__ = ["OnRanks"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnRanks:
-    """fn: from flat arrays to flat arrays. given: shapes of its arguments. homes, out_homes: where arrays are.
+    """fn: from flat arrays to flat arrays. given: shapes of its arguments. placements, out_placements: where arrays
+    are.
 
-    parts: for an argument that is a part of a stack, (which stack, which part). laid: layouts that arguments are
+    parts: for an argument that is a part of a stack, (which stack, which part). reshard_to: layouts that arguments are
     brought into first. donate: whether the memory of the arguments may be reused.
     """
 
     fn: Callable[..., Sequence[Array]]
     given: tuple[ShapeDtypeStruct, ...]
-    homes: tuple[Home, ...]
-    out_homes: tuple[Home, ...]
+    placements: tuple[ArrayPlacement, ...]
+    out_placements: tuple[ArrayPlacement, ...]
     ranks: int
     parts: Mapping[int, tuple[str, int]]
-    laid: Mapping[int, Home]
+    reshard_to: Mapping[int, ArrayPlacement]
     donate: bool
 
     def __call__(self, args: Sequence[Array]) -> list[Array]:
         jaxpr = self._traced
         have: dict[tuple[Var, int], Array] = {}
-        for v, x, home in zip(jaxpr.invars, args, self.homes, strict=True):
-            for r in home.ranks:
-                have[v, r] = on_rank(x, home, r)
+        for v, x, placement in zip(jaxpr.invars, args, self.placements, strict=True):
+            for r in placement.ranks:
+                have[v, r] = on_rank(x, placement, r)
         for (_, rank), (reads, makes, run, donated) in self._programs.items():
             values = [self._at(have, v, rank) for v in reads]
             kept = [x for x, d in zip(values, donated, strict=True) if not d]
             made = run([x for x, d in zip(values, donated, strict=True) if d], kept)
             have.update({(v, rank): x for v, x in zip(makes, made, strict=True)})
         return [
-            joined([self._out(have, v, r, home) for r in home.ranks], home)
-            for v, home in zip(jaxpr.outvars, self.out_homes, strict=True)
+            joined([self._out(have, v, r, placement) for r in placement.ranks], placement)
+            for v, placement in zip(jaxpr.outvars, self.out_placements, strict=True)
         ]
 
-    def _out(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, home: Home) -> Array:
+    def _out(
+        self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int, placement: ArrayPlacement
+    ) -> Array:
         import jax
 
         if is_literal(v):
-            return jax.device_put(literal_array(v), home.on(rank))
+            return jax.device_put(literal_array(v), placement.on(rank))
         jaxpr, consts = opened(self._closed)
         if v in jaxpr.constvars:
-            return jax.device_put(consts[jaxpr.constvars.index(v)], home.on(rank))
-        return jax.device_put(self._at(have, v, rank), home.on(rank))
+            return jax.device_put(consts[jaxpr.constvars.index(v)], placement.on(rank))
+        return jax.device_put(self._at(have, v, rank), placement.on(rank))
 
     def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
         """The value on a rank: its own, or a number from another rank."""
@@ -82,8 +85,10 @@ class OnRanks:
         if (v, rank) in have:
             return have[v, rank]
         source = next(have[v, r] for r in range(self.ranks) if (v, r) in have)
-        home = self.homes[0]
-        return jax.device_put(source, NamedSharding(Mesh(home.grid[rank], home.names), PartitionSpec()))
+        placement = self.placements[0]
+        return jax.device_put(
+            source, NamedSharding(Mesh(placement.grid[rank], placement.names), PartitionSpec())
+        )
 
     @cached_property
     def _closed(self) -> ClosedJaxpr:
@@ -102,8 +107,8 @@ class OnRanks:
         """(equation -> the ranks that run it, equation -> how often numbers were sent before it)."""
         jaxpr = self._traced
         everywhere = frozenset(range(self.ranks))
-        home: dict[Var, frozenset[int]] = {
-            v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.homes, strict=True)
+        placement: dict[Var, frozenset[int]] = {
+            v: frozenset(h.ranks) for v, h in zip(jaxpr.invars, self.placements, strict=True)
         }
         level: dict[Var, int] = {}
         can: dict[int, frozenset[int]] = {}
@@ -111,11 +116,11 @@ class OnRanks:
         for i, eqn in enumerate(jaxpr.eqns):
             reads = [v for v in eqn.invars if not is_literal(v)]
             big = [v for v in reads if v.aval.size > 1]
-            ranks = everywhere.intersection(*(home.get(v, everywhere) for v in reads))
+            ranks = everywhere.intersection(*(placement.get(v, everywhere) for v in reads))
             if not ranks:
-                ranks = everywhere.intersection(*(home.get(v, everywhere) for v in big))
+                ranks = everywhere.intersection(*(placement.get(v, everywhere) for v in big))
                 if not big:
-                    ranks = frozenset({min(min(home.get(v, everywhere)) for v in reads)})
+                    ranks = frozenset({min(min(placement.get(v, everywhere)) for v in reads)})
             if not ranks:
                 raise PaseError(
                     f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on "
@@ -123,12 +128,12 @@ class OnRanks:
                 )
             can[i] = ranks
             late[i] = max(
-                (level.get(v, 0) + (not ranks <= home.get(v, everywhere)) for v in reads), default=0
+                (level.get(v, 0) + (not ranks <= placement.get(v, everywhere)) for v in reads), default=0
             )
             for v in eqn.outvars:
-                home[v], level[v] = ranks, late[i]
+                placement[v], level[v] = ranks, late[i]
         need: dict[Var, set[int]] = {}
-        for v, h in zip(jaxpr.outvars, self.out_homes, strict=True):
+        for v, h in zip(jaxpr.outvars, self.out_placements, strict=True):
             if not is_literal(v):
                 need.setdefault(v, set()).update(h.ranks)
         out: dict[int, frozenset[int]] = {}
@@ -183,13 +188,15 @@ class OnRanks:
             self.donate
             and v in number
             and wanted[v] == {key}
-            and self.homes[number[v]].ranks == (key[1],)
+            and self.placements[number[v]].ranks == (key[1],)
             and v.aval.size > 1
             for v in reads
         ]
-        out_home = {v: h for v, h in zip(jaxpr.outvars, self.out_homes, strict=True) if not is_literal(v)}
+        out_placement = {
+            v: h for v, h in zip(jaxpr.outvars, self.out_placements, strict=True) if not is_literal(v)
+        }
         fn = function_of(self._closed, mine, reads, makes)
-        laid = [self.laid.get(number[v]) if v in number else None for v in reads]
+        layouts = [self.reshard_to.get(number[v]) if v in number else None for v in reads]
 
         def run(given: Sequence[Array], kept: Sequence[Array]) -> list[Array]:
             some, others = iter(given), iter(kept)
@@ -197,12 +204,13 @@ class OnRanks:
             return fn(
                 *(
                     x if h is None else jax.lax.with_sharding_constraint(x, h.on(key[1]))
-                    for x, h in zip(values, laid, strict=True)
+                    for x, h in zip(values, layouts, strict=True)
                 )
             )
 
         shardings = [
-            out_home[v].on(key[1]) if v in out_home and key[1] in out_home[v].ranks else None for v in makes
+            out_placement[v].on(key[1]) if v in out_placement and key[1] in out_placement[v].ranks else None
+            for v in makes
         ]
         return reads, makes, jax.jit(run, donate_argnums=0, out_shardings=shardings), donated
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.arrays import Home
+from pase.backends.jax.pipeline.arrays import ArrayPlacement
 from pase.backends.jax.pipeline.distribute import OnRanks
-from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.errors import PaseError
 from pase.frontends.jax.leaves import arrays, trained
 from pase.pytree import Tree
@@ -24,9 +24,9 @@ __all__ = ["StagedOptimizer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedOptimizer:
-    """homes: where the parameters are stored. optimizer: from optax."""
+    """placement: where the parameters are stored. optimizer: from optax."""
 
-    homes: StageHomes
+    placement: StagePlacement
     optimizer: GradientTransformation
     _updates: dict[bool, OnRanks] = field(default_factory=dict, init=False, repr=False)
 
@@ -34,13 +34,13 @@ class StagedOptimizer:
         """The state for the trained leaves of these parameters. Each part of it is where it is updated."""
         import jax
 
-        (mine,) = self.homes.placed((arrays(params),))
+        (mine,) = self.placement.placed((arrays(params),))
         leaves, tree = jax.tree.flatten(trained(mine))
 
         def fn(*flat: Array) -> list[Array]:
             return list(jax.tree.leaves(self.optimizer.init(jax.tree.unflatten(tree, flat))))
 
-        made = self._on_ranks(fn, leaves, self._stored, self._state_homes, {}, False)(leaves)
+        made = self._on_ranks(fn, leaves, self._stored, self._state_placements, {}, False)(leaves)
         return jax.tree.unflatten(self._form, made)
 
     def placed(self, state: Tree) -> Tree:
@@ -50,7 +50,7 @@ class StagedOptimizer:
 
         given: PyTreeDef = jax.tree.structure(state)
         if given != self._form:
-            own = self.homes.leaves(self.homes.shape_of)
+            own = self.placement.leaves(self.placement.shape_of)
             form: PyTreeDef = jax.tree.structure(jax.eval_shape(self.optimizer.init, own))
             if given != form:
                 raise PaseError(
@@ -59,11 +59,11 @@ class StagedOptimizer:
                 )
             state = optax.tree_map_params(
                 self.optimizer,
-                lambda x, i: self.homes.put(i, x, self.homes.updated_as),
+                lambda x, i: self.placement.put(i, x, self.placement.updated_as),
                 state,
-                self.homes.leaves(lambda i: i),
+                self.placement.leaves(lambda i: i),
             )
-        leaves = [h.put(x) for x, h in zip(jax.tree.leaves(state), self._state_homes, strict=True)]
+        leaves = [h.put(x) for x, h in zip(jax.tree.leaves(state), self._state_placements, strict=True)]
         return jax.tree.unflatten(self._form, leaves)
 
     def updated(self, grads: Tree, state: Tree, params: Tree, donate: bool) -> tuple[Tree, Tree]:
@@ -80,13 +80,13 @@ class StagedOptimizer:
 
         if donate not in self._updates:
             last = len(flat) - len(self._stored)
-            as_kept = [self.homes.updated_as[w] for w in self.homes.trained_parts]
+            as_kept = [self.placement.updated_as[w] for w in self.placement.trained_parts]
             self._updates[donate] = self._on_ranks(
                 fn,
                 flat,
-                [*as_kept, *self._state_homes, *self._stored],
-                [*self._stored, *self._state_homes],
-                {last + i: home for i, home in enumerate(as_kept)},
+                [*as_kept, *self._state_placements, *self._stored],
+                [*self._stored, *self._state_placements],
+                {last + i: placement for i, placement in enumerate(as_kept)},
                 donate,
             )
         out: tuple[Tree, Tree] = jax.tree.unflatten(
@@ -98,46 +98,46 @@ class StagedOptimizer:
         self,
         fn: Callable[..., Sequence[Array]],
         given: Sequence[Array],
-        homes: Sequence[Home],
-        out_homes: Sequence[Home],
-        laid: dict[int, Home],
+        placements: Sequence[ArrayPlacement],
+        out_placements: Sequence[ArrayPlacement],
+        reshard_to: dict[int, ArrayPlacement],
         donate: bool,
     ) -> OnRanks:
         """Make fn run on the ranks.
 
-        given: its arguments, which begin with gradients or parameters. laid: argument -> the layout that it is brought
-        into first. These arguments are the parameters again, in the same order.
+        given: its arguments, which begin with gradients or parameters. reshard_to: argument -> the layout that it is
+        brought into first. These arguments are the parameters again, in the same order.
         """
         import jax
 
-        paths = self.homes.plan.traced.param_paths
+        paths = self.placement.plan.traced.param_paths
         parts = {
             i: (paths[w.leaf], w.rows[0])
-            for i, w in enumerate(self.homes.trained_parts)
+            for i, w in enumerate(self.placement.trained_parts)
             if w.rows is not None
         }
-        last = min(laid, default=0)
+        last = min(reshard_to, default=0)
         return OnRanks(
             fn=fn,
             given=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given),
-            homes=tuple(homes),
-            out_homes=tuple(out_homes),
-            ranks=self.homes.plan.pipeline.degree,
+            placements=tuple(placements),
+            out_placements=tuple(out_placements),
+            ranks=self.placement.plan.pipeline.degree,
             parts=parts | {last + i: part for i, part in parts.items()},
-            laid=laid,
+            reshard_to=reshard_to,
             donate=donate,
         )
 
     @cached_property
-    def _stored(self) -> list[Home]:
-        return [self.homes.stored[w] for w in self.homes.trained_parts]
+    def _stored(self) -> list[ArrayPlacement]:
+        return [self.placement.stored[w] for w in self.placement.trained_parts]
 
     @cached_property
     def _shapes(self) -> Tree:
         """Shapes of the state for parameters that are cut."""
         import jax
 
-        return jax.eval_shape(self.optimizer.init, self.homes.tree(self.homes.shape))
+        return jax.eval_shape(self.optimizer.init, self.placement.tree(self.placement.shape))
 
     @property
     def _form(self) -> PyTreeDef:
@@ -146,30 +146,30 @@ class StagedOptimizer:
         return jax.tree.structure(self._shapes)
 
     @cached_property
-    def _state_homes(self) -> list[Home]:
+    def _state_placements(self) -> list[ArrayPlacement]:
         """Where each leaf of the state is stored. A leaf that mirrors a parameter is with its gradient; the others are
         everywhere.
         """
         import jax
         import optax
 
-        everywhere = self.homes.everywhere
+        everywhere = self.placement.everywhere
 
         def masked(leaf: object) -> bool:
             return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
 
-        def like(leaf: Tree, param: ShapeDtypeStruct, home: Home) -> Tree:
+        def like(leaf: Tree, param: ShapeDtypeStruct, placement: ArrayPlacement) -> Tree:
             if masked(leaf):
                 return leaf
-            return home if leaf.shape == param.shape else replace(home, spec=everywhere.spec)
+            return placement if leaf.shape == param.shape else replace(placement, spec=everywhere.spec)
 
-        homes = optax.tree_map_params(
+        placements = optax.tree_map_params(
             self.optimizer,
             like,
             self._shapes,
-            self.homes.tree(self.homes.shape),
-            self.homes.tree(lambda w: self.homes.updated_as[w]),
+            self.placement.tree(self.placement.shape),
+            self.placement.tree(lambda w: self.placement.updated_as[w]),
             transform_non_params=lambda _: everywhere,
             is_leaf=masked,
         )
-        return list(jax.tree.leaves(homes))
+        return list(jax.tree.leaves(placements))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.pipeline.arrays import Home, StackCut, is_cut, rows_of
+from pase.backends.jax.pipeline.arrays import ArrayPlacement, StackCut, is_cut, rows_of
 from pase.backends.jax.pipeline.stages import StageWeight
 from pase.backends.jax.steps.stepper import shape_and_dtype
 from pase.errors import PaseError
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from pase.backends.jax.plan import JaxPlan
     from pase.plan.constraints import Placement
 
-__all__ = ["StageHomes"]
+__all__ = ["StagePlacement"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageHomes:
+class StagePlacement:
     """The plan on some devices: grid, [ranks, *axes]."""
 
     plan: JaxPipeline
@@ -40,14 +40,14 @@ class StageHomes:
     def names(self) -> tuple[str, ...]:
         return self.plan.splits[0].logical_mesh.names
 
-    def _home(self, ranks: Sequence[int], spec: PartitionSpec) -> Home:
-        return Home(ranks=tuple(ranks), grid=self.grid, names=self.names, spec=spec)
+    def _placement(self, ranks: Sequence[int], spec: PartitionSpec) -> ArrayPlacement:
+        return ArrayPlacement(ranks=tuple(ranks), grid=self.grid, names=self.names, spec=spec)
 
     @cached_property
-    def everywhere(self) -> Home:
+    def everywhere(self) -> ArrayPlacement:
         from jax.sharding import PartitionSpec
 
-        return self._home(range(self.plan.pipeline.degree), PartitionSpec())
+        return self._placement(range(self.plan.pipeline.degree), PartitionSpec())
 
     def split(self, stage: int) -> JaxPlan:
         return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
@@ -75,30 +75,30 @@ class StageHomes:
         """
         paths = self.plan.traced.param_paths
         of_blocks = frozenset[int]().union(*(s.read_whole for s in self.plan.stages))
-        several = [w.leaf for w, home in self.stored.items() if len(home.ranks) > 1]
+        several = [w.leaf for w, placement in self.stored.items() if len(placement.ranks) > 1]
         return [paths[leaf] for leaf in several if leaf in of_blocks]
 
-    def _homes(self, kind: str) -> dict[StageWeight, Home]:
+    def _placements(self, kind: str) -> dict[StageWeight, ArrayPlacement]:
         rank_of, leaf = self.plan.schedule.rank_of, self.plan.splits[0].leaf_names()
         out = {}
         for w, stages in self.holders.items():
             c, name = self.split(stages[0]).constraints, leaf[w.leaf]
             placements = c.storage if kind == "storage" else {**c.storage, **c.state}
             ranks = dict.fromkeys(rank_of[s] for s in stages)
-            out[w] = self._home(list(ranks), self._spec(stages[0], placements, name, w.rows is not None))
+            out[w] = self._placement(list(ranks), self._spec(stages[0], placements, name, w.rows is not None))
         return out
 
     @cached_property
-    def stored(self) -> dict[StageWeight, Home]:
-        return self._homes("storage")
+    def stored(self) -> dict[StageWeight, ArrayPlacement]:
+        return self._placements("storage")
 
     @cached_property
-    def updated_as(self) -> dict[StageWeight, Home]:
+    def updated_as(self) -> dict[StageWeight, ArrayPlacement]:
         """Where gradients and an optimizer's state are stored."""
-        return self._homes("state")
+        return self._placements("state")
 
     @cached_property
-    def arrives(self) -> list[Home]:
+    def arrives(self) -> list[ArrayPlacement]:
         """Where the leaves of the batch arrive."""
         plan, n = self.plan, len(self.plan.traced.param_paths)
         leaf, out = plan.splits[0].leaf_names(), []
@@ -106,7 +106,7 @@ class StageHomes:
             stages = [k for k, s in enumerate(plan.stages) if i in s.batch] or [0]
             ranks = dict.fromkeys(plan.schedule.rank_of[s] for s in stages)
             spec = self._spec(stages[0], self.split(stages[0]).constraints.storage, leaf[n + i], False)
-            out.append(self._home(list(ranks), spec))
+            out.append(self._placement(list(ranks), spec))
         return out
 
     @cached_property
@@ -136,13 +136,13 @@ class StageHomes:
             out.append(self.put(i, x, self.stored) if i < n else self.arrives[i - n].put(x))
         return list(jax.tree.unflatten(tree, out))
 
-    def put(self, leaf: int, x: Tree, homes: Mapping[StageWeight, Home]) -> Array | StackCut:
+    def put(self, leaf: int, x: Tree, placements: Mapping[StageWeight, ArrayPlacement]) -> Array | StackCut:
         ws = self.parts_of[leaf]
         if ws[0].rows is None and not is_cut(x):
-            return homes[ws[0]].put(x)
+            return placements[ws[0]].put(x)
         rows = [w.rows or (0, x.parts[0].shape[0]) for w in ws]
         parts = rows_of(x, rows, self.plan.traced.param_paths[leaf])
-        return StackCut(tuple(homes[w].put(part) for w, part in zip(ws, parts, strict=True)))
+        return StackCut(tuple(placements[w].put(part) for w, part in zip(ws, parts, strict=True)))
 
     def _check(self, x: Tree, shape: tuple[int, ...], dtype: np.dtype, path: str) -> None:
         parts = x.parts if is_cut(x) else (x,)

@@ -16,10 +16,10 @@ from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
 from pase.backends.jax.pipeline.arrays import is_cut, merged, registered
 from pase.backends.jax.pipeline.circular import JaxCircular, circular_of
 from pase.backends.jax.pipeline.optimizer import StagedOptimizer
-from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.backends.jax.pipeline.stages import Stage, stages_of
-from pase.backends.jax.pipeline.unreduced import Lanes, lanes_of
+from pase.backends.jax.pipeline.unreduced import UnreducedGroups, unreduced_groups
 from pase.backends.jax.plan import JaxPlan
 from pase.errors import PaseError
 from pase.frontends.jax.blocks import blocks_of
@@ -27,7 +27,7 @@ from pase.frontends.jax.contexts import without_mesh
 from pase.frontends.jax.leaves import arrays, trained, untrained
 from pase.ir import named, simplify
 from pase.ir.blocks import Block, accumulated, rematerialised
-from pase.ir.narrow import UnitChain, chain_of
+from pase.ir.cut_points import UnitChain, chain_of
 from pase.machine import Mesh
 from pase.machine.jax_devices import as_linked
 from pase.pipeline.types import Schedule
@@ -97,8 +97,8 @@ class JaxPipeline:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        again = [b for s in self.splits for b in s.blocks]
-        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, again, self.chain)
+        recomputed = [b for s in self.splits for b in s.blocks]
+        return stages_of(self.traced, self.splits[0].leaf_names(), self.pipeline.cuts, recomputed, self.chain)
 
     @cached_property
     def chain(self) -> UnitChain | None:
@@ -114,9 +114,9 @@ class JaxPipeline:
         return found
 
     @cached_property
-    def lanes(self) -> Lanes | None:
+    def unreduced_groups(self) -> UnreducedGroups | None:
         """Where gradients are summed over the batch's devices once a step, and not at each micro-batch."""
-        return lanes_of(self.pipeline, self.splits, self.chain)
+        return unreduced_groups(self.pipeline, self.splits, self.chain)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
         """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
@@ -144,7 +144,7 @@ class JaxPipeline:
         ) -> Tree:  # the step donates its arguments: none may share memory with the caller's arrays
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
-        placed = self.on(mesh).homes.placed(jax.tree.map(mine, arrays((params, *batch))))
+        placed = self.on(mesh).placement.placed(jax.tree.map(mine, arrays((params, *batch))))
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
@@ -163,7 +163,7 @@ class JaxPipeline:
     @without_mesh()
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
         """The optimizer's state for the trained leaves of these parameters, on the ranks that have them."""
-        return StagedOptimizer(homes=self.on(mesh).homes, optimizer=optimizer).init(params)
+        return StagedOptimizer(placement=self.on(mesh).placement, optimizer=optimizer).init(params)
 
     def loss(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
         """loss(params, *batch) -> the mean over the micro-batches, or (the mean, aux). Runs forward only."""
@@ -190,15 +190,15 @@ class JaxPipeline:
         """Check that a step in stages computes the gradient of the model's loss, as ``check`` of a plan without."""
         _in_stages(lowering)
         running = self.on(mesh)
-        homes = running.homes
-        placed = homes.placed(arrays((params, *batch)))
+        placement = running.placement
+        placed = placement.placed(arrays((params, *batch)))
         return check_stages(
-            homes,
+            placement,
             running.value_and_grad,
             params,
             batch,
             tuple(placed),
-            homes.grid.size,
+            placement.grid.size,
             self.pipeline.micro_batches,
             against,
             seed,
@@ -236,7 +236,7 @@ class JaxPipeline:
         running = self.on(mesh)
         return StagedStep(
             running=running,
-            optimizer=StagedOptimizer(homes=running.homes, optimizer=optimizer),
+            optimizer=StagedOptimizer(placement=running.placement, optimizer=optimizer),
             donate=donate,
         )
 
@@ -254,15 +254,15 @@ class JaxPipeline:
         """The stages on a mesh from ``mesh``, compiled once."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
-            homes = StageHomes(plan=self, grid=made.devices)
-            if homes.copied:
-                some = ", ".join(homes.copied[:3]) + (", …" if len(homes.copied) > 3 else "")
+            placement = StagePlacement(plan=self, grid=made.devices)
+            if placement.copied:
+                some = ", ".join(placement.copied[:3]) + (", …" if len(placement.copied) > 3 else "")
                 warnings.warn(
                     f"several stages read {some}: each of their ranks holds all of it. If these are layers, write "
                     f"them as a loop (scan) or as leaves of their own",
                     stacklevel=3,
                 )
-            self._made[made] = RunningStages(homes=homes)
+            self._made[made] = RunningStages(placement=placement)
         return self._made[made]
 
 
@@ -287,13 +287,13 @@ class StagedStep:
 
     def placed(self, params: Tree, *batch: Tree) -> list[Tree]:
         """The arrays of both where the plan stores them."""
-        return self.running.homes.placed(arrays((params, *batch)))
+        return self.running.placement.placed(arrays((params, *batch)))
 
     def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
         """(parameters, state) after the update. params: as placed."""
         state = self.optimizer.placed(opt_state)
         updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
-        return merged(updated, untrained(params), self.running.homes.plan.traced.kept[0]), state
+        return merged(updated, untrained(params), self.running.placement.plan.traced.kept[0]), state
 
 
 def pipeline_of(
@@ -325,7 +325,7 @@ def _split(
         raise PaseError(
             "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
         )
-    strategy, blocks = pipeline.strategies[i], pipeline.blocks_again(i, remat)
+    strategy, blocks = pipeline.strategies[i], pipeline.recomputed_blocks(i, remat)
     m = pipeline.micro_batches
     graph = accumulated(named(simplify(rematerialised(traced.graph, blocks))), m)
     configs = {n.name: config_of(n, strategy[n.name], logical_mesh) for n in graph.nodes}

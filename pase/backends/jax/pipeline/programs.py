@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jax import Array, ShapeDtypeStruct
     from jax.sharding import NamedSharding
 
-    from pase.backends.jax.pipeline.unreduced import Lanes
+    from pase.backends.jax.pipeline.unreduced import UnreducedGroups
 
 __all__ = ["Cutting", "StageProgram", "StagePrograms", "flat", "stage_programs"]
 
@@ -77,14 +77,14 @@ def stage_programs(
     *,
     gradient_shardings: Sequence[NamedSharding | None],
     splits_backward: bool,
-    once: bool,
-    lanes: Lanes | None = None,
+    hoisted: bool,
+    unreduced: UnreducedGroups | None = None,
 ) -> StagePrograms:
     """Make the programs of fn(weights, part(batch, micro), entered) -> what leaves.
 
     weights, batch, entered: their shapes; the weights also have shardings. gradient_shardings: for each weight, None if
-    it is not trained. once: casts and gathers of weights run once per step. lanes: fn and the shapes of entered are of
-    one of them; all that part returns, enters and leaves has a part for each.
+    it is not trained. hoisted: casts and gathers of weights run once per step. unreduced: fn and the shapes of entered
+    are of one of them; all that part returns, enters and leaves has a part for each.
     """
     import jax
     import jax.numpy as jnp
@@ -92,12 +92,12 @@ def stage_programs(
     trained = [s is not None for s in gradient_shardings]
     smooth = [_inexact(x) for x in entered]
     kept = [s for s in gradient_shardings if s is not None]
-    many = () if lanes is None else (lanes.many,)
+    many = () if unreduced is None else (unreduced.many,)
     given = jax.eval_shape(part, list(batch), 0)
     taken = [jax.ShapeDtypeStruct(x.shape[len(many) :], x.dtype) for x in given]
     out = jax.eval_shape(fn, list(weights), taken, list(entered))
     returned = [_inexact(x) for x in out]
-    inside = kept if lanes is None else [lanes.of_lane(s) for s in kept]
+    inside = kept if unreduced is None else [unreduced.of_group(s) for s in kept]
     gradients = _gradients(fn, trained, smooth, returned, inside)
 
     def joint(
@@ -108,8 +108,8 @@ def stage_programs(
         cotangents: Sequence[Array],
     ) -> Tree:
         run = gradients
-        if lanes is not None:
-            run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=lanes.axes)
+        if unreduced is not None:
+            run = jax.vmap(gradients, in_axes=(None, 0, 0, 0), spmd_axis_name=unreduced.axes)
         return run(weights, part(batch, micro), entered, cotangents)
 
     def every(x: ShapeDtypeStruct) -> ShapeDtypeStruct:
@@ -129,10 +129,14 @@ def stage_programs(
         weights=dict(zip(w, (getattr(s, "sharding", None) for s in weights), strict=True)),
         batch={*b, number},
         activations={*x, *ct},
-        once=once,
+        hoisted=hoisted,
     )
     prepare, forward, backward = cut.programs(
-        y, dx, dw, kept if lanes is None else [lanes.stacked(s) for s in kept], 2 if splits_backward else 1
+        y,
+        dx,
+        dw,
+        kept if unreduced is None else [unreduced.stacked(s) for s in kept],
+        2 if splits_backward else 1,
     )
     return StagePrograms(
         prepare=prepare,
@@ -194,7 +198,7 @@ class Cutting:
     weights: Mapping[Var, NamedSharding | None]
     batch: set[Var]
     activations: set[Var]
-    once: bool
+    hoisted: bool
     producer: dict[Var, int] = field(default_factory=dict)
     heavy: set[Var] = field(default_factory=set)
     """Made from activations, or from weights and the batch: computed in only one part."""
@@ -215,7 +219,7 @@ class Cutting:
                 of_batch.update(makes)
             if reads & self.heavy or (reads & of_weights and reads & of_batch):
                 self.heavy.update(makes)
-            elif reads & of_weights and self.once and not self._is_view(eqn, where):
+            elif reads & of_weights and self.hoisted and not self._is_view(eqn, where):
                 self.prepared.update(makes)
 
     def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:

@@ -17,7 +17,7 @@ from pase.backends.jax.check_plans import Against, CheckedStep, check_stages
 from pase.backends.jax.make import traced_by_jax
 from pase.backends.jax.pipeline.arrays import StackCut, is_cut
 from pase.backends.jax.pipeline.circular import JaxCircular
-from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.plan import JaxPipeline, StagedStep, one_program_of, pipeline_of
 from pase.backends.jax.pipeline.run import RunningStages
 from pase.errors import PaseError
@@ -72,7 +72,7 @@ class JaxReplicas:
         _registered()
 
     @property
-    def shares(self) -> tuple[int, ...]:
+    def replica_split(self) -> tuple[int, ...]:
         """How many of the step's micro-batches each replica runs."""
         return tuple(r.pipeline.micro_batches for r in self.replicas)
 
@@ -154,7 +154,7 @@ class JaxReplicas:
         stages. The points of lines are made on the first replica and copied to the others through the host."""
         running, first = self._on(mesh), self.replicas[0]
         given = self._shared(batch)
-        mine = running[0].homes.placed(arrays((_copies(params, len(running))[0], *given[0])))
+        mine = running[0].placement.placed(arrays((_copies(params, len(running))[0], *given[0])))
 
         def graded(params: Tree, *_: Tree) -> tuple[Tree, Tree]:
             others = [first.gathered(params)] * (len(running) - 1)
@@ -163,13 +163,13 @@ class JaxReplicas:
             return self._value([v for v, _ in found]), self._mean([g for _, g in found], running).parts[0]
 
         return check_stages(
-            running[0].homes,
+            running[0].placement,
             graded,
             first.gathered(params) if isinstance(params, Replicated) else params,
             batch,
             tuple(mine),
-            sum(r.homes.grid.size for r in running),
-            sum(self.shares),
+            sum(r.placement.grid.size for r in running),
+            sum(self.replica_split),
             against if not any(isinstance(x, Replicated) for x in batch) else "none",
             seed,
             most_lines,
@@ -212,9 +212,9 @@ class JaxReplicas:
 
         if any(isinstance(x, Replicated) for x in batch):
             return list(zip(*(x.parts for x in batch), strict=True))
-        total = sum(self.shares)
+        total = sum(self.replica_split)
         leaves, tree = jax.tree.flatten(tuple(arrays(tuple(batch))))
-        starts = [0, *itertools.accumulate(self.shares)]
+        starts = [0, *itertools.accumulate(self.replica_split)]
         if len(leaves) != len(self._divided):
             raise PaseError(
                 f"the batch has {len(leaves)} arrays; the plan was compiled for {len(self._divided)}"
@@ -237,12 +237,12 @@ class JaxReplicas:
         import jax
         import jax.numpy as jnp
 
-        total = sum(self.shares)
+        total = sum(self.replica_split)
         here = jax.tree.leaves(values[0])[0].sharding
         flat = [[jax.device_put(x, here) for x in jax.tree.leaves(v)] for v in values]
-        loss = sum(f[0] * (k / total) for f, k in zip(flat, self.shares, strict=True))
+        loss = sum(f[0] * (k / total) for f, k in zip(flat, self.replica_split, strict=True))
         rest = [
-            jnp.concatenate([x[None] if k == 1 else x for x, k in zip(xs, self.shares, strict=True)])
+            jnp.concatenate([x[None] if k == 1 else x for x, k in zip(xs, self.replica_split, strict=True)])
             for xs in zip(*(f[1:] for f in flat), strict=True)
         ]
         out: Tree = jax.tree.unflatten(jax.tree.structure(values[0]), [loss, *rest])
@@ -252,12 +252,12 @@ class JaxReplicas:
         """The mean of the replicas' gradients by shares, for each replica where it updates its parameters."""
         import jax
 
-        total = sum(self.shares)
-        first = running[0].homes
+        total = sum(self.replica_split)
+        first = running[0].placement
         moved = [grads[0], *(_as_of(g, first) for g in grads[1:])]
-        parts = [k / total for k in self.shares]
+        parts = [k / total for k in self.replica_split]
         mean = jax.tree.map(lambda *gs: sum(g * p for g, p in zip(gs, parts, strict=True)), *moved)
-        return Replicated((_as_of(mean, first), *(_as_of(mean, r.homes) for r in running[1:])))
+        return Replicated((_as_of(mean, first), *(_as_of(mean, r.placement) for r in running[1:])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,15 +288,15 @@ def _copies(tree: Tree, many: int) -> tuple[Tree, ...]:
     return tree.parts if isinstance(tree, Replicated) else (tree,) * many
 
 
-def _as_of(grads: Tree, homes: StageHomes) -> Tree:
+def _as_of(grads: Tree, placement: StagePlacement) -> Tree:
     """Gradients of any replica where another one, which may be cut elsewhere, updates its parameters."""
     import jax
 
     found = jax.tree.leaves(grads, is_leaf=is_cut)
     at = iter(found)
-    have = {i: next(at) for i in dict.fromkeys(w.leaf for w in homes.trained_parts)}
-    return homes.tree(
-        lambda w: homes.updated_as[w].put(_rows(have[w.leaf], w.rows, homes.updated_as[w].sharding))
+    have = {i: next(at) for i in dict.fromkeys(w.leaf for w in placement.trained_parts)}
+    return placement.tree(
+        lambda w: placement.updated_as[w].put(_rows(have[w.leaf], w.rows, placement.updated_as[w].sharding))
     )
 
 

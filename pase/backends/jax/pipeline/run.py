@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.gspmd import JaxprWalk
 from pase.backends.jax.pipeline.arrays import is_cut, joined, on_rank
-from pase.backends.jax.pipeline.placement import StageHomes
+from pase.backends.jax.pipeline.placement import StagePlacement
 from pase.backends.jax.pipeline.programs import StageProgram, StagePrograms, stage_programs
 from pase.backends.jax.pipeline.stages import Stage, StageWeight
 from pase.frontends.jax.blocks import split_inputs
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
     from pase.backends.jax.pipeline.plan import JaxPipeline
-    from pase.backends.jax.pipeline.unreduced import Lanes
+    from pase.backends.jax.pipeline.unreduced import UnreducedGroups
     from pase.backends.jax.plan import JaxPlan
 
 __all__ = ["RunningStages"]
@@ -41,27 +41,27 @@ __all__ = ["RunningStages"]
 class RunningStages:
     """The plan's stages on some devices, compiled on first use."""
 
-    homes: StageHomes
+    placement: StagePlacement
 
     @property
     def plan(self) -> JaxPipeline:
-        return self.homes.plan
+        return self.placement.plan
 
     @property
-    def lanes(self) -> Lanes | None:
-        return self.plan.lanes
+    def unreduced_groups(self) -> UnreducedGroups | None:
+        return self.plan.unreduced_groups
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         """As they run: of one lane, if there are lanes."""
-        return self.plan.stages if self.lanes is None else self.lanes.stages
+        return self.plan.stages if self.unreduced_groups is None else self.unreduced_groups.stages
 
     def split(self, k: int) -> JaxPlan:
         """What a stage runs by."""
         return (
-            self.homes.split(k)
-            if self.lanes is None
-            else self.lanes.splits[self.plan.pipeline.stages[k].strategy]
+            self.placement.split(k)
+            if self.unreduced_groups is None
+            else self.unreduced_groups.splits[self.plan.pipeline.stages[k].strategy]
         )
 
     @cached_property
@@ -80,9 +80,9 @@ class RunningStages:
     def _programs_of(self, k: int) -> StagePrograms:
         import jax
 
-        plan, stage, lanes = self.plan, self.stages[k], self.lanes
+        plan, stage, groups = self.plan, self.stages[k], self.unreduced_groups
         rank = plan.schedule.rank_of[k]
-        mesh = self.homes.everywhere.mesh_of(rank)
+        mesh = self.placement.everywhere.mesh_of(rank)
         walk = JaxprWalk(plan=self.split(k), mesh=mesh)
         m, n = plan.pipeline.micro_batches, len(plan.traced.param_paths)
         divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
@@ -92,21 +92,22 @@ class RunningStages:
             if not divided[i]:
                 return x
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:])
-            spec = tuple(self.homes.arrives[i].spec)
-            home = replace(
-                self.homes.arrives[i], spec=type(self.homes.arrives[i].spec)(*spec[:1], None, *spec[1:])
+            spec = tuple(self.placement.arrives[i].spec)
+            placement = replace(
+                self.placement.arrives[i],
+                spec=type(self.placement.arrives[i].spec)(*spec[:1], None, *spec[1:]),
             )
-            x = jax.lax.with_sharding_constraint(x, home.on(rank))
+            x = jax.lax.with_sharding_constraint(x, placement.on(rank))
             return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
 
         def in_lanes(i: int, x: Array) -> Array:
             """With a part for each lane: its own examples, or all of what has none."""
-            if lanes is None:
+            if groups is None:
                 return x
             if not divided[i]:
-                return jax.numpy.broadcast_to(x, (lanes.many, *x.shape))
-            x = x.reshape(lanes.many, x.shape[0] // lanes.many, *x.shape[1:])
-            return jax.lax.with_sharding_constraint(x, lanes.stacked(self.homes.everywhere.on(rank)))
+                return jax.numpy.broadcast_to(x, (groups.many, *x.shape))
+            x = x.reshape(groups.many, x.shape[0] // groups.many, *x.shape[1:])
+            return jax.lax.with_sharding_constraint(x, groups.stacked(self.placement.everywhere.on(rank)))
 
         def parts(batch: Sequence[Array], micro: Array) -> list[Array]:
             return [in_lanes(i, part(i, x, micro)) for i, x in zip(stage.batch, batch, strict=True)]
@@ -115,10 +116,10 @@ class RunningStages:
             return stage.run(walk, weights, mine, entered)
 
         def shape(w: StageWeight) -> ShapeDtypeStruct:
-            s = self.homes.shape(w)
-            return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.homes.stored[w].on(rank))
+            s = self.placement.shape(w)
+            return jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self.placement.stored[w].on(rank))
 
-        full, avals = self.homes.split(k).input_shapes(True), plan.traced.jaxpr.in_avals[n:]
+        full, avals = self.placement.split(k).input_shapes(True), plan.traced.jaxpr.in_avals[n:]
         return stage_programs(
             fn,
             parts,
@@ -126,12 +127,12 @@ class RunningStages:
             [jax.ShapeDtypeStruct(full[i], avals[i].dtype) for i in stage.batch],
             [jax.ShapeDtypeStruct(stage.avals[key].shape, stage.avals[key].dtype) for key in stage.enters],
             gradient_shardings=[
-                self.homes.updated_as[w].on(rank) if w in self.homes.trained_parts else None
+                self.placement.updated_as[w].on(rank) if w in self.placement.trained_parts else None
                 for w in stage.weights
             ],
             splits_backward=plan.schedule.splits_backward,
-            once=plan.pipeline.stages[k].weights == "once",
-            lanes=lanes,
+            hoisted=plan.pipeline.stages[k].weights == "once",
+            unreduced=groups,
         )
 
     @cached_property
@@ -142,13 +143,15 @@ class RunningStages:
 
         def of(k: int) -> Callable[[], list[Array]]:
             rank = self.plan.schedule.rank_of[k]
-            ws = [w for w in self.plan.stages[k].weights if w in self.homes.trained_parts]
-            shapes = [self.homes.shape(w) for w in ws]
-            where = [self.homes.updated_as[w].on(rank) for w in ws]
-            many = () if self.lanes is None else (self.lanes.many,)
+            ws = [w for w in self.plan.stages[k].weights if w in self.placement.trained_parts]
+            shapes = [self.placement.shape(w) for w in ws]
+            where = [self.placement.updated_as[w].on(rank) for w in ws]
+            many = () if self.unreduced_groups is None else (self.unreduced_groups.many,)
             return jax.jit(
                 lambda: [jnp.zeros((*many, *s.shape), s.dtype) for s in shapes],
-                out_shardings=where if self.lanes is None else list(map(self.lanes.stacked, where)),
+                out_shardings=where
+                if self.unreduced_groups is None
+                else list(map(self.unreduced_groups.stacked, where)),
             )
 
         return [of(k) for k in range(len(self.plan.stages))]
@@ -160,18 +163,18 @@ class RunningStages:
         from jax.sharding import NamedSharding, PartitionSpec
 
         stage, split = self.stages[k], self.split(k)
-        mesh = self.homes.everywhere.on(self.plan.schedule.rank_of[k]).mesh
+        mesh = self.placement.everywhere.on(self.plan.schedule.rank_of[k]).mesh
         route = split.constraints.define.get(stage.names.get(stage.enters[j], ""))
         if route is not None and route.layouts:
             read = NamedSharding(mesh, split.spec(route.layouts[-1]))
-            return read if self.lanes is None else self.lanes.stacked(read)
+            return read if self.unreduced_groups is None else self.unreduced_groups.stacked(read)
         made = x.sharding
         return NamedSharding(mesh, made.spec if isinstance(made, NamedSharding) else PartitionSpec())
 
     @without_mesh()
     def loss(self, params: Tree, *batch: Tree) -> Tree:
         """The mean of the loss over the micro-batches."""
-        run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
+        run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         for micro in range(self.plan.pipeline.micro_batches):
             for k in range(len(self.plan.stages)):
                 run.forward(k, micro)
@@ -181,7 +184,7 @@ class RunningStages:
     @without_mesh()
     def value_and_grad(self, params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
         """The mean of loss and gradients over the micro-batches, in the order of the schedule's list."""
-        run = _Step(running=self, args=self.homes.placed(arrays((params, *batch))))
+        run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         order = order_of(self.plan.schedule)
         for kind, k, micro in zip(order.kind, order.stage, order.micro, strict=True):
             run.act(Kind(kind), int(k), int(micro))
@@ -211,16 +214,16 @@ class _Step:
         given = jax.tree.leaves(batch)
         self._weights = {
             w: flat[w.leaf] if w.rows is None else flat[w.leaf].parts[i]
-            for ws in run.homes.parts_of
+            for ws in run.placement.parts_of
             for i, w in enumerate(ws)
         }
         self._stage: list[dict[Var, Array]] = []
         rank_of = run.plan.schedule.rank_of
         for k, (stage, p) in enumerate(zip(run.stages, run.programs, strict=True)):
-            weights = [on_rank(self._weights[w], run.homes.stored[w], rank_of[k]) for w in stage.weights]
+            weights = [on_rank(self._weights[w], run.placement.stored[w], rank_of[k]) for w in stage.weights]
             mine = dict(zip(p.weights, weights, strict=True))
             mine |= {
-                v: on_rank(given[i], run.homes.arrives[i], rank_of[k])
+                v: on_rank(given[i], run.placement.arrives[i], rank_of[k])
                 for v, i in zip(p.batch, stage.batch, strict=True)
             }
             if p.prepare.makes:
@@ -291,8 +294,8 @@ class _Step:
         """One for the loss, and none for the function's other results."""
         import numpy as np
 
-        lanes = self.running.lanes
-        share = 1 if lanes is None else 1 / lanes.many  # the loss is the mean of the lanes'
+        groups = self.running.unreduced_groups
+        share = 1 if groups is None else 1 / groups.many  # the loss is the mean of the lanes'
         return [
             np.full(v.aval.shape, share if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)
         ]
@@ -318,23 +321,23 @@ class _Step:
         m = run.plan.pipeline.micro_batches
         found: dict[StageWeight, list[Array]] = {}
         for k, sums in enumerate(self._sums):
-            mine = [w for w in run.plan.stages[k].weights if w in run.homes.trained_parts]
-            where = tuple(run.homes.updated_as[w].on(run.plan.schedule.rank_of[k]) for w in mine)
-            means = _mean_of(m, where, run.lanes is not None)(sums)
+            mine = [w for w in run.plan.stages[k].weights if w in run.placement.trained_parts]
+            where = tuple(run.placement.updated_as[w].on(run.plan.schedule.rank_of[k]) for w in mine)
+            means = _mean_of(m, where, run.unreduced_groups is not None)(sums)
             for w, g in zip(mine, means, strict=True):
                 found.setdefault(w, []).append(g)
 
         def of(w: StageWeight) -> Tree:
-            home = run.homes.updated_as[w]
+            placement = run.placement.updated_as[w]
             if w not in found:  # no stage reads it
-                shape = run.homes.shape(w)
-                return home.put(np.zeros(shape.shape, shape.dtype))
-            first = home.on(home.ranks[0])
+                shape = run.placement.shape(w)
+                return placement.put(np.zeros(shape.shape, shape.dtype))
+            first = placement.on(placement.ranks[0])
             same = [jax.device_put(g, first) for g in found[w]]
             total = same[0] if len(same) == 1 else _total_of(first)(same)
-            return joined([jax.device_put(total, home.on(r)) for r in home.ranks], home)
+            return joined([jax.device_put(total, placement.on(r)) for r in placement.ranks], placement)
 
-        return run.homes.tree(of)
+        return run.placement.tree(of)
 
 
 def _run(program: StageProgram, values: Mapping[Var, ArrayLike]) -> dict[Var, Array]:
@@ -365,14 +368,14 @@ def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
 
 
 @cache
-def _mean_of(m: int, shardings: tuple[Sharding, ...], lanes: bool) -> Callable[[list[Array]], list[Array]]:
-    """Sums divided by m micro-batches, where they are stored. lanes: each is first summed over its lanes."""
+def _mean_of(m: int, shardings: tuple[Sharding, ...], groups: bool) -> Callable[[list[Array]], list[Array]]:
+    """Sums divided by m micro-batches, where they are stored. groups: each is first summed over its lanes."""
     import jax
 
     def fn(gs: list[Array]) -> list[Array]:
-        return [(g.sum(0) if lanes else g) / m for g in gs]
+        return [(g.sum(0) if groups else g) / m for g in gs]
 
-    return jax.jit(fn, out_shardings=list(shardings), donate_argnums=() if lanes else 0)
+    return jax.jit(fn, out_shardings=list(shardings), donate_argnums=() if groups else 0)
 
 
 @cache

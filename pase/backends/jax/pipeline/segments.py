@@ -18,13 +18,13 @@ from pase.frontends.jax.types import Aval, Eqn, Jaxpr, Var
 from pase.frontends.jax.versions import is_dropped, is_literal, literal_array, scan_groups, value_of
 from pase.ir import Place, PlacePart
 from pase.ir.blocks import Block
-from pase.ir.narrow import UnitChain
+from pase.ir.cut_points import UnitChain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
     from pase.backends.jax.gspmd import Copies, JaxprWalk
 
-__all__ = ["TURNS", "PieceList", "StageEnv", "StageKey", "StagePiece", "StageRows", "variables"]
+__all__ = ["ITERATIONS", "Segment", "SegmentList", "StageEnv", "StageKey", "StageRows", "variables"]
 
 StageKey: TypeAlias = Any
 """A value: a variable of a jaxpr, an intermediate value of a loop (place, turn, which), or ``StageRows``."""
@@ -40,7 +40,7 @@ class StageRows:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StagePiece:
+class Segment:
     """run: reads its inputs from the environment and writes its results there. block: the index of its block (or unit);
     -1 before the blocks, and their number after them. by_rows: how it can run on only the rows of stacks that a loop's
     turns read, by the loop's path.
@@ -50,16 +50,16 @@ class StagePiece:
     makes: tuple[StageKey, ...]
     block: int
     run: Callable[[JaxprWalk, StageEnv, Copies], None]
-    by_rows: Callable[[str], StagePiece] | None = None
+    by_rows: Callable[[str], Segment] | None = None
 
 
 @dataclass(kw_only=True)
-class PieceList:
+class SegmentList:
     """The program's pieces, in order. blocks: how many equal ones it has, or units of the chain."""
 
     traced: TracedJax
     blocks: int
-    again: Sequence[Block]
+    recomputed: Sequence[Block]
     chain: UnitChain | None = None
     names: dict[StageKey, str] = field(default_factory=dict)
     constants: dict[StageKey, Tree] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class PieceList:
             )
         self.runs = {(b.prefix, b.start): b.stop for b in found}
 
-    def pieces(self) -> list[StagePiece]:
+    def segments(self) -> list[Segment]:
         closed = self.traced.jaxpr
         self.constants.update(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         return list(self._of(closed.jaxpr, ""))
@@ -102,14 +102,14 @@ class PieceList:
         at = {} if self.chain is None else self.chain.at
         return len({unit for p, unit in at.items() if p.startswith(within)}) > 1
 
-    def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[StagePiece]:
+    def _of(self, jaxpr: Jaxpr, prefix: str) -> Iterator[Segment]:
         i = 0
         while i < len(jaxpr.eqns):
             eqn, path, stop = jaxpr.eqns[i], f"{prefix}{i}", i + 1
             if self.chain is not None:
                 self._met = self._unit(path)
             if path in self.loops:
-                yield from self._turns(eqn, Place(path))
+                yield from self._layers_loop(eqn, Place(path))
             elif inlined(eqn) and self._holds_blocks(path):
                 inner, consts = inner_jaxpr(eqn)
                 self.constants.update(zip(inner.constvars, consts, strict=True))
@@ -123,7 +123,7 @@ class PieceList:
                     self._bodies += 1
                 else:
                     stop = max(
-                        (b.stop for b in self.again if (b.prefix, b.start) == (prefix, i)), default=i + 1
+                        (b.stop for b in self.recomputed if (b.prefix, b.start) == (prefix, i)), default=i + 1
                     )
                 yield self._span(jaxpr, prefix, i, stop, is_block)
             i = stop
@@ -140,16 +140,16 @@ class PieceList:
             return self._met
         return self.blocks if self._bodies == self.blocks else self._met
 
-    def _alias(self, source: StageKey, target: StageKey) -> StagePiece:
+    def _alias(self, source: StageKey, target: StageKey) -> Segment:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[target] = value_of(source, env)
 
         self.avals[target] = target.aval
         if not is_literal(source) and source in self.names:
             self.names[target] = self.names[source]
-        return StagePiece(reads=variables([source]), makes=variables([target]), block=self._here(), run=run)
+        return Segment(reads=variables([source]), makes=variables([target]), block=self._here(), run=run)
 
-    def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> StagePiece:
+    def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> Segment:
         """Equations of one list, as one piece."""
         mine = jaxpr.eqns[start:stop]
         makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
@@ -166,13 +166,13 @@ class PieceList:
         at_rows = self._here()
 
         @cache
-        def on_rows(loop: str) -> StagePiece:
+        def on_rows(loop: str) -> Segment:
             def some(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
                 inner: StageEnv = {v: env[StageRows(v, loop) if v.aval.shape else v] for v in reads}
                 walk.span(jaxpr, inner, start, stop, prefix, {})
                 env.update({StageRows(v, loop): inner[v] for v in makes})
 
-            return StagePiece(
+            return Segment(
                 reads=tuple(StageRows(v, loop) if v.aval.shape else v for v in reads),
                 makes=tuple(StageRows(v, loop) for v in makes),
                 block=at_rows,
@@ -181,9 +181,9 @@ class PieceList:
 
         by_rows = on_rows if not is_block and stop == start + 1 and _elementwise(mine[0]) else None
         block = self._met if is_block else self._here()
-        return StagePiece(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
+        return Segment(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
-    def _turns(self, eqn: Eqn, at: Place) -> Iterator[StagePiece]:
+    def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:
         """The loop over layers: its operands as the body takes them, its turns, its results."""
         nc, nk = scan_groups(eqn)
         path, (begin, end) = at.path, self.loops[at.path]
@@ -203,61 +203,61 @@ class PieceList:
         parts: list[tuple[PlacePart, int, StageKey]] = [("const", k, key) for k, key in enumerate(consts)]
         parts += [("carry", k, key) for k, key in enumerate(carry[0])]
         for (part, k, key), var, name in zip(parts, operands, names, strict=False):
-            yield self._settled(at.its(part, k), var, var, key, key, name)
+            yield self._layout_segment(at.its(part, k), var, var, key, key, name)
         for k, (key, var, name) in enumerate(zip(stacks, operands[nc + nk :], names[nc + nk :], strict=True)):
             rows = StageRows(var, path), StageRows(key, path)
-            yield self._settled(at.its("xs", k), var, rows[0], key, rows[1], name)
+            yield self._layout_segment(at.its("xs", k), var, rows[0], key, rows[1], name)
         ys = [[(at.path, "y", t, k) for k in range(len(made) - nk)] for t in range(many)]
         for t in range(many):
             self._met = begin + t
             for k, key in enumerate(ys[t]):
                 self.avals[key] = made[nk + k].aval
-            yield self._turn(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
+            yield self._iteration(eqn, at, t, (consts, carry[t], stacks), (carry[t + 1], ys[t]))
         self._bodies = self.blocks
         results = self.traced.results[at]
         for k, var in enumerate(eqn.outvars):
             if not is_dropped(var):
-                turns = ys[::-1] if reverse else ys
-                last = [carry[-1][k]] if k < nk else [y[k - nk] for y in turns]
+                iterations = ys[::-1] if reverse else ys
+                last = [carry[-1][k]] if k < nk else [y[k - nk] for y in iterations]
                 yield self._result(var, last, results[k], k >= nk)
 
-    def _settled(
+    def _layout_segment(
         self, at: Place, var: Var, reads: StageKey, key: StageKey, makes: StageKey, name: str | None
-    ) -> StagePiece:
+    ) -> Segment:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            env[makes] = walk.settled(at, literal_array(var) if is_literal(var) else env[reads], name, copies)
+            env[makes] = walk.in_loop_layout(
+                at, literal_array(var) if is_literal(var) else env[reads], name, copies
+            )
 
         self.avals[key] = var.aval
-        return StagePiece(
-            reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run
-        )
+        return Segment(reads=() if is_literal(var) else (reads,), makes=(makes,), block=self._here(), run=run)
 
-    def _turn(
+    def _iteration(
         self,
         eqn: Eqn,
         at: Place,
         t: int,
         reads: tuple[Sequence[StageKey], Sequence[StageKey], Sequence[StageKey]],
         makes: tuple[Sequence[StageKey], Sequence[StageKey]],
-    ) -> StagePiece:
+    ) -> Segment:
         consts, carry, stacks = reads
         path, (begin, end) = at.path, self.loops[at.path]
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
-            first, stop = env[TURNS]
+            first, stop = env[ITERATIONS]
             row = min(stop, end) - begin - 1 - t if self.reverse[path] else begin + t - max(first, begin)
             x = [env[StageRows(key, path)][row] for key in stacks]
-            carried, ys = walk.turn(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
+            carried, ys = walk.iteration(eqn, at, [env[k] for k in consts], [env[k] for k in carry], x)
             env.update(zip((*makes[0], *makes[1]), (*carried, *ys), strict=True))
 
-        return StagePiece(
+        return Segment(
             reads=(*consts, *carry, *(StageRows(key, path) for key in stacks)),
             makes=(*makes[0], *makes[1]),
             block=begin + t,
             run=run,
         )
 
-    def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> StagePiece:
+    def _result(self, var: Var, reads: Sequence[StageKey], name: str, stacked: bool) -> Segment:
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             import jax.numpy as jnp
 
@@ -266,10 +266,10 @@ class PieceList:
 
         self.names[var], self.avals[var] = name, var.aval
         block = self.blocks if self.chain is None else self._met
-        return StagePiece(reads=tuple(reads), makes=(var,), block=block, run=run)
+        return Segment(reads=tuple(reads), makes=(var,), block=block, run=run)
 
 
-TURNS = ("turns",)
+ITERATIONS = ("turns",)
 """The key in the environment for the first of a stage's turns, and the end."""
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 

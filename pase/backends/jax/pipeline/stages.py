@@ -18,7 +18,7 @@ from pase.frontends.jax.frontend import TracedJax
 from pase.frontends.jax.types import Aval
 from pase.frontends.jax.versions import value_of
 from pase.ir.blocks import Block
-from pase.ir.narrow import UnitChain
+from pase.ir.cut_points import UnitChain
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.gspmd import Copies, JaxprWalk
 from pase.backends.jax.pipeline.segments import (
-    TURNS,
-    PieceList,
+    ITERATIONS,
+    Segment,
+    SegmentList,
     StageEnv,
     StageKey,
-    StagePiece,
     StageRows,
     variables,
 )
-from pase.local.stage_assignment import PinnedPiece, pinned
+from pase.local.stage_assignment import PinnedSegment, pinned
 
 __all__ = ["Stage", "StageWeight", "stages_of"]
 
@@ -51,12 +51,13 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """pieces: in the order in which they run. read_whole: leaves that its blocks read whole, not by rows. alike: equal
-    for stages that do the same with other weights. enters, leaves: activations that are passed in and on. names: value
+    """segments: in the order in which they run. read_whole: leaves that its blocks read whole, not by rows. alike:
+    equal for stages that do the same with other weights. enters, leaves: activations that are passed in and on. names:
+    value
     -> tensor of the traced graph. constants: values that belong to the program.
     """
 
-    pieces: tuple[StagePiece, ...]
+    segments: tuple[Segment, ...]
     weights: tuple[StageWeight, ...]
     batch: tuple[int, ...]
     read_whole: frozenset[int]
@@ -83,8 +84,8 @@ class Stage:
         for key, x in zip(self.enters, entered, strict=True):
             env[key] = walk.defined(x, self.names.get(key))
         copies: Copies = {}
-        for piece in self.pieces:
-            piece.run(walk, env, copies)
+        for segment in self.segments:
+            segment.run(walk, env, copies)
         return [value_of(key, env) for key in self.leaves]
 
 
@@ -92,15 +93,15 @@ def stages_of(
     traced: TracedJax,
     leaf_names: Sequence[str],
     cuts: Sequence[int],
-    again: Sequence[Block] = (),
+    recomputed: Sequence[Block] = (),
     chain: UnitChain | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages with these numbers of blocks, or of units of the chain. traced: on one micro-batch. again: blocks that
-    any stage recomputes.
+    """The stages with these numbers of blocks, or of units of the chain. traced: on one micro-batch. recomputed: blocks
+    that any stage recomputes.
 
     Raises PaseError if the program does not have these blocks one after the other.
     """
-    listing = PieceList(traced=traced, blocks=sum(cuts), again=again, chain=chain)
+    listing = SegmentList(traced=traced, blocks=sum(cuts), recomputed=recomputed, chain=chain)
     return _Cut(listing=listing, leaf_names=leaf_names, cuts=tuple(cuts)).stages()
 
 
@@ -108,7 +109,7 @@ def stages_of(
 class _Cut:
     """Assigns pieces to stages."""
 
-    listing: PieceList
+    listing: SegmentList
     leaf_names: Sequence[str]
     cuts: tuple[int, ...]
 
@@ -118,7 +119,7 @@ class _Cut:
         inputs = {v: i for i, v in enumerate(jaxpr.invars)}
         listing.names.update(zip(jaxpr.invars, self.leaf_names, strict=True))
         listing.avals.update({v: v.aval for v in jaxpr.invars})
-        every = listing.pieces()
+        every = listing.segments()
         pinned = self._pinned(every, inputs)
         many = len(self.cuts)
         wanted: list[list[StageKey]] = [[] for _ in range(many)]
@@ -145,7 +146,7 @@ class _Cut:
                 break
             whole |= more
         out = []
-        for s, (pieces, needs) in enumerate(plans):
+        for s, (segments, needs) in enumerate(plans):
             layers = [range(*of) for of in listing.loops.values()] or [range(listing.blocks)]
             mine = [
                 k
@@ -154,44 +155,44 @@ class _Cut:
                 for k in p.reads
             ]
             _, of_blocks = self._of_stage(every, pinned, s, mine, enters[s], inputs, whole)
-            made = self._stage(pieces, needs, of_blocks, s, inputs, enters[s], leaves[s])
-            first, stop = self._turns_of(s)
+            made = self._stage(segments, needs, of_blocks, s, inputs, enters[s], leaves[s])
+            first, stop = self._iterations_of(s)
             turns_alone = 0 < s < many - 1 and any(
                 a <= first and stop <= b for a, b in listing.loops.values()
             )
-            beside = tuple(p for p in pieces if pinned.get(p) != s)
+            beside = tuple(p for p in segments if pinned.get(p) != s)
             same = (self.cuts[s], beside, *(self._counted(keys, s) for keys in (enters[s], leaves[s])))
             out.append(replace(made, alike=same) if turns_alone else made)
         return tuple(out)
 
     def _counted(self, keys: Sequence[StageKey], stage: int) -> tuple[Hashable, ...]:
         """Values, with the turns that make them counted from the stage's first."""
-        first = self._turns_of(stage)[0]
+        first = self._iterations_of(stage)[0]
         return tuple(
             (*k[:2], k[2] - first, k[3]) if isinstance(k, tuple) and len(k) == 4 else k for k in keys
         )
 
-    def _turns_of(self, stage: int) -> tuple[int, int]:
+    def _iterations_of(self, stage: int) -> tuple[int, int]:
         first = sum(self.cuts[:stage])
         return first, first + self.cuts[stage]
 
     def _rows_of(self, stage: int, loop: str) -> tuple[int, int]:
         """The rows of a loop's stacks that the stage's turns read."""
         begin, end = self.listing.loops[loop]
-        first, stop = (min(max(at, begin), end) - begin for at in self._turns_of(stage))
+        first, stop = (min(max(at, begin), end) - begin for at in self._iterations_of(stage))
         n = end - begin
         return (n - stop, n - first) if self.listing.reverse[loop] else (first, stop)
 
-    def _pinned(self, every: Sequence[StagePiece], inputs: Mapping[StageKey, int]) -> dict[StagePiece, int]:
+    def _pinned(self, every: Sequence[Segment], inputs: Mapping[StageKey, int]) -> dict[Segment, int]:
         """Pieces that work on activations -> their stage."""
 
         def whole(keys: Sequence[StageKey]) -> set[StageKey]:
             return {k.of if isinstance(k, StageRows) else k for k in keys}
 
         n = len(self.listing.traced.param_paths)
-        pieces = ((p, PinnedPiece(whole(p.reads), whole(p.makes), p.block)) for p in every)
+        segments = ((p, PinnedSegment(whole(p.reads), whole(p.makes), p.block)) for p in every)
         weights, batch = ([v for v, i in inputs.items() if (i < n) == first] for first in (True, False))
-        out = pinned(pieces, weights, batch, self.cuts)
+        out = pinned(segments, weights, batch, self.cuts)
         if any(isinstance(k, StageRows) for p in out for k in p.makes):
             raise PaseError(
                 f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over "
@@ -209,14 +210,14 @@ class _Cut:
 
     def _of_stage(
         self,
-        every: Sequence[StagePiece],
-        pinned: Mapping[StagePiece, int],
+        every: Sequence[Segment],
+        pinned: Mapping[Segment, int],
         stage: int,
         wanted: Sequence[StageKey],
         enters: Sequence[StageKey],
         inputs: Mapping[StageKey, int],
         whole: set[StageKey],
-    ) -> tuple[list[StagePiece], list[StageKey]]:
+    ) -> tuple[list[Segment], list[StageKey]]:
         """(the stage's pieces in order, the leaves that they read, whole or by rows)."""
         producer = {key: p for p in every for key in p.makes}
         number = {p: i for i, p in enumerate(every)}
@@ -244,11 +245,11 @@ class _Cut:
         self,
         key: StageKey,
         stage: int,
-        producer: Mapping[StageKey, StagePiece],
-        pinned: Mapping[StagePiece, int],
+        producer: Mapping[StageKey, Segment],
+        pinned: Mapping[Segment, int],
         inputs: Mapping[StageKey, int],
         whole: set[StageKey],
-    ) -> StagePiece | None:
+    ) -> Segment | None:
         """The piece that makes a value in a stage; None if it is a leaf, or the stage's rows of a leaf of the
         parameters.
         """
@@ -263,18 +264,18 @@ class _Cut:
         cut = inputs.get(key.of, n) < n and key.of not in whole
         return None if cut else self._sliced(key, stage)
 
-    def _sliced(self, key: StageRows, stage: int) -> StagePiece:
+    def _sliced(self, key: StageRows, stage: int) -> Segment:
         """The stage's rows of a stack that it has whole."""
         first, stop = self._rows_of(stage, key.loop)
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:
             env[key] = env[key.of][first:stop]
 
-        return StagePiece(reads=(key.of,), makes=(key,), block=-1, run=run)
+        return Segment(reads=(key.of,), makes=(key,), block=-1, run=run)
 
     def _stage(
         self,
-        pieces: Sequence[StagePiece],
+        segments: Sequence[Segment],
         needs: Sequence[StageKey],
         of_blocks: Sequence[StageKey],
         stage: int,
@@ -294,7 +295,7 @@ class _Cut:
             else:
                 batch.append(i - n)
         return Stage(
-            pieces=tuple(pieces),
+            segments=tuple(segments),
             weights=tuple(sorted(weights, key=lambda w: w.leaf)),
             batch=tuple(sorted(batch)),
             read_whole=frozenset(inputs[key] for key in of_blocks if not isinstance(key, StageRows)),
@@ -303,6 +304,6 @@ class _Cut:
             leaves=leaves,
             inputs=inputs,
             names=self.listing.names,
-            constants={**self.listing.constants, TURNS: self._turns_of(stage)},
+            constants={**self.listing.constants, ITERATIONS: self._iterations_of(stage)},
             avals=self.listing.avals,
         )

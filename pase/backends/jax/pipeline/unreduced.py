@@ -21,17 +21,17 @@ from pase.ir.blocks import rematerialised
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding
 
-    from pase.ir.narrow import UnitChain
+    from pase.ir.cut_points import UnitChain
     from pase.plan.pipeline import PipelinePlan
 
-__all__ = ["Lanes", "lanes_of"]
+__all__ = ["UnreducedGroups", "unreduced_groups"]
 
 _BATCH = "b"
 """The letter of the batch's first dim (``pase.ir.names.named``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Lanes:
+class UnreducedGroups:
     """axes: of the mesh, over which only the batch is split. many: their devices. splits, stages: those of the
     pipeline, for the examples of one lane."""
 
@@ -44,10 +44,10 @@ class Lanes:
         """The layout of an array with one part for each lane, each laid out so, but for the lanes' axes."""
         from jax.sharding import NamedSharding, PartitionSpec
 
-        spec = self.of_lane(sharding).spec
+        spec = self.of_group(sharding).spec
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *spec))
 
-    def of_lane(self, sharding: NamedSharding) -> NamedSharding:
+    def of_group(self, sharding: NamedSharding) -> NamedSharding:
         """The layout without the lanes' axes."""
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -55,7 +55,9 @@ class Lanes:
         return NamedSharding(sharding.mesh, PartitionSpec(*(axes or None for axes in spec)))
 
 
-def lanes_of(p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None) -> Lanes | None:
+def unreduced_groups(
+    p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None
+) -> UnreducedGroups | None:
     """A pipeline's lanes; None if it sums at each micro-batch, or if no axis splits the batch alone. of: the model
     under each of its strategies. chain: the units between which it is cut, if these are not equal blocks."""
     traced = of[0].traced
@@ -68,10 +70,10 @@ def lanes_of(p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None) ->
     if many == 1 or batch_size(traced) % many:
         return None
     small = micro(traced, many)
-    splits = tuple(replace(s, traced=small, lanes=frozenset(axes)) for s in of)
-    again = [b for s in splits for b in s.blocks]
-    stages = stages_of(small, splits[0].leaf_names(), p.cuts, again, chain)
-    return Lanes(axes=axes, many=many, splits=splits, stages=stages)
+    splits = tuple(replace(s, traced=small, unreduced_axes=frozenset(axes)) for s in of)
+    recomputed = [b for s in splits for b in s.blocks]
+    stages = stages_of(small, splits[0].leaf_names(), p.cuts, recomputed, chain)
+    return UnreducedGroups(axes=axes, many=many, splits=splits, stages=stages)
 
 
 def _splits_batch(split: JaxPlan, axis: str) -> bool:

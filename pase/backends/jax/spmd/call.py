@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pase.frontends.jax.versions import DebugInfo
 
-__all__ = ["LOCAL_RULES", "LocalCall", "NotLowered", "split_dims"]
+__all__ = ["MANUAL_RULES", "ManualCall", "NotLowered", "split_dims"]
 
 
 class NotLowered(Exception):
@@ -25,7 +25,7 @@ class NotLowered(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalCall:
+class ManualCall:
     """An equation as one op of the local program.
 
     operands: for each input; None for a number. results: for each output; None if another op makes it. shapes: shapes
@@ -51,12 +51,12 @@ class LocalCall:
         return tuple(self.eqn.invars[i].aval.shape)
 
 
-Rule: TypeAlias = "Callable[[LocalCall, Sequence[Array]], Sequence[Array]]"
+Rule: TypeAlias = "Callable[[ManualCall, Sequence[Array]], Sequence[Array]]"
 
-LOCAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
+MANUAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
 """Primitive -> how it runs on parts, if that differs from the whole."""
 
 
-def split_dims(call: LocalCall, ins: Sequence[Array], i: int = 0) -> set[int]:
+def split_dims(call: ManualCall, ins: Sequence[Array], i: int = 0) -> set[int]:
     """Dims of an input that are split, so that this device has only a part."""
     return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pase.errors import PaseError
 from pase.local.exchange import UnitExchange, exchange, nests
 from pase.local.parts import WireView, digits, pairs, view
-from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
+from pase.local.types import Combine, Extents, Layout, LocalReshardStep, local_shape
 from pase.machine import Mesh
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ __all__ = [
     "after",
     "first",
     "from_wire",
-    "moved",
     "on_wire",
     "part",
     "places_of",
+    "resharded",
     "sent",
     "summed",
     "there_and_back",
@@ -32,57 +32,62 @@ __all__ = [
 
 
 def there_and_back(
-    value: Array, shadow: Array | None, there: Callable[[Array], Array], back: Callable[[Array], Array] | None
+    value: Array,
+    gradient_carrier: Array | None,
+    there: Callable[[Array], Array],
+    back: Callable[[Array], Array] | None,
 ) -> Array:
-    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
-    value.
+    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``gradient_carrier`` if given,
+    else to value.
 
-    shadow: an array in the layout in which the gradient arrives, if that is not the value's. back: None means that no
-    gradient passes.
+    gradient_carrier: an array in the layout in which the gradient arrives, if that is not the value's. back: None means
+    that no gradient passes.
     """
     import jax
 
     if back is None:
         return there(jax.lax.stop_gradient(value))
-    if shadow is None:
+    if gradient_carrier is None:
         f = jax.custom_vjp(there)
         f.defvjp(lambda x: (there(x), None), lambda _, g: (back(g),))
         return f(value)
     held = jax.lax.stop_gradient(value)
-    beside = jax.custom_vjp(lambda x, _: there(x))
-    beside.defvjp(
+    onto_carrier = jax.custom_vjp(lambda x, _: there(x))
+    onto_carrier.defvjp(
         lambda x, _: (there(x), None),
         lambda _, g: (jax.numpy.zeros(held.shape, held.dtype), back(g)),
     )
-    return beside(held, shadow)
+    return onto_carrier(held, gradient_carrier)
 
 
-def moved(value: Array, moves: Sequence[LocalMove], shape: Extents, combine: Combine, mesh: Mesh) -> Array:
+def resharded(
+    value: Array, steps: Sequence[LocalReshardStep], shape: Extents, combine: Combine, mesh: Mesh
+) -> Array:
     """The value after these moves. shape: the shape of the whole tensor."""
-    return reduce(lambda x, move: _step(x, move, shape, combine, mesh), moves, value)
+    return reduce(lambda x, step: _step(x, step, shape, combine, mesh), steps, value)
 
 
-def _step(x: Array, move: LocalMove, shape: Extents, combine: Combine, mesh: Mesh) -> Array:
+def _step(x: Array, step: LocalReshardStep, shape: Extents, combine: Combine, mesh: Mesh) -> Array:
     import jax
 
-    match move.kind:
+    match step.kind:
         case "all_reduce":
-            return summed(x, move.axes, combine)
-        case "permute" | "all_to_all" if not nests(move, shape, mesh):
-            return _exchanged_in_rounds(x, exchange(move, shape, mesh), move.axes)
+            return summed(x, step.axes, combine)
+        case "permute" | "all_to_all" if not nests(step, shape, mesh):
+            return _exchanged_in_rounds(x, exchange(step, shape, mesh), step.axes)
         case "permute":
-            return jax.lax.ppermute(x, move.axes, pairs(move, shape, mesh))
+            return jax.lax.ppermute(x, step.axes, pairs(step, shape, mesh))
         case "own":
-            return jax.numpy.where(first(move.axes), x, jax.numpy.zeros((), x.dtype))
+            return jax.numpy.where(first(step.axes), x, jax.numpy.zeros((), x.dtype))
         case "slice":
-            return _sliced(x, view(move, shape, mesh), move.axes, mesh)
+            return _sliced(x, view(step, shape, mesh), step.axes, mesh)
         case "reduce_scatter":
-            return _scattered(x, view(move, shape, mesh), move.axes, combine)
+            return _scattered(x, view(step, shape, mesh), step.axes, combine)
         case "all_gather":
-            return _gathered(x, view(move, shape, mesh), move.axes)
+            return _gathered(x, view(step, shape, mesh), step.axes)
         case _:
-            assert move.kind == "all_to_all"
-            return _exchanged(x, view(move, shape, mesh), move.axes)
+            assert step.kind == "all_to_all"
+            return _exchanged(x, view(step, shape, mesh), step.axes)
 
 
 def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
@@ -177,43 +182,43 @@ def _exchanged_in_rounds(x: Array, how: UnitExchange, axes: Sequence[str]) -> Ar
     front = x.reshape(apart).transpose(*range(0, 2 * rank, 2), *range(1, 2 * rank, 2))
     blocks = front.shape[rank:]
     front = front.reshape(math.prod(how.before), *blocks)
-    came = []
+    received = []
     for r in how.rounds:
         some = front[jnp.asarray(r.units)[me]]
-        came.append(some if r.stays else jax.lax.ppermute(some, tuple(axes), r.pairs))
-    placed = jnp.concatenate(came)[jnp.asarray(how.order)[me]].reshape(*how.after, *blocks)
+        received.append(some if r.stays else jax.lax.ppermute(some, tuple(axes), r.pairs))
+    placed = jnp.concatenate(received)[jnp.asarray(how.order)[me]].reshape(*how.after, *blocks)
     together = placed.transpose(*(i for d in range(rank) for i in (d, rank + d)))
     return together.reshape([cut * n for cut, n in zip(how.after, blocks, strict=True)])
 
 
-def on_wire(x: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:
+def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
     """What a sum, a scattered sum or a gather sends: [rows, elements]. A scattered sum has a row for each device."""
-    if move.kind == "reduce_scatter":
-        front = _to_front(x, view(move, shape, mesh))
+    if step.kind == "reduce_scatter":
+        front = _to_front(x, view(step, shape, mesh))
         return front.reshape(front.shape[0], -1)
     return x.reshape(1, -1)
 
 
-def sent(rows: Array, move: LocalMove) -> Array:
+def sent(rows: Array, step: LocalReshardStep) -> Array:
     """What arrives of ``on_wire``'s rows: [rows, elements]. A gather brings a row from each device. Columns of several
     moves of this kind over the same axes may stand side by side."""
     import jax
 
-    match move.kind:
+    match step.kind:
         case "reduce_scatter":
-            return jax.lax.psum_scatter(rows, move.axes, scatter_dimension=0, tiled=False)[None]
+            return jax.lax.psum_scatter(rows, step.axes, scatter_dimension=0, tiled=False)[None]
         case "all_gather":
-            return jax.lax.all_gather(rows, move.axes, axis=0, tiled=True)
+            return jax.lax.all_gather(rows, step.axes, axis=0, tiled=True)
         case _:
-            return summed(rows, move.axes)
+            return summed(rows, step.axes)
 
 
-def from_wire(rows: Array, move: LocalMove, shape: Extents, mesh: Mesh) -> Array:
+def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
     """The local array after the move, from what arrived."""
-    if move.kind == "all_gather":
-        v = view(move, shape, mesh)
+    if step.kind == "all_gather":
+        v = view(step, shape, mesh)
         return _from_front(rows.reshape(rows.shape[0], *v.seen), v)
-    return rows.reshape(local_shape(shape, move.after, mesh))
+    return rows.reshape(local_shape(shape, step.after, mesh))
 
 
 def after(x: Array, earlier: Array) -> Array:
@@ -237,9 +242,9 @@ def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:
     axes = tuple(name for name, state in zip(mesh.names, layout, strict=True) if isinstance(state, tuple))
     if not axes or local_shape(shape, layout, mesh) == shape:
         return x
-    return moved(
+    return resharded(
         x,
-        [LocalMove(kind="slice", axes=axes, before=(None,) * len(layout), after=layout)],
+        [LocalReshardStep(kind="slice", axes=axes, before=(None,) * len(layout), after=layout)],
         shape,
         "sum",
         mesh,

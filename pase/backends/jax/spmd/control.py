@@ -1,4 +1,4 @@
-"""Loops and branches on one device: ``LocalWalk`` walks the bodies; inputs and outputs have the plan's layouts.
+"""Loops and branches on one device: ``ManualWalk`` walks the bodies; inputs and outputs have the plan's layouts.
 
 The layouts of what a body reads from outside, carries and stacks are set at its border. If the body reads
 slices of a stack, the whole stack is moved before the loop, in one move.
@@ -21,13 +21,13 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from jax import Array
 
-    from pase.backends.jax.spmd.interpreter import LocalWalk
+    from pase.backends.jax.spmd.interpreter import ManualWalk
 
-__all__ = ["local_cond", "local_scan", "local_while"]
+__all__ = ["manual_cond", "manual_scan", "manual_while"]
 
 
-def _settled(
-    walk: LocalWalk, at: Place, of: PlacePart, values: Sequence[DeviceValue], cache: Cache, *which: int
+def _in_loop_layouts(
+    walk: ManualWalk, at: Place, of: PlacePart, values: Sequence[DeviceValue], cache: Cache, *which: int
 ) -> list[DeviceValue]:
     """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
     out = []
@@ -40,12 +40,12 @@ def _settled(
             continue
         r = walk.program.result(op.results[0].tensor)
         (wanted,) = op.operands[:1]
-        out.append(replace(walk.brought(h, wanted, cache), tensor=r.tensor, layout=r.layout))
+        out.append(replace(walk.received(h, wanted, cache), tensor=r.tensor, layout=r.layout))
     return out
 
 
 def _closed(
-    walk: LocalWalk, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
+    walk: ManualWalk, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
 ) -> list[Array]:
     """What a body passes to its next turn, in the layouts of the carry."""
     out = []
@@ -53,7 +53,7 @@ def _closed(
         takers = walk.program.takers.get(at.its("carry", k), ())
         if takers:
             (wanted,) = takers[0].operands
-            h = walk.brought(h, wanted, cache)
+            h = walk.received(h, wanted, cache)
         elif h.layout is None and before.layout is not None:
             shape = walk.program.result(before.tensor or "").shape
             h = replace(h, array=part(h.array, shape, before.layout, walk.program.mesh))
@@ -61,8 +61,8 @@ def _closed(
     return out
 
 
-def local_scan(
-    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+def manual_scan(
+    walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A scan on this device."""
     import jax
@@ -70,25 +70,25 @@ def local_scan(
     p = eqn.params
     nc, nk = scan_groups(eqn)
     closed, names = p["jaxpr"], walk.traced.results[at]
-    consts = _settled(walk, at, "const", ins[:nc], cache)
-    init = _settled(walk, at, "carry", ins[nc : nc + nk], cache)
-    stacks = _settled(walk, at, "xs", ins[nc + nk :], cache)
+    consts = _in_loop_layouts(walk, at, "const", ins[:nc], cache)
+    init = _in_loop_layouts(walk, at, "carry", ins[nc : nc + nk], cache)
+    stacks = _in_loop_layouts(walk, at, "xs", ins[nc + nk :], cache)
     xs = [_before_slicing(walk, at, k, h, cache) for k, h in enumerate(stacks)]
     stacked: list[DeviceValue] = []
     around = walk.arrivals or Arrivals()
-    turns = [around]
+    iterations = [around]
 
     def body(
         carry: Sequence[Array], x: tuple[Sequence[Tree], Mapping[str, Tree]]
     ) -> tuple[list[Array], Tree]:
         inside = Cache(body=f"{at.path}.")
-        turns[0] = around.turn(x[1])
-        inner = walk if walk.arrivals is None else replace(walk, arrivals=turns[0])
+        iterations[0] = around.iteration(x[1])
+        inner = walk if walk.arrivals is None else replace(walk, arrivals=iterations[0])
         carried = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
         slices = [_slice(inner, at, k, h, s) for k, (h, s) in enumerate(zip(xs, x[0], strict=True))]
         made = inner.run(closed.jaxpr, closed.consts, [*consts, *carried, *slices], f"{at.path}.", inside)
         stacked[:] = [_stacked(inner, n, h, inside) for n, h in zip(names[nk:], made[nk:], strict=True)]
-        return _closed(inner, at, init, made[:nk], inside), ([h.array for h in stacked], turns[0].found)
+        return _closed(inner, at, init, made[:nk], inside), ([h.array for h in stacked], iterations[0].found)
 
     carry, (ys, arrived) = jax.lax.scan(
         body,
@@ -98,40 +98,42 @@ def local_scan(
         reverse=p["reverse"],
         unroll=p["unroll"],
     )
-    around.leave(f"in {at.path}", turns[0], arrived)
+    around.leave(f"in {at.path}", iterations[0], arrived)
     last = [replace(h, array=a) for h, a in zip(init, carry, strict=True)]
     return [*last, *(replace(h, array=y) for h, y in zip(stacked, ys, strict=True))]
 
 
-def _before_slicing(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, cache: Cache) -> DeviceValue:
+def _before_slicing(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, cache: Cache) -> DeviceValue:
     """A stack as the loop slices it, with its first dim not split."""
     if stack.layout is None:
         return stack
     (name,) = walk.traced.results[at.its("x", k)]
     (wanted,) = walk.program.maker[name].operands
-    return walk.brought(stack, wanted, cache)
+    return walk.received(stack, wanted, cache)
 
 
-def _slice(walk: LocalWalk, at: Place, k: int, stack: DeviceValue, arrays: Array) -> DeviceValue:
+def _slice(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, arrays: Array) -> DeviceValue:
     """One turn's slice of a stack."""
     (name,) = walk.traced.results[at.its("x", k)]
-    array, shadow = arrays
+    array, gradient_carrier = arrays
     if stack.layout is None:
         return DeviceValue(array=array, tensor=name)
-    return DeviceValue(array=array, tensor=name, layout=walk.program.result(name).layout, shadow=shadow)
+    return DeviceValue(
+        array=array, tensor=name, layout=walk.program.result(name).layout, gradient_carrier=gradient_carrier
+    )
 
 
-def _stacked(walk: LocalWalk, name: str, value: DeviceValue, cache: Cache) -> DeviceValue:
+def _stacked(walk: ManualWalk, name: str, value: DeviceValue, cache: Cache) -> DeviceValue:
     """One turn's part of a stacked result with this name."""
     op = walk.program.maker.get(name)
     if op is None:
         return replace(value, tensor=name)
-    array = walk.brought(value, op.operands[0], cache).array
+    array = walk.received(value, op.operands[0], cache).array
     return DeviceValue(array=array, tensor=name, layout=op.results[0].layout)
 
 
-def local_while(
-    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+def manual_while(
+    walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A while loop on this device. All devices run the same number of turns.
 
@@ -143,9 +145,9 @@ def local_while(
     p = eqn.params
     nc, nb = p["cond_nconsts"], p["body_nconsts"]
     cond, body = p["cond_jaxpr"], p["body_jaxpr"]
-    asks = _settled(walk, at, "ask", ins[:nc], cache)
-    consts = _settled(walk, at, "const", ins[nc : nc + nb], cache)
-    init = _settled(walk, at, "carry", ins[nc + nb :], cache)
+    asks = _in_loop_layouts(walk, at, "ask", ins[:nc], cache)
+    consts = _in_loop_layouts(walk, at, "const", ins[nc : nc + nb], cache)
+    init = _in_loop_layouts(walk, at, "carry", ins[nc + nb :], cache)
     walk = walk.within(f"the while loop at {source_line(eqn)}")
     each = bool(cond.out_avals[0].shape)
 
@@ -165,7 +167,7 @@ def local_while(
         here = answer.array.any() if each else answer.array
         return jax.lax.pmax(here.astype("int32"), axes) > 0 if axes else here
 
-    def turn(carry: Sequence[Array]) -> list[Array]:
+    def iteration(carry: Sequence[Array]) -> list[Array]:
         inside = Cache()
         before = turned(carry)
         made = walk.run(body.jaxpr, body.consts, [*consts, *before], f"{at.path}.b.", inside)
@@ -177,11 +179,11 @@ def local_while(
             ]
         return _closed(walk, at, init, made, inside)
 
-    return turned(jax.lax.while_loop(goes_on, turn, [h.array for h in init]))
+    return turned(jax.lax.while_loop(goes_on, iteration, [h.array for h in init]))
 
 
 def _held(
-    walk: LocalWalk, at: Place, on: DeviceValue, new: DeviceValue, before: DeviceValue, cache: Cache
+    walk: ManualWalk, at: Place, on: DeviceValue, new: DeviceValue, before: DeviceValue, cache: Cache
 ) -> DeviceValue:
     """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
     import jax
@@ -193,22 +195,22 @@ def _held(
     if wide != on.tensor:  # the answers, broadcast to the value's shape
         spread = program.maker[wide]
         (wanted,) = walk.matched(spread, [on])
-        flags = on if wanted is None else walk.brought(on, wanted, cache)
+        flags = on if wanted is None else walk.received(on, wanted, cache)
         r = program.result(wide)
         here = local_shape(r.shape, r.layout, program.mesh)
         array = jax.lax.broadcast_in_dim(flags.array, here, range(flags.array.ndim))
         on = DeviceValue(array=array, tensor=wide, layout=r.layout)
     values = (on, new, before)
     read = [
-        h if w is None else walk.brought(h, w, cache)
+        h if w is None else walk.received(h, w, cache)
         for h, w in zip(values, walk.matched(op, values), strict=True)
     ]
     array = jax.lax.select(*(h.array for h in read))
     return DeviceValue(array=array, tensor=name, layout=result.layout)
 
 
-def local_cond(
-    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+def manual_cond(
+    walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
     """A conditional on this device. Every branch brings its results into the common result layout."""
     import jax
@@ -225,17 +227,18 @@ def local_cond(
             outs = walk.run(
                 closed.jaxpr, closed.consts, unpacked(operands, arrays), f"{at.path}.{k}.", inside
             )
-            left = _settled(walk, at, "out", outs, inside, k)
+            left = _in_loop_layouts(walk, at, "out", outs, inside, k)
             met = [walk.matched(m, [h])[0] for m, h in zip(meets, left, strict=True) if m is not None]
             return [
-                (h if w is None else walk.brought(h, w, inside)).array for h, w in zip(left, met, strict=True)
+                (h if w is None else walk.received(h, w, inside)).array
+                for h, w in zip(left, met, strict=True)
             ]
 
         return run
 
     for m in meets[:1]:
         wanted = None if m is None else walk.matched(m, [index])[0]
-        index = index if wanted is None else walk.brought(index, wanted, cache)
+        index = index if wanted is None else walk.received(index, wanted, cache)
     walk = walk.within(f"a branch at {source_line(eqn)}")
     branches = [branch(k, closed) for k, closed in enumerate(eqn.params["branches"])]
     made = jax.lax.switch(index.array, branches, *packed(operands))

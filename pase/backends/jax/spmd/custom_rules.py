@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import moved
+from pase.backends.jax.spmd.collectives import resharded
 from pase.backends.jax.spmd.values import Cache, DeviceValue
 from pase.frontends.jax.frontend import INLINED, inner_jaxpr, trace
 from pase.frontends.jax.rules import RULES, Elementwise
@@ -27,20 +27,20 @@ from pase.local.types import Layout, LocalOperand, local_shape
 if TYPE_CHECKING:
     from jax import Array
 
-    from pase.backends.jax.spmd.interpreter import LocalWalk
+    from pase.backends.jax.spmd.interpreter import ManualWalk
 
 __all__ = ["call_with_rule"]
 
 
 def call_with_rule(
-    walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
+    walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> list[DeviceValue]:
     """A ``custom_jvp`` or ``custom_vjp`` call on this device, with gradients for some of its results."""
     import jax
 
     call = _RuledCall.of(walk, eqn, ins, at)
     read = [call.as_read(i, cache) for i in range(len(ins))]
-    homes = [call.home(i, read[i], cache) for i in range(len(ins)) if call.trained[i]]
+    targets = [call.gradient_target(i, read[i], cache) for i in range(len(ins)) if call.trained[i]]
     ahead, back, smooth = pulled_back(eqn, call.trained)
     kept: list[DeviceValue] = []
 
@@ -49,24 +49,26 @@ def call_with_rule(
         outs = _ran(walk, ahead, values, [*map(call.made_as, call.results)])
         kept[:] = outs[len(smooth) :]
         made = [h.array for h in outs[: len(smooth)]]
-        return made, [call.shadow(n, x) for n, x in zip(call.results, made, strict=True)]
+        return made, [call.gradient_carrier(n, x) for n, x in zip(call.results, made, strict=True)]
 
     def backward(
         held: Sequence[Array], gradients: tuple[Sequence[Array], Sequence[Array | None]]
     ) -> tuple[list[Array], None]:
         given = [replace(h, array=x) for h, x in zip(kept, held, strict=True)]
-        for g, beside, n, on in zip(*gradients, call.results, smooth, strict=True):
+        for g, of_carrier, n, on in zip(*gradients, call.results, smooth, strict=True):
             if on:
-                given.append(DeviceValue(array=g if beside is None else beside, layout=call.gradient_of(n)))
-        found = _ran(walk, back, given, [layout for _, layout in homes])
+                given.append(
+                    DeviceValue(array=g if of_carrier is None else of_carrier, layout=call.gradient_of(n))
+                )
+        found = _ran(walk, back, given, [layout for _, layout in targets])
         return [h.array for h in found], None
 
     run = jax.custom_vjp(lambda _, arrays: forward(arrays))
     run.defvjp(lambda _, arrays: (forward(arrays), [h.array for h in kept]), backward)
-    made, shadows = run([x for x, _ in homes], [jax.lax.stop_gradient(h.array) for h in read])
+    made, gradient_carriers = run([x for x, _ in targets], [jax.lax.stop_gradient(h.array) for h in read])
     found = {
-        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), shadow=s)
-        for n, x, s in zip(call.results, made, shadows, strict=True)
+        n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), gradient_carrier=s)
+        for n, x, s in zip(call.results, made, gradient_carriers, strict=True)
     }
     # None where nothing reads it.
     return [found.get(n, DeviceValue(array=None, tensor=n)) for n in walk.traced.results[at]]  # type: ignore[arg-type]
@@ -80,7 +82,7 @@ class _RuledCall:
     each operand with a gradient, how a rule for vector-Jacobian products returns it.
     """
 
-    walk: LocalWalk
+    walk: ManualWalk
     eqn: Eqn
     ins: Sequence[DeviceValue]
     trained: list[bool]
@@ -89,7 +91,7 @@ class _RuledCall:
     hands: list[LocalOperand]
 
     @classmethod
-    def of(cls, walk: LocalWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
+    def of(cls, walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place) -> _RuledCall:
         tensors, program = walk.traced.graph.tensors, walk.program
         ops = [op for op in program.at.get(at, ()) if op.op.kind != "copy"]
         forward = [o for op in ops if op.op.kind != "gradient" for o in op.operands]
@@ -111,19 +113,19 @@ class _RuledCall:
     def as_read(self, i: int, cache: Cache) -> DeviceValue:
         """An operand in the layout in which the call reads it."""
         wanted = self.reads[i]
-        return self.ins[i] if wanted is None else self.walk.brought(self.ins[i], wanted, cache)
+        return self.ins[i] if wanted is None else self.walk.received(self.ins[i], wanted, cache)
 
-    def home(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
+    def gradient_target(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
         """(what receives the gradient of an operand that has one, the layout in which it is returned)."""
         h, program = self.ins[i], self.walk.program
         handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
         if handed is not None:
-            return self.walk.carrier(h, handed, cache), handed.gradient
+            return self.walk.gradient_carrier(h, handed, cache), handed.gradient
         wanted = self.reads[i]
         if wanted is None:
             raise self.walk.refusal(self.eqn, f"nothing in it reads '{h.tensor}', which has a gradient")
-        if read.shadow is not None:
-            return read.shadow, program.result(wanted.tensor).gradient
+        if read.gradient_carrier is not None:
+            return read.gradient_carrier, program.result(wanted.tensor).gradient
         return read.array, wanted.gradient
 
     def made_as(self, name: str) -> Layout:
@@ -138,7 +140,7 @@ class _RuledCall:
             return (None,) * len(program.mesh.names)
         return program.result(name).gradient
 
-    def shadow(self, name: str, made: Array) -> Array | None:
+    def gradient_carrier(self, name: str, made: Array) -> Array | None:
         """The part of a result in the layout in which its gradient arrives, if that splits it further."""
         program = self.walk.program
         if name not in program.maker:
@@ -146,14 +148,14 @@ class _RuledCall:
         r = program.result(name)
         if local_shape(r.shape, r.layout, program.mesh) == local_shape(r.shape, r.gradient, program.mesh):
             return None
-        moves = between(r.layout, r.gradient, program.mesh)
-        if not all(m.free for m in moves):
+        steps = between(r.layout, r.gradient, program.mesh)
+        if not all(m.free for m in steps):
             raise self.walk.refusal(self.eqn, f"its result '{name}' and its gradient are split differently")
-        return moved(made, moves, r.shape, "sum", program.mesh)
+        return resharded(made, steps, r.shape, "sum", program.mesh)
 
 
 def _ran(
-    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
 ) -> list[DeviceValue]:
     """Run a program on values in their layouts. Its first results get the layouts ``wants``; the others are only
     summed.
@@ -174,14 +176,14 @@ def _ran(
     else:
         inner, outs = _traced(walk, closed, values, lie)
     return [
-        inner.led(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
+        inner.resharded(h, wants[k] if k < len(wants) else None, tuple(v.aval.shape))
         for k, (h, v) in enumerate(zip(outs, jaxpr.outvars, strict=True))
     ]
 
 
 def _traced(
-    walk: LocalWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
-) -> tuple[LocalWalk, list[DeviceValue]]:
+    walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
+) -> tuple[ManualWalk, list[DeviceValue]]:
     """The program as a separate local program, and its results' layouts for values in these layouts."""
     import jax
 
@@ -193,7 +195,7 @@ def _traced(
     program = local_program(traced.graph, mesh, configs)
     inner = replace(walk, program=program, traced=traced, blocks=(), kept=frozenset())
     args = [
-        inner.led(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
+        inner.resharded(DeviceValue(array=h.array, tensor=n, layout=have), program.result(n).layout, v.shape)
         for h, n, have, v in zip(values, names, lie, shapes, strict=True)
     ]
     return inner, inner.run(traced.jaxpr.jaxpr, traced.jaxpr.consts, args, "", Cache())

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.call import LocalCall
+from pase.backends.jax.spmd.call import ManualCall
 from pase.backends.jax.spmd.collectives import part
 from pase.frontends.jax.versions import threefry
 from pase.local.types import LocalResult
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["counted", "positions", "random_part"]
 
 
-def positions(call: LocalCall, result: LocalResult, dim: int) -> Array:
+def positions(call: ManualCall, result: LocalResult, dim: int) -> Array:
     """Where this device's elements lie along a dim of the whole array: uint32 [its elements along the dim]."""
     import jax.numpy as jnp
 
@@ -32,7 +32,7 @@ def positions(call: LocalCall, result: LocalResult, dim: int) -> Array:
     return part(jnp.arange(size, dtype=jnp.uint32), (size,), along, call.mesh)
 
 
-def random_part(call: LocalCall, ins: Sequence[Array]) -> Array | None:
+def random_part(call: ManualCall, ins: Sequence[Array]) -> Array | None:
     """This device's part of ``random_bits``. None if its bits are not made by position: another generator than
     threefry, several keys."""
     import jax

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.call import LOCAL_RULES, LocalCall, split_dims
+from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, split_dims
 from pase.frontends.jax.versions import evaluate as plain
 from pase.local.parts import axes_of
 
@@ -34,8 +34,8 @@ WindowPadding = list[tuple[int, int]]
 """Rows before and after each dim that a window moves along. A negative number leaves out that many."""
 
 
-@LOCAL_RULES.register("conv_general_dilated")
-def _conv(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("conv_general_dilated")
+def _conv(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Batch, channels, groups and spatial dims may be split."""
     p = call.eqn.params
     d = p["dimension_numbers"]
@@ -45,8 +45,8 @@ def _conv(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     return plain(call.eqn.replace(params=changed), [x, ins[1]], call.info)
 
 
-@LOCAL_RULES.register(*WINDOWED[1:])
-def _pool(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register(*WINDOWED[1:])
+def _pool(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     import jax.numpy as jnp
 
     p, name = call.eqn.params, call.eqn.primitive.name
@@ -62,7 +62,7 @@ def _pool(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
 
 
 def _with_neighbours(
-    call: LocalCall,
+    call: ManualCall,
     x: Array,
     dims: Sequence[int],
     padding: Sequence[tuple[int, int]],
@@ -82,7 +82,9 @@ def _with_neighbours(
     return x, left  # type: ignore[return-value]
 
 
-def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edge: ArrayLike | None) -> Array:
+def _extended(
+    call: ManualCall, x: Array, dim: int, before: int, behind: int, edge: ArrayLike | None
+) -> Array:
     """x with the last rows of the previous device along a dim, and the first rows of the next device."""
     import jax
     import jax.numpy as jnp
@@ -96,10 +98,10 @@ def _extended(call: LocalCall, x: Array, dim: int, before: int, behind: int, edg
     def from_neighbour(start: int, count: int, by: int) -> Array:
         sent = jax.lax.slice_in_dim(x, start, start + count, axis=dim)
         hops = [(i, i + by) for i in range(ways) if 0 <= i + by < ways]
-        came = jax.lax.ppermute(sent, axes, hops)  # zeros where nothing comes
+        received = jax.lax.ppermute(sent, axes, hops)  # zeros where nothing comes
         if edge is None:
-            return came
-        return jnp.where(at == (0 if by > 0 else ways - 1), jnp.asarray(edge, x.dtype), came)
+            return received
+        return jnp.where(at == (0 if by > 0 else ways - 1), jnp.asarray(edge, x.dtype), received)
 
     parts = [x]
     if before:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.jaxprs import KEPT, boundary, of_operand
 from pase.backends.jax.spmd import rules
-from pase.backends.jax.spmd.collectives import moved, part, summed, there_and_back
-from pase.backends.jax.spmd.control import local_cond, local_scan, local_while
+from pase.backends.jax.spmd.collectives import part, resharded, summed, there_and_back
+from pase.backends.jax.spmd.control import manual_cond, manual_scan, manual_while
 from pase.backends.jax.spmd.custom_rules import call_with_rule
 from pase.backends.jax.spmd.messages import BodyMessages
 from pase.backends.jax.spmd.placement import REMATERIALISED, given_form, message_bodies
 from pase.backends.jax.spmd.prefetch import PARAMETER
-from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotByHand, faults_at, packed, unpacked
+from pase.backends.jax.spmd.values import Arrivals, Cache, DeviceValue, NotManual, faults_at, packed, unpacked
 from pase.errors import PaseError
 from pase.frontends.jax.control import by_platform, on_every_platform
 from pase.frontends.jax.frontend import KEPT_WHOLE, TracedJax, inlined, inner_jaxpr
@@ -33,10 +33,10 @@ from pase.local.lower import between
 from pase.local.types import (
     Combine,
     Layout,
-    LocalMove,
     LocalOp,
     LocalOperand,
     LocalProgram,
+    LocalReshardStep,
     LocalTransfer,
     local_shape,
 )
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
     from pase.frontends.jax.versions import DebugInfo
 
-__all__ = ["LocalWalk"]
+__all__ = ["ManualWalk"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalWalk:
+class ManualWalk:
     """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
 
     kept: equations in these blocks whose results are kept for backward. devices: JAX's mesh. arrivals: parameters that
@@ -71,7 +71,7 @@ class LocalWalk:
         """Whether this walk only finds the gathered parameters, so that nothing needs to run again."""
         return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
 
-    def within(self, what: str) -> LocalWalk:
+    def within(self, what: str) -> ManualWalk:
         """The walk inside of a construct out of which nothing can be gathered."""
         if self.arrivals is None:
             return self
@@ -98,10 +98,13 @@ class LocalWalk:
     def _info(self) -> DebugInfo:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
-    def leaf(self, array: Array, tensor: str, shadow: Array | None = None) -> DeviceValue:
+    def leaf(self, array: Array, tensor: str, gradient_carrier: Array | None = None) -> DeviceValue:
         """A parameter or an input in its storage layout."""
         return DeviceValue(
-            array=array, tensor=tensor, layout=self.program.result(tensor).layout, shadow=shadow
+            array=array,
+            tensor=tensor,
+            layout=self.program.result(tensor).layout,
+            gradient_carrier=gradient_carrier,
         )
 
     def run(
@@ -136,11 +139,11 @@ class LocalWalk:
                 one(i, cache)
                 i += 1
                 continue
-            self._again(jaxpr, block, env, one)
+            self._recompute(jaxpr, block, env, one)
             i = block.stop
         return [value(v) for v in jaxpr.outvars]
 
-    def _again(
+    def _recompute(
         self, jaxpr: Jaxpr, block: Block, env: dict[Var, DeviceValue], one: Callable[[int, Cache], None]
     ) -> None:
         """A rematerialised block of equations."""
@@ -178,11 +181,11 @@ class LocalWalk:
         if by_platform(eqn):
             self._check_whole(eqn, ins, "each platform has code of its own for it")
         if name == "scan":
-            return local_scan(self, eqn, ins, at, cache)
+            return manual_scan(self, eqn, ins, at, cache)
         if name == "while":
-            return local_while(self, eqn, ins, at, cache)
+            return manual_while(self, eqn, ins, at, cache)
         if name == "cond" and not by_platform(eqn):
-            return local_cond(self, eqn, ins, at, cache)
+            return manual_cond(self, eqn, ins, at, cache)
         if name in KEPT_WHOLE:
             tensors = self.traced.graph.tensors
             if any(n and tensors[n].needs_grad for n in self.traced.results[at]):
@@ -246,7 +249,7 @@ class LocalWalk:
         wanted = self.matched(op, ins)
         self._named(eqn, lambda: rules.check_sums(self.program, ins, wanted))
         read = [
-            self._seen(op, eqn, h, cache) if w is None else self.brought(h, w, cache)
+            self._seen(op, eqn, h, cache) if w is None else self.received(h, w, cache)
             for h, w in zip(ins, wanted, strict=True)
         ]
         for h in read:
@@ -257,7 +260,7 @@ class LocalWalk:
         results = [next((r for r in op.results if r.tensor == n), None) for n in names]
 
         def evaluated(arrays: Sequence[Array], gradient: bool) -> list[Array]:
-            call = rules.LocalCall(
+            call = rules.ManualCall(
                 eqn=eqn,
                 op=op,
                 mesh=self.program.mesh,
@@ -273,12 +276,17 @@ class LocalWalk:
             return self._named(eqn, lambda: rules.evaluate(call, arrays))
 
         outs = evaluated([h.array for h in read], False)
-        shadows: Sequence[Array | None] = [None] * len(outs)
-        if any(h.shadow is not None for h in read):
-            shadows = evaluated([h.array if h.shadow is None else h.shadow for h in read], True)
+        gradient_carriers: Sequence[Array | None] = [None] * len(outs)
+        if any(h.gradient_carrier is not None for h in read):
+            gradient_carriers = evaluated(
+                [h.array if h.gradient_carrier is None else h.gradient_carrier for h in read], True
+            )
         return {
             r.tensor: DeviceValue(
-                array=outs[place[r.tensor]], tensor=r.tensor, layout=r.layout, shadow=shadows[place[r.tensor]]
+                array=outs[place[r.tensor]],
+                tensor=r.tensor,
+                layout=r.layout,
+                gradient_carrier=gradient_carriers[place[r.tensor]],
             )
             for r in results
             if r is not None
@@ -297,16 +305,16 @@ class LocalWalk:
                 continue
             if [n for n in given.shape if n > 1] != [n for n in wanted[0].shape if n > 1]:
                 break
-            value = self.brought(value, given, cache)
+            value = self.received(value, given, cache)
             seen = DeviceValue(
                 array=value.array.reshape(self._local(made[0].shape, made[0].layout)),
                 tensor=made[0].tensor,
                 layout=made[0].layout,
-                shadow=None
-                if value.shadow is None
-                else value.shadow.reshape(self._local(made[0].shape, made[0].gradient)),
+                gradient_carrier=None
+                if value.gradient_carrier is None
+                else value.gradient_carrier.reshape(self._local(made[0].shape, made[0].gradient)),
             )
-            arrived = self.brought(seen, wanted[0], cache)
+            arrived = self.received(seen, wanted[0], cache)
             held = iter(n for n, whole in zip(arrived.array.shape, wanted[0].shape, strict=True) if whole > 1)
             return replace(
                 arrived, array=arrived.array.reshape([1 if n == 1 else next(held) for n in given.shape])
@@ -334,16 +342,16 @@ class LocalWalk:
             return self.program.original(operand.tensor) == value.tensor
         return operand.constant and operand.shape == tuple(getattr(value.array, "shape", ()))
 
-    def brought(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
+    def received(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value in the layout in which an op reads it."""
         if value.layout is None:  # does not depend on data, whole on every device
             array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
             return replace(value, array=array, layout=wanted.layout)
         if wanted.transfer is not None:
             array = self._transferred(value, wanted.transfer, cache)
-            return replace(value, array=array, layout=wanted.layout, shadow=None)
+            return replace(value, array=array, layout=wanted.layout, gradient_carrier=None)
         if value.layout != wanted.layout:
-            raise NotByHand(
+            raise NotManual(
                 f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node, which is a "
                 f"defect of pase.local"
             )
@@ -353,7 +361,11 @@ class LocalWalk:
         def back(g: Array) -> Array:
             return summed(g, wanted.summed)
 
-        return replace(value, array=there_and_back(value.array, value.shadow, lambda x: x, back), shadow=None)
+        return replace(
+            value,
+            array=there_and_back(value.array, value.gradient_carrier, lambda x: x, back),
+            gradient_carrier=None,
+        )
 
     def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Array:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
@@ -393,21 +405,21 @@ class LocalWalk:
             return value
         (copy,) = self.program.maker[t.tensor].operands
         assert copy.transfer is not None
-        return replace(value, array=self._transferred(value, copy.transfer, cache), shadow=None)
+        return replace(value, array=self._transferred(value, copy.transfer, cache), gradient_carrier=None)
 
-    def _moved(
-        self, x: Array, moves: Sequence[LocalMove], shape: tuple[int, ...], combine: Combine, what: str
+    def _resharded(
+        self, x: Array, steps: Sequence[LocalReshardStep], shape: tuple[int, ...], combine: Combine, what: str
     ) -> Array:
         import jax
 
         try:
             # Profiles and compiled programs name what is sent.
             with jax.named_scope(what), faults_at(lambda _: f"the move of {what}"):
-                return moved(x, moves, shape, combine, self.program.mesh)
-        except NotByHand:
+                return resharded(x, steps, shape, combine, self.program.mesh)
+        except NotManual:
             raise
         except PaseError as e:
-            raise NotByHand(f"{what} cannot be moved by hand: {e}") from None
+            raise NotManual(f"{what} cannot be moved by hand: {e}") from None
 
     def _sent(
         self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Array], Array] | None = None
@@ -419,17 +431,17 @@ class LocalWalk:
             what = f"{t.tensor} for {t.dst}"
             if t.src in self.program.parameters:
                 what = PARAMETER + what
-            return self._moved(x, t.forward, shape, t.combine, what)
+            return self._resharded(x, t.forward, shape, t.combine, what)
 
         def back(g: Array) -> Array:
             what = f"gradient of {t.tensor} from {t.dst}"
-            return self._moved(g, t.backward or (), shape, "sum", what)
+            return self._resharded(g, t.backward or (), shape, "sum", what)
 
         return there_and_back(
-            value.array, value.shadow, instead or there, None if t.backward is None else back
+            value.array, value.gradient_carrier, instead or there, None if t.backward is None else back
         )
 
-    def carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Array:
+    def gradient_carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Array:
         """Zeros in the layout in which an op returns the value's gradient. From there, the gradient moves as in the
         plan.
         """
@@ -441,7 +453,7 @@ class LocalWalk:
             return jnp.zeros(here, x.dtype)
 
         if handed.transfer is None:
-            return there_and_back(value.array, value.shadow, zeros, lambda g: g)
+            return there_and_back(value.array, value.gradient_carrier, zeros, lambda g: g)
         t = self.program.transfers[handed.transfer]
         return self._arriving(
             f"{handed.transfer} back",
@@ -450,7 +462,7 @@ class LocalWalk:
             value,
         )
 
-    def led(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
+    def resharded(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
         """A value with this whole shape in another layout; None: the same layout, but summed."""
         mesh = self.program.mesh
         have = (None,) * len(mesh.names) if value.layout is None else value.layout
@@ -459,15 +471,15 @@ class LocalWalk:
         op = self.program.maker.get(value.tensor or "")
         combine: Combine = "sum" if op is None else op.combine
         what = f"{value.tensor or 'a value'} of a derivative rule"
-        array = self._moved(value.array, between(have, want, mesh), shape, combine, what)
-        return replace(value, array=array, layout=want, shadow=None)
+        array = self._resharded(value.array, between(have, want, mesh), shape, combine, what)
+        return replace(value, array=array, layout=want, gradient_carrier=None)
 
     def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         return local_shape(shape, layout, self.program.mesh)
 
-    def refusal(self, eqn: Eqn, why: str) -> NotByHand:
+    def refusal(self, eqn: Eqn, why: str) -> NotManual:
         """The error for an equation that cannot be lowered."""
-        return NotByHand(f"{self._named_at(eqn)} cannot be lowered by hand: {why}")
+        return NotManual(f"{self._named_at(eqn)} cannot be lowered by hand: {why}")
 
     def _named_at(self, eqn: Eqn, at: Place | None = None) -> str:
         """The equation's primitive and the user's line. at: whose ops know the line if JAX has lost it."""

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
-from pase.backends.jax.spmd.collectives import moved
-from pase.backends.jax.spmd.interpreter import LocalWalk
-from pase.backends.jax.spmd.prefetch import gathers_ahead
+from pase.backends.jax.spmd.collectives import resharded
+from pase.backends.jax.spmd.interpreter import ManualWalk
+from pase.backends.jax.spmd.prefetch import prefetched
 from pase.backends.jax.spmd.values import (
     Arrivals,
     Cache,
     DeviceValue,
-    NotByHand,
+    NotManual,
     besides_equations,
     faults_at,
 )
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.plan import JaxPlan
 
-__all__ = ["Lowering", "Manual", "by_hand_or_not", "lowered", "lowerings"]
+__all__ = ["Lowering", "Manual", "lowered", "lowerings", "manual_or_annotated"]
 
 Lowering = Literal["annotated", "manual", "auto"]
 """What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
@@ -66,28 +66,28 @@ def lowered(
     first, *rest = lowerings(lowering, mesh)
     if first == "annotated":
         return annotated
-    return by_hand_or_not(by_hand, annotated) if rest else by_hand()
+    return manual_or_annotated(by_hand, annotated) if rest else by_hand()
 
 
-def by_hand_or_not(
+def manual_or_annotated(
     by_hand: Callable[[], Callable[..., Tree]], annotated: Callable[..., Tree], instead: str = ""
 ) -> Callable[..., Tree]:
     """The function lowered by hand or, with a warning, by annotations where that is refused or fails.
 
     by_hand: makes the first. instead: what the warning says besides.
     """
-    return _ByHandOrNot(by_hand=by_hand, annotated=annotated, instead=instead)
+    return _ManualOrAnnotated(manual=by_hand, annotated=annotated, instead=instead)
 
 
 @dataclass(kw_only=True, eq=False)
-class _ByHandOrNot:
+class _ManualOrAnnotated:
     """A function that is lowered by hand if all of it can be, and otherwise by annotations.
 
     Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered, or what failed.
-    by_hand: makes the function that is. refused: it was found out before. instead: what else is then different.
+    manual: makes the function that is. refused: it was found out before. instead: what else is then different.
     """
 
-    by_hand: Callable[[], Callable[..., Tree]]
+    manual: Callable[[], Callable[..., Tree]]
     annotated: Callable[..., Tree]
     instead: str = ""
     refused: bool = False
@@ -95,14 +95,14 @@ class _ByHandOrNot:
     @cached_property
     def _lowered(self) -> Callable[..., Tree]:
         with faults_at(besides_equations):
-            return self.by_hand()
+            return self.manual()
 
     def __call__(self, *args: Tree) -> Tree:
         if self.refused:
             return self.annotated(*args)
         try:
             return self._lowered(*args)
-        except NotByHand as e:
+        except NotManual as e:
             why = e.left
         self.refused = True
         made = self.annotated(*args)  # an error of the user's program is raised here once more, as it is
@@ -124,7 +124,7 @@ class Manual:
             try:
                 verify_program(made)
             except PaseError as e:
-                raise NotByHand(f"{e}, which is a defect of pase.local") from None
+                raise NotManual(f"{e}, which is a defect of pase.local") from None
         return made
 
     @cached_property
@@ -132,8 +132,8 @@ class Manual:
         return self.plan.leaf_names()
 
     @cached_property
-    def _walk(self) -> LocalWalk:
-        return LocalWalk(
+    def _walk(self) -> ManualWalk:
+        return ManualWalk(
             program=self.program,
             traced=self.plan.traced,
             blocks=self.plan.blocks,
@@ -167,14 +167,14 @@ class Manual:
         import jax
 
         def local(*leaves: Array) -> Tree:
-            def of(carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
-                outs = self.forward(leaves, carriers)
+            def of(gradient_carriers: dict[int, Array]) -> tuple[Array, list[Tree]]:
+                outs = self.forward(leaves, gradient_carriers)
                 return outs[0], outs
 
             differentiated = jax.value_and_grad(of, has_aux=True)
-            if self.plan.gathers_ahead:
-                differentiated = gathers_ahead(differentiated)
-            (_, outs), grads = differentiated(self.carriers(leaves))
+            if self.plan.prefetch:
+                differentiated = prefetched(differentiated)
+            (_, outs), grads = differentiated(self.gradient_carriers(leaves))
             return outs, [grads[i] for i in self.trained]
 
         run = self.mapped(local, (self.returns(), self.gradient_specs()))
@@ -276,7 +276,7 @@ class Manual:
     def _spec(self, layout: Layout, shape: tuple[int, ...]) -> PartitionSpec:
         where = placement(layout, len(shape), self.program.mesh)
         if where is None:
-            raise NotByHand(
+            raise NotManual(
                 f"the layout {layout} does not consist of contiguous parts, which is a defect of pase.local"
             )
         return self.plan.spec(where)
@@ -287,32 +287,37 @@ class Manual:
             self._spec(self.program.result(self._names[i]).gradient, self._shape(i)) for i in self.trained
         ]
 
-    def carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
+    def gradient_carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
         """The arrays through which gradients are taken: the parameter, in the gradient's storage layout if that is
-        another (``LocalResult.carrier``)."""
-        return {i: self._carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained}
+        another (``LocalResult.gradient_carrier``)."""
+        return {
+            i: self._gradient_carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained
+        }
 
-    def _carrier(self, x: Array, r: LocalResult) -> Array:
+    def _gradient_carrier(self, x: Array, r: LocalResult) -> Array:
         import jax
 
         mesh = self.program.mesh
         if r.layout == r.gradient:
             return x
-        if r.carrier == "zeros":
+        if r.gradient_carrier == "zeros":
             return jax.numpy.zeros(local_shape(r.shape, r.gradient, mesh), x.dtype)
-        return moved(x, between(r.layout, r.gradient, mesh), r.shape, "sum", mesh)
+        return resharded(x, between(r.layout, r.gradient, mesh), r.shape, "sum", mesh)
 
     def forward(
-        self, leaves: Sequence[Array], carriers: dict[int, Array], arrivals: Arrivals | None = None
+        self, leaves: Sequence[Array], gradient_carriers: dict[int, Array], arrivals: Arrivals | None = None
     ) -> list[Array]:
-        """The model's result on one device. carriers: see there. arrivals: parameters that were gathered before."""
+        """The model's result on one device. gradient_carriers: see there. arrivals: parameters that were gathered
+        before."""
         walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
             r = self.program.result(name)
-            own = carriers.get(i)
-            beside = r.layout != r.gradient
-            values.append(walk.leaf(x if own is None or beside else own, name, own if beside else None))
+            own = gradient_carriers.get(i)
+            has_carrier = r.layout != r.gradient
+            values.append(
+                walk.leaf(x if own is None or has_carrier else own, name, own if has_carrier else None)
+            )
         cache = Cache(body="")
         outs = walk.run(closed.jaxpr, closed.consts, values, "", cache)
         ends = [self._end(j) for j in range(len(outs))]
@@ -320,7 +325,7 @@ class Manual:
         return [self._out(walk, h, op, cache, differentiated=j == 0) for j, (h, op) in pairs]
 
     def _out(
-        self, walk: LocalWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
+        self, walk: ManualWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
     ) -> Array:
         """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array.
 
@@ -329,14 +334,14 @@ class Manual:
         import jax
 
         if op is not None:
-            return walk.brought(value, op.operands[0], cache).array
+            return walk.received(value, op.operands[0], cache).array
         if value.layout is None:
             return value.array
         shape = self.program.result(value.tensor or "").shape
         if placement(value.layout, len(shape), self.program.mesh) is not None:
             return value.array
         made = self.program.maker[value.tensor or ""]
-        return moved(
+        return resharded(
             value.array if differentiated else jax.lax.stop_gradient(value.array),
             to_whole(value.layout, self.program.mesh),
             shape,

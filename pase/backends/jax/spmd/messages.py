@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pase.backends.jax.spmd.collectives import after, from_wire, moved, on_wire, sent, there_and_back
-from pase.backends.jax.spmd.values import DeviceValue, NotByHand
+from pase.backends.jax.spmd.collectives import after, from_wire, on_wire, resharded, sent, there_and_back
+from pase.backends.jax.spmd.values import DeviceValue, NotManual
 from pase.errors import PaseError
 from pase.local.types import (
     Extents,
     LocalMessage,
-    LocalMove,
-    LocalPiece,
     LocalProgram,
-    MoveWay,
+    LocalReshardStep,
+    MessageChunk,
+    TransferDirection,
     TransferPart,
     local_shape,
 )
@@ -45,7 +45,7 @@ class Sending:
     """
 
     program: LocalProgram
-    way: MoveWay
+    way: TransferDirection
     values: dict[TransferPart, Array]
     messages: list[LocalMessage]
     begun: Mapping[str, Array] = field(default_factory=dict)
@@ -57,27 +57,27 @@ class Sending:
         """The whole tensor's."""
         return self.program.result(self.program.transfers[part[0]].tensor).shape
 
-    def _move(self, p: LocalPiece) -> LocalMove:
+    def _reshard_step(self, p: MessageChunk) -> LocalReshardStep:
         return self.program.stages(p.transfer, self.way)[p.stage]
 
-    def _moved(self, part: TransferPart, moves: Sequence[LocalMove]) -> None:
+    def _reshard(self, part: TransferPart, steps: Sequence[LocalReshardStep]) -> None:
         t = self.program.transfers[part[0]]
         combine = t.combine if self.way == "there" else "sum"
         mesh, shape = self.program.mesh, self.shape(part)
-        self.values[part] = moved(self.values[part], moves, shape, combine, mesh)
-        self.done[part] = self.done.get(part, 0) + len(moves)
+        self.values[part] = resharded(self.values[part], steps, shape, combine, mesh)
+        self.done[part] = self.done.get(part, 0) + len(steps)
 
     def _freely(self, part: TransferPart) -> None:
         """The moves that send nothing, up to the next that does."""
-        rest = self.program.moves(part[0], self.way)[self.done.get(part, 0) :]
+        rest = self.program.reshard_steps(part[0], self.way)[self.done.get(part, 0) :]
         ahead = next((i for i, m in enumerate(rest) if m.nbytes and not m.free), len(rest))
-        self._moved(part, rest[:ahead])
+        self._reshard(part, rest[:ahead])
 
     def finished(self, part: TransferPart) -> Array:
         """The value where it is read, after all messages that carry any of it."""
-        while any(p.part == part for m in self.messages for p in m.pieces):
+        while any(p.part == part for m in self.messages for p in m.chunks):
             self.send()
-        self._moved(part, self.program.moves(part[0], self.way)[self.done.get(part, 0) :])
+        self._reshard(part, self.program.reshard_steps(part[0], self.way)[self.done.get(part, 0) :])
         return self.values[part]
 
     def send(self) -> None:
@@ -85,59 +85,59 @@ class Sending:
         import jax
 
         message = self.messages.pop(0)
-        names = ", ".join(dict.fromkeys(self.program.transfers[p.transfer].tensor for p in message.pieces))
+        names = ", ".join(dict.fromkeys(self.program.transfers[p.transfer].tensor for p in message.chunks))
         try:
             with jax.named_scope(f"message {message.way} of {names}"):
                 self._send(message)
-        except NotByHand:
+        except NotManual:
             raise
         except PaseError as e:
-            raise NotByHand(f"the messages that carry '{names}' cannot be sent by hand: {e}") from None
+            raise NotManual(f"the messages that carry '{names}' cannot be sent by hand: {e}") from None
 
     def _send(self, message: LocalMessage) -> None:
-        alike: dict[object, list[LocalPiece]] = {}
-        for p in message.pieces:
+        alike: dict[object, list[MessageChunk]] = {}
+        for p in message.chunks:
             self._freely(p.part)
-            move = self._move(p)
-            if move.kind not in JOINED and p.begin:
+            step = self._reshard_step(p)
+            if step.kind not in JOINED and p.begin:
                 continue  # it was sent whole with its first piece
-            whole = p.nbytes == move.nbytes
-            alone = move.kind not in JOINED or (whole and len(message.pieces) == 1)
+            whole = p.nbytes == step.nbytes
+            alone = step.kind not in JOINED or (whole and len(message.chunks) == 1)
             alike.setdefault(p if alone else self.values[p.part].dtype, []).append(p)
-        for key, pieces in alike.items():
-            self._one(message, pieces, alone=isinstance(key, LocalPiece))
+        for key, chunks in alike.items():
+            self._one(message, chunks, alone=isinstance(key, MessageChunk))
 
-    def _one(self, message: LocalMessage, pieces: Sequence[LocalPiece], alone: bool) -> None:
+    def _one(self, message: LocalMessage, chunks: Sequence[MessageChunk], alone: bool) -> None:
         """One collective, of a whole tensor or of columns of several."""
         import jax.numpy as jnp
 
-        mesh, first, move = self.program.mesh, pieces[0].part, self._move(pieces[0])
+        mesh, first, step = self.program.mesh, chunks[0].part, self._reshard_step(chunks[0])
         if alone:
             self.values[first] = self._late(self.values[first], message)
-            self._moved(first, [move])
+            self._reshard(first, [step])
             self.last[self._queue(message)] = self.values[first]
             return
         columns, spans = [], []
-        for p in pieces:
-            move = self._move(p)
-            rows = on_wire(self.values[p.part], move, self.shape(p.part), mesh)
-            begin, end = (round(b * rows.shape[1] / move.nbytes) for b in (p.begin, p.begin + p.nbytes))
+        for p in chunks:
+            step = self._reshard_step(p)
+            rows = on_wire(self.values[p.part], step, self.shape(p.part), mesh)
+            begin, end = (round(b * rows.shape[1] / step.nbytes) for b in (p.begin, p.begin + p.nbytes))
             columns.append(rows[:, begin:end])
             spans.append(end - begin)
-        arrived = sent(self._late(jnp.concatenate(columns, axis=1), message), move)
+        arrived = sent(self._late(jnp.concatenate(columns, axis=1), message), step)
         self.last[self._queue(message)] = arrived
         at = 0
-        for p, span in zip(pieces, spans, strict=True):
+        for p, span in zip(chunks, spans, strict=True):
             self.parts.setdefault((p.part, p.stage), {})[p.begin] = arrived[:, at : at + span]
             at += span
-        for p in {(p.part, p.stage): p for p in pieces}.values():
+        for p in {(p.part, p.stage): p for p in chunks}.values():
             self._arrived(p)
 
     def _queue(self, message: LocalMessage) -> tuple[str, float]:
         """What sends messages one after another. Behind one that runs again in backward, another would, too."""
         if self.program.delayed:
             return message.link, 0.0
-        return message.link, self.program.runs(message.pieces[0].transfer, message.way)
+        return message.link, self.program.runs(message.chunks[0].transfer, message.way)
 
     def _late(self, x: Array, message: LocalMessage) -> Array:
         """x once the link is free and the node has begun that the message waits for."""
@@ -145,15 +145,15 @@ class Sending:
             x = x if earlier is None else after(x, earlier)
         return x
 
-    def _arrived(self, p: LocalPiece) -> None:
+    def _arrived(self, p: MessageChunk) -> None:
         """Put a piece's tensor together once all of its pieces have come."""
         import jax.numpy as jnp
 
-        if any((q.part, q.stage) == (p.part, p.stage) for m in self.messages for q in m.pieces):
+        if any((q.part, q.stage) == (p.part, p.stage) for m in self.messages for q in m.chunks):
             return
         held = self.parts.pop((p.part, p.stage))
         rows = jnp.concatenate([held[b] for b in sorted(held)], axis=1)
-        self.values[p.part] = from_wire(rows, self._move(p), self.shape(p.part), self.program.mesh)
+        self.values[p.part] = from_wire(rows, self._reshard_step(p), self.shape(p.part), self.program.mesh)
         self.done[p.part] += 1
 
 
@@ -184,13 +184,13 @@ class BodyMessages:
             program=self.program, way="there", values=start, messages=self._mine("there"), begun=self.begun
         )
 
-    def _mine(self, way: MoveWay) -> list[LocalMessage]:
+    def _mine(self, way: TransferDirection) -> list[LocalMessage]:
         """The messages one way, without pieces of transfers that are not in this body."""
         found = []
         for m in self.program.messages:
-            pieces = tuple(p for p in m.pieces if p.transfer in self.given)
-            if m.way == way and pieces:
-                found.append(LocalMessage(way=way, link=m.link, pieces=pieces, after=m.after))
+            chunks = tuple(p for p in m.chunks if p.transfer in self.given)
+            if m.way == way and chunks:
+                found.append(LocalMessage(way=way, link=m.link, chunks=chunks, after=m.after))
         return found
 
     @cached_property
@@ -200,7 +200,7 @@ class BodyMessages:
         import jax.numpy as jnp
 
         trained = {
-            k: h.array if h.shadow is None else h.shadow
+            k: h.array if h.gradient_carrier is None else h.gradient_carrier
             for k, h in self.given.items()
             if self.program.transfers[k].backward is not None
         }

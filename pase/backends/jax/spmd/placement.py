@@ -15,7 +15,7 @@ from pase.ir.recompute import linear
 from pase.local.types import LocalProgram
 
 if TYPE_CHECKING:
-    from pase.backends.jax.spmd.interpreter import LocalWalk
+    from pase.backends.jax.spmd.interpreter import ManualWalk
 
 __all__ = ["REMATERIALISED", "body_of", "given_form", "message_bodies", "waits"]
 
@@ -29,7 +29,7 @@ def message_bodies(
     """Body -> the transfers that its messages carry: that of the model (""), of a loop's turn, or of a rematerialised
     region. Transfers that are read in other bodies are sent there by themselves."""
     found: dict[str | None, list[int]] = {}
-    for number in dict.fromkeys(p.transfer for m in program.messages for p in m.pieces):
+    for number in dict.fromkeys(p.transfer for m in program.messages for p in m.chunks):
         for body in dict.fromkeys(body_of(traced, blocks, op.op.eqn) for op in program.users(number)):
             found.setdefault(body, []).append(number)
     found.pop(None, None)
@@ -74,7 +74,7 @@ def _inner(eqn: Eqn) -> Jaxpr | None:
     return inner_jaxpr(eqn)[0] if inlined(eqn) else None
 
 
-def given_form(walk: LocalWalk, tensor: str, cache: Cache) -> DeviceValue | None:
+def given_form(walk: ManualWalk, tensor: str, cache: Cache) -> DeviceValue | None:
     """A parameter, or a view or cast of it, from what a body was given; None if it takes more than one value."""
     if tensor in cache.values:
         return cache.values[tensor]

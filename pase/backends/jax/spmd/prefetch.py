@@ -36,27 +36,27 @@ if TYPE_CHECKING:
 
     from pase.frontends.jax.versions import DebugInfo
 
-__all__ = ["PARAMETER", "gathers_ahead"]
+__all__ = ["PARAMETER", "prefetched"]
 
 PARAMETER = "parameter "
 """How the scope begins in which a parameter is brought to its readers."""
 
 _MESSAGE = "message there of "
-_BROUGHT = ("all_gather", "all_to_all", "ppermute")
+_GATHERING = ("all_gather", "all_to_all", "ppermute")
 _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
-def gathers_ahead(fn: Callable[..., Tree]) -> Callable[..., Tree]:
+def prefetched(fn: Callable[..., Tree]) -> Callable[..., Tree]:
     """The function, with the parameters that its loops read first gathered one turn ahead. fn: differentiated already;
     from pytrees of arrays to one."""
     import jax
 
-    def ahead(*given: Tree) -> Tree:
+    def first_reads(*given: Tree) -> Tree:
         program, out = jax.make_jaxpr(fn, return_shape=True)(*given)
         made = _run(without_dead_code(program), jax.tree.leaves(given))
         return jax.tree.unflatten(jax.tree.structure(out), made)
 
-    return ahead
+    return first_reads
 
 
 def _run(program: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> list[Array]:
@@ -75,12 +75,12 @@ def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Se
     import jax
 
     info, name = around.debug_info._replace(arg_names=None, result_paths=None), eqn.primitive.name
-    if any(map(_brings, _bodies(eqn))):
+    if any(map(_gathers, _bodies(eqn))):
         if name == "scan":
             nc, nk = scan_groups(eqn)
             numbers = {v for e in around.eqns if not _reads(e) for v in e.outvars}
             zeros = [is_literal(v) or v in numbers for v in eqn.invars[nc : nc + nk]]
-            return _TurnedScan(eqn=eqn, zeros=zeros).run(ins, info)
+            return _PrefetchScan(eqn=eqn, zeros=zeros).run(ins, info)
         if name in ("jit", "pjit") or (name in REMATERIALISED and inside):
             return _run(closed(eqn.params["jaxpr"]), ins, inside)
         if name in REMATERIALISED:
@@ -98,14 +98,14 @@ def _bodies(eqn: Eqn) -> Iterator[Jaxpr]:
                 yield opened(one)[0]
 
 
-def _brings(jaxpr: Jaxpr) -> bool:
+def _gathers(jaxpr: Jaxpr) -> bool:
     """Does it, or anything inside of it, bring a parameter to its readers?"""
-    return any(_is_brought(e) or any(map(_brings, _bodies(e))) for e in jaxpr.eqns)
+    return any(_is_gather(e) or any(map(_gathers, _bodies(e))) for e in jaxpr.eqns)
 
 
-def _is_brought(eqn: Eqn) -> bool:
+def _is_gather(eqn: Eqn) -> bool:
     where = scope(eqn)
-    return eqn.primitive.name in _BROUGHT and (PARAMETER in where or _MESSAGE in where)
+    return eqn.primitive.name in _GATHERING and (PARAMETER in where or _MESSAGE in where)
 
 
 def _is_product(eqn: Eqn) -> bool:
@@ -123,23 +123,23 @@ def _reads(eqn: Eqn) -> list[Var]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TurnParts:
-    """A loop's body in two parts. ahead: (constants, slices) -> what the turn's first readers get gathered. rest:
+class _PrefetchParts:
+    """A loop's body in two parts. prefetch: (constants, slices) -> what the turn's first readers get gathered. rest:
     (constants, carry, slices, that) -> what the body makes."""
 
-    ahead: Callable[..., list[Array]]
+    prefetch: Callable[..., list[Array]]
     rest: Callable[..., list[Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _TurnedScan:
+class _PrefetchScan:
     """A scan whose body brings parameters to their readers. zeros: which values of the first carry are numbers."""
 
     eqn: Eqn
     zeros: Sequence[bool]
 
     @cached_property
-    def _again(self) -> bool:
+    def _recomputes(self) -> bool:
         return _reruns(self.eqn.params["jaxpr"].jaxpr)
 
     def run(self, ins: Sequence[Array], info: DebugInfo) -> Sequence[Array]:
@@ -148,37 +148,37 @@ class _TurnedScan:
 
         p = self.eqn.params
         body = jax.make_jaxpr(lambda *xs: _run(p["jaxpr"], xs, inside=True))(*_one(p["jaxpr"]))
-        turn = self._turn(body) if p["length"] > 1 and without_effects(body.jaxpr) else None
-        if turn is not None:
-            return self._turned(turn, ins)
+        iteration = self._parts_of(body) if p["length"] > 1 and without_effects(body.jaxpr) else None
+        if iteration is not None:
+            return self._turned(iteration, ins)
         if body.consts:
             return evaluate(self.eqn, ins, info)
         return evaluate(self.eqn.replace(params=p | {"jaxpr": body}), ins, info)
 
-    def _turn(self, body: ClosedJaxpr) -> _TurnParts | None:
+    def _parts_of(self, body: ClosedJaxpr) -> _PrefetchParts | None:
         """The two parts of a turn; None if nothing is gathered ahead of it."""
         jaxpr, (nc, nk) = body.jaxpr, scan_groups(self.eqn)
         slices = jaxpr.invars[nc + nk :]
-        behind = jaxpr.invars[nc : nc + nk] if self._again else []
-        ahead = _first(jaxpr, [*jaxpr.constvars, *jaxpr.invars[:nc]], slices, behind)
-        if not ahead:
+        behind = jaxpr.invars[nc : nc + nk] if self._recomputes else []
+        first_reads = _first(jaxpr, [*jaxpr.constvars, *jaxpr.invars[:nc]], slices, behind)
+        if not first_reads:
             return None
-        chosen = {id(e) for e in ahead}
+        chosen = {id(e) for e in first_reads}
         rest = [e for e in jaxpr.eqns if id(e) not in chosen]
         read = {v for e in rest for v in _reads(e)} | {v for v in jaxpr.outvars if not is_literal(v)}
-        held = [v for e in ahead for v in e.outvars if v in read]
+        held = [v for e in first_reads for v in e.outvars if v in read]
         needed = set(held)
         before: list[Eqn] = []
         for e in reversed(jaxpr.eqns):
             if needed & set(e.outvars):
                 before.insert(0, e)
                 needed.update(_reads(e))
-        return _TurnParts(
-            ahead=function_of(body, before, [*jaxpr.invars[:nc], *slices], held),
+        return _PrefetchParts(
+            prefetch=function_of(body, before, [*jaxpr.invars[:nc], *slices], held),
             rest=function_of(body, rest, [*jaxpr.invars, *held], jaxpr.outvars),
         )
 
-    def _turned(self, turn: _TurnParts, ins: Sequence[Array]) -> Sequence[Array]:
+    def _turned(self, iteration: _PrefetchParts, ins: Sequence[Array]) -> Sequence[Array]:
         """The loop, turned by what is gathered ahead."""
         import jax
         import jax.numpy as jnp
@@ -202,13 +202,13 @@ class _TurnedScan:
 
         def whole(k: Array | int, carry: Sequence[Array], held: Sequence[Array], ys: Sequence[Array]) -> Tree:
             same, mine = apart(k, carry)
-            outs = turn.rest(*same, *carry, *mine, *held)
+            outs = iteration.rest(*same, *carry, *mine, *held)
             put = jax.lax.dynamic_update_index_in_dim
             return outs[:nk], [put(all_, y, at(k), 0) for all_, y in zip(ys, outs[nk:], strict=True)]
 
         def gathered(k: Array | int, carry: Sequence[Array]) -> list[Array]:
             same, mine = apart(k, carry)
-            return turn.ahead(*same, *mine)
+            return iteration.prefetch(*same, *mine)
 
         def body(state: Tree, k: Array) -> Tree:
             carry, held, ys = state
@@ -226,7 +226,7 @@ class _TurnedScan:
         there once the carry is."""
         import jax.numpy as jnp
 
-        late = [x for x, zero in zip(carry, self.zeros, strict=True) if not zero] if self._again else []
+        late = [x for x, zero in zip(carry, self.zeros, strict=True) if not zero] if self._recomputes else []
         return [reduce(after, late, x) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in values]
 
 
@@ -241,8 +241,8 @@ def _first(jaxpr: Jaxpr, constants: Sequence[Var], slices: Sequence[Var], behind
     turn. behind: what of the carry is used after the products that the turn runs again, if there are any."""
     known, sliced = {*constants, *slices}, set(slices)
     late: set[Var] = set()  # behind a product of the turn
-    brought: set[Var] = set()
-    moves: list[Eqn] = []
+    gathered: set[Var] = set()
+    steps: list[Eqn] = []
     for e in jaxpr.eqns:
         reads = set(_reads(e))
         if reads <= known and without_effects(e):
@@ -253,16 +253,16 @@ def _first(jaxpr: Jaxpr, constants: Sequence[Var], slices: Sequence[Var], behind
             sliced.update(e.outvars)
         if reads & late or _is_product(e):
             late.update(e.outvars)
-        if _is_brought(e) and reads <= known and reads & sliced:
-            moves.append(e)
-            brought.update(e.outvars)
-        elif reads and reads <= brought:  # seen in another way
-            brought.update(e.outvars)
+        if _is_gather(e) and reads <= known and reads & sliced:
+            steps.append(e)
+            gathered.update(e.outvars)
+        elif reads and reads <= gathered:  # seen in another way
+            gathered.update(e.outvars)
     soon: set[Var] = set()
     for e in reversed(jaxpr.eqns):
         reads = set(_reads(e))
-        if soon & set(e.outvars) and (reads <= brought or _is_brought(e)):
+        if soon & set(e.outvars) and (reads <= gathered or _is_gather(e)):
             soon |= reads
-        elif not (reads <= brought or reads & late or any(e is m for m in moves)):
-            soon |= reads & brought
-    return [e for e in moves if soon & set(e.outvars)]
+        elif not (reads <= gathered or reads & late or any(e is m for m in steps)):
+            soon |= reads & gathered
+    return [e for e in steps if soon & set(e.outvars)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pase.backends.jax.ops.fourier import transformed
 from pase.backends.jax.ops.jaxprs import places_only, unmerged
-from pase.backends.jax.spmd.call import LOCAL_RULES, LocalCall, NotLowered, split_dims
+from pase.backends.jax.spmd.call import MANUAL_RULES, ManualCall, NotLowered, split_dims
 from pase.backends.jax.spmd.collectives import first, part, places_of, summed, there_and_back
 from pase.backends.jax.spmd.generated import random_part
 from pase.backends.jax.spmd.halo import WINDOWED
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from pase.backends.jax.spmd.values import DeviceValue
     from pase.frontends.jax.versions import DebugInfo
 
-__all__ = ["LocalCall", "NotLowered", "check_sums", "evaluate", "plainly"]
+__all__ = ["ManualCall", "NotLowered", "check_sums", "evaluate", "plainly"]
 
 
-def evaluate(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+def evaluate(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """The equation's results on this device. Raises NotLowered if it cannot run on parts."""
     op, name = call.op.op, call.eqn.primitive.name
     if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
         raise NotLowered(
             "a dim along which its window moves is split, and no rule says what neighbours exchange"
         )
-    rule = {"generate": _generated, "attention": _attention}.get(op.kind) or LOCAL_RULES.get(name) or _alike
+    rule = {"generate": _generated, "attention": _attention}.get(op.kind) or MANUAL_RULES.get(name) or _alike
     try:
         outs = rule(call, ins)
     except (TypeError, ValueError) as e:
@@ -73,7 +73,7 @@ def check_sums(
             )
 
 
-def _summed(call: LocalCall, x: Array, result: LocalResult) -> Array:
+def _summed(call: ManualCall, x: Array, result: LocalResult) -> Array:
     """Sum immediately, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
     import jax
 
@@ -110,13 +110,13 @@ def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Array]) -> Eqn:
     return eqn.replace(params={**eqn.params, **sizes(eqn.params, out, [x.shape for x in ins])})
 
 
-def _alike(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+def _alike(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """The same on a part as on the whole."""
     out = next((s for s in call.shapes if s is not None), None)
     return plain(_resized(call.eqn, out, ins), ins, call.info)
 
 
-def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+def _generated(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Arrays made by position: only this device's part is made, or the whole is made, and it takes its part."""
     if call.eqn.primitive.name == "random_bits" and (bits := random_part(call, ins)) is not None:
         return [bits]
@@ -127,13 +127,13 @@ def _generated(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     ]
 
 
-@LOCAL_RULES.register("fft")
-def _fft(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("fft")
+def _fft(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     return [transformed(call.eqn, ins[0])]
 
 
-@LOCAL_RULES.register("slice")
-def _slice(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("slice")
+def _slice(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Dims that are split are either kept whole, or sliced in the same way in all parts."""
     p, whole, here = call.eqn.params, call.whole(), ins[0].shape
     start, limit = (
@@ -144,14 +144,14 @@ def _slice(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     return plain(call.eqn.replace(params=changed), ins, call.info)
 
 
-@LOCAL_RULES.register("sharding_constraint", "device_put")
-def _placed(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("sharding_constraint", "device_put")
+def _placed(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """The plan has its own layouts, so those that the program asks for are ignored."""
     return plainly(call.eqn, ins, call.info)
 
 
-@LOCAL_RULES.register("shard_map")
-def _by_hand(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("shard_map")
+def _manual(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     raise NotLowered("it has a mesh of its own")
 
 
@@ -159,8 +159,8 @@ EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "pmax", "pmin
 """Primitives whose partial results are joined by this rule. The last two are over an axis of ``vmap``."""
 
 
-@LOCAL_RULES.register(*EXTREMES)
-def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register(*EXTREMES)
+def _extreme(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
 
     If the edge joins the parts, backward finds these elements again. Whether any, or all, is a maximum of booleans.
@@ -198,8 +198,8 @@ def _extreme(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     return [extreme(x)]
 
 
-@LOCAL_RULES.register("gather")
-def _gather(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register("gather")
+def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Each device looks up the rows that it has of a split dim and takes zero for others. Then the rows are summed."""
     import jax
     import jax.numpy as jnp
@@ -249,7 +249,7 @@ def _filler(dtype: DTypeLike) -> int:
 
 
 def _local_ids(
-    call: LocalCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
+    call: ManualCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
 ) -> tuple[Array, Array, Array | None]:
     """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
     import jax.numpy as jnp
@@ -272,8 +272,8 @@ def _local_ids(
     return jnp.stack(columns, axis=-1), mine & inside if fills else mine, inside if fills else None
 
 
-@LOCAL_RULES.register(*SCATTERS)
-def _scatter(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+@MANUAL_RULES.register(*SCATTERS)
+def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """Each device applies the updates that fall in its part.
 
     If the result is a partial sum, the array that the updates are added to counts only on the first device.
@@ -300,7 +300,7 @@ def _scatter(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
     return plain(call.eqn.replace(params=p | {"mode": Mode.FILL_OR_DROP}), [x, here, updates], call.info)
 
 
-def _attention(call: LocalCall, ins: Sequence[Array]) -> list[Array]:
+def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     """A device's batch, heads and queries, with the kernel that the program requests."""
     from pase.backends.jax.ops import attention
 

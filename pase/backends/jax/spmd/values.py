@@ -22,7 +22,7 @@ __all__ = [
     "Cache",
     "DeviceValue",
     "LoweringFault",
-    "NotByHand",
+    "NotManual",
     "besides_equations",
     "faults_at",
     "packed",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class NotByHand(PaseError):
+class NotManual(PaseError):
     """A program that cannot be lowered by hand. why: which equation cannot, and for what reason."""
 
     def __init__(self, why: str, more: str = "") -> None:
@@ -46,7 +46,7 @@ class NotByHand(PaseError):
 _REPORT = "This is a fault of pase: please report it, with this message"
 
 
-class LoweringFault(NotByHand):
+class LoweringFault(NotManual):
     """A defect of pase, met while lowering by hand. where: the equation and its line, or another part of the step.
 
     It is raised from the error itself, its ``__cause__``.
@@ -88,14 +88,14 @@ def besides_equations(error: Exception) -> str:
 class DeviceValue:
     """A value on one device. tensor: its name in the traced graph, None for a number.
 
-    layout: None if all devices hold the whole value, which does not depend on data. shadow: the array that receives its
-    gradient, if the gradient has another layout.
+    layout: None if all devices hold the whole value, which does not depend on data. gradient_carrier: the array that
+    receives its gradient, if the gradient has another layout.
     """
 
     array: Array
     tensor: str | None = None
     layout: Layout | None = None
-    shadow: Array | None = None
+    gradient_carrier: Array | None = None
 
 
 @dataclass(kw_only=True)
@@ -151,12 +151,12 @@ class Arrivals:
         if self.given is not None:
             return self.given[key]
         if key not in self.found:
-            takes = value.array if value.shadow is None else value.shadow
+            takes = value.array if value.gradient_carrier is None else value.gradient_carrier
             self.found[key] = (make(), takes, value.array) if self.begins else make()
             self.wide[key] = "" if transfer.backward is None else stored
         return self.found[key][0] if self.begins else self.found[key]
 
-    def turn(self, given: Mapping[str, Tree]) -> Arrivals:
+    def iteration(self, given: Mapping[str, Tree]) -> Arrivals:
         """The arrivals of one turn of a loop. given: those of this turn, if arrivals are given."""
         given_here = None if self.given is None else given
         return replace(self, given=given_here, found={}, wide={})
@@ -165,17 +165,17 @@ class Arrivals:
         """The given arrivals of a loop, stacked over its turns."""
         return {} if self.given is None else self.given.get(loop, {})
 
-    def leave(self, loop: str, turn: Arrivals, found: Mapping[str, Tree]) -> None:
-        """Store what was found in a loop. turn: the arrivals of its last turn. found: the same, stacked."""
+    def leave(self, loop: str, iteration: Arrivals, found: Mapping[str, Tree]) -> None:
+        """Store what was found in a loop. iteration: the arrivals of its last turn. found: the same, stacked."""
         if found:
-            self.found[loop], self.wide[loop] = found, turn.wide
+            self.found[loop], self.wide[loop] = found, iteration.wide
 
 
 def packed(values: Sequence[DeviceValue]) -> list[Tree]:
     """The values' arrays and shadows, as a pytree."""
-    return [(h.array, h.shadow) for h in values]
+    return [(h.array, h.gradient_carrier) for h in values]
 
 
 def unpacked(values: Sequence[DeviceValue], arrays: Sequence[Tree]) -> list[DeviceValue]:
     """The values with these arrays."""
-    return [replace(h, array=a, shadow=s) for h, (a, s) in zip(values, arrays, strict=True)]
+    return [replace(h, array=a, gradient_carrier=s) for h, (a, s) in zip(values, arrays, strict=True)]

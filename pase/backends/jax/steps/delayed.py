@@ -8,7 +8,7 @@ otherwise it is not. Each iteration of the plan's period is a program of its own
 during the next forward may be sent by the next step, which then applies the update before its own forward: the numbers
 are those of the plain step.
 
-One walk finds the parameters in the form that their readers need, as in a step that gathers once (``gather_once``); the
+One walk finds the parameters in the form that their readers need, as in a step that gathers once (``hoisted``); the
 gradients of these are what waits. Gradients that no message carries are summed in their own step and wait as sums.
 """
 
@@ -21,8 +21,8 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.jax.spmd.messages import Sending
-from pase.backends.jax.spmd.prefetch import gathers_ahead
-from pase.backends.jax.spmd.values import Arrivals, NotByHand, besides_equations, faults_at
+from pase.backends.jax.spmd.prefetch import prefetched
+from pase.backends.jax.spmd.values import Arrivals, NotManual, besides_equations, faults_at
 from pase.backends.jax.steps.updates import (
     DelayedIteration,
     OpenUpdate,
@@ -31,8 +31,8 @@ from pase.backends.jax.steps.updates import (
     fit_into,
     key_of_part,
     parts_of,
-    settled,
-    summed_at_once,
+    sent_updates,
+    summed_in_step,
     waiting_bytes,
     waiting_keys,
 )
@@ -83,12 +83,14 @@ class _ReadParameters:
     wide: list[str]
 
     @classmethod
-    def of(cls, manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]) -> _ReadParameters:
+    def of(
+        cls, manual: Manual, leaves: Sequence[Array], gradient_carriers: dict[int, Array]
+    ) -> _ReadParameters:
         import jax
 
         program = manual.program
         numbers = frozenset(number for number, _ in parts_of(program))
-        brought = {p.transfer for m in program.messages if m.way == "there" for p in m.pieces}
+        gathered = {p.transfer for m in program.messages if m.way == "there" for p in m.chunks}
         forms: list[Tree] = []
 
         def finding(own: dict[int, Array], begins: bool) -> list[Tree]:
@@ -98,16 +100,16 @@ class _ReadParameters:
                 arrivals.found, is_leaf=lambda x: isinstance(x, tuple)
             )
             forms[:] = [*found, jax.tree.leaves(arrivals.wide)]
-            return [of[1 if begins else 2 if int(path[-1].key) in brought else 0] for path, of in found[0]]
+            return [of[1 if begins else 2 if int(path[-1].key) in gathered else 0] for path, of in found[0]]
 
         programs = [
-            without_dead_code(jax.make_jaxpr(lambda own, k=k: finding(own, k))(carriers))
+            without_dead_code(jax.make_jaxpr(lambda own, k=k: finding(own, k))(gradient_carriers))
             for k in (False, True)
         ]
         places = [(int(path[-1].key), len(path) - 1) for path, _ in forms[0]]
         if lost := numbers - {number for number, _ in places}:
             tensors = ", ".join(sorted(program.transfers[k].tensor for k in lost))
-            raise NotByHand(f"gradients of {tensors} are to wait for later steps, and nothing reads them")
+            raise NotManual(f"gradients of {tensors} are to wait for later steps, and nothing reads them")
         return cls(
             program=program,
             arrive=lambda own: called(programs[0])(*jax.tree.leaves(own)),
@@ -117,34 +119,34 @@ class _ReadParameters:
             wide=forms[2],
         )
 
-    def arrived(self, carriers: dict[int, Array]) -> list[Array]:
+    def arrived(self, gradient_carriers: dict[int, Array]) -> list[Array]:
         """The parameters where they are read, after the messages that bring some of them."""
-        found = self.arrive(carriers)
+        found = self.arrive(gradient_carriers)
         messages = [m for m in self.program.messages if m.way == "there"]
-        brought = {p.transfer for m in messages for p in m.pieces}
+        gathered = {p.transfer for m in messages for p in m.chunks}
         parts = self.parts(found)
         sending = Sending(
             program=self.program,
             way="there",
-            values={part: x for part, x in parts.items() if part[0] in brought},
+            values={part: x for part, x in parts.items() if part[0] in gathered},
             messages=messages,
         )
         return self.joined(
-            {part: sending.finished(part) if part[0] in brought else x for part, x in parts.items()}, found
+            {part: sending.finished(part) if part[0] in gathered else x for part, x in parts.items()}, found
         )
 
     def parts(self, values: Sequence[Array]) -> dict[TransferPart, Array]:
         """Each parameter's array, or of a loop each turn's."""
         out: dict[TransferPart, Array] = {}
         for (number, loops), x in zip(self.places, values, strict=True):
-            turns = [turn for n, turn in parts_of(self.program) if n == number]
+            iterations = [iteration for n, iteration in parts_of(self.program) if n == number]
             rows = x.reshape(-1, *x.shape[loops:])
-            if len(turns) != len(rows):
-                raise NotByHand(
+            if len(iterations) != len(rows):
+                raise NotManual(
                     f"'{self.program.transfers[number].tensor}' is read {len(rows)} times, and its gradient waits "
-                    f"{len(turns)} times, which is a defect of pase.local"
+                    f"{len(iterations)} times, which is a defect of pase.local"
                 )
-            out |= {(number, None if turns == [None] else k): row for k, row in enumerate(rows)}
+            out |= {(number, None if iterations == [None] else k): row for k, row in enumerate(rows)}
         return out
 
     def joined(self, parts: Mapping[TransferPart, Array], like: Sequence[Array]) -> list[Array]:
@@ -153,8 +155,8 @@ class _ReadParameters:
 
         out = []
         for (number, loops), x in zip(self.places, like, strict=True):
-            turns = sorted((part for part in parts if part[0] == number), key=key_of_part)
-            rows = jnp.stack([parts[part] for part in turns])
+            iterations = sorted((part for part in parts if part[0] == number), key=key_of_part)
+            rows = jnp.stack([parts[part] for part in iterations])
             out.append(rows.reshape(*x.shape[:loops], *rows.shape[1:]).astype(x.dtype))
         return out
 
@@ -173,7 +175,7 @@ class _DeviceStep:
     @cached_property
     def summed_here(self) -> list[int]:
         """The trained leaves of which some gradient is in no message."""
-        rest, names = summed_at_once(self.program), self.manual.plan.leaf_names()
+        rest, names = summed_in_step(self.program), self.manual.plan.leaf_names()
         return [i for i in self.manual.trained if self.program.maker[names[i]].node in rest]
 
     def before(self, *given: Tree) -> Tree:
@@ -193,33 +195,33 @@ class _DeviceStep:
             *params,
             *batch,
         ]  # the walk reads a batch; what parameters are moved from does not depend on it
-        carriers = self.manual.carriers(leaves)
-        found = _ReadParameters.of(self.manual, leaves, carriers)
-        _, due = settled(self.iteration, self.iteration.overdue, jax.tree.map(lambda x: x[0], held))
+        gradient_carriers = self.manual.gradient_carriers(leaves)
+        found = _ReadParameters.of(self.manual, leaves, gradient_carriers)
+        _, due = sent_updates(self.iteration, self.iteration.overdue, jax.tree.map(lambda x: x[0], held))
         assert due is not None
-        return self._applied(due, found, carriers)
+        return self._applied(due, found, gradient_carriers)
 
     def __call__(self, *given: Tree) -> Tree:
         """(results, the gradients that wait after it, gradients of the trained leaves if an update is due)."""
         import jax
 
         *leaves, held = given
-        carriers = self.manual.carriers(leaves)
-        found = _ReadParameters.of(self.manual, leaves, carriers)
-        outs, there, own = self._graded(leaves, carriers, found)
-        kept, due = settled(
+        gradient_carriers = self.manual.gradient_carriers(leaves)
+        found = _ReadParameters.of(self.manual, leaves, gradient_carriers)
+        outs, there, own = self._graded(leaves, gradient_carriers, found)
+        kept, due = sent_updates(
             self.iteration,
             self.iteration.current,
             jax.tree.map(lambda x: x[0], held),
             lambda u, mine: self._merged(u, mine, found.parts(there), own, found),
         )
-        grads = [] if due is None else self._applied(due, found, carriers)
+        grads = [] if due is None else self._applied(due, found, gradient_carriers)
         return outs, jax.tree.map(lambda x: x[None], kept), grads
 
     def _graded(
         self,
         leaves: Sequence[Array],
-        carriers: dict[int, Array],
+        gradient_carriers: dict[int, Array],
         found: _ReadParameters,
     ) -> tuple[list[Array], list[Array], dict[int, Array]]:
         """(results, gradients of what arrived, gradients of the parameters that came in no such way)."""
@@ -233,9 +235,9 @@ class _DeviceStep:
             return outs[0], outs
 
         differentiated = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)
-        if self.manual.plan.gathers_ahead:
-            differentiated = gathers_ahead(differentiated)
-        (_, outs), (there, own) = differentiated(found.arrived(carriers), carriers)
+        if self.manual.plan.prefetch:
+            differentiated = prefetched(differentiated)
+        (_, outs), (there, own) = differentiated(found.arrived(gradient_carriers), gradient_carriers)
         return outs, there, own
 
     def _merged(
@@ -262,11 +264,13 @@ class _DeviceStep:
         }
         return {"values": values, "columns": {}, "sums": sums}
 
-    def _applied(self, due: UpdateSums, found: _ReadParameters, carriers: dict[int, Array]) -> list[Array]:
+    def _applied(
+        self, due: UpdateSums, found: _ReadParameters, gradient_carriers: dict[int, Array]
+    ) -> list[Array]:
         """The mean gradient of the update's iterations, of each trained leaf."""
         import jax
 
-        begins, back = jax.vjp(found.begin, carriers)
+        begins, back = jax.vjp(found.begin, gradient_carriers)
         (total,) = back(found.joined(due.parts, begins))
         own = due.own
         whole = [total[i] + own[i,] if (i,) in own else total[i] for i in self.manual.trained]
@@ -283,7 +287,7 @@ def delayed_step(
     _registered()
     try:
         _ = manual.program
-    except NotByHand as e:
+    except NotManual as e:
         if instead is None:
             raise
         warnings.warn(f"{e.left}{_OWN}", stacklevel=3)
@@ -296,7 +300,7 @@ def delayed_step(
 def _what_waits(manual: Manual) -> str:
     nbytes = waiting_bytes(manual.program, named(simplify(manual.plan.traced.graph)))
     said = f"up to {nbytes / 1e6:.3g} MB of gradients wait on each device"
-    own = [f"'{node}'" for node in sorted(summed_at_once(manual.program))]
+    own = [f"'{node}'" for node in sorted(summed_in_step(manual.program))]
     if own:
         more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
         said += (
@@ -339,7 +343,7 @@ class DelayedStepper:
             with faults_at(besides_equations):
                 step = self.at(given.iteration)
             params, optimizer, waiting, value = step(params, given.optimizer, given.waiting, *batch)
-        except NotByHand as e:
+        except NotManual as e:
             if self.instead is None or given.iteration:
                 raise
             warnings.warn(f"{e.left}{_OWN}", stacklevel=2)

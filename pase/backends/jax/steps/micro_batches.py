@@ -46,8 +46,8 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
             total, loss, states = so_far
             # Without the barrier, gathers of parameters move out of the loop, and the parameters stay gathered.
             here, mine = jax.lax.optimization_barrier((weights, mine))
-            turn = iter(mine)
-            whole = [*here, *(next(turn) if on else x for x, on in zip(leaves, split, strict=True))]
+            iteration = iter(mine)
+            whole = [*here, *(next(iteration) if on else x for x, on in zip(leaves, split, strict=True))]
             for (i, _), state in zip(threads, states, strict=True):
                 whole[n + i] = state
             given = combine(jax.tree.unflatten(form, whole[:n]), params)

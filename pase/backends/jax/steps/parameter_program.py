@@ -21,14 +21,14 @@ from pase.local.lower import between
 from pase.local.types import (
     Layout,
     LocalMessage,
-    LocalMove,
     LocalOp,
     LocalOperand,
-    LocalPiece,
     LocalProgram,
+    LocalReshardStep,
     LocalResult,
     LocalTransfer,
-    MoveWay,
+    MessageChunk,
+    TransferDirection,
 )
 from pase.local.verify import verify_program
 from pase.machine import Mesh
@@ -66,7 +66,7 @@ class ParameterProgram:
     @cached_property
     def carried(self) -> frozenset[int]:
         """The transfers that messages carry."""
-        return frozenset(p.transfer for m in self.local.messages for p in m.pieces)
+        return frozenset(p.transfer for m in self.local.messages for p in m.chunks)
 
     def parts(self, leaves: Sequence[Array]) -> dict[int, Array]:
         """Each transfer's array, of those of the parameters."""
@@ -87,13 +87,15 @@ class ParameterProgram:
 class _Chains:
     """The stages of a parameter, or of its layers: by turn (None: of all of it) and way, the numbers of tensors."""
 
-    of: dict[tuple[int | None, MoveWay], list[int]] = field(default_factory=dict)
+    of: dict[tuple[int | None, TransferDirection], list[int]] = field(default_factory=dict)
     broken: bool = False
 
     @property
-    def turns(self) -> list[int | None]:
+    def iterations(self) -> list[int | None]:
         """The layers that have gradients of their own."""
-        return sorted({turn for turn, way in self.of if way == "back"}, key=lambda t: -1 if t is None else t)
+        return sorted(
+            {iteration for iteration, way in self.of if way == "back"}, key=lambda t: -1 if t is None else t
+        )
 
 
 def parameter_program(
@@ -112,19 +114,19 @@ def parameter_program(
     next step. lenient: the problem need not name every parameter. Raises PaseError if the problem names a tensor that
     is not a parameter, or leaves one out.
     """
-    make = _ParametersToMove(problem, stored, mesh, data_axes)
+    make = _ParameterTransfers(problem, stored, mesh, data_axes)
     if lost := [p.path for p in stored if not lenient and p.path not in make.chains]:
         raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
     for p in stored:
         make.add(p)
     messages: list[LocalMessage] = []
     for message, late in zip(plan.messages, iterations_late(problem, plan, across=across), strict=True):
-        ways: dict[MoveWay, list[LocalPiece]] = {"there": [], "back": []}
-        for piece in message.pieces:
-            if piece.tensor in make.places:
-                way, number, stage = make.places[piece.tensor]
+        ways: dict[TransferDirection, list[MessageChunk]] = {"there": [], "back": []}
+        for chunk in message.pieces:
+            if chunk.tensor in make.places:
+                way, number, stage = make.places[chunk.tensor]
                 ways[way].append(
-                    LocalPiece(transfer=number, stage=stage, begin=piece.offset, nbytes=piece.nbytes)
+                    MessageChunk(transfer=number, stage=stage, begin=chunk.offset, nbytes=chunk.nbytes)
                 )
         messages += outside_messages(problem, message, late, ways)
     program = LocalProgram(
@@ -139,7 +141,7 @@ def parameter_program(
     return ParameterProgram(local=program, numbers=make.numbers)
 
 
-class _ParametersToMove:
+class _ParameterTransfers:
     """A program in the making. places: tensor of the problem -> (way, transfer, stage)."""
 
     def __init__(
@@ -150,7 +152,7 @@ class _ParametersToMove:
         self.read: list[LocalOp] = []
         self.transfers: list[LocalTransfer] = []
         self.numbers: list[tuple[int, ...]] = []
-        self.places: dict[int, tuple[MoveWay, int, int]] = {}
+        self.places: dict[int, tuple[TransferDirection, int, int]] = {}
         self.chains = self._chains([p.path for p in stored])
 
     def _chains(self, paths: Sequence[str]) -> dict[str, _Chains]:
@@ -167,9 +169,9 @@ class _ParametersToMove:
             mine = found.setdefault(path, _Chains())
             again = not exact and m["again"] is not None  # what was gathered for forward is kept
             if not again and self._axes(t):
-                turn = None if exact or m["turn"] is None else int(m["turn"])
-                way: MoveWay = "there" if t.kind == "all_gather" else "back"
-                mine.of.setdefault((turn, way), []).append(i)
+                iteration = None if exact or m["turn"] is None else int(m["turn"])
+                way: TransferDirection = "there" if t.kind == "all_gather" else "back"
+                mine.of.setdefault((iteration, way), []).append(i)
         return found
 
     def _axes(self, t: Transfer) -> tuple[int, ...]:
@@ -179,11 +181,11 @@ class _ParametersToMove:
     def add(self, p: StoredParameter) -> None:
         """Add a parameter: as its stages say, layer by layer, or by itself."""
         chains = self.chains.get(p.path, _Chains())
-        layered = chains.turns == [*range(p.shape[0] if p.shape else 0)] and not any(p.placement[:1])
-        turns = chains.turns if layered or chains.turns == [None] else []
+        layered = chains.iterations == [*range(p.shape[0] if p.shape else 0)] and not any(p.placement[:1])
+        iterations = chains.iterations if layered or chains.iterations == [None] else []
         shape, place = (p.shape[1:], p.placement[1:]) if layered else (p.shape, p.placement)
-        moves = [self._moves(chains, turn, place) for turn in turns]
-        if not moves or None in moves:
+        steps = [self._reshard_steps(chains, iteration, place) for iteration in iterations]
+        if not steps or None in steps:
             stored, read = self._ends(p.placement)
             self._one(
                 p.path, p.shape, p.placement, between(stored, read, self.mesh), self._summed(p.placement)
@@ -191,19 +193,19 @@ class _ParametersToMove:
             self.numbers.append((len(self.transfers) - 1,))
             return
         first = len(self.transfers)
-        for turn, (there, back) in zip(turns, moves, strict=True):  # type: ignore[misc]
+        for iteration, (there, back) in zip(iterations, steps, strict=True):  # type: ignore[misc]
             for way in ("there", "back"):
-                for stage, i in enumerate(chains.of.get((turn, way), ())):
+                for stage, i in enumerate(chains.of.get((iteration, way), ())):
                     self.places[i] = (way, len(self.transfers), stage)
-            self._one(p.path if turn is None else f"{p.path}[{turn}]", shape, place, there, back)
+            self._one(p.path if iteration is None else f"{p.path}[{iteration}]", shape, place, there, back)
         self.numbers.append(tuple(range(first, len(self.transfers))))
 
     def _ends(self, place: Placement) -> tuple[Layout, Layout]:
         """(where it is stored, where it is read): without the data axes, over which the function is split by hand."""
         read = tuple(tuple(a for a in axes if self.mesh.names.index(a) not in self.data) for axes in place)
-        return self._laid_out(place), self._laid_out(read)
+        return self._layout(place), self._layout(read)
 
-    def _laid_out(self, place: Placement) -> Layout:
+    def _layout(self, place: Placement) -> Layout:
         out: list[tuple[int, int] | None] = [None] * len(self.mesh.names)
         for dim, axes in enumerate(place):
             blocks = 1
@@ -216,14 +218,14 @@ class _ParametersToMove:
         """The same, of summands over the data axes."""
         return tuple("partial" if a in self.data else s for a, s in enumerate(layout))
 
-    def _summed(self, place: Placement) -> tuple[LocalMove, ...]:
+    def _summed(self, place: Placement) -> tuple[LocalReshardStep, ...]:
         """The moves of a gradient, from how the function leaves it to where it is stored."""
         stored, read = self._ends(place)
         return between(self._partial(read), stored, self.mesh)
 
-    def _moves(
-        self, chains: _Chains, turn: int | None, place: Placement
-    ) -> tuple[tuple[LocalMove, ...], tuple[LocalMove, ...]] | None:
+    def _reshard_steps(
+        self, chains: _Chains, iteration: int | None, place: Placement
+    ) -> tuple[tuple[LocalReshardStep, ...], tuple[LocalReshardStep, ...]] | None:
         """(the moves there, and back) that its stages are; None if they do not lead from one end to the other.
 
         Before and behind the stages come the moves that change only other axes: where data axes are the more major
@@ -231,19 +233,19 @@ class _ParametersToMove:
         """
         stored, read = self._ends(place)
         gathered = tuple(None if a in self.data else s for a, s in enumerate(stored))
-        there = self._staged(chains.of.get((turn, "there"), ()), stored, gathered, stored)
-        back = self._staged(chains.of.get((turn, "back"), ()), self._partial(stored), stored, stored)
+        there = self._staged(chains.of.get((iteration, "there"), ()), stored, gathered, stored)
+        back = self._staged(chains.of.get((iteration, "back"), ()), self._partial(stored), stored, stored)
         if there is None or back is None:
             return None
         behind = between(gathered, read, self.mesh)
-        ahead = between(self._partial(read), self._partial(stored), self.mesh)
-        return (*there, *behind), (*ahead, *back)
+        forward = between(self._partial(read), self._partial(stored), self.mesh)
+        return (*there, *behind), (*forward, *back)
 
     def _staged(
         self, tensors: Sequence[int], now: Layout, goal: Layout, stored: Layout
-    ) -> list[LocalMove] | None:
+    ) -> list[LocalReshardStep] | None:
         """The moves of these tensors, one after another, from a layout; None if they do not end in the goal."""
-        out: list[LocalMove] = []
+        out: list[LocalReshardStep] = []
         for n, t in enumerate(map(self.problem.tensors.__getitem__, tensors)):
             axes = self._axes(t)
             after = tuple(
@@ -260,7 +262,7 @@ class _ParametersToMove:
             if beyond or not fits.get(t.kind) or not follows or len(t.follows) > 1:
                 return None
             names = tuple(self.mesh.names[a] for a in sorted(axes))
-            out.append(LocalMove(kind=t.kind, axes=names, before=now, after=after, nbytes=t.nbytes))  # type: ignore[arg-type]
+            out.append(LocalReshardStep(kind=t.kind, axes=names, before=now, after=after, nbytes=t.nbytes))  # type: ignore[arg-type]
             now = after
         return out if now == goal else None
 
@@ -269,8 +271,8 @@ class _ParametersToMove:
         tensor: str,
         shape: tuple[int, ...],
         place: Placement,
-        there: Sequence[LocalMove],
-        back: Sequence[LocalMove],
+        there: Sequence[LocalReshardStep],
+        back: Sequence[LocalReshardStep],
     ) -> None:
         """A transfer from the parameter to the function, and of its gradient."""
         stored, read = self._ends(place)

@@ -29,8 +29,8 @@ __all__ = [
     "fit_into",
     "key_of_part",
     "parts_of",
-    "settled",
-    "summed_at_once",
+    "sent_updates",
+    "summed_in_step",
     "waiting_bytes",
     "waiting_keys",
 ]
@@ -123,11 +123,11 @@ class DelayedIteration:
 
 def parts_of(program: LocalProgram) -> list[TransferPart]:
     """What waits in each update."""
-    found = (p.part for m in program.messages if m.way == "back" and m.update == 0 for p in m.pieces)
+    found = (p.part for m in program.messages if m.way == "back" and m.update == 0 for p in m.chunks)
     return list(dict.fromkeys(found))
 
 
-def summed_at_once(program: LocalProgram) -> frozenset[str]:
+def summed_in_step(program: LocalProgram) -> frozenset[str]:
     """The nodes of parameters of which some gradient is in no message: it is summed in its own step, and then waits."""
     carried = {number for number, _ in parts_of(program)}
     rest = {t.src for k, t in enumerate(program.transfers) if k not in carried and t.backward is not None}
@@ -143,7 +143,7 @@ def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
         t, sent = program.transfers[number], program.stages(number, "back")[0].nbytes
         whole += sent
         added += sent // graph.tensors[t.tensor].itemsize * graph.tensors[stored[t.src].tensor].itemsize
-    for node in summed_at_once(program):
+    for node in summed_in_step(program):
         r = stored[node]
         own = math.prod(local_shape(r.shape, r.gradient, program.mesh)) * graph.tensors[r.tensor].itemsize
         added, whole = added + own, whole + own
@@ -155,26 +155,26 @@ def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
 
 def columns_of(program: LocalProgram, sent: Sequence[LocalMessage]) -> set[tuple[int, ...]]:
     """The pieces that have come of moves that other messages carry the rest of, as keys of ``WaitingGradients``."""
-    came: dict[tuple[TransferPart, int], dict[int, int]] = {}
+    received: dict[tuple[TransferPart, int], dict[int, int]] = {}
     for m in sent:
-        for p in m.pieces:
-            came.setdefault((p.part, p.stage), {})[p.begin] = p.nbytes
+        for p in m.chunks:
+            received.setdefault((p.part, p.stage), {})[p.begin] = p.nbytes
     out: set[tuple[int, ...]] = set()
-    for (part, stage), pieces in came.items():
-        move = program.stages(part[0], "back")[stage]
-        if move.kind in JOINED and sum(pieces.values()) < move.nbytes:
-            out |= {(*key_of_part(part), stage, begin) for begin in pieces}
+    for (part, stage), chunks in received.items():
+        step = program.stages(part[0], "back")[stage]
+        if step.kind in JOINED and sum(chunks.values()) < step.nbytes:
+            out |= {(*key_of_part(part), stage, begin) for begin in chunks}
     return out
 
 
-def moves_done(program: LocalProgram, part: TransferPart, sent: Sequence[LocalMessage]) -> int:
+def reshard_steps_done(program: LocalProgram, part: TransferPart, sent: Sequence[LocalMessage]) -> int:
     """How many of a gradient's moves are done once these messages are sent."""
-    done, moves = 0, program.moves(part[0], "back")
-    at = [i for i, m in enumerate(moves) if m.nbytes and not m.free]
+    done, steps = 0, program.reshard_steps(part[0], "back")
+    at = [i for i, m in enumerate(steps) if m.nbytes and not m.free]
     for stage, i in enumerate(at):
-        pieces = [p for m in sent for p in m.pieces if (p.part, p.stage) == (part, stage)]
-        if pieces:
-            whole = moves[i].kind not in JOINED or sum(p.nbytes for p in pieces) == moves[i].nbytes
+        chunks = [p for m in sent for p in m.chunks if (p.part, p.stage) == (part, stage)]
+        if chunks:
+            whole = steps[i].kind not in JOINED or sum(p.nbytes for p in chunks) == steps[i].nbytes
             done = i + whole
     return done
 
@@ -203,7 +203,7 @@ class UpdateSums:
         return self.update.last - self.update.first + 1
 
 
-def settled(
+def sent_updates(
     iteration: DelayedIteration,
     updates: Sequence[OpenUpdate],
     held: Sequence[WaitingGradients],
@@ -229,8 +229,8 @@ def settled(
             continue
         columns: dict[tuple[int, ...], Array] = {
             (*key_of_part(part), stage, begin): x
-            for (part, stage), came in sending.parts.items()
-            for begin, x in came.items()
+            for (part, stage), received in sending.parts.items()
+            for begin, x in received.items()
         }
         values: dict[tuple[int, ...], Array] = {key_of_part(part): x for part, x in sending.values.items()}
         kept.append({"values": values, "columns": columns, "sums": mine["sums"]})
@@ -251,7 +251,7 @@ def _sending(
         way="back",
         values=values,
         messages=[*now, *later],
-        done={part: moves_done(iteration.program, part, sent) for part in values},
+        done={part: reshard_steps_done(iteration.program, part, sent) for part in values},
         last=last,
         parts=parts,
     )
@@ -273,5 +273,5 @@ def waiting_keys(
 
 def fit_into(held: Sequence[WaitingGradients], left: Sequence[WaitingGradients]) -> bool:
     """Whether the gradients that wait after a step can take the memory of those that waited before it."""
-    came, come = (Counter(key for u in some for key in u["columns"]) for some in (held, left))
-    return len(held) <= len(left) and came <= come
+    received, come = (Counter(key for u in some for key in u["columns"]) for some in (held, left))
+    return len(held) <= len(left) and received <= come

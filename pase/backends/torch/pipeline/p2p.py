@@ -65,8 +65,8 @@ class StageLinks:
         for k in range(len(rank_of) - 1):
             needed |= {("there", rank_of[k], rank_of[k + 1]), ("back", rank_of[k + 1], rank_of[k])}
         for t, k in plan.borrowed:
-            home = rank_of[plan.homes[t]]
-            needed |= {("weight", home, rank_of[k]), ("sum", rank_of[k], home)}
+            owner = rank_of[plan.stage_of_parameter[t]]
+            needed |= {("weight", owner, rank_of[k]), ("sum", rank_of[k], owner)}
         rank, inner = divmod(dist.get_rank(), size)
         channels = {}
         for errand, a, b in sorted(needed):
@@ -88,7 +88,7 @@ class StageLinks:
             if self.rank == a:
                 self._sent(x, (errand, a, b))
             else:
-                self._came(x, (errand, a, b))
+                self._receive(x, (errand, a, b))
         self.end()
 
     def _sent(self, x: Tensor, channel: Channel) -> None:
@@ -97,7 +97,7 @@ class StageLinks:
         to = channel[2] * self.groups.mesh.devices + self.inner
         self.under_way.append((dist.isend(x, to, group=self.channels[channel]), x))
 
-    def _came(self, x: Tensor, channel: Channel) -> None:
+    def _receive(self, x: Tensor, channel: Channel) -> None:
         import torch.distributed as dist
 
         dist.recv(x, channel[1] * self.groups.mesh.devices + self.inner, group=self.channels[channel])
@@ -118,7 +118,9 @@ class StageLinks:
         plan, rank_of = self.plan, self.plan.schedule.rank_of
         if errand in ("weight", "sum"):
             for t, k in plan.borrowed:
-                src, dst = (plan.homes[t], k) if errand == "weight" else (k, plan.homes[t])
+                src, dst = (
+                    (plan.stage_of_parameter[t], k) if errand == "weight" else (k, plan.stage_of_parameter[t])
+                )
                 if (rank_of[src], rank_of[dst]) == (a, b) and (errand == "weight" or plan.trains(t)):
                     yield Letter(errand, src, dst, t)
             return
@@ -142,11 +144,11 @@ class StageLinks:
         """What was sent to a stage that this rank has. What came before it on the same channel is kept."""
         a, b = (self.plan.schedule.rank_of[k] for k in (letter.src, letter.dst))
         while letter not in self.arrived:
-            came = next(self.coming[letter.errand, a, b])
-            tensors = self.blank(came)
+            received = next(self.coming[letter.errand, a, b])
+            tensors = self.blank(received)
             for x in tensors:
-                self._came(x, (letter.errand, a, b))
-            self.arrived[came] = tensors
+                self._receive(x, (letter.errand, a, b))
+            self.arrived[received] = tensors
         return self.arrived.pop(letter)
 
     def blank(self, letter: Letter) -> list[Tensor]:
@@ -155,14 +157,16 @@ class StageLinks:
 
         plan = self.plan
         if letter.errand == "there":
-            laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].leaves]
+            results = [plan.stage_result(letter.src, t) for t in plan.stages[letter.src].leaves]
         elif letter.errand == "back":
-            laid = [plan.laid(letter.src, t) for t in plan.stages[letter.src].enters if plan.comes_back(t)]
+            results = [
+                plan.stage_result(letter.src, t) for t in plan.stages[letter.src].enters if plan.comes_back(t)
+            ]
         else:
-            home = letter.src if letter.errand == "weight" else letter.dst
-            laid = [plan.laid(home, str(letter.what))]
+            owner = letter.src if letter.errand == "weight" else letter.dst
+            results = [plan.stage_result(owner, str(letter.what))]
         out = []
-        for r in laid:
+        for r in results:
             dtype = getattr(torch, plan.traced.graph.tensors[r.tensor].dtype)
             layout = r.layout if letter.errand in ("there", "back") else r.gradient
             shape = local_shape(r.shape, layout, self.groups.mesh)

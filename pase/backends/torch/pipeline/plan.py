@@ -25,11 +25,11 @@ from pase.frontends.common.values import Value
 from pase.frontends.torch.blocks import micro
 from pase.frontends.torch.frontend import TracedTorch
 from pase.local.lower import between
-from pase.local.types import Layout, LocalMove, LocalResult
+from pase.local.types import Layout, LocalReshardStep, LocalResult
 from pase.pipeline.types import Schedule
 from pase.plan.pipeline import PipelinePlan
 from pase.pytree import Tree
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +76,12 @@ class TorchPipeline:
         """What a stage runs by."""
         return self.splits[self.pipeline.stages[stage].strategy]
 
-    def laid(self, stage: int, tensor: str) -> LocalResult:
+    def stage_result(self, stage: int, tensor: str) -> LocalResult:
         """A tensor as a stage's own program makes it."""
         return self.split(stage).program.result(tensor)
 
     @cached_property
-    def homes(self) -> dict[str, int]:
+    def stage_of_parameter(self) -> dict[str, int]:
         """Parameter -> the stage that stores it, which is the first that reads it. Others get it from there, and send
         their gradients there."""
         parameters = {op.results[0].tensor for op in self.splits[0].program.ops if op.op.kind == "parameter"}
@@ -102,25 +102,35 @@ class TorchPipeline:
     @cached_property
     def borrowed(self) -> tuple[tuple[str, int], ...]:
         """(parameter, stage) where a stage reads what another one stores."""
-        every = ((t, k) for k, stage in enumerate(self.stages) for t in sorted(stage.reads & set(self.homes)))
-        return tuple((t, k) for t, k in every if self.homes[t] != k)
+        every = (
+            (t, k)
+            for k, stage in enumerate(self.stages)
+            for t in sorted(stage.reads & set(self.stage_of_parameter))
+        )
+        return tuple((t, k) for t, k in every if self.stage_of_parameter[t] != k)
 
-    def exchanged(self, k: int) -> Iterator[tuple[LocalMove, int]]:
+    def exchanged(self, k: int) -> Iterator[tuple[LocalReshardStep, int]]:
         """A stage's moves from other stages' layouts to its own, and how often in a step."""
         many = self.pipeline.micro_batches
         for t in self.stages[k].enters:
-            yield from self._between(t, self.laid(k - 1, t).layout, self.laid(k, t).layout, many)
+            yield from self._between(
+                t, self.stage_result(k - 1, t).layout, self.stage_result(k, t).layout, many
+            )
         for t in filter(self.comes_back, self.stages[k].leaves):
-            yield from self._between(t, self.laid(k + 1, t).gradient, self.laid(k, t).gradient, many)
+            yield from self._between(
+                t, self.stage_result(k + 1, t).gradient, self.stage_result(k, t).gradient, many
+            )
         for t in (t for t, reader in self.borrowed if reader == k):
-            here, stored = self.laid(k, t), self.laid(self.homes[t], t).gradient
+            here, stored = self.stage_result(k, t), self.stage_result(self.stage_of_parameter[t], t).gradient
             for layout in dict.fromkeys((here.gradient, here.layout)):
                 yield from self._between(t, stored, layout, 1)
             if self.trains(t):
                 yield from self._between(t, here.gradient, stored, 1)
 
-    def _between(self, t: str, have: Layout, want: Layout, times: int) -> Iterator[tuple[LocalMove, int]]:
-        nbytes = number(self.traced.graph.tensors[t].nbytes, t)
+    def _between(
+        self, t: str, have: Layout, want: Layout, times: int
+    ) -> Iterator[tuple[LocalReshardStep, int]]:
+        nbytes = concrete_size(self.traced.graph.tensors[t].nbytes, t)
         yield from ((m, times) for m in between(have, want, self.splits[0].mesh, nbytes) if not m.free)
 
     def groups(self, device: str) -> AxisGroups:
@@ -196,8 +206,8 @@ def torch_pipeline(plan: PlanData) -> TorchPipeline:
             mesh=plan.mesh,
             strategy=strategy,
             accumulate=p.micro_batches,
-            blocks=p.blocks_again(i, plan.remat),
-            once="all" if weights.get(i) == "once" else "none",
+            blocks=p.recomputed_blocks(i, plan.remat),
+            hoisted="all" if weights.get(i) == "once" else "none",
         )
         for i, strategy in enumerate(p.strategies)
     )

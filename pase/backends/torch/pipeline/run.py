@@ -12,8 +12,8 @@ from pase.backends.torch.compiled import added
 from pase.backends.torch.pipeline.backward import entered_first
 from pase.backends.torch.pipeline.p2p import Letter, StageLinks
 from pase.backends.torch.plan import ParallelModule, agreed_seed
-from pase.backends.torch.spmd.collectives import moved
-from pase.backends.torch.spmd.gather_once import StepParameters
+from pase.backends.torch.spmd.collectives import resharded
+from pase.backends.torch.spmd.hoisted import StepParameters
 from pase.backends.torch.spmd.interpreter import Body
 from pase.backends.torch.spmd.values import RankValue
 from pase.backends.torch.storage import Storage, lifted_of, shared_out
@@ -79,8 +79,8 @@ class PipelinedModule:
         mine = {k: p for k, p in every.items() if plan.schedule.rank_of[k] == links.rank}
 
         def holder(tensor: str | None) -> Storage | None:
-            home = None if tensor is None else plan.homes.get(tensor)
-            return storages[0] if home is None else storages[home] if home in mine else None
+            owner = None if tensor is None else plan.stage_of_parameter.get(tensor)
+            return storages[0] if owner is None else storages[owner] if owner in mine else None
 
         shared_out(storages[0], holder)
         return cls(plan=plan, module=module, links=links, stages=mine)
@@ -150,14 +150,14 @@ class _StagesStep:
         plan, links = self.of.plan, self.of.links
         stored = {k: p.local() for k, p in self.of.stages.items()}
         for t, k in plan.borrowed:
-            if (home := plan.homes[t]) in stored:
-                links.send(Letter("weight", home, k, t), [stored[home][t].detach()])
+            if (owner := plan.stage_of_parameter[t]) in stored:
+                links.send(Letter("weight", owner, k, t), [stored[owner][t].detach()])
         out: dict[int, StepParameters] = {}
         for k, p in self.of.stages.items():
             leaves = {t: x.detach().requires_grad_(p.stored[t].requires_grad) for t, x in stored[k].items()}
             values = p.parameters(leaves)
             for t in [t for t, reader in plan.borrowed if reader == k]:
-                (x,) = links.receive(Letter("weight", plan.homes[t], k, t))
+                (x,) = links.receive(Letter("weight", plan.stage_of_parameter[t], k, t))
                 leaves[t], values[t] = self._borrowed(t, k, x)
             body = p.walk.body(values, p.buffers.constants(), p.device, p.seed)
             out[k] = StepParameters.of(leaves, body, p.walk)
@@ -166,28 +166,28 @@ class _StagesStep:
     def _borrowed(self, t: str, k: int, x: Tensor) -> tuple[Tensor, RankValue]:
         """A parameter that another stage stores: what gets its gradient here, and how the stage reads it. x: as it is
         stored there."""
-        plan, r = self.of.plan, self.of.plan.laid(k, t)
-        stored = plan.laid(plan.homes[t], t).gradient
-        leaf = self._moved(k, t, x, stored, r.gradient).clone().requires_grad_(plan.trains(t))
+        plan, r = self.of.plan, self.of.plan.stage_result(k, t)
+        stored = plan.stage_result(plan.stage_of_parameter[t], t).gradient
+        leaf = self._resharded(k, t, x, stored, r.gradient).clone().requires_grad_(plan.trains(t))
         value = RankValue(array=leaf, tensor=t, shape=r.shape, layout=r.layout)
         if r.layout != r.gradient:
-            read = self._moved(k, t, x, stored, r.layout)
-            value = replace(value, array=read, shadow=leaf, gradient=r.gradient)
+            read = self._resharded(k, t, x, stored, r.layout)
+            value = replace(value, array=read, gradient_carrier=leaf, gradient=r.gradient)
         return leaf, value
 
-    def _moved(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
+    def _resharded(self, k: int, t: str, x: Tensor, have: Layout, want: Layout) -> Tensor:
         """A tensor in another layout, among the ranks of a stage."""
         p = self.of.stages[k]
         shape = p.plan.program.result(t).shape
-        return moved(x, between(have, want, p.plan.mesh), shape, "sum", p.walk.groups)
+        return resharded(x, between(have, want, p.plan.mesh), shape, "sum", p.walk.groups)
 
     def forward(self, k: int, i: int) -> None:
         """A stage on a micro-batch."""
         plan, links, p = self.of.plan, self.of.links, self.of.stages[k]
         stage, body = plan.stages[k], self.bodies[k].pop(i)
         self.held[k].into(body)
-        came = links.receive(Letter("there", k - 1, k, i)) if k else ()
-        entered = [self._entered(k, t, x) for t, x in zip(stage.enters, came, strict=True)]
+        received = links.receive(Letter("there", k - 1, k, i)) if k else ()
+        entered = [self._entered(k, t, x) for t, x in zip(stage.enters, received, strict=True)]
         body.values.update({v.tensor: v for v in entered})
         back = [v.array for v in entered if v.array.requires_grad]
         if k + 1 == len(plan.stages):
@@ -209,8 +209,8 @@ class _StagesStep:
 
     def _entered(self, k: int, t: str, x: Tensor) -> RankValue:
         """What the stage before passed on, in the layout in which this stage itself would make it."""
-        plan, r = self.of.plan, self.of.plan.laid(k, t)
-        array = self._moved(k, t, x, plan.laid(k - 1, t).layout, r.layout).detach()
+        plan, r = self.of.plan, self.of.plan.stage_result(k, t)
+        array = self._resharded(k, t, x, plan.stage_result(k - 1, t).layout, r.layout).detach()
         return RankValue(
             array=array.requires_grad_(plan.comes_back(t)), tensor=t, shape=r.shape, layout=r.layout
         )
@@ -221,14 +221,16 @@ class _StagesStep:
 
         plan, links, (entered, outs) = self.of.plan, self.of.links, self.running.pop((k, i))
         if k + 1 == len(plan.stages):
-            came = [torch.ones_like(outs[0])]
+            received = [torch.ones_like(outs[0])]
         else:
             names = [t for t in plan.stages[k].leaves if plan.comes_back(t)]
-            came = [
-                self._moved(k, t, g, plan.laid(k + 1, t).gradient, plan.laid(k, t).gradient)
+            received = [
+                self._resharded(
+                    k, t, g, plan.stage_result(k + 1, t).gradient, plan.stage_result(k, t).gradient
+                )
                 for t, g in zip(names, links.receive(Letter("back", k + 1, k, i)), strict=True)
             ]
-        ends = [(x, g) for x, g in zip(outs, came, strict=True) if x.requires_grad]
+        ends = [(x, g) for x, g in zip(outs, received, strict=True) if x.requires_grad]
         ways, gradients = [x for x, _ in ends], [g for _, g in ends]
         if apart:
             self.left[k, i] = entered_first(ways, gradients, entered, list(self.held[k].trained))
@@ -242,20 +244,22 @@ class _StagesStep:
         """Add what all micro-batches gave to the parameters' ``grad``, where they are stored."""
         plan, links = self.of.plan, self.of.links
         for held in self.held.values():
-            held.settle()
-        shared = [(t, k, plan.homes[t]) for t, k in plan.borrowed if plan.trains(t)]
-        for t, k, home in shared:
+            held.reduce_gradients()
+        shared = [(t, k, plan.stage_of_parameter[t]) for t, k in plan.borrowed if plan.trains(t)]
+        for t, k, owner in shared:
             if k in self.held:
                 leaf = self.held[k].leaves[t]
                 g = leaf.new_zeros(leaf.shape) if leaf.grad is None else leaf.grad
-                g = self._moved(k, t, g, plan.laid(k, t).gradient, plan.laid(home, t).gradient)
-                links.send(Letter("sum", k, home, t), [g])
+                g = self._resharded(
+                    k, t, g, plan.stage_result(k, t).gradient, plan.stage_result(owner, t).gradient
+                )
+                links.send(Letter("sum", k, owner, t), [g])
         for k, p in self.of.stages.items():
             for t, parameter in p.stored.items():
                 if (made := self.held[k].leaves[t].grad) is not None:
                     added(parameter, made)
                     self.held[k].leaves[t].grad = None
-        for t, k, home in shared:
-            if home in self.held:
-                (g,) = links.receive(Letter("sum", k, home, t))
-                added(self.of.stages[home].stored[t], g)
+        for t, k, owner in shared:
+            if owner in self.held:
+                (g,) = links.receive(Letter("sum", k, owner, t))
+                added(self.of.stages[owner].stored[t], g)

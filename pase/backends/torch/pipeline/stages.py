@@ -15,8 +15,8 @@ from pase.errors import PaseError
 from pase.frontends.torch.blocks import blocks_of
 from pase.frontends.torch.frontend import TracedTorch
 from pase.ir import Place, simplify
-from pase.ir.narrow import chain_of
-from pase.local.stage_assignment import PinnedPiece, pinned
+from pase.ir.cut_points import chain_of
+from pase.local.stage_assignment import PinnedSegment, pinned
 from pase.local.types import LocalProgram
 from pase.plan.pipeline import PipelinePlan
 
@@ -116,8 +116,8 @@ class _StageCut:
         """Node that works on activations -> its stage."""
         kinds = {r.tensor: op.op.kind for op in self.program.ops for r in op.results}
         weights, batch = ({t for t, kind in kinds.items() if kind == of} for of in ("parameter", "input"))
-        pieces = ((i, PinnedPiece(self.reads[i], self._ends[i][1], self.units[i])) for i in self.reads)
-        return pinned(pieces, weights, batch, self.cuts)
+        segments = ((i, PinnedSegment(self.reads[i], self._ends[i][1], self.units[i])) for i in self.reads)
+        return pinned(segments, weights, batch, self.cuts)
 
     def stages(self) -> tuple[TorchStage, ...]:
         many = len(self.cuts)

@@ -15,15 +15,15 @@ from pase.backends.torch.spmd import flex_attention, halo  # noqa: F401, rules o
 from pase.backends.torch.spmd.collectives import part, summed
 from pase.backends.torch.spmd.nests import run_nest
 from pase.backends.torch.spmd.pairs import Anchor, OpPair, made_by, partitioned, passed_over
-from pase.backends.torch.spmd.rules import JOINING, Laid, RankCall, evaluate
+from pase.backends.torch.spmd.rules import JOINING, RankCall, ShapeAndLayout, evaluate
 from pase.backends.torch.spmd.values import (
     NotOnParts,
     RankValue,
     ReshapeStep,
     Steps,
+    apply_views,
     inverse,
-    laid_through,
-    led,
+    layout_through,
     steps_from,
     through_reshape,
 )
@@ -163,8 +163,8 @@ class NodeOps:
         if o.transfer is None:
             return o.layout, o.summed
         t = self.walk.program.transfers[o.transfer]
-        moves = t.forward or t.backward or t.tensor in self.walk.program.originals
-        return o.transfer if moves else (o.layout, t.backward is None)
+        steps = t.forward or t.backward or t.tensor in self.walk.program.originals
+        return o.transfer if steps else (o.layout, t.backward is None)
 
     def _at_once(
         self,
@@ -175,12 +175,14 @@ class NodeOps:
     ) -> None:
         reads = _Reads.of(self, work, before)
         arrays = self._computed(work, reads, anchors, fixed, gradient=False)
-        shadows = self._computed(work, reads, anchors, fixed, gradient=True) if reads.shadowed else {}
+        gradient_carriers = (
+            self._computed(work, reads, anchors, fixed, gradient=True) if reads.has_gradient_carrier else {}
+        )
         for pair in work:
             for r in pair.local.results:
                 if r.tensor in arrays:
-                    x = self._settled(pair.local, r, arrays[r.tensor], self._name in JOINING)
-                    self._keep(r, x, shadows.get(r.tensor))
+                    x = self._reduced(pair.local, r, arrays[r.tensor], self._name in JOINING)
+                    self._keep(r, x, gradient_carriers.get(r.tensor))
 
     def _computed(
         self,
@@ -194,22 +196,22 @@ class NodeOps:
         """Tensor -> what the op computes. gradient: the tensors that receive the operands' gradients."""
         mesh = self.walk.program.mesh
         results = {r.tensor: r for pair in work for r in pair.local.results}
-        outs: list[Laid | None] = []
+        outs: list[ShapeAndLayout | None] = []
         for a in anchors:
             if a is None:
                 outs.append(None)
                 continue
             r = results[a[0]]
-            layout = laid_through(r.gradient if gradient else r.layout, a[1], mesh)
+            layout = layout_through(r.gradient if gradient else r.layout, a[1], mesh)
             outs.append((_shape_through(r.shape, a[1]), layout))
-        given, laid = reads.given(outs, gradient)
+        given, layouts = reads.given(outs, gradient)
         if given.get("device") is not None:  # it was traced on another device than it runs on
             given = {**given, "device": self.body.constants.device}
         call = RankCall(
             target=self.node.target,
             ops=[pair.local for pair in work],
             given={**given, **fixed},
-            laid=laid,
+            layouts=layouts,
             outs=outs,
             groups=self.walk.groups,
             seed=self.body.constants.seed_at(self.path),
@@ -225,7 +227,9 @@ class NodeOps:
         out: dict[str, TorchOperand] = {}
         for x, a, where in zip(made, anchors, outs, strict=False):
             if a is not None and where is not None and a[0] not in out:
-                out[a[0]] = self._checked(led(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient)
+                out[a[0]] = self._checked(
+                    apply_views(x, where[1], inverse(a[1]), mesh), results[a[0]], gradient
+                )
         return out
 
     def _checked(self, x: Tensor, r: LocalResult, gradient: bool) -> Tensor:
@@ -234,7 +238,7 @@ class NodeOps:
             raise NotOnParts(f"on parts it makes {list(x.shape)}, but the plan has {list(want)}")
         return x
 
-    def _settled(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
+    def _reduced(self, local: LocalOp, r: LocalResult, x: Tensor, joined: bool) -> Tensor:
         """Sum immediately, if the node that makes it also reads it. joined: whether parts of another kind than a sum
         were joined when it was made."""
         partial = r.summed or "partial" in r.layout
@@ -244,9 +248,14 @@ class NodeOps:
             return x  # else the edge sums it
         return summed(x, r.summed, self.walk.groups)
 
-    def _keep(self, r: LocalResult, x: Tensor, shadow: Tensor | None) -> None:
+    def _keep(self, r: LocalResult, x: Tensor, gradient_carrier: Tensor | None) -> None:
         self.body.values[r.tensor] = RankValue(
-            array=x, tensor=r.tensor, shape=r.shape, layout=r.layout, shadow=shadow, gradient=r.gradient
+            array=x,
+            tensor=r.tensor,
+            shape=r.shape,
+            layout=r.layout,
+            gradient_carrier=gradient_carrier,
+            gradient=r.gradient,
         )
 
     # The op part by part.
@@ -301,7 +310,7 @@ class NodeOps:
             value = None if self.walk.index.decided(m) else self.walk.index.values.get(m)
             for made, steps in steps_from(value) if isinstance(value, Value) else ():
                 if made.tensor is not None and made.tensor.name == tensor:
-                    return led(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
+                    return apply_views(constants.of(m), (None,) * len(mesh.names), inverse(steps), mesh)
         return None
 
     def nest(self, pair: OpPair) -> None:
@@ -315,7 +324,7 @@ class NodeOps:
             raise NotOnParts(f"'{op.name}' in it cannot be run separately from the rest")
         (r,) = local.results
         ins = [self._constant(o) if o.constant else self.walk.read(o, self.body) for o in local.operands]
-        known = tuple(numbers) if any(v.shadow is not None for v in ins) else None
+        known = tuple(numbers) if any(v.gradient_carrier is not None for v in ins) else None
 
         def computed(arrays: Sequence[Tensor], layout: Layout) -> Tree:
             shape = local_shape(r.shape, layout, self.walk.program.mesh)
@@ -326,16 +335,18 @@ class NodeOps:
             return x if x.dtype == dtype else x.to(dtype)
 
         x = self._checked(computed([v.array for v in ins], r.layout), r, False)
-        shadow = None
+        gradient_carrier = None
         if known is not None:
-            shadow = computed([v.array if v.shadow is None else v.shadow for v in ins], r.gradient)
+            gradient_carrier = computed(
+                [v.array if v.gradient_carrier is None else v.gradient_carrier for v in ins], r.gradient
+            )
         if local.combine != "sum" and (r.summed or "partial" in r.layout):
             readers = [o for o in self.walk.ops[self.path] if any(a.tensor == r.tensor for a in o.reads)]
             if x.requires_grad and not all(o.name == "stop_gradient" for o in readers):
                 raise NotOnParts(f"'{op.name}' in it, which has a gradient, is joined over several ranks")
             x = x.detach()  # a softmax's maximum
             x = self.walk.groups.all_reduce(x, r.summed, local.combine) if r.summed else x
-        self._keep(r, self._settled(local, r, x, True), shadow)
+        self._keep(r, self._reduced(local, r, x, True), gradient_carrier)
 
     def _constant(self, o: LocalOperand) -> RankValue:
         """An operand that does not depend on data: worked out here, or found by the name of one of the node's operands,
@@ -390,26 +401,28 @@ class _Reads:
         )
 
     @property
-    def shadowed(self) -> bool:
-        return any(v.shadow is not None for v in self.values.values())
+    def has_gradient_carrier(self) -> bool:
+        return any(v.gradient_carrier is not None for v in self.values.values())
 
     def given(
-        self, outs: Sequence[Laid | None], gradient: bool
-    ) -> tuple[dict[str, TorchOperand], dict[str, Laid]]:
+        self, outs: Sequence[ShapeAndLayout | None], gradient: bool
+    ) -> tuple[dict[str, TorchOperand], dict[str, ShapeAndLayout]]:
         """The op's operands on this rank, and the layouts of those that are tensors."""
-        laid: dict[str, Laid] = {}
+        layouts: dict[str, ShapeAndLayout] = {}
 
         def operand(name: str, v: TorchOperand) -> TorchOperand:
             if isinstance(v, (list, tuple)):
                 return [operand("", x) for x in v]
             if not _is_node(v):
                 return v
-            x, laid[name] = self._one(v, outs, gradient)
+            x, layouts[name] = self._one(v, outs, gradient)
             return x
 
-        return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, laid
+        return {k: operand(k, v) for k, v in self.of_node._arguments.items()}, layouts
 
-    def _one(self, m: FxNode, outs: Sequence[Laid | None], gradient: bool) -> tuple[Tensor | None, Laid]:
+    def _one(
+        self, m: FxNode, outs: Sequence[ShapeAndLayout | None], gradient: bool
+    ) -> tuple[Tensor | None, ShapeAndLayout]:
         walk = self.of_node.walk
         mesh, value = walk.program.mesh, walk.index.values.get(m)
         if not isinstance(value, Value):
@@ -418,19 +431,23 @@ class _Reads:
             name = made.tensor.name if made.tensor is not None else ""
             for read, root in ((name, (name, ())), *self.roots.items()):
                 if root[0] == name and read in self.values:
-                    return self._led(self.values[read], (*inverse(root[1]), *steps), value, gradient)
+                    return self._viewed(self.values[read], (*inverse(root[1]), *steps), value, gradient)
         if walk.index.decided(m):
             return None, (value.shape, (None,) * len(mesh.names))  # only its shape matters
         return self._constant(m, value, outs)
 
-    def _led(self, v: RankValue, steps: Steps, value: Value, gradient: bool) -> tuple[Tensor, Laid]:
+    def _viewed(
+        self, v: RankValue, steps: Steps, value: Value, gradient: bool
+    ) -> tuple[Tensor, ShapeAndLayout]:
         mesh = self.of_node.walk.program.mesh
-        beside = v.shadow if gradient else None
+        beside = v.gradient_carrier if gradient else None
         layout = v.layout if beside is None else v.gradient
-        x = led(v.array if beside is None else beside, layout, steps, mesh)
-        return x, (value.shape, laid_through(layout, steps, mesh))
+        x = apply_views(v.array if beside is None else beside, layout, steps, mesh)
+        return x, (value.shape, layout_through(layout, steps, mesh))
 
-    def _constant(self, m: FxNode, value: Value, outs: Sequence[Laid | None]) -> tuple[Tensor, Laid]:
+    def _constant(
+        self, m: FxNode, value: Value, outs: Sequence[ShapeAndLayout | None]
+    ) -> tuple[Tensor, ShapeAndLayout]:
         """The constant as an operand of its shape is read; next to a pointwise result, in the layout of the result."""
         walk = self.of_node.walk
         x = self.of_node.body.constants.of(m)

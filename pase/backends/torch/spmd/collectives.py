@@ -15,7 +15,7 @@ from pase.backends.torch.spmd.process_groups import AxisGroups
 from pase.errors import PaseError
 from pase.local.exchange import nests
 from pase.local.parts import WireView, digits, held, pairs, view
-from pase.local.types import Combine, Extents, Layout, LocalMove, local_shape
+from pase.local.types import Combine, Extents, Layout, LocalReshardStep, local_shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.autograd import Function as TorchFunction
 
-__all__ = ["moved", "part", "places_of", "positions", "summed", "there_and_back"]
+__all__ = ["part", "places_of", "positions", "resharded", "summed", "there_and_back"]
 
 Way: TypeAlias = "Callable[[Tensor], Tensor]"
 
@@ -44,11 +44,11 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             return ctx.back(g), None, None
 
-    class Beside(torch.autograd.Function):
+    class OntoCarrier(torch.autograd.Function):
         """The gradient goes to another tensor than the value."""
 
         @staticmethod
-        def forward(ctx: Any, x: Tensor, shadow: Tensor, there: Way, back: Way) -> Tensor:
+        def forward(ctx: Any, x: Tensor, gradient_carrier: Tensor, there: Way, back: Way) -> Tensor:
             ctx.back = back
             made = there(x)
             return made.view_as(made) if made is x else made
@@ -57,73 +57,75 @@ def _functions() -> tuple[type[TorchFunction], type[TorchFunction]]:
         def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
             return None, ctx.back(g), None, None
 
-    return Edge, Beside
+    return Edge, OntoCarrier
 
 
-def there_and_back(value: Tensor, shadow: Tensor | None, there: Way, back: Way | None) -> Tensor:
-    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``shadow`` if given, else to
-    value.
+def there_and_back(value: Tensor, gradient_carrier: Tensor | None, there: Way, back: Way | None) -> Tensor:
+    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``gradient_carrier`` if given,
+    else to value.
 
-    shadow: a tensor in the layout in which the gradient arrives, if that is not the value's. back: None means that no
-    gradient passes.
+    gradient_carrier: a tensor in the layout in which the gradient arrives, if that is not the value's. back: None means
+    that no gradient passes.
     """
     if back is None or not (value.is_floating_point() or value.is_complex()):
         return there(value.detach())
-    edge, beside = _functions()
-    if shadow is None:
+    edge, onto_carrier = _functions()
+    if gradient_carrier is None:
         return edge.apply(value, there, back)
-    return beside.apply(value.detach(), shadow, there, back)
+    return onto_carrier.apply(value.detach(), gradient_carrier, there, back)
 
 
-def moved(
-    x: Tensor, moves: Sequence[LocalMove], shape: Extents, combine: Combine, groups: AxisGroups
+def resharded(
+    x: Tensor, steps: Sequence[LocalReshardStep], shape: Extents, combine: Combine, groups: AxisGroups
 ) -> Tensor:
     """The value after these moves. shape: the shape of the whole tensor."""
-    return reduce(lambda now, move: _step(now, move, shape, combine, groups), moves, x)
+    return reduce(lambda now, step: _step(now, step, shape, combine, groups), steps, x)
 
 
-def _step(x: Tensor, move: LocalMove, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
-    mesh, axes = groups.mesh, groups.wide(move.axes)
-    match move.kind:
+def _step(x: Tensor, step: LocalReshardStep, shape: Extents, combine: Combine, groups: AxisGroups) -> Tensor:
+    mesh, axes = groups.mesh, groups.wide(step.axes)
+    match step.kind:
         case "all_reduce":
             return groups.all_reduce(x, axes, combine)
-        case "permute" | "all_to_all" if not nests(move, shape, mesh):
-            return _exchanged(x, move, shape, axes, groups)
+        case "permute" | "all_to_all" if not nests(step, shape, mesh):
+            return _exchanged(x, step, shape, axes, groups)
         case "permute":
-            return groups.permute(x, axes, pairs(move, shape, mesh))
+            return groups.permute(x, axes, pairs(step, shape, mesh))
         case "own":
             return x if groups.first(axes) else x.new_zeros(x.shape)
         case "slice":
-            return _sliced(x, view(move, shape, mesh), axes, groups)
+            return _sliced(x, view(step, shape, mesh), axes, groups)
         case "reduce_scatter":
             if combine != "sum":
                 raise PaseError(f"a {combine} over {', '.join(axes)} has no reduce-scatter")
-            v = view(move, shape, mesh)
+            v = view(step, shape, mesh)
             return groups.reduce_scatter(_to_front(x, v), axes).reshape(v.shape)
         case "all_gather":
-            v = view(move, shape, mesh)
+            v = view(step, shape, mesh)
             return _from_front(groups.all_gather(x.reshape(v.seen), axes), v)
         case _:
-            assert move.kind == "all_to_all"
-            v = view(move, shape, mesh)
+            assert step.kind == "all_to_all"
+            v = view(step, shape, mesh)
             return _from_front(groups.all_to_all(_to_front(x, v), axes), v)
 
 
-def _exchanged(x: Tensor, move: LocalMove, shape: Extents, axes: Sequence[str], groups: AxisGroups) -> Tensor:
+def _exchanged(
+    x: Tensor, step: LocalReshardStep, shape: Extents, axes: Sequence[str], groups: AxisGroups
+) -> Tensor:
     """A move of parts that do not nest: each element goes where it belongs, in one all-to-all of uneven parts."""
     ranks = _places(axes, groups)
-    had, has = ([held(shape, s, p, groups.mesh) for p in ranks] for s in (move.before, move.after))
+    had, has = ([held(shape, s, p, groups.mesh) for p in ranks] for s in (step.before, step.after))
     me = groups.number(axes)
     mine, wanted = had[me], has[me]
-    came = groups.exchanged(
+    received = groups.exchanged(
         [x[_grid(mine, _common(mine, w), x)] for w in has],
         [tuple(map(len, _common(h, wanted))) for h in had],
         axes,
     )
     out = x.new_zeros(tuple(map(len, wanted)))
-    for piece, h in zip(came, had, strict=True):
-        if piece.numel():
-            out[_grid(wanted, _common(h, wanted), x)] = piece
+    for part, h in zip(received, had, strict=True):
+        if part.numel():
+            out[_grid(wanted, _common(h, wanted), x)] = part
     return out
 
 
@@ -197,8 +199,8 @@ def part(x: Tensor, shape: Extents, layout: Layout, groups: AxisGroups) -> Tenso
         return x
     if any(full[s[0]] != shape[s[0]] for s in states if s is not None):
         raise PaseError(f"a tensor of shape {list(full)} does not fit the whole shape {list(shape)}")
-    move = LocalMove(kind="slice", axes=axes, before=(None,) * len(states), after=states)
-    return moved(x, [move], full, "sum", groups)
+    step = LocalReshardStep(kind="slice", axes=axes, before=(None,) * len(states), after=states)
+    return resharded(x, [step], full, "sum", groups)
 
 
 def places_of(

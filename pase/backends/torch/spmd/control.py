@@ -18,7 +18,7 @@ from pase.backends.torch.spmd.constants import Constants
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.values import NotOnParts, RankValue
 from pase.frontends.common.values import Value
-from pase.frontends.torch.control import LOOPS, loop_operands, turns
+from pase.frontends.torch.control import LOOPS, loop_operands, trip_count
 from pase.frontends.torch.types import FxNode
 from pase.frontends.torch.values import TorchScope
 from pase.ir import Place
@@ -82,13 +82,13 @@ class ControlNode:
         stacks = [self._stack(at.its("x", k), outer) for k, outer in enumerate(xs)]
         state = {m: self._known(o) for m, o in zip(carried, init, strict=True) if not self._decided(m)}
         stacked: list[list[Tensor]] = [[] for _ in inside.results[n:]]
-        for turn in range(turns(self.node)):
+        for iteration in range(trip_count(self.node)):
             given: dict[FxNode, Callable[[], Tensor]] = {
                 **{m: partial(self._known, o) for m, o in zip(consts, others, strict=True)},
-                **{m: partial(self._slice, o, turn) for m, o in zip(slices, xs, strict=True)},
+                **{m: partial(self._slice, o, iteration) for m, o in zip(slices, xs, strict=True)},
             }
-            body = self._within(given, state, turn)
-            body.values |= {v.tensor: v for v in (_turn(v, turn) for v in stacks if v is not None)}
+            body = self._within(given, state, iteration)
+            body.values |= {v.tensor: v for v in (_slice_of(v, iteration) for v in stacks if v is not None)}
             self.walk.steps(inside, f"{self.path}.", body)
             for k, m in enumerate(inside.results):
                 views = [p for p in self._at(at.its("y", k)) if p.op.name != "stack"]
@@ -125,17 +125,17 @@ class ControlNode:
             return replace(v, tensor=pair.local.results[0].tensor)
         return None
 
-    def _slice(self, outer: FxNode, turn: int) -> Tensor:
-        return self._known(outer)[turn]
+    def _slice(self, outer: FxNode, iteration: int) -> Tensor:
+        return self._known(outer)[iteration]
 
     def _within(
-        self, given: dict[FxNode, Callable[[], Tensor]], state: dict[FxNode, Tensor], turn: int
+        self, given: dict[FxNode, Callable[[], Tensor]], state: dict[FxNode, Tensor], iteration: int
     ) -> Body:
         """The state of a turn before its walk."""
         around = self.body.constants
 
         def seed_at(path: str) -> int:
-            return around.seed_at(f"{path} in turn {turn}")
+            return around.seed_at(f"{path} in turn {iteration}")
 
         constants = Constants(
             index=around.index,
@@ -187,7 +187,7 @@ class ControlNode:
         import torch
 
         read = [v for m in operands for v in self._values(m)]
-        arrays = [v.array if v.shadow is None else v.shadow for v in read]
+        arrays = [v.array if v.gradient_carrier is None else v.gradient_carrier for v in read]
         trained = [x for x in arrays if x.requires_grad]
         if not trained or not torch.is_grad_enabled():
             return results
@@ -266,12 +266,12 @@ def _is_fake(x: Tensor) -> bool:
     return isinstance(x, FakeTensor)
 
 
-def _turn(stack: RankValue, turn: int) -> RankValue:
+def _slice_of(stack: RankValue, iteration: int) -> RankValue:
     """One turn's slice of a stack."""
     return replace(
         stack,
-        array=stack.array[turn],
-        shadow=None if stack.shadow is None else stack.shadow[turn],
+        array=stack.array[iteration],
+        gradient_carrier=None if stack.gradient_carrier is None else stack.gradient_carrier[iteration],
         shape=stack.shape[1:],
         layout=_sliced(stack.layout),
         gradient=_sliced(stack.gradient),

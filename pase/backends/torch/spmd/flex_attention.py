@@ -25,7 +25,7 @@ def _flex(call: RankCall) -> Tensor:
     import torch
 
     q, k, v = (call.given[name] for name in ("query", "key", "value"))
-    (shape, layout), (whole, _) = call.laid["query"], call.laid["key"]
+    (shape, layout), (whole, _) = call.layouts["query"], call.layouts["key"]
     if k.shape[-2] != whole[-2]:
         raise NotOnParts(
             "its keys are split as its queries are (a ring), which only attention without functions runs"

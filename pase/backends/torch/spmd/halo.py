@@ -104,11 +104,11 @@ def _extended(
     if not before and not behind:
         return x
     groups, n = call.groups, x.shape[dim]
-    axes = groups.wide(axes_of(call.laid[name][1], dim, groups.mesh))
+    axes = groups.wide(axes_of(call.layouts[name][1], dim, groups.mesh))
     if list(axes) != sorted(axes, key=groups.mesh.names.index):
         raise NotOnParts("a dim along which its window moves is split in an order that is not the mesh's")
     rows = torch.cat([x.narrow(dim, 0, behind), x.narrow(dim, n - before, before)], dim)
-    came = there_and_back(
+    received = there_and_back(
         rows,
         None,
         lambda r: groups.neighbours(r, axes, dim, behind),
@@ -116,7 +116,7 @@ def _extended(
     )
     # At an end zeros came. They are part of the sum, so that this rank, too, takes part in the way back.
     at, last = groups.number(axes), groups.ways(axes) - 1
-    parts = [came.narrow(dim, 0, before), x, came.narrow(dim, before, behind)]
+    parts = [received.narrow(dim, 0, before), x, received.narrow(dim, before, behind)]
     for i, end in ((0, 0), (2, last)):
         parts[i] = parts[i] + parts[i].new_full((), edge) if at == end else parts[i]
     return torch.cat(parts, dim)

@@ -17,16 +17,16 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pase.backends.torch.spmd.call import NodeOps
-from pase.backends.torch.spmd.collectives import moved, there_and_back
+from pase.backends.torch.spmd.collectives import resharded, there_and_back
 from pase.backends.torch.spmd.constants import Constants, NodeIndex
 from pase.backends.torch.spmd.control import ControlNode
 from pase.backends.torch.spmd.kept import KeptTransfers
 from pase.backends.torch.spmd.messages import joined_sums, joined_values
 from pase.backends.torch.spmd.pairs import OpPair
 from pase.backends.torch.spmd.process_groups import AxisGroups
-from pase.backends.torch.spmd.recompute import computed_again
+from pase.backends.torch.spmd.recompute import recomputed
 from pase.backends.torch.spmd.rules import RANK_RULES, SEEDS_APART
-from pase.backends.torch.spmd.values import NotOnParts, RankValue, led, steps_from
+from pase.backends.torch.spmd.values import NotOnParts, RankValue, apply_views, steps_from
 from pase.errors import PaseError
 from pase.frontends.common.values import Value
 from pase.frontends.torch.export.functional import NO_GRADIENT
@@ -163,7 +163,7 @@ class RankWalk:
     def run(self, body: Body) -> None:
         """Run all nodes; their results are in ``body.values``."""
         for numbers in self.joined:
-            body.kept.bring(joined_values(numbers, self.program, body.values, self.groups))
+            body.kept.receive(joined_values(numbers, self.program, body.values, self.groups))
         self.steps(self.traced.scope, "", body)
 
     def steps(self, scope: TorchScope, prefix: str, body: Body) -> None:
@@ -177,7 +177,7 @@ class RankWalk:
                 i += 1
                 continue
             if any(self._runs(prefix, j) for j in range(i, block.stop)):
-                self._again(block, scope, body)
+                self._recompute(block, scope, body)
             i = block.stop
 
     def _runs(self, prefix: str, i: int) -> bool:
@@ -196,9 +196,9 @@ class RankWalk:
         return any((pair.op.eqn, w.tensor) in self.counting for w in pair.op.writes)
 
     @cached_property
-    def once(self) -> tuple[int, ...]:
+    def hoisted(self) -> tuple[int, ...]:
         """The transfers that run once a step, for all micro-batches."""
-        users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.once}
+        users = {n: self.program.users(n) for n, t in enumerate(self.program.transfers) if t.hoisted}
         return tuple(
             n
             for n, ops in users.items()
@@ -207,11 +207,11 @@ class RankWalk:
 
     def arrivals(self, body: Body) -> dict[int, Tensor]:
         """What these transfers bring. body: has the parameters; their views and casts stay in it."""
-        for i in range(len(self.traced.scope.nodes)) if self.once else ():
+        for i in range(len(self.traced.scope.nodes)) if self.hoisted else ():
             if self._runs("", i):
                 self._step(self.traced.scope, i, "", body, of=self._of_parameters)
         return {
-            n: self._transferred(body.values[self.program.transfers[n].tensor], n, body) for n in self.once
+            n: self._transferred(body.values[self.program.transfers[n].tensor], n, body) for n in self.hoisted
         }
 
     def stored(self, transfer: int) -> str:
@@ -227,7 +227,7 @@ class RankWalk:
         """Whether it is a view or a cast of a parameter."""
         return pair.local.node in self.program.parameters
 
-    def _again(self, block: Block, scope: TorchScope, body: Body) -> None:
+    def _recompute(self, block: Block, scope: TorchScope, body: Body) -> None:
         """A rematerialised block of nodes. It returns what others read; everything else is recomputed."""
         from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -246,7 +246,7 @@ class RankWalk:
 
         light = block.again == "light"
         around = create_selective_checkpoint_contexts(policy) if light else [contextlib.nullcontext()] * 2
-        body.values.update({v.tensor: v for v in computed_again(inside, *around)})
+        body.values.update({v.tensor: v for v in recomputed(inside, *around)})
 
     @cached_property
     def _leave(self) -> dict[Block, frozenset[str]]:
@@ -313,7 +313,7 @@ class RankWalk:
         pairs = self.pairs.get(
             path
         )  # none of a view that its readers make, and of what does not depend on data
-        if not pairs or (of is None and self.once and all(map(self._of_parameters, pairs))):
+        if not pairs or (of is None and self.hoisted and all(map(self._of_parameters, pairs))):
             return
         node = NodeOps(walk=self, node=n, path=path, body=body)
         if of is None:
@@ -337,9 +337,9 @@ class RankWalk:
         if not o.summed:
             return value
         array = there_and_back(
-            value.array, value.shadow, lambda x: x, lambda g: self.groups.all_reduce(g, o.summed)
+            value.array, value.gradient_carrier, lambda x: x, lambda g: self.groups.all_reduce(g, o.summed)
         )
-        return replace(value, array=array, shadow=None)
+        return replace(value, array=array, gradient_carrier=None)
 
     def _transferred(self, value: RankValue, number: int, body: Body) -> Tensor:
         """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
@@ -352,16 +352,18 @@ class RankWalk:
         if t.tensor in self.program.originals:
             (copy,) = self.program.maker[t.tensor].operands
             assert copy.transfer is not None
-            value = replace(value, array=self._transferred(value, copy.transfer, body), shadow=None)
+            value = replace(value, array=self._transferred(value, copy.transfer, body), gradient_carrier=None)
         shape = self.program.result(t.tensor).shape
 
         def there(x: Tensor) -> Tensor:
-            return moved(x, t.forward, shape, t.combine, self.groups)
+            return resharded(x, t.forward, shape, t.combine, self.groups)
 
         def back(g: Tensor) -> Tensor:
-            return moved(g, t.backward or (), shape, "sum", self.groups)
+            return resharded(g, t.backward or (), shape, "sum", self.groups)
 
-        return there_and_back(value.array, value.shadow, there, None if t.backward is None else back)
+        return there_and_back(
+            value.array, value.gradient_carrier, there, None if t.backward is None else back
+        )
 
     def output(self, value: Value, body: Body) -> Tensor:
         """What the model returns, in the plan's layout."""
@@ -369,7 +371,7 @@ class RankWalk:
             op = self.program.outputs.get(made.tensor.name) if made.tensor is not None else None
             if op is not None:
                 got = self.read(op.operands[0], body)
-                return led(got.array, got.layout, steps, self.program.mesh)
+                return apply_views(got.array, got.layout, steps, self.program.mesh)
         raise PaseError(f"'{self.program.name}' returns a value for which its plan has no layout")
 
     def next_value(self, leaf: str, value: Value, body: Body) -> Tensor:
@@ -379,5 +381,5 @@ class RankWalk:
         for made, steps in steps_from(value):
             if made.tensor is not None and made.tensor.name in wanted:
                 got = self.read(wanted[made.tensor.name], body)
-                return led(got.array, got.layout, steps, self.program.mesh).detach()
+                return apply_views(got.array, got.layout, steps, self.program.mesh).detach()
         raise PaseError(f"the next value of a buffer of '{self.program.name}' has no layout in its plan")

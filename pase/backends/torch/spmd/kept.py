@@ -21,21 +21,21 @@ __all__ = ["KeptTransfers"]
 class KeptTransfers:
     """Results of transfers, by number. watched: whether autograd records the walk that makes them.
 
-    ahead: those of them that were made before the walk, for all of it.
+    received: those of them that were made before the walk, for all of it.
     """
 
     watched: bool
-    ahead: dict[int, Tensor] = field(default_factory=dict)
+    received: dict[int, Tensor] = field(default_factory=dict)
     made: dict[int, Tensor] = field(default_factory=dict)
 
-    def bring(self, sent: Mapping[int, Tensor]) -> None:
+    def receive(self, sent: Mapping[int, Tensor]) -> None:
         """Put in what transfers have brought before the walk."""
-        self.ahead.update(sent)
+        self.received.update(sent)
         self.made.update(sent)
 
     def inner(self) -> KeptTransfers:
         """For a body within: what was made before the walk, and nothing else."""
-        return KeptTransfers(watched=self.watched, ahead=self.ahead, made=dict(self.ahead))
+        return KeptTransfers(watched=self.watched, received=self.received, made=dict(self.received))
 
     def of(self, number: int, make: Callable[[], Tensor]) -> Tensor:
         """The result of a transfer, made for all readers if it is not there yet.

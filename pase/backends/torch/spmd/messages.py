@@ -46,9 +46,9 @@ def joined_sums(program: LocalProgram) -> tuple[tuple[int, ...], ...]:
 def _sums(program: LocalProgram, message: LocalMessage) -> Mapping[int, tuple[tuple[str, ...], int]]:
     """Transfer -> the axes over which its gradient is summed, and bytes of an element, for those that can be joined."""
     out: dict[int, tuple[tuple[str, ...], int]] = {}
-    for p in message.pieces if message.way == "back" else ():
+    for p in message.chunks if message.way == "back" else ():
         t = program.transfers[p.transfer]
-        back = program.moves(p.transfer, "back")
+        back = program.reshard_steps(p.transfer, "back")
         whole = len(back) == 1 and back[0].kind == "all_reduce" and (p.begin, p.nbytes) == (0, back[0].nbytes)
         stored = t.tensor not in program.originals and program.maker[t.tensor].op.kind == "parameter"
         if whole and stored and not t.forward:
@@ -66,11 +66,11 @@ def joined_values(
     by_dtype: dict[object, list[int]] = {}
     for n in numbers:
         v = values[program.transfers[n].tensor]
-        if v.shadow is None and v.array.requires_grad:
+        if v.gradient_carrier is None and v.array.requires_grad:
             by_dtype.setdefault(v.array.dtype, []).append(n)
     out: dict[int, Tensor] = {}
     for same in by_dtype.values():
-        axes = program.moves(same[0], "back")[0].axes
+        axes = program.reshard_steps(same[0], "back")[0].axes
         arrays = [values[program.transfers[n].tensor].array for n in same]
         out |= zip(same, _joined().apply(groups, axes, *arrays), strict=True)
     return out

@@ -151,12 +151,12 @@ class AxisGroups:
         shape = [(*x.shape[:dim], ends.get(r, none)[2], *x.shape[dim + 1 :]) for r in range(n)]
         self.kinds.append("permute")
         try:
-            came = self.exchanged(sent, shape, axes)
+            received = self.exchanged(sent, shape, axes)
         finally:
             self.kinds.pop()
         missing = x.new_zeros(()).expand
-        first = came[mine - 1] if mine > 0 else missing((*x.shape[:dim], high, *x.shape[dim + 1 :]))
-        second = came[mine + 1] if mine < n - 1 else missing((*x.shape[:dim], low, *x.shape[dim + 1 :]))
+        first = received[mine - 1] if mine > 0 else missing((*x.shape[:dim], high, *x.shape[dim + 1 :]))
+        second = received[mine + 1] if mine < n - 1 else missing((*x.shape[:dim], low, *x.shape[dim + 1 :]))
         return torch.cat([first, second], dim)
 
     def exchanged(

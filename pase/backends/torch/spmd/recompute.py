@@ -18,7 +18,7 @@ from pase.errors import PaseError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["computed_again"]
+__all__ = ["recomputed"]
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class _Enough(Exception):
     """All that backward needs is there."""
 
 
-def computed_again(
+def recomputed(
     block: Callable[[], T], first: AbstractContextManager[object], second: AbstractContextManager[object]
 ) -> T:
     """What the block returns. first, second: around it as it runs, and as it runs again.
@@ -59,10 +59,10 @@ class _Saved:
     def tensor(place: tuple[_Saved, int]) -> Tensor:
         saved, number = place
         if not saved.made:
-            saved._again()
+            saved._recompute()
         return saved.made[number]
 
-    def _again(self) -> None:
+    def _recompute(self) -> None:
         import torch
 
         def kept(x: Tensor) -> Tensor:

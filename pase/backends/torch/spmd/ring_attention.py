@@ -44,7 +44,7 @@ def _function() -> type[TorchFunction]:
             deals = ring.deals(k)
             q, k, v = ring.dealt([q, k, v]) if deals else (q, k, v)
             out, sums = ring.forward(q, k, v)
-            (out,) = ring.home([out]) if deals else (out,)
+            (out,) = ring.undealt([out]) if deals else (out,)
             ctx.ring = ring
             ctx.save_for_backward(q, k, v, out, sums)  # the result that others keep, too
             return out
@@ -56,7 +56,7 @@ def _function() -> type[TorchFunction]:
             if not ring.deals(k):
                 return None, *ring.backward(q, k, v, out, sums, gradient)
             out, gradient = ring.dealt([out, gradient])
-            return None, *ring.home(ring.backward(q, k, v, out, sums, gradient))
+            return None, *ring.undealt(ring.backward(q, k, v, out, sums, gradient))
 
     return Ring
 
@@ -93,9 +93,9 @@ class RankRing:
 
         wide = torch.promote_types(q.dtype, torch.float32)
         out, sums = _attended(q, k, v, self.scale, causal=self.causal)
-        for turn in range(1, self.ranks):
+        for iteration in range(1, self.ranks):
             k, v = self._next([k, v])
-            rows, keys = self._met(turn, k)
+            rows, keys = self._met(iteration, k)
             if rows is None:
                 continue
             more, of_more = _attended(q[..., rows, :], k[..., keys, :], v[..., keys, :], self.scale)
@@ -115,9 +115,9 @@ class RankRing:
         wide = torch.promote_types(q.dtype, torch.float32)
         given = (q, sums, gradient, (gradient.to(wide) * out.to(wide)).sum(-1))
         dq, dk, dv = _pulled(*given, k, v, self.scale, causal=self.causal)
-        for turn in range(1, self.ranks):
+        for iteration in range(1, self.ranks):
             k, v, dk, dv = self._next([k, v, dk, dv])
-            rows, keys = self._met(turn, k)
+            rows, keys = self._met(iteration, k)
             if rows is None:
                 continue
             some = (q[..., rows, :], sums[..., rows], gradient[..., rows, :], given[3][..., rows])
@@ -127,13 +127,13 @@ class RankRing:
         dk, dv = self._next([dk, dv])
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
-    def _met(self, turn: int, k: Tensor) -> tuple[slice | None, slice]:
+    def _met(self, iteration: int, k: Tensor) -> tuple[slice | None, slice]:
         """Which queries attend to which keys of this turn, all of them; None: none do."""
         every = slice(None)
         if not self.causal:
             return every, every
         half = k.shape[-2] // 2
-        if turn <= self.rank:  # the keys come from a rank before this one
+        if iteration <= self.rank:  # the keys come from a rank before this one
             return every, slice(half) if self.deals(k) else every
         return (slice(half, None) if self.deals(k) else None), every
 
@@ -146,10 +146,10 @@ class RankRing:
         import torch
 
         wire = torch.cat([p.contiguous().view(torch.uint8).reshape(-1) for p in parts])
-        came = self.groups.permute(wire, self.axes, pairs).split(
+        received = self.groups.permute(wire, self.axes, pairs).split(
             [p.numel() * p.element_size() for p in parts]
         )
-        return [c.view(p.dtype).reshape(p.shape) for c, p in zip(came, parts, strict=True)]
+        return [c.view(p.dtype).reshape(p.shape) for c, p in zip(received, parts, strict=True)]
 
     # Under a causal mask.
 
@@ -157,7 +157,7 @@ class RankRing:
         """Whether positions are redistributed: they are many enough for two chunks a rank."""
         return self.causal and x.shape[-2] % 2 == 0
 
-    def _homes(self, odd: int) -> list[tuple[int, int]]:
+    def _chunk_owners(self, odd: int) -> list[tuple[int, int]]:
         """Where each rank's even (or odd) chunk goes: (from, to)."""
         chunks = [2 * i + odd for i in range(self.ranks)]
         return [(i, min(c, 2 * self.ranks - 1 - c)) for i, c in enumerate(chunks)]
@@ -165,16 +165,16 @@ class RankRing:
     def dealt(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Exchange the chunks 2i and 2i + 1 of rank i for i and 2n - 1 - i."""
         halves = [p.chunk(2, -2) for p in parts]
-        even, odd = (self._sent([h[i] for h in halves], self._homes(i)) for i in range(2))
+        even, odd = (self._sent([h[i] for h in halves], self._chunk_owners(i)) for i in range(2))
         return [self._ordered(a, b) for a, b in zip(even, odd, strict=True)]
 
-    def home(self, parts: Sequence[Tensor]) -> list[Tensor]:
+    def undealt(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """The inverse of ``dealt``."""
         import torch
 
         halves = [self._ordered(*p.chunk(2, -2)).chunk(2, -2) for p in parts]
         even, odd = (
-            self._sent([h[i] for h in halves], [(b, a) for a, b in self._homes(i)]) for i in range(2)
+            self._sent([h[i] for h in halves], [(b, a) for a, b in self._chunk_owners(i)]) for i in range(2)
         )
         return [torch.cat([a, b], -2) for a, b in zip(even, odd, strict=True)]
 

@@ -27,9 +27,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-__all__ = ["RANK_RULES", "SEED", "SEEDS_APART", "Laid", "RankCall", "evaluate", "random_state", "seeded"]
+__all__ = [
+    "RANK_RULES",
+    "SEED",
+    "SEEDS_APART",
+    "RankCall",
+    "ShapeAndLayout",
+    "evaluate",
+    "random_state",
+    "seeded",
+]
 
-Laid = tuple[Extents, Layout]
+ShapeAndLayout = tuple[Extents, Layout]
 """A whole shape and its layout."""
 
 
@@ -37,16 +46,16 @@ Laid = tuple[Extents, Layout]
 class RankCall:
     """A call of an op as one or several ops of the local program. Only the last of them may be partial.
 
-    given: operands by the names of the op's schema; tensors are this rank's parts. laid: layouts of the tensors. outs:
-    layouts required of the results, None if nothing reads a result. seed: for random values drawn here. whole: the
-    results' shapes and dtypes on all ranks, as fake tensors.
+    given: operands by the names of the op's schema; tensors are this rank's parts. layouts: layouts of the tensors.
+    outs: layouts required of the results, None if nothing reads a result. seed: for random values drawn here. whole:
+    the results' shapes and dtypes on all ranks, as fake tensors.
     """
 
     target: Callable[..., Tree]
     ops: Sequence[LocalOp]
     given: Mapping[str, TorchOperand]
-    laid: Mapping[str, Laid]
-    outs: Sequence[Laid | None]
+    layouts: Mapping[str, ShapeAndLayout]
+    outs: Sequence[ShapeAndLayout | None]
     groups: AxisGroups
     seed: int
     whole: Sequence[Tensor]
@@ -57,20 +66,20 @@ class RankCall:
 
     def out(self, i: int = 0) -> Extents:
         """The shape of a result on this rank."""
-        laid = self.outs[i]
-        if laid is None:
+        wanted = self.outs[i]
+        if wanted is None:
             raise NotOnParts(f"nothing says how its result {i} is split")
-        return local_shape(*laid, self.groups.mesh)
+        return local_shape(*wanted, self.groups.mesh)
 
     def split(self, name: str = "self") -> set[int]:
         """Dims of an operand that are split, so that this rank has only a part."""
-        whole = self.laid[name][0]
-        here = local_shape(*self.laid[name], self.groups.mesh)
+        whole = self.layouts[name][0]
+        here = local_shape(*self.layouts[name], self.groups.mesh)
         return {d for d, (n, m) in enumerate(zip(here, whole, strict=True)) if n != m}
 
     def places(self, name: str, dim: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Indices into a whole dim of an operand, as indices into this rank's part, and whether they lie in it."""
-        return places_of(ids, dim, *self.laid[name], self.groups)
+        return places_of(ids, dim, *self.layouts[name], self.groups)
 
 
 RankRule = Callable[[RankCall], Tree]
@@ -88,7 +97,7 @@ def evaluate(name: str, call: RankCall) -> list[Tensor]:
 
 
 def _dim(call: RankCall, name: str = "dim", operand: str = "self") -> int:
-    return int(call.given[name]) % max(len(call.laid[operand][0]), 1)
+    return int(call.given[name]) % max(len(call.layouts[operand][0]), 1)
 
 
 @RANK_RULES.register("copy")
@@ -111,7 +120,7 @@ def _slice(call: RankCall) -> Tensor:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
         return call.run()
-    whole, here = call.laid["self"][0][dim], x.shape[dim]
+    whole, here = call.layouts["self"][0][dim], x.shape[dim]
     if call.given.get("step", 1) != 1 or "index" in call.given or "length" in call.given:
         raise NotOnParts("it takes a part of a split dim")
     start, stop, _ = slice(call.given["start"], call.given["end"]).indices(whole)
@@ -123,7 +132,7 @@ def _split(call: RankCall) -> Tensor:
     x, dim = call.given["self"], _dim(call)
     if dim not in call.split():
         return call.run()
-    here, whole = x.shape[dim], call.laid["self"][0][dim]
+    here, whole = x.shape[dim], call.layouts["self"][0][dim]
     sizes = [t.shape[dim] * here // whole for t in call.whole]
     if sum(sizes) != here:
         raise NotOnParts("it cuts a split dim into unequal parts")
@@ -133,7 +142,7 @@ def _split(call: RankCall) -> Tensor:
 @RANK_RULES.register("tril", "triu")
 def _triangle(call: RankCall) -> Tensor:
     """Mask by the positions in the last two dims."""
-    shape, layout = call.laid["self"]
+    shape, layout = call.layouts["self"]
     x, rank, k = call.given["self"], len(shape), call.given.get("diagonal", 0)
     rows, columns = (positions(d, shape, layout, call.groups, x.device) for d in (rank - 2, rank - 1))
     ahead = columns[None, :] - rows[:, None]
@@ -143,14 +152,14 @@ def _triangle(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("one_hot")
 def _one_hot(call: RankCall) -> Tensor:
-    laid = call.outs[0]
+    wanted = call.outs[0]
     made = call.run()
-    return made if laid is None else _last(made, laid, call.groups)
+    return made if wanted is None else _last(made, wanted, call.groups)
 
 
-def _last(x: Tensor, laid: Laid, groups: AxisGroups) -> Tensor:
+def _last(x: Tensor, wanted: ShapeAndLayout, groups: AxisGroups) -> Tensor:
     """This rank's part of a last dim that is made whole."""
-    shape, layout = laid
+    shape, layout = wanted
     last = len(shape) - 1
     along = tuple(s if isinstance(s, tuple) and s[0] == last else None for s in layout)
     return part(x, (*x.shape[:-1], shape[-1]), along, groups)
@@ -243,7 +252,7 @@ def _taken(call: RankCall, dim: int, ids: Tensor) -> Tensor:
     import torch
 
     x = call.given["self"]
-    here, mine = call.places("self", dim, _positive(ids, call.laid["self"][0][dim]))
+    here, mine = call.places("self", dim, _positive(ids, call.layouts["self"][0][dim]))
     found = x.index_select(dim, here.reshape(-1)).reshape(*x.shape[:dim], *ids.shape, *x.shape[dim + 1 :])
     mask = mine.reshape(*ids.shape, *[1] * (x.dim() - dim - 1))
     return torch.where(mask, found, found.new_zeros(()))
@@ -308,7 +317,7 @@ def _put(call: RankCall, x: Tensor, parted: Sequence[int]) -> Tensor:
     )
     mine = torch.ones((), dtype=torch.bool, device=x.device)
     for d in parted:
-        given[d], here = call.places("self", d, _positive(given[d], call.laid["self"][0][d]))
+        given[d], here = call.places("self", d, _positive(given[d], call.layouts["self"][0][d]))
         mine = mine & here
     first = parted[0]
     behind = x.shape[first]
@@ -330,7 +339,7 @@ def _grouped(call: RankCall) -> Tensor:
     x, w, ends = call.given[rows_of], call.given[weights_of], call.given["offs"]
     if not (0 in call.split(rows_of) or 0 in call.split(weights_of)):
         return call.run()
-    rows = positions(0, *call.laid[rows_of], call.groups, x.device)
+    rows = positions(0, *call.layouts[rows_of], call.groups, x.device)
     here, mine = call.places(weights_of, 0, torch.searchsorted(ends, rows, right=True))
     group = torch.where(mine, here, w.shape[0])
     order = group.argsort(stable=True)
@@ -346,7 +355,7 @@ def _grouped(call: RankCall) -> Tensor:
 def _attention(call: RankCall) -> Tensor:
     """A rank has a part of the batch, heads and queries; keys are whole, or split as the queries are (a ring)."""
     q, k = call.given["query"], call.given["key"]
-    whole = call.laid["key"][0]
+    whole = call.layouts["key"][0]
     if k.shape[-2] != whole[-2] and k.shape[-1] == whole[-1]:
         return _ring(call)
     if k.shape[-2:] != whole[-2:] or (q.dim() > 3 and q.shape[-3] % k.shape[-3]):
@@ -354,7 +363,7 @@ def _attention(call: RankCall) -> Tensor:
     changes: dict[str, TorchOperand] = {}
     if q.dim() > 3 and q.shape[-3] != k.shape[-3]:
         changes["enable_gqa"] = True
-    shape, layout = call.laid["query"]
+    shape, layout = call.layouts["query"]
     if call.given.get("is_causal") and q.shape[-2] != shape[-2]:
         rows = positions(len(shape) - 2, shape, layout, call.groups, q.device)
         columns = positions(len(whole) - 2, whole, (None,) * len(layout), call.groups, q.device)
@@ -372,7 +381,7 @@ def _ring(call: RankCall) -> Tensor:
     q, k, v = (call.given[n] for n in ("query", "key", "value"))
     names = call.groups.mesh.names
     axes, of_queries = (
-        axes_of(call.laid[n][1], len(call.laid[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
+        axes_of(call.layouts[n][1], len(call.layouts[n][0]) - 2, call.groups.mesh) for n in ("key", "query")
     )
     if axes != of_queries:
         raise NotOnParts("its keys are split, and its queries are not split as they are")
@@ -396,7 +405,7 @@ def _ring(call: RankCall) -> Tensor:
 
 @RANK_RULES.register("group_norm", "native_group_norm")
 def _group_norm(call: RankCall) -> Tensor:
-    x, whole = call.given["input"], call.laid["input"][0]
+    x, whole = call.given["input"], call.layouts["input"][0]
     name = "num_groups" if "num_groups" in call.given else "group"
     changes = {name: call.given[name] * x.shape[1] // whole[1]}
     if name == "group":
@@ -450,10 +459,10 @@ def _dropout(call: RankCall) -> Tensor | tuple[Tensor, ...]:
     import torch
 
     x = call.given["input"]
-    laid = call.outs[0] or call.laid["input"]
+    wanted = call.outs[0] or call.layouts["input"]
     p = float(call.given["p"])
     with seeded(call.seed, x.device):
-        keep = torch.rand(laid[0], device=x.device) >= p
-    keep = part(keep, *laid, call.groups)
+        keep = torch.rand(wanted[0], device=x.device) >= p
+    keep = part(keep, *wanted, call.groups)
     y = x * keep / (1.0 - p) if p < 1.0 else torch.zeros_like(x)
     return y if "train" in call.given and str(call.target) == "aten.dropout.default" else (y, keep)

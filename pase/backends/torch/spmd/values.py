@@ -21,9 +21,9 @@ __all__ = [
     "ReorderStep",
     "ReshapeStep",
     "Steps",
+    "apply_views",
     "inverse",
-    "laid_through",
-    "led",
+    "layout_through",
     "steps_from",
     "through_reshape",
 ]
@@ -39,7 +39,8 @@ class NotOnParts(PaseError):
 
 @dataclass(frozen=True, kw_only=True)
 class RankValue:
-    """A tensor of the traced graph on this rank. shadow: the tensor that receives its gradient, if its layout differs.
+    """A tensor of the traced graph on this rank. gradient_carrier: the tensor that receives its gradient, if its layout
+    differs.
 
     For example, a parameter whose optimizer state is split further has a shadow in the layout ``gradient``.
     """
@@ -48,7 +49,7 @@ class RankValue:
     tensor: str
     shape: Extents
     layout: Layout
-    shadow: Tensor | None = None
+    gradient_carrier: Tensor | None = None
     gradient: Layout = ()
 
 
@@ -88,10 +89,10 @@ def steps_from(value: Value) -> Iterator[tuple[Value, Steps]]:
         value = base
 
 
-def led(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
+def apply_views(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
     """Apply views to a rank's part. The result is the part of the views' result."""
     for step in steps:
-        layout = _laid(layout, step, mesh)
+        layout = _layout_after(layout, step, mesh)
         if isinstance(step, ReorderStep):
             x = x.permute(step.order)
         else:
@@ -99,14 +100,14 @@ def led(x: Tensor, layout: Layout, steps: Steps, mesh: Mesh) -> Tensor:
     return x
 
 
-def laid_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
+def layout_through(layout: Layout, steps: Steps, mesh: Mesh) -> Layout:
     """The layout of the result of these views."""
     for step in steps:
-        layout = _laid(layout, step, mesh)
+        layout = _layout_after(layout, step, mesh)
     return layout
 
 
-def _laid(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
+def _layout_after(layout: Layout, step: ReshapeStep | ReorderStep, mesh: Mesh) -> Layout:
     if isinstance(step, ReshapeStep):
         return through_reshape(layout, step.shape, step.new, mesh)
     return tuple((step.order.index(s[0]), s[1]) if isinstance(s, tuple) else s for s in layout)

@@ -49,7 +49,7 @@ def padded(traced: TracedJax, sizes: Mapping[int, int]) -> TracedJax:
         name=traced.graph.name,
         unknown=traced.unknown,
         mode=traced.mode,
-        dims=traced.turns,
+        dims=traced.trip_counts,
         chances=traced.chances,
     )
     paths = (*traced.param_paths, *traced.input_paths)
@@ -103,7 +103,7 @@ def extents(traced: TracedJax, devices: int) -> dict[int, int]:
     """The extents of parameters and inputs that the devices do not divide, and what to pad them to: the least multiple
     of the most shards for which padding adds at most an eighth. Empty if all are divided as far as that."""
     avals = traced.jaxpr.in_avals
-    sizes = {n for a in avals for n in a.shape if isinstance(n, int)} - set(_turns(traced.jaxpr.jaxpr))
+    sizes = {n for a in avals for n in a.shape if isinstance(n, int)} - set(_trip_counts(traced.jaxpr.jaxpr))
     ways = [w for w in range(devices, 0, -1) if devices % w == 0]
     found = {}
     for n in sorted(sizes):
@@ -113,10 +113,10 @@ def extents(traced: TracedJax, devices: int) -> dict[int, int]:
     return found
 
 
-def _turns(jaxpr: Jaxpr) -> Iterator[int]:
+def _trip_counts(jaxpr: Jaxpr) -> Iterator[int]:
     """How often its loops turn: a stack of a loop's slices is not padded."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "scan":
             yield eqn.params["length"]
         for inner in jaxprs_inside(eqn):
-            yield from _turns(inner)
+            yield from _trip_counts(inner)

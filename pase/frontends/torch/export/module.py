@@ -20,7 +20,7 @@ from pase.frontends.torch.export.equal import PythonState
 from pase.frontends.torch.export.folded import Folding, folding
 from pase.frontends.torch.export.functional import inline_regions, is_functional, refuse_autocast, unwatch
 from pase.frontends.torch.export.settings import ReadNames, ReadSettings, reads_noted
-from pase.frontends.torch.export.traceable import AGAIN, traceable
+from pase.frontends.torch.export.traceable import CHECKPOINTED, traceable
 from pase.frontends.torch.export.unfolded import unfolded
 from pase.frontends.torch.reasons import real_places, why
 from pase.frontends.torch.types import FxNode
@@ -321,7 +321,7 @@ def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
     out: list[Block] = []
     before: object = None
     for i, n in enumerate(nodes):
-        mark = (n.meta.get("custom") or {}).get(AGAIN)
+        mark = (n.meta.get("custom") or {}).get(CHECKPOINTED)
         if mark is None and n.target is operator.getitem:
             mark = before
         if mark is not None and mark == before:

@@ -14,9 +14,9 @@ from pase.pytree import Tree
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AGAIN", "traceable"]
+__all__ = ["CHECKPOINTED", "traceable"]
 
-AGAIN = "pase_again"
+CHECKPOINTED = "pase_again"
 """Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
 
 
@@ -94,7 +94,7 @@ def _checkpoints_marked() -> Iterator[None]:
     calls = itertools.count(1)
 
     def around(function: Callable[..., Tree], *_: object, **__: object) -> Iterator[None]:
-        with traceback.annotate({AGAIN: next(calls)}):
+        with traceback.annotate({CHECKPOINTED: next(calls)}):
             yield
 
     class Reentrant:
@@ -103,7 +103,7 @@ def _checkpoints_marked() -> Iterator[None]:
             # Its backward starts at its operands: if none has a gradient, its result has none.
             watched = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
             with (
-                traceback.annotate({AGAIN: next(calls)}),
+                traceback.annotate({CHECKPOINTED: next(calls)}),
                 contextlib.nullcontext() if watched else torch.no_grad(),
             ):
                 return function(*args)

@@ -82,7 +82,7 @@ def test_one_program_equals_the_unsharded_step(ranks, mesh, remat, seed, lanes):
     data = base.mesh.names[0] if lanes else None
     strategy = base.pipeline.strategies[0] if seed is None else drawn(base, seed, data)
     jp, whole = circular(base, strategy, "once" if lanes else "each").jax, reference(True)
-    assert (jp.by_lane is not None) == lanes
+    assert (jp.unreduced_groups is not None) == lanes
     params, batch = arguments(True)
     if lanes or ranks > 2:
         loss, grads = jax.jit(jp.value_and_grad())(params, batch)

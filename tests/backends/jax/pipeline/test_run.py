@@ -139,7 +139,7 @@ def test_gradients_summed_once_a_step_equal_the_unsharded_ones(name, cuts, scan)
     params, batch = arguments(scan)
     placed, there = jp.device_put(params, batch)
     loss, grads = jp.value_and_grad()(placed, there)
-    assert jp.lanes is not None and jp.lanes.many == 2
+    assert jp.unreduced_groups is not None and jp.unreduced_groups.many == 2
     assert abs(float(loss) - whole.loss) < 1e-12 and abs(float(jp.loss()(placed, there)) - whole.loss) < 1e-12
     assert worst_difference(whole.gradients, jp.gathered(grads)) < 1e-12
     updated, *_ = jp.train_step(OPTIMIZER)(placed, jp.init(OPTIMIZER, placed), there)

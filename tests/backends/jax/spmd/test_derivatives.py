@@ -14,7 +14,7 @@ import pytest
 import pase
 from bench.cases.plans import case_of
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-from pase.backends.jax.spmd.values import NotByHand
+from pase.backends.jax.spmd.values import NotManual
 from pase.errors import PaseError
 from pase.local.lower import program_of
 from pase.local.verify import verify_program
@@ -176,7 +176,7 @@ def test_summands_are_not_rounded_to_eight_bits():
     rng = np.random.default_rng(0)
     params, x = ({"w": jnp.asarray(rng.normal(size=(D, D)), "float32")}, jnp.ones((B, D), "float32"))
     plan = case_of(of, params, x).plan("data_parallel")
-    with pytest.raises(NotByHand, match=r"'dot_general' at .* summand to float8_e4m3fn"):
+    with pytest.raises(NotManual, match=r"'dot_general' at .* summand to float8_e4m3fn"):
         sharded_step(plan, optax.sgd(1e-2), params, x, lowering="manual")
     with pytest.warns(UserWarning, match="left to XLA"):
         step = sharded_step(plan, optax.sgd(1e-2), params, x)
@@ -207,10 +207,10 @@ def test_a_derivative_at_anything_but_the_value_is_refused():
     made, w = of(lambda w: jnp.exp(2 * w))
     assert made.result(w).layout != made.result(w).gradient
     with pytest.raises(PaseError, match=r"'exp' at .*test_derivatives.* at zeros instead of the value"):
-        verify_program(changed(made, w, carrier="zeros"))
+        verify_program(changed(made, w, gradient_carrier="zeros"))
     split, w = of(lambda w: jnp.exp(2 * w), "fsdp")
     elsewhere = tuple(s and (1 - s[0], s[1]) for s in split.result(w).gradient)
     with pytest.raises(PaseError, match="lies on other devices"):
         verify_program(changed(split, w, gradient=elsewhere))
     straight, w = of(lambda w: -(2 * w).T.reshape(16, 32))
-    verify_program(changed(straight, w, carrier="zeros"))
+    verify_program(changed(straight, w, gradient_carrier="zeros"))

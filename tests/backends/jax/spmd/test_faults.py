@@ -18,8 +18,8 @@ import pase
 from bench.cases.plans import case_of
 from pase.api import Plan
 from pase.backends.jax.plan import JaxPlan
-from pase.backends.jax.spmd.call import LOCAL_RULES
-from pase.backends.jax.spmd.values import LoweringFault, NotByHand
+from pase.backends.jax.spmd.call import MANUAL_RULES
+from pase.backends.jax.spmd.values import LoweringFault, NotManual
 from pase.errors import PaseError
 from pase.local.types import LocalProgram
 from pase.schedule.plan import Update
@@ -47,11 +47,11 @@ def refuses(error: BaseException) -> Any:
 @contextmanager
 def planting(error: BaseException) -> Iterator[None]:
     """The rule of sin has a fault."""
-    LOCAL_RULES.add("sin", refuses(error))
+    MANUAL_RULES.add("sin", refuses(error))
     try:
         yield
     finally:
-        LOCAL_RULES.remove("sin")
+        MANUAL_RULES.remove("sin")
 
 
 @pytest.fixture
@@ -157,7 +157,7 @@ def test_a_fault_in_backward_knows_its_line(plan: Plan) -> None:
         return jnp.sin(x)
 
     sin.defvjp(lambda x: (sin(x), None), refuses(IndexError("7")))
-    LOCAL_RULES.add("sin", lambda call, ins: [sin(*ins)])
+    MANUAL_RULES.add("sin", lambda call, ins: [sin(*ins)])
     said = (
         r"lowering the gradient of what is at .*test_faults.py:\d+ \(loss\) by hand failed with IndexError: 7"
     )
@@ -165,7 +165,7 @@ def test_a_fault_in_backward_knows_its_line(plan: Plan) -> None:
         with pytest.warns(UserWarning, match=said):
             value, _ = plan.jax.value_and_grad()(PARAMS, X)
     finally:
-        LOCAL_RULES.remove("sin")
+        MANUAL_RULES.remove("sin")
     np.testing.assert_allclose(float(value), float(WANTED), rtol=1e-5)
 
 
@@ -199,4 +199,4 @@ def test_errors_of_the_user_are_the_users(plan: Plan) -> None:
         warnings.simplefilter("error")
         with pytest.raises(PaseError, match=r"'x' has shape|has shape \(4, 16\)") as raised:
             plan.jax.value_and_grad()(PARAMS, X[:4])
-        assert not isinstance(raised.value, NotByHand)
+        assert not isinstance(raised.value, NotManual)

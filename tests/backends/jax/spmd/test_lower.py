@@ -18,8 +18,8 @@ from bench import xla_fuzz
 from bench.cases.plans import TOLERANCE, case_of, measured
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 from pase.backends.jax.make import jax_plan
-from pase.backends.jax.spmd.interpreter import LocalWalk
-from pase.backends.jax.spmd.values import NotByHand
+from pase.backends.jax.spmd.interpreter import ManualWalk
+from pase.backends.jax.spmd.values import NotManual
 from pase.errors import PaseError
 from pase.local.exchange import nests
 
@@ -285,7 +285,7 @@ def test_what_cannot_be_lowered_is_named_and_auto_leaves_it_to_xla():
         return y.sum()
 
     plan = case_of(loss, jnp.ones((8, 8)), jnp.ones((8, 8))).plan("data_parallel")
-    with pytest.raises(NotByHand, match=r"'debug_\w+' at .* cannot be lowered by hand.*lowering='annotated'"):
+    with pytest.raises(NotManual, match=r"'debug_\w+' at .* cannot be lowered by hand.*lowering='annotated'"):
         plan.jax.lower_train_step(optax.sgd(0.1), lowering="manual")
     with pytest.warns(UserWarning, match=r"'debug_\w+' at .* cannot be lowered by hand.* left to XLA"):
         plan.jax.lower_train_step(optax.sgd(0.1))
@@ -294,8 +294,8 @@ def test_what_cannot_be_lowered_is_named_and_auto_leaves_it_to_xla():
 def test_auto_traces_the_step_once(monkeypatch):
     """It is the manual step where all can be lowered, found out by the step's own tracing."""
     plan = case_of(lambda p, x: jnp.sum((x @ p) ** 2), jnp.ones((8, 8)), jnp.ones((8, 8))).plan("fsdp")
-    walks, run = [], LocalWalk.run
-    monkeypatch.setattr(LocalWalk, "run", lambda self, *given: walks.append(given[3]) or run(self, *given))
+    walks, run = [], ManualWalk.run
+    monkeypatch.setattr(ManualWalk, "run", lambda self, *given: walks.append(given[3]) or run(self, *given))
     text = plan.jax.lower_train_step(optax.sgd(0.1)).as_text()
     assert walks == [""] and "sdy.manual_computation" in text and "stablehlo.reduce_scatter" in text
 

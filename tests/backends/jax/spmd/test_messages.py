@@ -57,7 +57,7 @@ def messages(plan, way):
     program = plan.jax.program
     mine = [m for m in program.messages if m.way == way]
     return [
-        (way, ", ".join(dict.fromkeys(program.transfers[p.transfer].tensor for p in m.pieces))) for m in mine
+        (way, ", ".join(dict.fromkeys(program.transfers[p.transfer].tensor for p in m.chunks))) for m in mine
     ]
 
 
@@ -177,13 +177,13 @@ def test_what_messages_would_wait_for_for_ever_is_refused(fsdp):
         ((replace(there[0], after=last), *program.messages), "which does not begin before what it"),
         (
             tuple(
-                replace(m, pieces=tuple(replace(p, nbytes=p.nbytes - 4) for p in m.pieces))
+                replace(m, chunks=tuple(replace(p, nbytes=p.nbytes - 4) for p in m.chunks))
                 for m in program.messages
             ),
             "do not carry each byte of move 0 of .* once",
         ),
         (
-            tuple(replace(m, pieces=tuple(replace(p, stage=1) for p in m.pieces)) for m in program.messages),
+            tuple(replace(m, chunks=tuple(replace(p, stage=1) for p in m.chunks)) for m in program.messages),
             "which sends no such one",
         ),
     ):

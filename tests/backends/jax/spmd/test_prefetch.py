@@ -13,7 +13,7 @@ import pase
 from bench.cases.plans import TOLERANCE, case_of
 from pase.backends.audit.xla import compare, sharded_step
 from pase.ir.blocks import accumulated
-from pase.memory.account import gathered_ahead, memory
+from pase.memory.account import memory, prefetched_bytes
 from pase.tables.itemize import config_of
 
 OPTIMIZER = optax.sgd(0.1)
@@ -120,12 +120,12 @@ def test_what_is_gathered_ahead_is_in_the_account():
     graph, mesh = fsdp.split_graph, fsdp.mesh
     configs = {n.name: config_of(n, fsdp.strategy[n.name], mesh) for n in graph.nodes}
     one = 64 * 128 * 4  # the first matrix of a turn, whole
-    assert gathered_ahead(graph, configs, mesh) == one
-    assert gathered_ahead(accumulated(graph, 2), configs, mesh) == one
-    without, ahead = (memory(graph, mesh, configs, "adam", ahead=on) for on in (False, True))
+    assert prefetched_bytes(graph, configs, mesh) == one
+    assert prefetched_bytes(accumulated(graph, 2), configs, mesh) == one
+    without, ahead = (memory(graph, mesh, configs, "adam", prefetch=on) for on in (False, True))
     assert ahead.total - without.total == one == ahead.buffers - without.buffers
     kept = case_of(model(layer), params, batch).plan("fsdp")  # backward keeps what a turn gathered
-    assert gathered_ahead(kept.split_graph, configs, mesh) == 0
+    assert prefetched_bytes(kept.split_graph, configs, mesh) == 0
 
 
 def test_what_reads_an_inner_loop_waits_for_it_in_the_account_and_in_the_step():
@@ -137,7 +137,7 @@ def test_what_reads_an_inner_loop_waits_for_it_in_the_account_and_in_the_step():
     params, batch = example(4)
     plan = case_of(model(jax.checkpoint(after_a_loop)), params, batch).plan("fsdp")
     configs = {n.name: config_of(n, plan.strategy[n.name], plan.mesh) for n in plan.split_graph.nodes}
-    assert gathered_ahead(plan.split_graph, configs, plan.mesh) == 0
+    assert prefetched_bytes(plan.split_graph, configs, plan.mesh) == 0
     lowered = replace(plan, beside=0.0).jax.lower_train_step(OPTIMIZER, lowering="manual")
     assert not any(map(early, bodies(lowered.compile().as_text())))
 
@@ -148,4 +148,4 @@ def test_steps_gather_ahead_where_the_price_says_so():
         plan = pase.compile(
             model(layer), params, batch, devices=8, machine="h100x8", mesh="8", overlap=overlap
         )
-        assert plan.jax.gathers_ahead == ahead
+        assert plan.jax.prefetch == ahead

@@ -169,12 +169,12 @@ def test_what_waits_is_summed_where_the_plan_has_it_and_beside_the_step(drawn):
         wanted = [m for u in iteration.updates for m in iteration.messages(u)[1]]
         lines = [line for line in text.splitlines() if SUM.search(line)]
         tensors = [SUM.search(line)[2] for line in lines]
-        names = [{program.transfers[p.transfer].tensor for p in m.pieces} for m in wanted]
+        names = [{program.transfers[p.transfer].tensor for p in m.chunks} for m in wanted]
         assert [set(t.split(", ")) for t in tensors] == names
         sizes = [
             int(np.prod([int(n) for n in re.search(r"f32\[([\d,]+)\]", x)[1].split(",")])) for x in lines
         ]
-        assert sizes == [sum(p.nbytes for p in m.pieces) // 4 for m in wanted]
+        assert sizes == [sum(p.nbytes for p in m.chunks) // 4 for m in wanted]
         summed += 4 * sum(sizes)
         earlier = sum(len(iteration.messages(u)[1]) for u in iteration.updates if u.last < iteration.number)
         found = ancestors(text)
@@ -238,7 +238,7 @@ def test_gradients_that_no_message_carries_wait_as_sums():
     plain = case_of(loss, params, batches[0]).plan("data_parallel")
     plan = scheduled(plain, 2, (Update(first=0, last=1, at=2),))
     carried = {
-        plan.jax.program.transfers[p.transfer].src for m in plan.jax.program.messages for p in m.pieces
+        plan.jax.program.transfers[p.transfer].src for m in plan.jax.program.messages for p in m.chunks
     }
     assert carried == {"w"}
     with pytest.warns(UserWarning, match="by design"):

@@ -9,7 +9,7 @@ import pytest
 from bench.cases.plans import case_of, reduced
 from pase.backends.audit.xla import sharded_step, unsharded_step, worst_difference
 from pase.backends.jax.make import jax_plan
-from pase.compiler.meshes.methods import complete
+from pase.compiler.meshes.baselines import complete
 from pase.compiler.meshes.plans import plan_of
 from pase.errors import PaseError
 from pase.machine import mesh_from

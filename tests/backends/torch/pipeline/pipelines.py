@@ -235,7 +235,11 @@ def check(
 ) -> None:
     """All ranks as threads: the loss everywhere, every parameter on the ranks of one stage, all as by PyTorch alone."""
     run = plan.torch
-    assert run.stages and run.homes and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+    assert (
+        run.stages
+        and run.stage_of_parameter
+        and all(s.program.ops and s.leaves and s.sums for s in run.splits)
+    )
     with by_threads():
         compared(on_ranks(plan.mesh.devices * RANKS, lambda r: on_rank(run, module, batch, counted)), wanted)
 

@@ -1,12 +1,12 @@
 """Residual truth: what a plan says backward keeps of forward, beside what JAX lists and PyTorch saves, on one device.
 
-.venv/bin/python -m bench.residual_truth           # all rows; minutes
-.venv/bin/python -m bench.residual_truth zoo       # these again (zoo, patterns, composer, torch); the others are kept
-.venv/bin/python -m bench.residual_truth composer --seeds 10
+.venv/bin/python -m bench.residual_audit           # all rows; minutes
+.venv/bin/python -m bench.residual_audit zoo       # these again (zoo, patterns, composer, torch); the others are kept
+.venv/bin/python -m bench.residual_audit composer --seeds 10
 
 A row has bytes without parameters and inputs. ``kept``: from forward on (what a rematerialised region makes again is
 left out). ``listed``: by ``jax.linearize``, or saved by PyTorch's autograd, by distinct storage. ``fused``: the part of
-JAX's list that a compiler keeps at least (``bench.residual_truth_jax``). ``explanation``: why ``kept`` is not within
+JAX's list that a compiler keeps at least (``bench.residual_audit_jax``). ``explanation``: why ``kept`` is not within
 10% of ``listed``; null where it is, "unexplained" where no known reason is enough.
 
 Writes bench/results/residual_truth.json.
@@ -23,11 +23,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from bench.provenance import RESULTS, save
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 
 if TYPE_CHECKING:
     from bench.composer.spec import Spec
-    from bench.residual_truth_jax import Residuals
+    from bench.residual_audit_jax import Residuals
     from pase.ir import Graph
 
 FILE = RESULTS / "residual_truth.json"
@@ -92,7 +92,7 @@ def loss_of(spec: Spec) -> tuple[Callable[[Any, Any], Any], Any, Any]:
 
 def torch_rows() -> Iterator[dict[str, Any]]:
     """Modules of PyTorch: those of the tests, and small models of transformers."""
-    from bench.residual_truth_torch import row
+    from bench.residual_audit_torch import row
     from tests.backends.torch import models
 
     for name, make in models.MODELS.items():
@@ -101,7 +101,7 @@ def torch_rows() -> Iterator[dict[str, Any]]:
 
 def _jax_row(name: str, loss: Callable[..., Any], params: Any, *batch: Any) -> dict[str, Any]:
     def made() -> dict[str, Any]:
-        from bench.residual_truth_jax import residuals
+        from bench.residual_audit_jax import residuals
         from pase.frontends import registry
         from pase.ir import named, simplify
         from pase.memory.residuals import kept_bytes
@@ -158,8 +158,8 @@ def scores_of(graph: Graph) -> int:
     total = 0
     for op in (op for n in graph.nodes for op in n.ops if op.kind == "attention"):
         q, k = (graph.tensors[a.tensor] for a in op.reads[:2])
-        heads = number(q.elements, q.name) // number(q.shape[-1], q.name)
-        total += 2 * heads * number(k.shape[1], k.name) * q.itemsize
+        heads = concrete_size(q.elements, q.name) // concrete_size(q.shape[-1], q.name)
+        total += 2 * heads * concrete_size(k.shape[1], k.name) * q.itemsize
     return total
 
 

@@ -14,9 +14,17 @@ from pase.machine import CollectiveKind, Mesh, mesh_from
 from pase.questions.explain import explain
 from pase.search.check import cost_of
 from pase.tables.build import build
+from pase.tables.decompose import (
+    DecomposedProduct,
+    decomposed,
+    decomposed_times,
+    made_by,
+    read_by,
+    slowed,
+    sums_apart,
+)
 from pase.tables.itemize import collectives, local_work, node_costs
 from pase.tables.layouts import configs, read_states, write_states
-from pase.tables.pieces import PieceProduct, decomposed, in_pieces, made_by, read_by, slowed, sums_apart
 
 MODEL = costmodels.get("analytic", machine.load("h100x8"))
 LLAMA = "llama3_8b?layers=2&batch=8&seq=2048&attention=fused"
@@ -54,12 +62,12 @@ def test_the_price_is_that_of_pieces_hop_by_hop(
     rows: int, ways: int, kind: CollectiveKind, back: bool
 ) -> None:
     mesh = mesh_from(str(ways), ways)
-    p = PieceProduct(
+    p = DecomposedProduct(
         rows=rows, columns=8192, depth=4096, dtype="bfloat16", read_bytes=2, weight_bytes=2, made_bytes=2
     )
     made = (kind == "all_gather") == back  # it is next to the maker of the tensor
     whole = 2.0 * rows * (8192 if made else 4096)
-    got = float(in_pieces((p,), kind, back, np.array(1), np.array(whole), whole, mesh, MODEL))
+    got = float(decomposed_times((p,), kind, back, np.array(1), np.array(whole), whole, mesh, MODEL))
     n, k = (8192, 4096 / ways) if made else (8192 / ways, 4096)
 
     def product(m: float) -> float:

@@ -1,12 +1,12 @@
 """Communication truth: bytes that plans predict beside bytes in the compiled programs, and their steps' numbers.
 
-.venv/bin/python -m bench.comm_truth                    # every reduced zoo model × every strategy; an hour on two cores
-.venv/bin/python -m bench.comm_truth gpt2 mlp           # these models again; the others' rows are kept
-.venv/bin/python -m bench.comm_truth --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
-.venv/bin/python -m bench.comm_truth --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
-.venv/bin/python -m bench.comm_truth --manual mlp gpt2:ours  # lowered by hand; with --32 compiled, not run
-.venv/bin/python -m bench.comm_truth --without=cse gpt2      # pairs by hand that are off, compiled without this pass
-.venv/bin/python -m bench.comm_truth --render           # docs/communication-truth.md from the results alone
+.venv/bin/python -m bench.comm_audit                    # every reduced zoo model × every strategy; an hour on two cores
+.venv/bin/python -m bench.comm_audit gpt2 mlp           # these models again; the others' rows are kept
+.venv/bin/python -m bench.comm_audit --32 gpt2 mlp      # on 32 devices: compiled, not run; rows that stand are kept
+.venv/bin/python -m bench.comm_audit --lines vit_l16 ours@2x4    # what has no partner, line by line; --32 likewise
+.venv/bin/python -m bench.comm_audit --manual mlp gpt2:ours  # lowered by hand; with --32 compiled, not run
+.venv/bin/python -m bench.comm_audit --without=cse gpt2      # pairs by hand that are off, compiled without this pass
+.venv/bin/python -m bench.comm_audit --render           # docs/communication-truth.md from the results alone
 
 Writes bench/results/comm_truth.json and docs/communication-truth.md. The devices are 8 JAX host devices, or 32.
 """
@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from bench.comm_truth_page import page
+from bench.comm_audit_page import page
 from bench.provenance import RESULTS, ROOT, save
 
 FILE = RESULTS / "comm_truth.json"
-BY_HAND = RESULTS / "comm_truth_manual.json"
+MANUAL = RESULTS / "comm_truth_manual.json"
 PAGE = ROOT / "docs" / "communication-truth.md"
 STRATEGIES = (
     "data_parallel",
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
                     _keep_manual(row)
         else:
             measure(names, wide=wide)
-    by_hand = json.loads(BY_HAND.read_text())["rows"] if BY_HAND.exists() else []
+    by_hand = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
     PAGE.write_text(page(json.loads(FILE.read_text()), by_hand))
     print(f"wrote {PAGE}", file=sys.stderr)
 
@@ -225,7 +225,7 @@ def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> 
 
     from bench.cases.plans import reduced
     from pase.backends.audit.xla import compare, sharded_step, unsharded_step
-    from pase.backends.jax.spmd.values import NotByHand
+    from pase.backends.jax.spmd.values import NotManual
 
     optimizer = optax.sgd(0.1, momentum=0.9)
     case = wide_case(name) if wide else reduced(name)
@@ -249,7 +249,7 @@ def manual_rows_of(name: str, strategies: Sequence[str] = (), *, wide: bool) -> 
                 off = whole.differences(step)
                 row["differences"] = {k: float(f"{v:.2g}") for k, v in off.items()}
                 compiled = step.compiled
-        except NotByHand as e:
+        except NotManual as e:
             yield row | {"refused": str(e).replace(f"{ROOT}/", "")}
             continue
         yield row | {
@@ -270,7 +270,7 @@ def rows_without(name: str, passes: str, *, wide: bool) -> Iterator[dict[str, An
     from pase.backends.audit.xla import compare
 
     devices = 32 if wide else 8
-    for row in json.loads(BY_HAND.read_text())["rows"]:
+    for row in json.loads(MANUAL.read_text())["rows"]:
         pairs = row.get("collectives", {})
         off = {k for k, b in pairs.items() if b["predicted"] != b["compiled"]}
         if (row["model"], row["devices"]) != (name, devices) or not off:
@@ -286,10 +286,10 @@ def _keep_manual(row: dict[str, Any]) -> None:
 
     print(json.dumps(row), file=sys.stderr, flush=True)
     key = ("model", "strategy", "devices")
-    rows = json.loads(BY_HAND.read_text())["rows"] if BY_HAND.exists() else []
+    rows = json.loads(MANUAL.read_text())["rows"] if MANUAL.exists() else []
     kept = [r for r in rows if any(r[k] != row[k] for k in key)] + [row]
     kept.sort(key=lambda r: (r["model"], r["devices"], [*STRATEGIES, *WIDE].index(r["strategy"])))
-    save({"jax": jax.__version__, "rows": kept}, BY_HAND)
+    save({"jax": jax.__version__, "rows": kept}, MANUAL)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant, block_ways, variants
 from pase.compiler.stages.candidates import Candidate, TablesMade, menu_of, search_candidate
 from pase.compiler.stages.chain_places import divided
+from pase.compiler.stages.device_groups import Arrangement, RankGroup, groups_of, rank_meshes
 from pase.compiler.stages.menu import StageTables
 from pase.compiler.stages.search import Staged, StageMenu
-from pase.compiler.stages.sites import Arrangement, RankSite, groups_of, rank_meshes
 from pase.ir import Graph
 from pase.machine import GroupedMachine, Mesh, mesh_from
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Replica",
-    "Shares",
-    "SharesSearched",
-    "best_shares",
-    "equal_shares",
+    "ReplicaSplit",
+    "ReplicaSplitSearch",
+    "best_split",
+    "equal_split",
     "gradient_sum_s",
-    "search_shares",
+    "search_replica_split",
 ]
 
 _MICRO_BATCHES = (2, 4, 8, 16, 32)
@@ -49,14 +49,14 @@ _MICRO_BATCHES = (2, 4, 8, 16, 32)
 class Replica:
     """A group's replica, with so many of the step's micro-batches."""
 
-    site: RankSite
+    group: RankGroup
     micro_batches: int
     staged: Staged
     menu: StageMenu
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Shares:
+class ReplicaSplit:
     """A step on replicas. sum_s: of gradients between the groups, after the slowest replica. bound: no shares of any
     replicas of the groups take less. equal_s: with a share for each group by its number of devices; infinite if that
     does not fit."""
@@ -72,27 +72,27 @@ class Shares:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SharesSearched:
+class ReplicaSplitSearch:
     """What was found for each number of micro-batches. bounds: seconds that no shares beat, of numbers for which none
     were found. left: numbers that were not looked at, because the work that ``work`` allows was spent."""
 
-    found: tuple[Shares, ...] = ()
+    found: tuple[ReplicaSplit, ...] = ()
     bounds: tuple[float, ...] = ()
     left: int = 0
 
 
-def best_shares(
+def best_split(
     total: int, groups: int, seconds: Callable[[int, int], float], start: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """How many of ``total`` micro-batches each group takes, at least one, so that the slowest is fastest.
 
     seconds: (group, micro-batches) -> seconds, which never fall with more micro-batches.
 
-    >>> best_shares(16, 2, lambda g, k: k * (1.0, 3.0)[g])
+    >>> best_split(16, 2, lambda g, k: k * (1.0, 3.0)[g])
     (12, 4)
     """
     timed = cache(seconds)
-    shares = list(start or equal_shares(total, [1] * groups))
+    shares = list(start or equal_split(total, [1] * groups))
     while True:
         slow = max(range(groups), key=lambda g: timed(g, shares[g]))
         others = [g for g in range(groups) if g != slow]
@@ -105,10 +105,10 @@ def best_shares(
         shares[quick] += 1
 
 
-def equal_shares(total: int, devices: Sequence[int]) -> tuple[int, ...]:
+def equal_split(total: int, devices: Sequence[int]) -> tuple[int, ...]:
     """Micro-batches by number of devices, at least one each, the remainder to those that lack most of theirs.
 
-    >>> equal_shares(8, [12, 4]), equal_shares(5, [4, 4])
+    >>> equal_split(8, [12, 4]), equal_split(5, [4, 4])
     ((6, 2), (3, 2))
     """
     exact = np.array(devices) * total / sum(devices)
@@ -135,9 +135,9 @@ def gradient_sum_s(machine: GroupedMachine, cost_model: str, graph: Graph) -> fl
     return float(model.collective("all_reduce", mesh, 1, float(nbytes) / inner))
 
 
-def search_shares(
+def search_replica_split(
     problem: SplitProblem, traced: Traced, options: CompileOptions, say: Progress, spent: Spent
-) -> SharesSearched:
+) -> ReplicaSplitSearch:
     """For each number of micro-batches the best replicas, one on each of the machine's groups.
 
     Nothing if the machine has no groups, or if the ranks, their mesh or their schedule are given.
@@ -145,12 +145,12 @@ def search_shares(
     machine = problem.machine
     given = options.ranks is not None or options.mesh is not None or options.stage_schedule != "auto"
     if not isinstance(machine, GroupedMachine) or given:
-        return SharesSearched()
+        return ReplicaSplitSearch()
     groups = groups_of(problem, options)
     frontend = block_ways(traced)
     made = TablesMade(traced, frontend.blocks_of(traced), problem.optimizer, keep=True, spent=spent)
     limited = options.limit_bytes(machine) is not None
-    examples, out, bounds, skipped = frontend.batch_size(traced), list[Shares](), list[float](), 0
+    examples, out, bounds, skipped = frontend.batch_size(traced), list[ReplicaSplit](), list[float](), 0
     for m in _MICRO_BATCHES if options.accumulate is None else (options.accumulate,):
         if examples % m or m < len(groups):
             continue
@@ -159,26 +159,28 @@ def search_shares(
             continue
         say(f"shares of {m} micro-batches for replicas on {', '.join(g.name for g in groups)}")
         ways = next(variants(traced, problem.graph, replace(options, accumulate=m, once="none"), limited))
-        group = [_OnOneGroup(site, problem, options, made, ways) for site in groups]
-        counts = best_shares(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
+        group = [_OnOneGroup(group, problem, options, made, ways) for group in groups]
+        counts = best_split(m, len(group), lambda g, k, of=group: of[g].least_s(k))  # type: ignore[misc]
         least = max(g.least_s(k) for g, k in zip(group, counts, strict=True))
-        counts = best_shares(m, len(group), lambda g, k, of=group: of[g].step_s(k), counts)  # type: ignore[misc]
+        counts = best_split(m, len(group), lambda g, k, of=group: of[g].step_s(k), counts)  # type: ignore[misc]
         found = [g.best(k) for g, k in zip(group, counts, strict=True)]
         replicas = [
-            Replica(site=g.site, micro_batches=k, staged=f[0], menu=f[1])
+            Replica(group=g.group, micro_batches=k, staged=f[0], menu=f[1])
             for g, k, f in zip(group, counts, found, strict=True)
             if f is not None
         ]
         sum_s = gradient_sum_s(machine, problem.model.name, problem.graph)
         if len(replicas) == len(groups):
-            equal = equal_shares(m, [g.devices for g in groups])
+            equal = equal_split(m, [g.devices for g in groups])
             slowest = max(g.step_s(k) for g, k in zip(group, equal, strict=True))
             out.append(
-                Shares(replicas=tuple(replicas), sum_s=sum_s, bound=least + sum_s, equal_s=slowest + sum_s)
+                ReplicaSplit(
+                    replicas=tuple(replicas), sum_s=sum_s, bound=least + sum_s, equal_s=slowest + sum_s
+                )
             )
         else:
             bounds.append(least + sum_s)
-    return SharesSearched(found=tuple(out), bounds=tuple(bounds), left=skipped)
+    return ReplicaSplitSearch(found=tuple(out), bounds=tuple(bounds), left=skipped)
 
 
 class _OnOneGroup:
@@ -186,19 +188,19 @@ class _OnOneGroup:
 
     def __init__(
         self,
-        site: RankSite,
+        group: RankGroup,
         problem: SplitProblem,
         options: CompileOptions,
         made: TablesMade,
         ways: Sequence[Variant],
     ) -> None:
-        self.site, self.made, self.ways = site, made, ways
+        self.group, self.made, self.ways = group, made, ways
         blocks = divided(problem.graph, made.blocks).blocks
         self.shapes = [
             (ranks, mesh)
-            for ranks in range(1, min(site.devices, blocks, 64) + 1)
-            if site.devices % ranks == 0
-            for mesh in rank_meshes([site], options, site.devices // ranks)
+            for ranks in range(1, min(group.devices, blocks, 64) + 1)
+            if group.devices % ranks == 0
+            for mesh in rank_meshes([group], options, group.devices // ranks)
         ]
         self._found: dict[int, tuple[Staged, StageMenu] | None] = {}
         self._least: dict[int, list[float]] = {}
@@ -215,12 +217,12 @@ class _OnOneGroup:
         return self._least[micro_batches]
 
     def _place(self, shape: tuple[int, Mesh]) -> Arrangement:
-        return Arrangement(ranks=(self.site,) * shape[0])
+        return Arrangement(ranks=(self.group,) * shape[0])
 
     def _tables(
         self, shape: tuple[int, Mesh], micro_batches: int, ways: Sequence[Variant]
     ) -> tuple[StageTables, ...]:
-        return tuple(t.with_share(micro_batches) for t in self.made.all(ways, shape[1], [self.site]))
+        return tuple(t.with_share(micro_batches) for t in self.made.all(ways, shape[1], [self.group]))
 
     def least_s(self, micro_batches: int) -> float:
         return min(self._leasts(micro_batches))

@@ -1,7 +1,7 @@
 """Memory truth: peak bytes that plans predict beside what XLA's buffer assignment says of the compiled steps.
 
-.venv/bin/python -m bench.memory_truth             # every reduced zoo model, 8 host devices; minutes
-.venv/bin/python -m bench.memory_truth gpt2 mlp    # these models again; the others' rows are kept
+.venv/bin/python -m bench.memory_audit             # every reduced zoo model, 8 host devices; minutes
+.venv/bin/python -m bench.memory_audit gpt2 mlp    # these models again; the others' rows are kept
 
 Writes bench/results/memory_truth.json.
 """

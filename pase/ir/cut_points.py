@@ -42,11 +42,11 @@ class UnitChain:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _UnitNodes:
     """Nodes that stay together. key: path of the scope around them, or the name of the block or of the only node.
-    turns: of a loop over layers, else 1."""
+    trip_count: of a loop over layers, else 1."""
 
     names: list[str]
     key: str
-    turns: int
+    trip_count: int
     work: float
 
 
@@ -57,8 +57,8 @@ def loops_over_layers(graph: Graph) -> dict[str, tuple[str, int]]:
     sliced = [(graph.node[e.src], e.op) for e in graph.edges] + [(n, op) for n in graph.nodes for op in n.ops]
     for n, op in sliced:
         if n.kind == "parameter" and op.eqn.part == "x" and op.scope[:1] and op.scope[0].kind == "loop":
-            turns = round(_number(op.times) / _number(n.ops[0].times))
-            out[op.scope[0].path] = op.eqn.path, turns
+            trip_count = round(_number(op.times) / _number(n.ops[0].times))
+            out[op.scope[0].path] = op.eqn.path, trip_count
     return dict(sorted(out.items()))
 
 
@@ -121,10 +121,10 @@ class _ChainFinder:
         of, loops, at, unit = dict[str, tuple[int, int]](), dict[str, tuple[int, int]](), dict[str, int](), 0
         place = dict[str, tuple[int, int]]()
         for i, g in enumerate(groups):
-            place[g.key] = unit, unit + g.turns
+            place[g.key] = unit, unit + g.trip_count
             if g.key in self.layers:
                 loops[self.layers[g.key][0]] = place[g.key]
-            unit += g.turns if i in cuts else g.turns - 1
+            unit += g.trip_count if i in cuts else g.trip_count - 1
         for name, key in self.keys.items():
             of[name] = place[key]
             for op in self.graph.node[name].ops:
@@ -180,7 +180,7 @@ class _ChainFinder:
             _UnitNodes(
                 names=names,
                 key=key,
-                turns=self.layers[key][1] if key in self.layers else 1,
+                trip_count=self.layers[key][1] if key in self.layers else 1,
                 work=sum(op_work(self.graph.node[n]) for n in names),
             )
             for key, names in found.items()

@@ -13,7 +13,7 @@ import pytest
 import pase
 from pase.errors import PaseError
 from pase.machine import load, mesh_from
-from pase.plan.moves import moves
+from pase.plan.parameter_reshard import parameter_reshards
 from pase.plan.types import TensorPlan
 
 MACHINE = load("h100x8")
@@ -57,7 +57,7 @@ def test_bytes_are_those_of_the_elements(plan: Any, old: Any, new: Any) -> None:
     node = [have[:8].any(0), have[8:].any(0)]
     inner = max(4 * int((want[d] & node[d // 8] & ~have[d]).sum()) for d in range(16))
     outer = max(4 * int((want[d] & ~node[d // 8]).sum()) for d in range(16))
-    found = moves(a, b, MACHINE)
+    found = parameter_reshards(a, b, MACHINE)
     assert [m.received for m in found] == ([(inner, outer)] if inner or outer else [])
     assert sum(m.seconds(MACHINE) for m in found) == pytest.approx(
         inner / MACHINE.levels[0].bandwidth_bytes_per_s + outer / MACHINE.levels[1].bandwidth_bytes_per_s
@@ -67,4 +67,4 @@ def test_bytes_are_those_of_the_elements(plan: Any, old: Any, new: Any) -> None:
 def test_another_model_is_refused(plan: Any) -> None:
     other = replace(plan, parameters={"v": TensorPlan(shape=(2,), dtype="float32", storage=((),))})
     with pytest.raises(PaseError, match="the plans are not of one model: only one of them has a parameter"):
-        moves(plan, other, MACHINE)
+        parameter_reshards(plan, other, MACHINE)

@@ -35,13 +35,13 @@ from functools import cached_property
 import numpy as np
 
 from pase.ir import Graph
-from pase.ir.blocks import once_of, turns_of
+from pase.ir.blocks import hoisted_of, micro_batches_of
 from pase.machine import CostModel, Mesh
 from pase.once import once
 from pase.tables.build import Space, config_space, edge_costs, facts_along, lone_gather, phase_costs
 from pase.tables.charges import Flow
 from pase.tables.facts import facts
-from pase.tables.layouts import number
+from pase.tables.layouts import concrete_size
 from pase.tables.types import CostTables, EdgeTable
 
 __all__ = [
@@ -50,20 +50,20 @@ __all__ = [
     "StepParts",
     "StepTables",
     "alone",
-    "beside",
     "edges_at",
     "nodes_at",
+    "overlapped",
     "passes_of",
 ]
 
 
-def beside(compute: float, moved: float, slow: float) -> float:
+def overlapped(compute: float, collectives: float, slow: float) -> float:
     """Time of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
 
-    >>> beside(1.0, 0.5, 0.0), beside(1.0, 0.5, 0.2), beside(1.0, 3.0, 0.2)
+    >>> overlapped(1.0, 0.5, 0.0), overlapped(1.0, 0.5, 0.2), overlapped(1.0, 3.0, 0.2)
     (1.0, 1.1, 3.0)
     """
-    return max(compute + slow * moved, moved)
+    return max(compute + slow * collectives, collectives)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ class StepParts:
     """The parts of a step, in the cost model's unit.
 
     waited: what overlaps with nothing. forward, backward: compute. gathers: collectives that overlap with forward.
-    moved: collectives that overlap with backward, which are sums of gradients and the gathers for recomputation.
+    backward_collectives: collectives that overlap with backward, which are sums of gradients and the gathers for
+    recomputation.
     updated: gathers of updated parameters, once a step, which overlap with the first micro-batch's forward.
     """
 
@@ -79,15 +80,15 @@ class StepParts:
     forward: float = 0.0
     gathers: float = 0.0
     backward: float = 0.0
-    moved: float = 0.0
+    backward_collectives: float = 0.0
     updated: float = 0.0
 
     def total(self, slow: float, first: float = 1.0) -> float:
         """The cost of the step. slow: the part of the device that collectives occupy while they run. first: the part
         of forward that runs in the first micro-batch."""
-        forward = beside(first * self.forward, first * self.gathers + self.updated, slow)
-        rest = (1 - first) * beside(self.forward, self.gathers, slow)
-        return self.waited + forward + rest + beside(self.backward, self.moved, slow)
+        forward = overlapped(first * self.forward, first * self.gathers + self.updated, slow)
+        rest = (1 - first) * overlapped(self.forward, self.gathers, slow)
+        return self.waited + forward + rest + overlapped(self.backward, self.backward_collectives, slow)
 
     @property
     def summed(self) -> float:
@@ -97,11 +98,13 @@ class StepParts:
     @property
     def row(self) -> np.ndarray:
         """float64 [6]"""
-        return np.array([self.waited, self.forward, self.gathers, self.backward, self.moved, self.updated])
+        return np.array(
+            [self.waited, self.forward, self.gathers, self.backward, self.backward_collectives, self.updated]
+        )
 
 
 _PARTS = 6
-WAITED, FORWARD, GATHERS, BACKWARD, MOVED, UPDATED = range(_PARTS)
+WAITED, FORWARD, GATHERS, BACKWARD, BACKWARD_COLLECTIVES, UPDATED = range(_PARTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,17 +119,17 @@ class Passes:
     first: float = 1.0
 
     @cached_property
-    def ahead(self) -> np.ndarray:
+    def compute_margin(self) -> np.ndarray:
         """With the parts, by how much compute takes longer than collectives in each pass; float64 [passes, 6]."""
         behind = self.slow - 1
         rows = np.zeros((3, _PARTS))
         rows[0, [FORWARD, GATHERS, UPDATED]] = self.first, self.first * behind, behind
-        rows[1, [BACKWARD, MOVED]] = 1.0, behind
+        rows[1, [BACKWARD, BACKWARD_COLLECTIVES]] = 1.0, behind
         rows[2, [FORWARD, GATHERS]] = 1 - self.first, (1 - self.first) * behind
         return rows[: 2 if self.first == 1 else 3]
 
     @cached_property
-    def moved(self) -> np.ndarray:
+    def least_parts(self) -> np.ndarray:
         """The parts that a step takes at least: what is waited for and what is sent; float64 [6]."""
         out = np.ones(_PARTS)
         out[[FORWARD, BACKWARD]] = 0.0
@@ -135,32 +138,32 @@ class Passes:
     @property
     def longest(self) -> tuple[float, ...]:
         """The weights at which compute is what counts in every pass."""
-        return (1.0,) * len(self.ahead)
+        return (1.0,) * len(self.compute_margin)
 
     def between(self, compute: Sequence[float]) -> np.ndarray:
         """Weights of the parts, float64 [6]. With them, a step's price is linear and never above its real cost,
         because the larger of two numbers is at least any mean of them. compute: for each pass the weight of compute, in
         [0, 1]."""
-        return np.asarray(self.moved + np.array(compute) @ self.ahead)
+        return np.asarray(self.least_parts + np.array(compute) @ self.compute_margin)
 
 
 def passes_of(graph: Graph, slow: float) -> Passes:
     """What is gathered each time before a micro-batch overlaps with all of them, what is sent once with one."""
-    return Passes(slow=slow, first=1 / turns_of(graph) if once_of(graph) == "none" else 1.0)
+    return Passes(slow=slow, first=1 / micro_batches_of(graph) if hoisted_of(graph) == "none" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
     """The part, in [0, 1], that overlaps with nothing because of its position, for each node.
 
-    forward, backward: of the node's compute. gathers, again, sums: of the collectives of a parameter that the node
+    forward, backward: of the node's compute. gathers, regathers, sums: of the collectives of a parameter that the node
     reads, which are its gather for forward, its gather for recomputation and the sum of its gradient.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     gathers: tuple[float, ...]
-    again: tuple[float, ...]
+    regathers: tuple[float, ...]
     sums: tuple[float, ...]
 
 
@@ -168,7 +171,7 @@ class Alone:
 def alone(graph: Graph) -> Alone:
     """Positions are indices into the graph's list of nodes, which is in execution order."""
     place = {n.name: i for i, n in enumerate(graph.nodes)}
-    turn = [min(turns_of(graph) / max(number(n.times, n.name), 1), 1.0) for n in graph.nodes]
+    turn = [min(micro_batches_of(graph) / max(concrete_size(n.times, n.name), 1), 1.0) for n in graph.nodes]
     reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
     first = min((place[e.dst] for e in reads), default=-1)
     last = max((place[e.dst] for e in reads), default=-1)
@@ -177,18 +180,18 @@ def alone(graph: Graph) -> Alone:
     def at(where: int) -> tuple[float, ...]:
         return tuple(t if i == where else 0.0 for i, t in enumerate(turn))
 
-    once = once_of(graph)
+    hoisted = hoisted_of(graph)
 
     def compute(single: bool) -> tuple[float, ...]:
         """What is sent only once overlaps with the compute of one micro-batch."""
-        beside = 1 / turns_of(graph) if single else 1.0
+        beside = 1 / micro_batches_of(graph) if single else 1.0
         return tuple(1 - beside * (1 - (t if i >= last else 0.0)) for i, t in enumerate(turn))
 
     return Alone(
-        forward=compute(once != "none"),
-        backward=compute(once == "all"),
+        forward=compute(hoisted != "none"),
+        backward=compute(hoisted == "all"),
         gathers=at(first),
-        again=at(rerun),
+        regathers=at(rerun),
         sums=at(first),
     )
 
@@ -319,7 +322,7 @@ def _parted_edges(
     known = facts(graph) if along is None else facts_along(facts(graph), along)
     for e, priced in edge_costs(known, tuple(among), mesh, model):
         sums = 1.0 if model.machine.sums_alone else at.sums[e.dst]
-        key = id(priced.flows), at.gathers[e.dst], at.again[e.dst], sums
+        key = id(priced.flows), at.gathers[e.dst], at.regathers[e.dst], sums
         if key not in made:
             cost = sum((one for _, one in priced.flows), np.zeros([len(rows) for rows in priced.rows]))
             made[key] = (cost, _parted(priced.flows, *key[1:], model)) if cost.any() else None
@@ -358,22 +361,23 @@ def _first_readers(graph: Graph) -> dict[int, int]:
 
 
 def _parted(
-    flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, again: float, sums: float, model: CostModel
+    flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, recompute: float, sums: float, model: CostModel
 ) -> np.ndarray | None:
-    """The parts of a parameter's edge; None for other edges. gathers, again, sums: the part of each without overlap."""
+    """The parts of a parameter's edge; None for other edges. gathers, recompute, sums: the part of each without
+    overlap."""
     if not any(f.bucketed for f, _ in flows):
         return None
     out = np.zeros((_PARTS, *flows[0][1].shape))
     for f, cost in flows:
         if f.back:
             out[WAITED] += sums * cost
-            out[MOVED] += (1 - sums) * cost
+            out[BACKWARD_COLLECTIVES] += (1 - sums) * cost
         elif lone_gather("all_gather", f.nbytes, model):
             out[WAITED] += cost
         else:
-            first = cost / f.again
+            first = cost / f.repeats
             rerun = cost - first
-            out[WAITED] += gathers * first + again * rerun
+            out[WAITED] += gathers * first + recompute * rerun
             out[GATHERS] += (1 - gathers) * first
-            out[MOVED] += (1 - again) * rerun
+            out[BACKWARD_COLLECTIVES] += (1 - recompute) * rerun
     return out

@@ -17,7 +17,7 @@ from pase.tables import CostTables
 from pase.tables.build import Space, build, config_space
 from pase.tables.fixed import why_not
 
-__all__ = ["TablesOf", "baselines", "price", "settle", "settle_alone"]
+__all__ = ["TablesOf", "baselines", "fill_in", "fill_in_alone", "price"]
 
 TablesOf = Callable[[Mesh], tuple[CostTables, Space]]
 
@@ -54,7 +54,9 @@ def baselines(
             if isinstance(made, Intent) and (why := why_not(graph, made.mesh)) is not None:
                 found: Baseline | Skipped = Skipped(name=made.name, reason=why)
             else:
-                found = settle(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
+                found = (
+                    fill_in(made, *(tables_of or default)(made.mesh)) if isinstance(made, Intent) else made
+                )
             so_far = best.get(found.name)
             better = isinstance(found, Baseline) and not (
                 isinstance(so_far, Baseline) and so_far.cost <= found.cost
@@ -68,7 +70,7 @@ def baselines(
     return list(best.values())
 
 
-def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipped:
+def fill_in(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipped:
     """The cheapest strategy among the configs that the intent allows."""
     keep = _allowed(intent, space.graph, space.configs)
     if isinstance(keep, Skipped):
@@ -78,8 +80,8 @@ def settle(intent: Intent, tables: CostTables, space: Space) -> Baseline | Skipp
     )
 
 
-def settle_alone(intent: Intent, graph: Graph, model: CostModel) -> Baseline | Skipped:
-    """``settle`` where nobody else asks for this mesh: only the configs that the intent allows are priced."""
+def fill_in_alone(intent: Intent, graph: Graph, model: CostModel) -> Baseline | Skipped:
+    """``fill_in`` where nobody else asks for this mesh: only the configs that the intent allows are priced."""
     configs = config_space(graph, intent.mesh, model)
     keep = _allowed(intent, graph, configs)
     if isinstance(keep, Skipped):

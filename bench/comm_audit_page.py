@@ -1,4 +1,4 @@
-"""docs/communication-truth.md, made from the rows that ``bench/comm_truth.py`` writes, with why some rows are off."""
+"""docs/communication-truth.md, made from the rows that ``bench/comm_audit.py`` writes, with why some rows are off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatch
 from typing import Any
 
-__all__ = ["NOTED", "by_hand_lines", "error", "page", "reason", "summary"]
+__all__ = ["NOTED", "error", "manual_lines", "page", "reason", "summary"]
 
 KINDS = {
     "all_reduce": "all-reduce",
@@ -97,7 +97,7 @@ REASONS: list[tuple[str, str, str, str]] = [
 """(model, strategy, kind, why): the first pattern that matches explains a row that is off by more than NOTED."""
 
 
-def by_hand_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -> list[str]:
+def manual_lines(rows: list[dict[str, Any]], annotated: list[dict[str, Any]]) -> list[str]:
     """The section on steps lowered by hand, compared with the annotated steps of the same plans."""
     if not rows:
         return []
@@ -154,7 +154,7 @@ def reason(model: str, strategy: str, kind: str) -> str:
     return "not explained yet"
 
 
-METHODS = {
+BASELINES = {
     "data parallel": "data_parallel",
     "FSDP": "fsdp",
     "one weird trick": "owt",
@@ -170,7 +170,7 @@ def summary(cells: list[tuple[dict[str, Any], str, dict[str, int]]]) -> list[str
         "| method | devices | models | pairs | to the byte | within 1% | median error | largest | of all bytes |"
     ]
     out.append("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
-    for method, pattern in METHODS.items():
+    for method, pattern in BASELINES.items():
         for devices in (8, 32):
             mine = [
                 (r, b)
@@ -206,7 +206,7 @@ def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
         "Every plan predicts the collectives of a training step. Here the same plans are emitted as JAX shardings and",
         f"compiled by XLA (JAX {result['jax']}) for {result['devices']} and for 32 host devices, and the bytes of the",
         "collectives in the compiled program are compared with the prediction. The models are the zoo's in their",
-        "reduced sizes. `bench/comm_truth.py` makes this page. On 8 devices it also runs the step and compares it with",
+        "reduced sizes. `bench/comm_audit.py` makes this page. On 8 devices it also runs the step and compares it with",
         f"the unsharded step: over all {len(run)} rows, the largest difference of a gradient is {worst:.0e} of the",
         "largest gradient.",
         "",
@@ -225,7 +225,7 @@ def page(result: dict[str, Any], by_hand: Sequence[dict[str, Any]] = ()) -> str:
         "nobody would choose.",
         "",
     ]
-    lines += by_hand_lines(list(by_hand), result["rows"])
+    lines += manual_lines(list(by_hand), result["rows"])
     for model in dict.fromkeys(r["model"] for r in result["rows"]):
         lines += _model_lines(result, model)
     return "\n".join(lines).rstrip() + "\n"

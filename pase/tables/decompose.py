@@ -26,15 +26,15 @@ from pase.ir import Access, Edge, Graph, Node, Op, Remark
 from pase.ir.precision import operand_bytes
 from pase.machine import CollectiveKind, CostModel, Machine, Mesh
 from pase.once import once
-from pase.tables.layouts import PARTIAL, number, tensor_dim
+from pase.tables.layouts import PARTIAL, concrete_size, tensor_dim
 
 __all__ = [
     "TAKEN_APART",
     "Decompose",
-    "PieceProduct",
+    "DecomposedProduct",
     "Products",
     "decomposed",
-    "in_pieces",
+    "decomposed_times",
     "made_by",
     "read_by",
     "slowed",
@@ -71,7 +71,7 @@ TAKEN_APART: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PieceProduct:
+class DecomposedProduct:
     """A product with a weight, of whole extents: rows × depth with depth × columns.
 
     read_bytes, weight_bytes, made_bytes: of one element of what it reads, of the weight, of its result. weighted: the
@@ -94,7 +94,7 @@ class PieceProduct:
         return model.compute("matmul", self.dtype, 2.0 * m * n * k, nbytes, mnk=(m, n, k))
 
 
-Products = tuple[PieceProduct, ...]
+Products = tuple[DecomposedProduct, ...]
 
 
 def read_by(graph: Graph, edge: Edge) -> Products:
@@ -132,7 +132,7 @@ def made_by(graph: Graph, edge: Edge) -> Products:
     return tuple(p for p in found if p is not None)
 
 
-def _product(graph: Graph, node: Node, op: Op, rows: Access) -> PieceProduct | None:
+def _product(graph: Graph, node: Node, op: Op, rows: Access) -> DecomposedProduct | None:
     """The product of what an access reads with a weight. None: the op is another, or is products by groups."""
     if op.kind != "matmul" or op.backward or len(op.reads) != 2:
         return None
@@ -144,13 +144,13 @@ def _product(graph: Graph, node: Node, op: Op, rows: Access) -> PieceProduct | N
         return None
 
     def extent(dims: set[str]) -> int:
-        return math.prod(number(node.space[d].size, node.name) for d in dims)
+        return math.prod(concrete_size(node.space[d].size, node.name) for d in dims)
 
     def itemsize(a: Access) -> float:
         return float(graph.tensors[a.tensor].itemsize)
 
     cast = None if op.product_dtype is None else operand_bytes(op.product_dtype)
-    return PieceProduct(
+    return DecomposedProduct(
         rows=extent(y - w),
         columns=extent(y - x),
         depth=extent((x & w) - y),
@@ -162,14 +162,14 @@ def _product(graph: Graph, node: Node, op: Op, rows: Access) -> PieceProduct | N
     )
 
 
-def sums_apart(product: PieceProduct, written: np.ndarray, mesh: Mesh) -> np.ndarray:
+def sums_apart(product: DecomposedProduct, written: np.ndarray, mesh: Mesh) -> np.ndarray:
     """Whether a product that writes in these layouts (write_states, int64 [S, axes]) splits nothing but rows and
     contraction, over all devices; bool [S]."""
     rows = (written >= 0) & ~np.isin(tensor_dim(np.maximum(written, 0)), sorted(product.weighted))
     return ((written == PARTIAL) | rows | (np.array(mesh.sizes) == 1)).all(axis=1)
 
 
-def in_pieces(
+def decomposed_times(
     products: Products,
     kind: CollectiveKind,
     back: bool,

@@ -23,7 +23,7 @@ import numpy as np
 
 from pase.pipeline.types import Kind, Schedule
 
-__all__ = ["Lines", "SentOnce", "Start", "exposed_lines", "exposed_s", "starts"]
+__all__ = ["HoistedCollectives", "Lines", "Start", "exposed_lines", "exposed_s", "starts"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,12 +44,12 @@ class Lines:
 class Start:
     """The first action of a stage that waits for its gathers; or, back in time, the last that its sums wait for.
 
-    ahead: how often each kind of action of each stage precedes it on its rank, float64 [kinds, stages].
+    before: how often each kind of action of each stage precedes it on its rank, float64 [kinds, stages].
     """
 
     stage: int
     kind: Kind
-    ahead: np.ndarray
+    before: np.ndarray
 
 
 @lru_cache(maxsize=4096)
@@ -61,13 +61,13 @@ def starts(schedule: Schedule, rank: int, *, back: bool) -> tuple[Start, ...]:
     ahead = np.zeros((len(Kind), schedule.stages))
     for a in order:
         if a.kind in kinds and a.stage not in found:
-            found[a.stage] = Start(stage=a.stage, kind=a.kind, ahead=ahead.copy())
+            found[a.stage] = Start(stage=a.stage, kind=a.kind, before=ahead.copy())
         ahead[a.kind, a.stage] += 1
     return tuple(found.values())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SentOnce:
+class HoistedCollectives:
     """What each stage sends once a step, and the compute beside it, by unit: what comes before the stage's equal blocks
     (one unit or several), one block, what comes after them.
 
@@ -85,10 +85,10 @@ class SentOnce:
         """By how many seconds the rank begins later because of its gathers; or, back, ends later because of its
         sums."""
         mine = np.flatnonzero(np.array(schedule.rank_of) == rank)
-        moved = np.ascontiguousarray((self.sums if back else self.gathers)[:, mine])
+        sent = np.ascontiguousarray((self.sums if back else self.gathers)[:, mine])
         compute = np.ascontiguousarray(self.compute[:, :, mine])
         base, slope = _lines(
-            schedule, rank, back, float(self.slow[rank]), len(moved), moved.tobytes(), compute.tobytes()
+            schedule, rank, back, float(self.slow[rank]), len(sent), sent.tobytes(), compute.tobytes()
         )
         whole = np.zeros((len(base), schedule.stages))
         whole[:, mine] = slope
@@ -103,15 +103,15 @@ def _lines(
 
     many: units. moved_: float64 [units, stages]; compute_: float64 [kinds, units, stages]."""
     mine = [k for k, r in enumerate(schedule.rank_of) if r == rank]
-    moved = np.frombuffer(moved_).reshape(many, len(mine))
+    sent_s = np.frombuffer(moved_).reshape(many, len(mine))
     compute = np.frombuffer(compute_).reshape(len(Kind), many, len(mine))
     every = starts(schedule, rank, back=back)
-    whole = np.stack([moved[:-2].sum(axis=0) + moved[-1], moved[-2]])  # without blocks, of each block
+    whole = np.stack([sent_s[:-2].sum(axis=0) + sent_s[-1], sent_s[-2]])  # without blocks, of each block
     fixed, each = compute[:, :-2].sum(axis=1) + compute[:, -1], compute[:, -2]
     sent, base, slope = np.zeros_like(whole), list[float](), list[np.ndarray]()
     for s in every:
-        k, ahead = mine.index(s.stage), s.ahead[:, mine]
-        for g, c in units(moved[:, k], compute[s.kind, :, k]):
+        k, ahead = mine.index(s.stage), s.before[:, mine]
+        for g, c in units(sent_s[:, k], compute[s.kind, :, k]):
             up_to = sent.copy()
             up_to[:, k] += g
             line = up_to + slow * (whole - up_to)
@@ -122,32 +122,32 @@ def _lines(
     return np.array(base), np.array(slope)
 
 
-def units(moved: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def units(exposable: np.ndarray, compute: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """For each unit that may decide: what is sent up to it, and what is computed before it, as seconds (without blocks,
-    of each block), float64 [2]. moved, compute: float64 [units], the last but one of a block."""
+    of each block), float64 [2]. exposable, compute: float64 [units], the last but one of a block."""
     sent = done = 0.0
-    for g, c in zip(moved[:-2], compute[:-2], strict=True):
+    for g, c in zip(exposable[:-2], compute[:-2], strict=True):
         sent += g
         yield np.array([sent, 0.0]), np.array([done, 0.0])
         done += c
-    (g1, g2), (c1, _) = moved[-2:], compute[-2:]
+    (g1, g2), (c1, _) = exposable[-2:], compute[-2:]
     yield np.array([sent + g1, 0.0]), np.array([done, 0.0])
     yield np.array([sent, g1]), np.array([done - c1, c1])
     yield np.array([sent + g2, g1]), np.array([done, c1])
 
 
-def exposed_s(moved: np.ndarray, compute: np.ndarray, blocks: float, slow: float) -> float:
-    """Of one stage on its own. moved, compute: float64 [units], the last but one of a block.
+def exposed_s(sent: np.ndarray, compute: np.ndarray, blocks: float, slow: float) -> float:
+    """Of one stage on its own. sent, compute: float64 [units], the last but one of a block.
 
     >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 0.0)
     1.0
     >>> exposed_s(np.array([0, 1.0, 0]), np.array([0, 3.0, 0]), 4, 1.0)
     4.0
     """
-    return float((exposed_lines(moved, compute, slow) @ np.array([1.0, blocks])).max())
+    return float((exposed_lines(sent, compute, slow) @ np.array([1.0, blocks])).max())
 
 
-def exposed_lines(moved: np.ndarray, compute: np.ndarray, slow: float) -> np.ndarray:
+def exposed_lines(sent: np.ndarray, compute: np.ndarray, slow: float) -> np.ndarray:
     """What ``exposed_s`` is the largest of: (seconds without blocks, seconds of each block), float64 [lines, 2]."""
-    total = np.array([moved[:-2].sum() + moved[-1], moved[-2]])
-    return np.array([g - c + slow * (total - g) for g, c in units(moved, compute)])
+    total = np.array([sent[:-2].sum() + sent[-1], sent[-2]])
+    return np.array([g - c + slow * (total - g) for g, c in units(sent, compute)])

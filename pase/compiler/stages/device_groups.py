@@ -13,13 +13,13 @@ from pase.compiler.problem.options import CompileOptions
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import PaseError
 from pase.machine import CostModel, GroupedMachine, Machine, Mesh, mesh_from, meshes
-from pase.tables.pieces import slowed
+from pase.tables.decompose import slowed
 
-__all__ = ["Arrangement", "RankSite", "arrangements", "groups_of", "rank_meshes"]
+__all__ = ["Arrangement", "RankGroup", "arrangements", "groups_of", "rank_meshes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RankSite:
+class RankGroup:
     """Equal devices. number: of the machine's group. limit: bytes on a device, infinite if there is none. slow: the
     part of a device that collectives occupy beside compute, 1 if nothing overlaps."""
 
@@ -36,11 +36,11 @@ class RankSite:
 class Arrangement:
     """The site of each rank. between: prices what ranks of different sites send each other."""
 
-    ranks: tuple[RankSite, ...]
+    ranks: tuple[RankGroup, ...]
     between: CostModel | None = None
 
     @property
-    def sites(self) -> tuple[RankSite, ...]:
+    def groups(self) -> tuple[RankGroup, ...]:
         """Each once, in the order of their ranks."""
         return tuple({s.number: s for s in self.ranks}.values())
 
@@ -53,13 +53,13 @@ class Arrangement:
         return np.array([s.limit for s in self.ranks])
 
 
-def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankSite]:
+def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankGroup]:
     """The machine's groups; a machine of equal devices is one. Raises PaseError unless all devices are asked for."""
     machine = problem.machine
     if not isinstance(machine, GroupedMachine):
         limit = options.limit_bytes(machine)
         return [
-            RankSite(
+            RankGroup(
                 number=0,
                 name=machine.name,
                 devices=problem.devices,
@@ -77,7 +77,7 @@ def groups_of(problem: SplitProblem, options: CompileOptions) -> list[RankSite]:
         )
     limits = [options.limit_bytes(g.machine) for g in machine.groups]
     return [
-        RankSite(
+        RankGroup(
             number=i,
             name=g.name,
             devices=g.count,
@@ -94,7 +94,7 @@ def _slow(problem: SplitProblem, machine: Machine) -> float:
     return slowed(machine) if problem.overlap == "parameters" else 1.0
 
 
-def arrangements(problem: SplitProblem, groups: list[RankSite], ranks: int) -> Iterator[Arrangement]:
+def arrangements(problem: SplitProblem, groups: list[RankGroup], ranks: int) -> Iterator[Arrangement]:
     """Every order of the groups, each with its ranks in a row; none if a rank would be of two groups.
 
     Orders that differ only in which of two equal groups is first are one.
@@ -115,7 +115,7 @@ def arrangements(problem: SplitProblem, groups: list[RankSite], ranks: int) -> I
             )
 
 
-def rank_meshes(groups: list[RankSite], options: CompileOptions, devices: int) -> list[Mesh]:
+def rank_meshes(groups: list[RankGroup], options: CompileOptions, devices: int) -> list[Mesh]:
     """Meshes of one rank's devices: the given one; or all devices as one axis, or one axis within a node and one across
     nodes, for nodes of any of the groups.
 

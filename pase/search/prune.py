@@ -15,7 +15,7 @@ import numpy as np
 
 from pase.tables.types import CostTables, EdgeTable
 
-__all__ = ["Sift"]
+__all__ = ["Pruner"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -41,7 +41,7 @@ class _EdgeEnd:
 
 
 @dataclass(kw_only=True, eq=False)
-class _SiftedEdge:
+class _PrunedEdge:
     """cost: float64 [classes of src, classes of dst]. Equal edges share it as long as their classes are the same."""
 
     cost: np.ndarray
@@ -62,7 +62,7 @@ class _SiftedEdge:
         taker.held = np.where(allowed, held, taker.held)
 
 
-class Sift:
+class Pruner:
     """Configs that may be part of a choice that costs less than ``below``.
 
     node_costs: per node float64 [K]. kept: per node the configs that are left, as indices into those. bound: a lower
@@ -74,7 +74,7 @@ class Sift:
         self.node_costs = [np.asarray(c, dtype=np.float64) for c in node_costs]
         self.kept = [np.arange(c.size) for c in self.node_costs]
         self.theta = list(self.node_costs)
-        self.edges: list[_SiftedEdge] = []
+        self.edges: list[_PrunedEdge] = []
         self.bound = -np.inf
         self._drop()
 
@@ -91,7 +91,7 @@ class Sift:
                 for v, c, n in zip((e.src, e.dst), (e.src_class, e.dst_class), e.cost.shape, strict=True)
             )
             src, dst = ends
-            self.edges.append(_SiftedEdge(cost=e.cost, src=src, dst=dst))
+            self.edges.append(_PrunedEdge(cost=e.cost, src=src, dst=dst))
         self._squeeze([np.ones(k.size, bool) for k in self.kept])
 
     def run(self, passes: int) -> None:
@@ -119,7 +119,7 @@ class Sift:
         return CostTables(node_costs=costs, edges=edges)
 
     def _pass(self, forward: bool) -> None:
-        ahead: list[list[tuple[_SiftedEdge, _EdgeEnd]]] = [[] for _ in self.kept]
+        ahead: list[list[tuple[_PrunedEdge, _EdgeEnd]]] = [[] for _ in self.kept]
         behind = [0] * len(self.kept)
         for e in self.edges:
             first, second = (e.src, e.dst) if (e.src.node < e.dst.node) == forward else (e.dst, e.src)

@@ -1,4 +1,4 @@
-"""docs/torch-truth.md, made from the rows that ``bench/torch_truth.py`` writes."""
+"""docs/torch-truth.md, made from the rows that ``bench/torch_audit.py`` writes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["page"]
 
 _HEAD = """# PyTorch truth
 
-`bench/torch_truth.py` made this page. Twelve models of transformers, in small sizes, are split by the methods that
+`bench/torch_audit.py` made this page. Twelve models of transformers, in small sizes, are split by the methods that
 people use by hand, by our own search (on a given mesh, at prices under which everything is split), and at random. The
 plans are run by PyTorch as [PyTorch in and out](torch.md) describes.
 """

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
     from pase.backends.jax.spmd.lower import Manual
 
-__all__ = ["graded_once"]
+__all__ = ["hoisted_value_and_grad"]
 
 Gathers = Callable[[dict[int, Tree]], list[Tree]]
 """From the arrays that carry the parameters' gradients to the parameters in their readers' form."""
 
 
-def graded_once(manual: Manual) -> Callable[..., Tree]:
+def hoisted_value_and_grad(manual: Manual) -> Callable[..., Tree]:
     """f(params, *batch) -> (value, gradients): the mean over the plan's micro-batches, as ``micro_batches.summed``."""
     import jax
 
@@ -42,7 +42,7 @@ def graded_once(manual: Manual) -> Callable[..., Tree]:
     if writes_parameters(plan):
         raise PaseError(
             f"the loss function writes parameters, which each micro-batch has to read anew: compile with once='none' "
-            f"instead of '{plan.once}'"
+            f"instead of '{plan.hoisted}'"
         )
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     arrive = jax.tree.leaves(plan._in_shardings(manual.mesh)[1:])
@@ -83,23 +83,23 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     plan, k, n = manual.plan, manual.plan.accumulate, len(manual.plan.traced.param_paths)
     params, batch = leaves[:n], leaves[n:]
     first = [x[0] if on and k > 1 else x for x, on in zip(batch, split, strict=True)]
-    carriers = manual.carriers(leaves)
-    gathers, tree, wide = _gathers(manual, [*params, *first], carriers)
-    arrived, back = jax.vjp(gathers, carriers)
+    gradient_carriers = manual.gradient_carriers(leaves)
+    gathers, tree, wide = _gathers(manual, [*params, *first], gradient_carriers)
+    arrived, back = jax.vjp(gathers, gradient_carriers)
     smooth = [bool(w) for w in wide]
-    each = plan.once == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
+    each = plan.hoisted == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
 
     def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array]) -> tuple[Array, list[Tree]]:
         held = jax.tree.unflatten(tree, _in_place(mine, smooth, arrived))
-        given = Arrivals(numbers=_sent_once(manual), given=held)
+        given = Arrivals(numbers=_hoisted_transfers(manual), given=held)
         outs = manual.forward([*params, *micro], own, given)
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
         """The gradients of the gathered parameters, summed and in the parameters' storage layouts."""
-        turn = iter(grads)
+        iteration = iter(grads)
         whole = [
-            next(turn).astype(x.dtype) if on else _no_gradient(x)
+            next(iteration).astype(x.dtype) if on else _no_gradient(x)
             for x, on in zip(arrived, smooth, strict=True)
         ]
         (found,) = back(whole)
@@ -107,7 +107,9 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 
     def micro_batch(micro: Sequence[Array]) -> tuple[list[Array], Tree]:
         mine = [x for x, on in zip(arrived, smooth, strict=True) if on]
-        (_, outs), (there, own) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(mine, carriers, micro)
+        (_, outs), (there, own) = jax.value_and_grad(of, argnums=(0, 1), has_aux=True)(
+            mine, gradient_carriers, micro
+        )
         return outs, (jax.tree.map(jnp.add, own, back_to_parameters(there)) if each else (there, own))
 
     if k == 1:
@@ -124,7 +126,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         total = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads)
         return (total, loss + outs[0], [outs[j] for _, j in threads]), outs[1:]
 
-    own = jax.tree.map(jnp.zeros_like, carriers)
+    own = jax.tree.map(jnp.zeros_like, gradient_carriers)
     there = [jnp.zeros(x.shape, w) for x, w in zip(arrived, wide, strict=True) if w]
     loss = jnp.zeros((), plan.traced.jaxpr.out_avals[0].dtype)
     stacked = [x for x, on in zip(batch, split, strict=True) if on]
@@ -139,7 +141,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 
 
 def _gathers(
-    manual: Manual, leaves: Sequence[Array], carriers: dict[int, Array]
+    manual: Manual, leaves: Sequence[Array], gradient_carriers: dict[int, Array]
 ) -> tuple[Gathers, Tree, list[str]]:
     """(the program of the gathers, the tree structure of its results, for each result the dtype in which gradients are
     added, empty if it has no gradient)."""
@@ -148,13 +150,13 @@ def _gathers(
     forms: list[Tree] = []
 
     def finding(own: dict[int, Array]) -> list[Tree]:
-        arrivals = Arrivals(numbers=_sent_once(manual))
+        arrivals = Arrivals(numbers=_hoisted_transfers(manual))
         manual.forward(leaves, own, arrivals)
         found, tree = jax.tree.flatten(arrivals.found)
         forms[:] = [tree, jax.tree.leaves(arrivals.wide)]
         return found
 
-    program = without_dead_code(jax.make_jaxpr(finding)(carriers))
+    program = without_dead_code(jax.make_jaxpr(finding)(gradient_carriers))
 
     def gathers(own: dict[int, Array]) -> list[Tree]:
         return called(program)(*jax.tree.leaves(own))
@@ -162,14 +164,14 @@ def _gathers(
     return gathers, forms[0], forms[1]
 
 
-def _sent_once(manual: Manual) -> frozenset[int]:
-    return frozenset(k for k, t in enumerate(manual.program.transfers) if t.once)
+def _hoisted_transfers(manual: Manual) -> frozenset[int]:
+    return frozenset(k for k, t in enumerate(manual.program.transfers) if t.hoisted)
 
 
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:
     """``others``, with ``some`` in the chosen places."""
-    turn = iter(some)
-    return [next(turn) if on else x for x, on in zip(others, chosen, strict=True)]
+    iteration = iter(some)
+    return [next(iteration) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
 def _no_gradient(x: Array) -> Array | np.ndarray:

@@ -1,8 +1,8 @@
 """What a plan of a PyTorch model computes and sends, beside the unsharded step and the plan's own list.
 
-    python -m bench.torch_truth                      # twelve models, eight strategies (10 minutes on one core)
-    python -m bench.torch_truth --only Llama         # these again; the others' rows are kept
-    python -m bench.torch_truth --page               # docs/torch-truth.md from the result file
+    python -m bench.torch_audit                      # twelve models, eight strategies (10 minutes on one core)
+    python -m bench.torch_audit --only Llama         # these again; the others' rows are kept
+    python -m bench.torch_audit --page               # docs/torch-truth.md from the result file
 
 Numbers: float64 throughout, 4 ranks as threads of one process (a 2x2 mesh, or 4); loss, every gradient, and parameters
 and buffers after an update by AdamW. ``gloo``: the same by four processes. Bytes: one rank of 32 on fake tensors; each
@@ -209,7 +209,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Writes bench/results/torch_truth.json, a row for each model, and docs/torch-truth.md."""
-    from bench.torch_truth_page import page
+    from bench.torch_audit_page import page
 
     args = parser(__doc__, "torch_truth")
     args.add_argument("--page", action="store_true", help="only the page, from the result file")

@@ -1,7 +1,7 @@
 """The parameters of a step, in the layouts in which a rank's walks read them.
 
-What a plan sends once a step (``LocalProgram.once``) is gathered before the first micro-batch, and stays. The gradients
-of all micro-batches are then added where they are made, and summed over the ranks behind the last one: by the
+What a plan sends once a step (``LocalProgram.hoisted``) is gathered before the first micro-batch, and stays. The
+gradients of all micro-batches are then added where they are made, and summed over the ranks behind the last one: by the
 derivative of the gathers, whose moves are the plan's.
 """
 
@@ -27,42 +27,44 @@ class StepParameters:
     """leaves: tensor -> what gets its gradient, in the layout in which that is kept. values: parameters, and their
     views and casts where these are made once, as the walks read them.
 
-    came: number of a transfer that runs once -> what it brought. sums: number -> the sum of its gradients, for those
-    that have one, in the dtype of the stored parameter. given: number -> what a walk reads.
+    received: number of a transfer that runs once -> what it brought. sums: number -> the sum of its gradients, for
+    those that have one, in the dtype of the stored parameter. given: number -> what a walk reads.
     """
 
     leaves: Mapping[str, Tensor]
     values: Mapping[str, RankValue]
-    came: Mapping[int, Tensor]
+    received: Mapping[int, Tensor]
     sums: Mapping[int, Tensor]
     given: Mapping[int, Tensor]
 
     @staticmethod
     def of(leaves: Mapping[str, Tensor], body: Body, walk: RankWalk) -> StepParameters:
         """Send what is sent once. body: has the parameters, made from the leaves."""
-        came = walk.arrivals(body)
+        received = walk.arrivals(body)
         sums, given = {}, {}
-        for n, x in came.items():
+        for n, x in received.items():
             given[n] = x
             if x.requires_grad:
                 given[n], sums[n] = _apart(x, leaves[walk.stored(n)])
-        return StepParameters(leaves=leaves, values=dict(body.values), came=came, sums=sums, given=given)
+        return StepParameters(
+            leaves=leaves, values=dict(body.values), received=received, sums=sums, given=given
+        )
 
     def into(self, body: Body) -> None:
         """Give them to a micro-batch."""
         body.values.update(self.values)
-        body.kept.bring(self.given)
+        body.kept.receive(self.given)
 
     @property
     def trained(self) -> Iterator[Tensor]:
         """The leaves of autograd to which a micro-batch's backward adds."""
         yield from (x for x in (*self.leaves.values(), *self.sums.values()) if x.requires_grad)
 
-    def settle(self) -> None:
+    def reduce_gradients(self) -> None:
         """Sum over the ranks what is summed once, and add it to the leaves' gradients."""
         import torch
 
-        ends = [(self.came[n], x.grad) for n, x in self.sums.items() if x.grad is not None]
+        ends = [(self.received[n], x.grad) for n, x in self.sums.items() if x.grad is not None]
         if ends:
             torch.autograd.backward([x for x, _ in ends], [g.to(x.dtype) for x, g in ends])
 

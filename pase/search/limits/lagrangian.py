@@ -20,7 +20,7 @@ __all__ = ["Dual", "best_prices"]
 _STEPS = 24
 _CUTS = 16
 
-HullPoint = tuple[np.ndarray, float]
+LagrangianPoint = tuple[np.ndarray, float]
 
 
 @dataclass(eq=False)
@@ -33,14 +33,14 @@ class Dual:
 
     prices: np.ndarray
     bound: float
-    choices: list[HullPoint] = field(default_factory=list)
+    choices: list[LagrangianPoint] = field(default_factory=list)
 
 
 def best_prices(
     at: Callable[[np.ndarray], tuple[np.ndarray, float, float]],
     used: Callable[[np.ndarray], np.ndarray],
     room: np.ndarray,
-    over: HullPoint,
+    over: LagrangianPoint,
     *,
     below: float = np.inf,
     start: np.ndarray | None = None,

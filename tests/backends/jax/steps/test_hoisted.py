@@ -14,7 +14,7 @@ from bench.cases.plans import case_of
 from pase.api import Plan
 from pase.backends.audit.xla import compare, sharded_step, unsharded_step
 from pase.baselines import masks
-from pase.compiler.meshes.methods import price_methods
+from pase.compiler.meshes.baselines import price_baselines
 from pase.compiler.meshes.plans import plan_of
 from pase.compiler.problem.variants import Variant
 from pase.errors import PaseError
@@ -76,10 +76,10 @@ def planned(fn, params, tokens, method, k):
     """f(once): the plan of a method by which people split, on 8 devices."""
     case = case_of(fn, params, tokens, name=fn.__name__)
     with patch.object(masks, "PERSISTENT_ELEMENTS", 0):  # FSDP leaves no parameter whole, small as these are
-        given = next(b for b in price_methods(case.problem)[0] if b.name == method)
+        given = next(b for b in price_baselines(case.problem)[0] if b.name == method)
 
     def of(once):
-        problem = case.problem.varied(case.traced, Variant(accumulate=k, once=once))
+        problem = case.problem.varied(case.traced, Variant(accumulate=k, hoisted=once))
         return Plan.of(plan_of(problem, given.strategy, given.mesh, fn.__name__, case.traced))
 
     return of

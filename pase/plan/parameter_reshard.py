@@ -12,14 +12,14 @@ from pase.machine import Machine, Mesh
 from pase.machine.meshes import level_ways
 from pase.plan.types import Placement, PlanData, TensorPlan
 
-__all__ = ["ParameterMove", "moves"]
+__all__ = ["ParameterReshard", "parameter_reshards"]
 
 Box = tuple[tuple[int, int], ...]
 """Per tensor dim, the first element and the one after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParameterMove:
+class ParameterReshard:
     """The move of one parameter. received: for each link level of the machine, innermost first, the most bytes per
     device.
 
@@ -43,7 +43,7 @@ class ParameterMove:
         )
 
 
-def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]:
+def parameter_reshards(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterReshard]:
     """Every parameter of which some device must receive a part, the largest first.
 
     Both plans are of one model. Devices have the same numbers in both, so that a plan for more devices starts with the
@@ -65,7 +65,7 @@ def moves(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterMove]
             )
         received = _received(t, _boxes(t, old.mesh), _boxes(to, new.mesh), ways)
         if any(received):
-            found.append(ParameterMove(parameter=name, old=t.storage, new=to.storage, received=received))
+            found.append(ParameterReshard(parameter=name, old=t.storage, new=to.storage, received=received))
     return sorted(found, key=lambda m: -m.nbytes)
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pase.pipeline.beside import SentOnce, exposed_s
 from pase.pipeline.cuts import TOLERANCE, CutProblem, best_cuts
+from pase.pipeline.overlap import HoistedCollectives, exposed_s
 from pase.pipeline.registry import schedule
 from pase.pipeline.simulate import simulate
 from pase.pipeline.types import Kind, StageTimes
@@ -50,7 +50,7 @@ def problem_of(rng: np.random.Generator, name: str, p: int, v: int, m: int, bloc
         Kind.WEIGHT: weight,
     }
     fixed, each = (
-        StageTimes.of(*(f(x) for x in (forward, back, weight)), again=f(again), ranks=r)
+        StageTimes.of(*(f(x) for x in (forward, back, weight)), recompute=f(again), ranks=r)
         for f, r in ((lambda x: x[0] + x[2], p), (lambda x: x[1], n))
     )
     return CutProblem(
@@ -58,7 +58,7 @@ def problem_of(rng: np.random.Generator, name: str, p: int, v: int, m: int, bloc
         blocks=blocks,
         fixed=fixed,
         each=each,
-        once=SentOnce(
+        hoisted=HoistedCollectives(
             gathers=gathers,
             sums=sums,
             compute=np.stack([by_kind[k] for k in Kind]),
@@ -86,7 +86,7 @@ def test_cuts_with_what_is_sent_once_equal_enumeration(name, p, v):
 def test_one_stage_a_rank_waits_as_a_stage_alone_does():
     rng = np.random.default_rng(2)
     problem, counts = problem_of(rng, "1f1b", 4, 1, 8, 12), np.array([2, 4, 5, 1])
-    once, times = problem.once, problem.times(counts)
+    once, times = problem.hoisted, problem.times(counts)
     assert once is not None
     for r in range(4):
         for moved, kind, told in (
@@ -103,6 +103,6 @@ def test_nothing_is_hidden_where_nothing_overlaps():
     rng = np.random.default_rng(3)
     for _ in range(20):
         problem = problem_of(rng, "interleaved", 2, 2, 4, 12)
-        assert problem.once is not None
-        alone = replace(problem, once=replace(problem.once, slow=np.ones(2)))
+        assert problem.hoisted is not None
+        alone = replace(problem, hoisted=replace(problem.hoisted, slow=np.ones(2)))
         assert not alone.hidden(np.array([2, 4, 5, 1])).any()

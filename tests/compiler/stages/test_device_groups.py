@@ -17,8 +17,8 @@ from pase.compiler.problem.spent import Spent
 from pase.compiler.problem.variants import Variant
 from pase.compiler.resolve import traced_model
 from pase.compiler.stages.candidates import TablesMade, menu_of
-from pase.compiler.stages.shares import best_shares, equal_shares, search_shares
-from pase.compiler.stages.sites import arrangements, groups_of
+from pase.compiler.stages.device_groups import arrangements, groups_of
+from pase.compiler.stages.replica_split import best_split, equal_split, search_replica_split
 from pase.errors import PaseError
 from pase.files.codec import to_tree
 from pase.frontends.jax.blocks import blocks_of
@@ -64,7 +64,7 @@ def test_stages_on_groups_equal_enumeration():
     places = list(arrangements(problem, groups, 2))
     assert [p.numbers for p in places] == [(0, 1), (1, 0)]
     for place in places:
-        menu = menu_of(made.all([Variant(accumulate=4)], mesh, place.sites), 4, place)
+        menu = menu_of(made.all([Variant(accumulate=4)], mesh, place.groups), 4, place)
         least, cheapest = menu.least_s(), np.inf
         for d, chunks in menu.schedules():
             s = schedule(d.name, 2, 4, chunks)
@@ -97,9 +97,9 @@ def test_shares_equal_enumeration():
         groups = int(rng.integers(2, 5))
         total = int(rng.integers(groups, 14))
         times = np.cumsum(rng.choice([0.0, 0.5, 1.0, 3.0], (groups, total + 1)), axis=1)
-        start = equal_shares(total, rng.integers(1, 9, groups).tolist())
+        start = equal_split(total, rng.integers(1, 9, groups).tolist())
         assert sum(start) == total and min(start) >= 1
-        found = best_shares(total, groups, lambda g, k, t=times: float(t[g, k]), start)
+        found = best_split(total, groups, lambda g, k, t=times: float(t[g, k]), start)
         assert sum(found) == total and min(found) >= 1
         every = (
             max(times[g, k] for g, k in enumerate(shares))
@@ -112,12 +112,12 @@ def test_shares_equal_enumeration():
 def test_replicas_take_shares_by_speed():
     m = machine()
     problem, traced, options = setup(m, 4, pipeline="auto", accumulate=8)
-    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent()).found
+    (shares,) = search_replica_split(problem, traced, options, lambda _: None, Spent()).found
     fast, slow = (r.micro_batches for r in shares.replicas)
     assert fast + slow == 8 and fast > slow
     assert shares.bound <= shares.step_s < shares.equal_s
     # A replica's share costs no less than a smaller one does: on this rests the proof.
-    from pase.compiler.stages.shares import _OnOneGroup
+    from pase.compiler.stages.replica_split import _OnOneGroup
 
     made = TablesMade(traced, blocks_of(traced), "adam", keep=True, spent=Spent())
     group = [
@@ -135,7 +135,7 @@ def test_where_equal_shares_are_as_good_it_says_so():
     """Two equal halves behind a link of their own."""
     half = machine(speed=1.0, link=50e9)
     problem, traced, options = setup(half, 4, pipeline="auto", accumulate=4)
-    (shares,) = search_shares(problem, traced, options, lambda _: None, Spent()).found
+    (shares,) = search_replica_split(problem, traced, options, lambda _: None, Spent()).found
     assert [r.micro_batches for r in shares.replicas] == [2, 2] and shares.equal_s == shares.step_s
     plan = pase.compile(
         WIDE,
@@ -172,7 +172,7 @@ def test_a_plan_of_replicas_is_priced_saved_and_given_to_jax(tmp_path):
     assert plan.bound <= plan.cost < plan.baselines["stages on the groups"] < plan.baselines["no stages"]
     assert any("share  h100x8#0: 3 micro-batches" in line for line in lines(plan))
     assert any("shares of the micro-batches would take" in line for line in lines(plan))
-    assert plan.jax.shares == (3, 1) and "runs the replicas in JAX" in str(plan)
+    assert plan.jax.replica_split == (3, 1) and "runs the replicas in JAX" in str(plan)
     assert [r.splits[0].accumulate for r in plan.jax.replicas] == [3, 1]
     tree = to_tree(to_json(plan))
     assert from_json(json.loads(json.dumps(tree))).pipeline == p

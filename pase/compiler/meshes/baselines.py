@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from pase.baselines import Baseline, Intent, Skipped, baselines
-from pase.baselines.settle import settle
+from pase.baselines.fill_in import fill_in
 from pase.compiler.meshes.search import Found
 from pase.compiler.problem.problem import SplitProblem
 from pase.errors import Infeasible
@@ -17,11 +17,11 @@ from pase.ir import Node
 from pase.machine import Mesh
 from pase.memory.account import Memory
 
-__all__ = ["complete", "memory_of", "never_worse", "price_methods"]
+__all__ = ["complete", "memory_of", "never_worse", "price_baselines"]
 
 
 @uncollected()
-def price_methods(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]:
+def price_baselines(problem: SplitProblem) -> tuple[list[Baseline], list[Skipped]]:
     """The strategies that people write by hand, priced on this problem, and the methods that do not apply to it."""
     made = baselines(problem.graph, problem.devices, problem.machine, problem.model, tables_of=problem.tables)
     price = problem.pricing.cost
@@ -64,7 +64,7 @@ def complete(problem: SplitProblem, pinned: Mapping[str, np.ndarray], mesh: Mesh
         alike = (cfg == pinned[node.name]).all(axis=1) if node.name in pinned else cfg[:, 0] == cfg[:, 0]
         return np.asarray(alike)
 
-    found = settle(Intent(name="pinned", mesh=mesh, allow=allow), *problem.tables(mesh))
+    found = fill_in(Intent(name="pinned", mesh=mesh, allow=allow), *problem.tables(mesh))
     if isinstance(found, Skipped):
         raise Infeasible(found.reason)
     return dict(found.strategy)

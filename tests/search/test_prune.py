@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from pase.errors import Infeasible
 from pase.search import brute_force
 from pase.search.check import cost_of
-from pase.search.sift import Sift
+from pase.search.prune import Pruner
 from pase.tables.types import CostTables, EdgeTable
 from tests.search.random_instances import random_tables
 
@@ -22,7 +22,7 @@ def test_no_choice_below_the_known_cost_is_lost(seed: int, part: float) -> None:
     except Infeasible:
         return
     below = best * part + (part - 1)
-    sift = Sift(tables.node_costs, below)
+    sift = Pruner(tables.node_costs, below)
     left = list(tables.edges)
     rng.shuffle(left)  # type: ignore[arg-type]
     while left and not sift.empty:
@@ -63,7 +63,7 @@ def test_a_tree_is_proven_by_one_pass() -> None:
     )
     tables = CostTables(node_costs=tuple(rng.random(k) for k in sizes), edges=edges)
     best = brute_force(tables).cost
-    sift = Sift(tables.node_costs, best * 2)
+    sift = Pruner(tables.node_costs, best * 2)
     sift.add(edges)
     sift.run(3)
     assert np.isclose(sift.bound, best)

@@ -8,7 +8,7 @@ import numpy as np
 
 from pase.errors import Infeasible
 from pase.search import brute_force, cost_of
-from pase.search.limits.hull import best_prices
+from pase.search.limits.lagrangian import best_prices
 from pase.search.limits.sums import sums_of
 from pase.tables.types import CostTables
 from tests.search.random_instances import random_memory, random_tables
