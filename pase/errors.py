@@ -25,17 +25,30 @@ def printable(text: str) -> str:
 
 
 class PaseError(ValueError):
-    """Bad input: the message says what, where, and what to do. Exit code 2.
+    """Bad input: what is wrong, where, and what to do about it. The command line exits with 2.
 
-    The message may name what a file holds: control characters in it are shown, not sent to a terminal.
+    what: the fault. where: the file, option, op or line of the user's program that has it. fix: what the user can do, as
+    an instruction. The message joins the parts that are given: ``where: what; fix``. They stay readable as attributes, so
+    that programs and tests need not search the message.
+
+    >>> print(PaseError("the size is -1", where="--devices", fix="give a positive number"))
+    --devices: the size is -1; give a positive number
+
+    A message may quote a file. ``str`` makes control characters visible, so that none of them reaches a terminal.
     """
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(f"{where}{where and ': '}{what}{fix and '; '}{fix}")
+        self.what = what
+        self.where = where
+        self.fix = fix
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class Infeasible(PaseError):
-    """A sound request that cannot be met: nothing fits, no strategy exists. Exit code 1."""
+    """A valid request that cannot be met: no strategy exists, or none fits. The command line exits with 1."""
 
 
 def install_line(extra: str) -> str:
