@@ -83,8 +83,9 @@ class Site:
     def b(self) -> GraphBuilder:
         raise NotImplementedError
 
-    def fail(self, what: str) -> PaseError:
-        return PaseError(f"{self.place}: {what}")
+    def fail(self, what: str, fix: str = "") -> PaseError:
+        """The error to raise: what is wrong with this op, and what the user can do about it."""
+        return PaseError(what, where=self.place, fix=fix)
 
     def tensors(self, *values: Value) -> list[Tensor]:
         return [self.tensor(v) for v in values]
