@@ -1,1 +1,1 @@
-"""Programs that XLA compiled, as it serializes them: what they send, how often, and how long by its own estimates."""
+"""Reads programs compiled by XLA: their collectives, the trip counts of their loops, and XLA's own cycle estimates."""

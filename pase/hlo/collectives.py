@@ -1,4 +1,4 @@
-"""What a compiled program really sends: the collectives in its HLO, each with its size and how often it runs.
+"""Lists the collectives in a compiled program's HLO, with the size of each and how often it runs per step.
 
 >>> text = '''HloModule m, num_partitions=4
 ... %add (a: f32[], b: f32[]) -> f32[] {
@@ -13,10 +13,11 @@
 >>> [(c.kind, c.bytes, c.group_size, c.count) for c in collectives(text)]
 [('all_reduce', 32, 2, 1)]
 
-Sizes follow ``CostModel.collective``: the larger local buffer on one device. They are the sizes in
-the compiled program: the CPU backend widens 16-bit floats to f32 before it sends (``promoted`` marks
-the sums; gathers are not marked, compare ``dtypes``), and turns an annotated reduce-scatter into an
-all-reduce and a slice. Compare predictions with float32 programs there.
+Sizes follow the convention of ``CostModel.collective``: the larger of the input and output buffers on one device. They
+are the sizes in the compiled program, which may differ from the source program. The CPU backend widens 16-bit floats
+to f32 before it sends them (``promoted`` marks this for reductions, but not for all-gathers; check ``dtypes``). It also
+replaces an annotated reduce-scatter by an all-reduce and a slice. On that backend, compare predictions with float32
+programs.
 """
 
 from __future__ import annotations
@@ -49,44 +50,44 @@ _KINDS: dict[str, HloKind] = {
 class HloCollective:
     """One collective instruction of a compiled program.
 
-    bytes: the larger local buffer on one device, in one run: all_gather: the output;
-    reduce_scatter: the input; others: the local tensor. Variadic forms are summed.
-    count: how often a step runs it; loops multiply, nested ones too.
+    bytes: size of the larger local buffer on one device for one execution: the output of an all_gather, the input of a
+    reduce_scatter, and the local tensor of any other kind. Variadic collectives sum over their operands.
+    count: number of executions per step. The trip counts of all enclosing loops are multiplied.
     """
 
     kind: HloKind
     bytes: int
     parts: tuple[int, ...]
-    """``bytes`` by operand: the compiler combines small collectives into one of several tensors."""
+    """``bytes`` per operand. The compiler may combine several small collectives into one with several operands."""
     group_size: int
     groups: Groups
-    """Devices that talk to each other; of a permute: the devices joined by its pairs."""
+    """Device groups that communicate. For a permute: the sets of devices connected by its pairs."""
     count: int
     count_known: bool
-    """False inside of a loop whose trips cannot be read: ``count`` then takes that loop to run once."""
+    """False if an enclosing loop's trip count is unknown; ``count`` then assumes one iteration of that loop."""
     name: str
     computation: str
     operands: tuple[str, ...]
     dtypes: tuple[str, ...]
-    """Element types sent, as HLO names them: ("f32",)."""
+    """HLO names of the element types sent, such as ("f32",)."""
     promoted: bool
-    """The compiler widened the type to add in it (16 bits to f32, so bytes are twice what was asked)."""
+    """Whether the compiler widened the element type for the reduction (16 bits to f32, which doubles ``bytes``)."""
     pairs: Groups
-    """(source, target) of a permute, else empty."""
+    """(source, target) pairs of a permute; empty for other kinds."""
     axes: int | None
-    """Bit set of mesh axes (bit i = axis i), where a mesh was given and a set fits; else None."""
+    """Bit set of mesh axes (bit i = axis i). None if no mesh was given or no set of its axes gives these groups."""
     op_name: str
-    """The framework's name for where it comes from ("jit(f)/dot_general"), or ""."""
+    """The framework's name of the source op ("jit(f)/dot_general"), or ""."""
 
 
 def collectives(compiled: str | XlaProgram, mesh: Mesh | None = None) -> list[HloCollective]:
-    """The collectives of a compiled program, in the order of the text.
+    """Returns the collectives of a compiled program, in the order of its text.
 
-    compiled: the text of ``.compile().as_text()``, or the compiled object.
-    mesh: where given, each collective's ``axes`` are found: device ids are then taken to be the mesh's
-    positions, row-major, as JAX numbers them.
-    Of the branches of a conditional, the one that sends most bytes counts. Raises PaseError on text
-    that is no compiled HLO.
+    compiled: the compiled object, or the text that its ``as_text()`` returns.
+    mesh: if given, ``axes`` of each collective is set. Device ids must be row-major positions in the mesh, as in JAX.
+
+    Of the branches of a conditional, only the one that sends the most bytes is counted. Raises PaseError if the text is
+    not compiled HLO.
     """
     found = [c for module in modules(compiled) for c in _of_module(module)]
     if mesh is None:
@@ -98,7 +99,7 @@ def collectives(compiled: str | XlaProgram, mesh: Mesh | None = None) -> list[Hl
 
 
 def summary(found: Iterable[HloCollective]) -> dict[HloKind, tuple[int, int]]:
-    """Per kind: (how many run, their bytes in sum). Groups of one device send nothing and are left out."""
+    """Returns (number of executions, total bytes) per kind. Groups of one device send nothing and are left out."""
     total: dict[HloKind, tuple[int, int]] = {}
     for c in found:
         if c.group_size > 1:
@@ -108,16 +109,17 @@ def summary(found: Iterable[HloCollective]) -> dict[HloKind, tuple[int, int]]:
 
 
 def kind_of(i: Instruction) -> HloKind | None:
-    """The kind of collective that an instruction is or starts; None for any other instruction."""
+    """Returns the kind of collective that an instruction performs or starts; None for any other instruction."""
     return _KINDS.get(i.opcode.removesuffix("-start"))
 
 
 def sent(computation: Computation, i: Instruction) -> list[Shape]:
-    """The larger local buffers of a collective, one per operand: the outputs of a gather, the inputs of any other."""
+    """Returns a collective's larger local buffers, one per operand: outputs of an all-gather, else inputs."""
     if kind_of(i) == "all_gather":
         made = i.shape.parts[1] if i.opcode.endswith("-start") else i.shape
         return list(made.arrays())
-    # An in-place permute names its output and offsets too; the ragged form names sizes and offsets.
+    # Only the first operand is data: an in-place permute also takes its output buffer and offsets, and the ragged form
+    # takes sizes and offsets.
     one = i.in_place or i.opcode.startswith("ragged")
     return [o.shape for o in computation.operands(i)[: 1 if one else None]]
 
@@ -126,13 +128,13 @@ def _of_module(module: Module) -> list[HloCollective]:
     merged: dict[tuple[str, str], HloCollective] = {}
     for c in _walk(module, module.entry):
         key = (c.computation, c.name)
-        # One computation may be called from several places.
+        # A computation may have several callers.
         merged[key] = replace(merged[key], count=merged[key].count + c.count) if key in merged else c
     return list(merged.values())
 
 
 def _walk(module: Module, computation: Computation) -> list[HloCollective]:
-    """The collectives of one run of a computation and all that it calls."""
+    """Returns the collectives of one execution of a computation and of everything it calls."""
     found: list[HloCollective] = []
     for i in computation.instructions.values():
         kind = kind_of(i)
@@ -150,10 +152,10 @@ def _walk(module: Module, computation: Computation) -> list[HloCollective]:
 
 
 def _goes_on(computation: Computation, i: Instruction) -> bool:
-    """True if this continues a collective that was started elsewhere.
+    """Whether this instruction continues a collective that another fusion started.
 
-    TPU fuses a collective with the products that hide it. The same collective then appears in the
-    fusion that starts it, in each fusion that overlaps with it, and in the one that ends it.
+    XLA for TPU fuses a collective with the matrix products that overlap with it. The same collective then appears in
+    the fusion that starts it, in each fusion that overlaps with it, and in the fusion that ends it.
     """
     calls = {c.custom_call_target for c in computation.instructions.values()}
     beside = i.noted("async_collective_fusion_config") is not None and "AsyncCollectiveStart" not in calls
@@ -168,14 +170,14 @@ def _loop(module: Module, computation: Computation, loop: Instruction) -> list[H
             count=c.count * (1 if trips is None else trips + more),
             count_known=c.count_known and trips is not None,
         )
-        for callee, more in zip(module.called(loop), (0, 1), strict=True)  # the condition is asked once more
+        for callee, more in zip(module.called(loop), (0, 1), strict=True)  # the condition runs once more
         for c in _walk(module, callee)
     ]
 
 
 def _collective(module: Module, computation: Computation, i: Instruction, kind: HloKind) -> HloCollective:
     groups = joined(i.pairs) if kind == "permute" else i.groups or (tuple(range(module.devices)),)
-    # On TPU a reduce-scatter is a fusion named so, with an all-reduce and a slice inside.
+    # XLA for TPU writes a reduce-scatter as a fusion of this name that contains an all-reduce and a slice.
     if kind == "all_reduce" and computation.name.startswith("all-reduce-scatter"):
         kind = "reduce_scatter"
     sources = sent(computation, i)

@@ -1,4 +1,4 @@
-"""Cycles in a program compiled for TPU: the compiler's own estimate for each op, times the trip counts of loops.
+"""Sums the compiler's cycle estimates of a program compiled for TPU, multiplied by the trip counts of its loops.
 
 >>> text = '''HloModule m
 ... ENTRY %main (p: f32[8]) -> f32[8] {
@@ -8,9 +8,10 @@
 >>> cycles(text).total
 70
 
-XLA for TPU writes ``estimated_cycles`` on the ops that it tiles: products, fusions, copies, and products that overlap
-with a collective. It writes none on a collective that overlaps with nothing, although a step waits for it.
-``waiting`` lists these, so that a caller who knows the links can price them. (Seen with libtpu 0.0.40 and 0.0.51.)
+XLA for TPU writes ``estimated_cycles`` on the ops that it tiles: matrix products (including those that overlap with a
+collective), fusions and copies. It writes no estimate for a collective that overlaps with nothing, although the step
+waits for it. ``waiting`` lists these collectives; a caller who knows the links can price them. (Observed with libtpu
+0.0.40 and 0.0.51.)
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ __all__ = ["Cycles", "Estimated", "cycles"]
 
 @dataclass(frozen=True, kw_only=True)
 class Estimated:
-    """One op of the schedule: cycles of one run, and how often a step runs it."""
+    """One scheduled op: cycles per execution, and executions per step (``times``)."""
 
     name: str
     computation: str
@@ -39,15 +40,15 @@ class Estimated:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """A step by the compiler's estimates."""
+    """The compiler's estimates for one step."""
 
     ops: tuple[Estimated, ...]
     waiting: tuple[HloCollective, ...]
-    """Collectives that nothing runs beside: no cycles are noted for them."""
+    """Exposed collectives: nothing overlaps with them, and the compiler estimates no cycles for them."""
     hidden: tuple[HloCollective, ...]
-    """Collectives that products run beside: their cycles are those of the products, or of what is left to wait."""
+    """Collectives that overlap with matrix products. The cycles of those products include any remaining wait."""
     trips_known: bool
-    """False where a loop's trips cannot be read: it then counts as one turn."""
+    """False if the trip count of some loop is unknown; that loop is then counted as one iteration."""
 
     @property
     def total(self) -> int:
@@ -55,9 +56,9 @@ class Cycles:
 
 
 def cycles(compiled: str | XlaProgram, mesh: Mesh | None = None) -> Cycles:
-    """The cycles of a program compiled for TPU; ``mesh`` as in ``collectives``.
+    """Returns the cycle estimates of a program compiled for TPU. ``mesh`` is as in ``collectives``.
 
-    Raises PaseError on text that is no compiled HLO, or that holds no estimates (another platform's, say).
+    Raises PaseError if the text is not compiled HLO, or has no estimates (for example, from another platform).
     """
     ops: list[Estimated] = []
     alone: set[tuple[str, str]] = set()
@@ -73,7 +74,10 @@ def cycles(compiled: str | XlaProgram, mesh: Mesh | None = None) -> Cycles:
                     )
                 alone |= set(_standing(module, computation, i))
     if not ops:
-        raise PaseError("no op of this program has estimated_cycles: only XLA for TPU records them")
+        raise PaseError(
+            "no op of this program has estimated_cycles, which only XLA for TPU records",
+            fix="compile the program for TPU",
+        )
     found = collectives(compiled, mesh)
     return Cycles(
         ops=tuple(ops),
@@ -86,7 +90,10 @@ def cycles(compiled: str | XlaProgram, mesh: Mesh | None = None) -> Cycles:
 def _scheduled(
     module: Module, computation: Computation, times: int, known: bool
 ) -> Iterator[tuple[Computation, int, bool]]:
-    """The computations whose instructions run one after another, and how often; of branches, all of them."""
+    """Yields each computation whose instructions run in sequence, its executions per step, and whether that is known.
+
+    All branches of a conditional are yielded.
+    """
     yield computation, times, known
     for i in computation.instructions.values():
         if i.opcode not in ("while", "call", "conditional"):
@@ -99,7 +106,7 @@ def _scheduled(
 
 
 def _standing(module: Module, computation: Computation, i: Instruction) -> Iterator[tuple[str, str]]:
-    """(computation, name) of the collectives that this instruction is or contains, if nothing overlaps with them."""
+    """Yields (computation, name) of the instruction, or of a fusion's contents, if nothing overlaps with them."""
     if i.opcode == "fusion":
         (callee,) = module.called(i)
         inside = callee.instructions.values()

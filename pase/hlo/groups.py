@@ -1,4 +1,4 @@
-"""Which devices a collective joins: the three forms in which XLA writes it, and the mesh axes that they lie along."""
+"""Reads the device groups of a collective, in the three forms that XLA writes, and finds the mesh axes they span."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def groups_of(i: Message) -> Groups:
-    """Groups of an HloInstructionProto; empty where it joins all devices, or is no collective.
+    """Returns the device groups of an HloInstructionProto; empty if it spans all devices or is not a collective.
 
-    They are listed one by one; or counted up over dims that are then transposed; or said in axes of a mesh.
+    XLA writes them in one of three forms: an explicit list, a transposed iota over given dims, or axes of a mesh.
     """
     if i.HasField("mesh_axes_replica_group_list"):
         return _over_mesh(i.mesh_axes_replica_group_list)
@@ -37,7 +37,7 @@ def groups_of(i: Message) -> Groups:
 
 
 def pairs_of(i: Message) -> Groups:
-    """(source, target) of a collective-permute's HloInstructionProto."""
+    """Returns the (source, target) pairs of a collective-permute's HloInstructionProto."""
     return tuple((p.source, p.target) for p in i.source_target_pairs)
 
 
@@ -51,7 +51,7 @@ def _tuples(ids: np.ndarray) -> Groups:
 
 
 def _over_mesh(listed: Message) -> Groups:
-    """Groups along axes of a mesh, or along parts of them: an axis of p × s × rest, of which s is the part."""
+    """Returns groups along axes of a mesh, or along sub-axes: a sub-axis is the factor s of an axis p × s × rest."""
     mesh = listed.mesh
     sizes = [a.size for a in mesh.axes]
     if mesh.device_ids:
@@ -66,7 +66,7 @@ def _over_mesh(listed: Message) -> Groups:
         else (a.mesh_axis_index, 1, sizes[a.mesh_axis_index])
         for a in listed.axes
     ]
-    # Split every axis that is used in parts into all of its parts, so that a part is a dim of its own.
+    # Split each axis that has sub-axes into its factors, so that every sub-axis becomes a dim.
     dims: list[int] = []
     place: dict[tuple[int, int], int] = {}
     for axis, size in enumerate(sizes):
@@ -81,7 +81,7 @@ def _over_mesh(listed: Message) -> Groups:
 
 
 def axes_of_groups(groups: Groups, mesh: Mesh) -> int | None:
-    """The bit set of mesh axes whose groups are these, in any order; None where no set fits.
+    """Returns the bit set of mesh axes that have these groups, in any order; None if no set of axes has them.
 
     >>> axes_of_groups(((0, 2), (1, 3)), Mesh(names=("x", "y"), sizes=(2, 2)))
     1
@@ -100,7 +100,9 @@ def axes_of_groups(groups: Groups, mesh: Mesh) -> int | None:
 
 
 def axes_of_pairs(pairs: Groups, mesh: Mesh) -> int | None:
-    """The bit set of mesh axes along which some source and its target differ; None off the mesh.
+    """Returns the bit set of mesh axes along which some source differs from its target.
+
+    None if a device is not in the mesh.
 
     >>> axes_of_pairs(((0, 1), (1, 0)), Mesh(names=("x", "y"), sizes=(2, 2)))
     2
@@ -115,7 +117,7 @@ def axes_of_pairs(pairs: Groups, mesh: Mesh) -> int | None:
 
 
 def joined(pairs: Groups) -> Groups:
-    """Devices joined by (source, target) pairs, smallest first.
+    """Returns the connected components of the (source, target) pairs, sorted.
 
     >>> joined(((2, 3), (0, 1), (1, 4)))
     ((0, 1, 4), (2, 3))

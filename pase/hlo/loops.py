@@ -1,4 +1,4 @@
-"""How often a while loop of compiled HLO runs."""
+"""Finds the trip counts of while loops in compiled HLO."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pase.hlo.module import Computation, Instruction, Module
 
 __all__ = ["trip_count"]
 
-# What an instruction computes, as far as counting a loop needs to know: a whole number; the loop's
-# state (or element i of it) plus a whole number; a tuple; a comparison; None where it is something else.
+# The abstract value of an instruction, reduced to what a trip count depends on: an integer, the loop's state (or an
+# element of it) plus an integer, a tuple, a comparison, or None for anything else.
 LoopValue: TypeAlias = "int | _LoopState | _Compare | _Tuple | None"
 
 
@@ -33,21 +33,21 @@ class _Compare:
 
 @dataclass(frozen=True)
 class _Tuple:
-    """A tuple whose elements are looked at one by one: a loop's state is wide, its counter one element."""
+    """A tuple with lazily evaluated elements: a loop's state has many elements, and only its counter is needed."""
 
     element: Callable[[int], LoopValue]
 
 
-# The value goes through unchanged.
+# Ops that return their operand's value unchanged.
 _PLAIN = {"copy", "bitcast", "convert", "reshape", "optimization-barrier", "opt-barrier"}
 
 _MIRRORED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Trips of a while loop: what the compiler noted, else counted from its start, step and bound.
+    """Returns the trip count of a while loop: as the compiler recorded it, or else from its start, step and bound.
 
-    None where neither is to be had (a loop that runs until data says stop).
+    None if neither is known, as in a loop whose condition depends on data.
     """
     noted = loop.noted("known_trip_count")
     if noted is not None:
@@ -70,7 +70,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _trips(start: int, step: int, bound: int, direction: str) -> int | None:
-    """Trips of ``for (i = start; i direction bound; i += step)``; None where it would not end.
+    """Returns the trip count of ``for (i = start; i direction bound; i += step)``; None if it does not terminate.
 
     >>> _trips(0, 1, 5, "LT"), _trips(0, 2, 5, "LE"), _trips(9, -3, 0, "GT"), _trips(0, -1, 5, "LT")
     (5, 3, 3, None)
@@ -101,7 +101,7 @@ def _element(value: LoopValue, index: int) -> LoopValue:
 
 
 def _value(module: Module, computation: Computation, i: Instruction, arguments: list[LoopValue]) -> LoopValue:
-    # A counter, a test, or a tuple that may hold them; arrays are never looked into.
+    # Only integers, predicates, and tuples that may contain them matter; arrays are skipped.
     if i.shape.dims or not (i.shape.dtype in ("tuple", "pred") or i.shape.dtype[0] in "su"):
         return None
 

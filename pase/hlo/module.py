@@ -1,7 +1,7 @@
-"""A compiled HLO module, typed: computations, instructions, shapes and device groups; nothing about cost.
+"""Typed view of a compiled HLO module: computations, instructions, shapes and device groups.
 
-There is one reader, of XLA's own serialized form (HloProto). Text is parsed by XLA itself first, so that it needs
-jaxlib. Only what counting collectives and following data needs is read.
+It reads XLA's serialized form (HloProto). HLO text is first parsed by XLA itself, which needs jaxlib. Only the fields
+that are needed to count collectives and to follow data are read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Computation", "Instruction", "Module", "Shape", "XlaProgram", "modules", "read"]
 
-# Names of xla.PrimitiveType by number. (openxla/xla, xla/xla_data.proto)
+# Names of xla.PrimitiveType, in the order of their numbers. (openxla/xla, xla/xla_data.proto)
 _NAMES = (
     "none pred s8 s16 s32 s64 u8 u16 u32 u64 f16 f32 f64 tuple opaque c64 bf16 token c128 f8e5m2 f8e4m3fn s4 u4 "
     "f8e4m3b11fnuz f8e5m2fnuz f8e4m3fnuz s2 u2 f8e4m3 f8e3m4 s1 u1 f4e2m1fn f8e8m0fnu buffer "
@@ -34,21 +34,21 @@ _NO_DATA = ("none", "tuple", "opaque", "token")
 
 
 class XlaProgram(Protocol):
-    """``jax.jit(f).lower(*args).compile()``."""
+    """A compiled program, such as ``jax.jit(f).lower(*args).compile()``."""
 
     def runtime_executable(self) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """The type of a value: an array's element type and extents, or the parts of a tuple."""
+    """The type of a value: an array's element type and dims, or the parts of a tuple."""
 
     dtype: str
     dims: tuple[int, ...] = ()
     parts: tuple[Shape, ...] = ()
 
     def arrays(self) -> Iterator[Shape]:
-        """The arrays in it, in order."""
+        """Yields the arrays it consists of, in order."""
         if self.dtype != "tuple":
             yield self
         for part in self.parts:
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays in it. Types of less than a byte are counted packed; tokens hold no data.
+        """The total bytes of its arrays. Sub-byte types are counted as packed; tokens have no data.
 
         >>> s4 = Shape(dtype="s4", dims=(3,))
         >>> s4.nbytes, Shape(dtype="tuple", parts=(Shape(dtype="bf16", dims=(3,)), s4)).nbytes
@@ -72,13 +72,13 @@ def _bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     if found is None:
-        raise PaseError(f"unknown HLO element type '{dtype}'; add it to pase/hlo/module.py")
+        raise PaseError(f"unknown HLO element type '{dtype}'", fix="add it to pase/hlo/module.py")
     return int(found[1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One op. Operands, and what it waits for, are ids within its computation; ``called`` are computations' ids."""
+    """One op. ``operands`` and ``waits_for`` are instruction ids within its computation; ``called`` computation ids."""
 
     id: int
     name: str
@@ -88,29 +88,29 @@ class Instruction:
     waits_for: tuple[int, ...]
     called: tuple[int, ...]
     groups: Groups
-    """Devices that a collective joins; none: all of them."""
+    """Device groups of a collective; empty if it spans all devices."""
     pairs: Groups
-    """(source, target) of a permute."""
+    """(source, target) pairs of a permute."""
     index: int
-    """Of a parameter: which it is. Of a get-tuple-element: which element."""
+    """The number of a parameter, or the element of a get-tuple-element."""
     constant: int | None
-    """The value of a constant that is one whole number."""
+    """The value of a constant that is a single integer."""
     direction: str
-    """Of a comparison: "LT", "LE", …"""
+    """The direction of a comparison: "LT", "LE", …"""
     in_place: bool
-    """A permute of slices, into a buffer that is its second operand."""
+    """Whether this is a permute of slices that writes into its second operand."""
     custom_call_target: str
     op_name: str
-    """The framework's name for where it comes from ("jit(f)/dot_general"), or ""."""
+    """The framework's name of the source op ("jit(f)/dot_general"), or ""."""
     backend_config: str
 
     def noted(self, key: str) -> Any:
-        """What the compiler's backend noted under a key, however deep in its notes; None where it did not."""
+        """Returns the value of a key in the backend config, at any depth; None if the config does not have it."""
         if f'"{key}"' not in self.backend_config:
             return None
         try:
             return _found(json.loads(self.backend_config), key)
-        except ValueError:  # a custom call's own words
+        except ValueError:  # a custom call's config need not be JSON
             return None
 
 
@@ -129,7 +129,7 @@ class Computation:
     id: int
     name: str
     instructions: Mapping[int, Instruction]
-    """By id, in the order in which they run where the module has a schedule."""
+    """By id. If the module has a schedule, they are in the order in which they run."""
     root: Instruction
 
     def operands(self, i: Instruction) -> list[Instruction]:
@@ -142,25 +142,27 @@ class Module:
     computations: Mapping[int, Computation]
     entry: Computation
     text: Callable[[], str] | None = None
-    """Prints it, where XLA has it in memory."""
+    """Returns the module's text, if XLA has the module in memory."""
 
     def called(self, i: Instruction) -> list[Computation]:
-        """What an instruction calls: of a loop its body and its condition, of a conditional its branches."""
+        """Returns the computations that an instruction calls: a loop's body and condition, a conditional's branches."""
         return [self.computations[c] for c in i.called]
 
     @cached_property
     def devices(self) -> int:
-        """Replicas × partitions. The serialized form does not hold them, the text's first line does."""
+        """Replicas × partitions. The first line of the text has them; the serialized form does not."""
         if self.text is None:
-            raise PaseError(f"HLO module '{self.name}' does not say for how many devices it is")
+            raise PaseError(
+                "the module does not record its number of devices", where=f"HLO module '{self.name}'"
+            )
         header = self.text().partition("\n")[0]
         return math.prod(int(n) for n in re.findall(r"\b(?:replica_count|num_partitions)=(\d+)", header))
 
 
 def modules(compiled: str | XlaProgram) -> list[Module]:
-    """The modules of a compiled program, or of its text, in order.
+    """Returns the modules of a compiled program or of its text, in order.
 
-    Raises PaseError where the text is not HLO (StableHLO of an uncompiled program, say) or XLA cannot parse it.
+    Raises PaseError if the text is not HLO (for example StableHLO, before compilation) or XLA cannot parse it.
     """
     if isinstance(compiled, str):
         found = _parsed(compiled)
@@ -173,24 +175,28 @@ def modules(compiled: str | XlaProgram) -> list[Module]:
 
 
 def _parsed(text: str) -> list[Message]:
-    """XLA's own modules of HLO text."""
+    """Parses HLO text into XLA's own module objects."""
     parts = [p for p in re.split(r"^(?=HloModule )", text, flags=re.M) if p.startswith("HloModule ")]
     if not parts:
         mlir = "stablehlo" in text or "func.func" in text
-        hint = " This looks like StableHLO: call .compile() first." if mlir else ""
+        hint = "this looks like StableHLO: call .compile() first" if mlir else ""
         raise PaseError(
-            f"expected compiled HLO text that starts with 'HloModule', got '{text[:60]!s}…'.{hint}"
+            f"expected compiled HLO text that starts with 'HloModule', got '{text[:60]!s}…'",
+            where="HLO text",
+            fix=hint or "pass the text of .compile().as_text()",
         )
     _hlo = needed("jaxlib._hlo", "HLO text", "jax")  # no public module has XLA's parser
 
     try:
         return [_hlo.hlo_module_from_text(p) for p in parts]
     except Exception as e:  # XlaRuntimeError, whose module moves between versions
-        raise PaseError(f"XLA cannot parse this HLO text; was it cut? {str(e)[:600]}") from e
+        raise PaseError(
+            f"XLA cannot parse it: {str(e)[:600]}", where="HLO text", fix="check whether the text is complete"
+        ) from e
 
 
 def read(data: bytes, where: str) -> Module:
-    """The module of a serialized HloProto. PaseError where it is not one, or has no entry computation."""
+    """Reads a serialized HloProto. Raises PaseError if the bytes are not one, or it has no entry computation."""
     return _module(parse("HloProto", data, where).hlo_module, where)
 
 
@@ -201,11 +207,13 @@ def _module(message: Message, where: str, text: Callable[[], str] | None = None)
         for c in message.computations
     }
     if message.entry_computation_id not in found:
-        raise PaseError(f"{where}: the HLO module names no entry computation")
+        raise PaseError("the HLO module names no entry computation", where=where)
     for c in found.values():
         for i in c.instructions.values():
             if not found.keys() >= {*i.called}:
-                raise PaseError(f"{where}: HLO op '{i.name}' calls what the module does not have")
+                raise PaseError(
+                    f"HLO op '{i.name}' calls a computation that is not in the module", where=where
+                )
     return Module(name=message.name, computations=found, entry=found[message.entry_computation_id], text=text)
 
 
@@ -213,9 +221,9 @@ def _computation(message: Message, order: list[int], where: str) -> Computation:
     found = {i.id: _instruction(i) for i in message.instructions}
     for i in found.values():
         if not found.keys() >= {*i.operands, *i.waits_for}:
-            raise PaseError(f"{where}: HLO op '{i.name}' reads what its computation does not have")
+            raise PaseError(f"HLO op '{i.name}' reads an op that is not in its computation", where=where)
     if not found.keys() >= {message.root_id, *order}:
-        raise PaseError(f"{where}: HLO computation '{message.name}' lacks its root, or an op of its schedule")
+        raise PaseError(f"HLO computation '{message.name}' lacks its root or a scheduled op", where=where)
     return Computation(
         id=message.id,
         name=message.name,

@@ -1,4 +1,4 @@
-"""The few protobuf messages of XLA that programs and traces come in, declared by field number; others are skipped.
+"""Parses the XLA protobuf messages of programs and traces, from declarations of the few fields that are needed.
 
 Field numbers: openxla/xla, xla/service/hlo.proto, xla/xla_data.proto, xla/tsl/profiler/protobuf/xplane.proto.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["parse"]
 
-# message → {field: (number, type)}; "*" marks repeated, "{}" a map from int64, a capital letter a message.
+# message → {field: (number, type)}. "*" marks a repeated field, "{}" a map from int64; message types are capitalized.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "HloProto": {"hlo_module": (1, "HloModuleProto")},
     "HloModuleProto": {
@@ -45,7 +45,7 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
         "control_predecessor_ids": (37, "*int64"),
         "called_computation_ids": (38, "*int64"),
         "backend_config": (43, "bytes"),
-        "replica_groups": (49, "*ReplicaGroup"),  # until 2024, later in one of the three lists below
+        "replica_groups": (49, "*ReplicaGroup"),  # until 2024; newer XLA uses one of the three lists below
         "source_target_pairs": (52, "*SourceTarget"),
         "comparison_direction": (63, "string"),
         "collective_device_list": (87, "CollectiveDeviceList"),
@@ -137,7 +137,7 @@ def _classes() -> dict[str, type[Message]]:
         "double": fd.TYPE_DOUBLE,
         "bytes": fd.TYPE_BYTES,
     }
-    # As XLA's own files: a string that is not UTF-8 is refused; proto2 would make bytes of it.
+    # proto3, as in XLA's own files: it rejects a string that is not UTF-8, which proto2 would return as bytes.
     f = descriptor_pb2.FileDescriptorProto(name="pase/traces.proto", package="pase.traces", syntax="proto3")
     for message, fields in _MESSAGES.items():
         m = f.message_type.add(name=message)
@@ -168,9 +168,9 @@ def _classes() -> dict[str, type[Message]]:
 
 
 def parse(message: str, data: bytes, where: str) -> Message:
-    """A parsed message of the kind named. PaseError where the bytes are not one."""
+    """Parses a message of the named type. Raises PaseError if the bytes are not one."""
     errors = needed("google.protobuf.message", where)
     try:
         return _classes()[message].FromString(data)
     except (errors.DecodeError, RecursionError) as e:
-        raise PaseError(f"{where}: not a readable {message} ({e})") from e
+        raise PaseError(f"not a readable {message} ({e})", where=where) from e

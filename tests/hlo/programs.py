@@ -1,4 +1,4 @@
-"""The mesh of the programs that are read, and what is asked of what is found."""
+"""The mesh and device groups that the tests of the HLO reader share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HLO reader against programs whose collectives are known."""
+"""The HLO reader finds the collectives of compiled JAX programs whose collectives are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hlo.programs import ALONG_X, ALONG_Y, MESH, X, Y, one
 
 
 def compiled(f, *shapes, specs=None, out=None, dtype="float32"):
-    """The compiled program of f on 8 host devices: shard_map's where ``specs`` is None."""
+    """Compiles f for 8 host devices. If ``specs`` is None, f is a shard_map and its arguments have no shardings."""
     import jax
     from jax.sharding import NamedSharding
 
@@ -38,7 +38,7 @@ def jax_mesh():
 
 
 def local(f, ins, outs):
-    """f as it runs on one device, under shard_map: its collectives are the ones it names."""
+    """Wraps f in shard_map, so that the program has exactly the collectives that f calls."""
     import jax
 
     return partial(jax.shard_map, mesh=jax_mesh(), check_vma=False, in_specs=ins, out_specs=outs)(f)
@@ -121,7 +121,7 @@ def test_loops_multiply_nested_ones_too():
     program = compiled(f, (8, 16))
     counts = {c.axes: (c.count, c.count_known) for c in hlo.collectives(program, MESH)}
     assert counts == {X: (15, True), Y: (5, True)}
-    # Without the compiler's note, the same is counted from start, step and bound.
+    # Without the compiler's recorded trip count, it follows from the loop's start, step and bound.
     unnoted = program.as_text().replace("known_trip_count", "forgotten")
     assert {c.axes: (c.count, c.count_known) for c in hlo.collectives(unnoted, MESH)} == counts
 
@@ -156,13 +156,13 @@ def test_the_costlier_branch_counts():
 def test_annotated_matmuls():
     from jax.sharding import PartitionSpec as P
 
-    # The contraction dim is split over x: the product is summed over x, then gathered over y.
+    # The contraction dim is sharded over x: the product is reduced over x, then gathered over y.
     program = compiled(lambda a, b: a @ b, (64, 32), (32, 16), specs=[P(None, "x"), P("x", "y")], out=P())
     found = {c.kind: c for c in hlo.collectives(program, MESH)}
     assert set(found) == {"all_reduce", "all_gather"}
     assert (found["all_reduce"].bytes, found["all_reduce"].axes) == (64 * 8 * 4, X)
     assert (found["all_gather"].bytes, found["all_gather"].axes) == (64 * 16 * 4, Y)
-    # Rows over x, columns over y: nothing moves.
+    # Rows over x and columns over y need no communication.
     program = compiled(
         lambda a, b: a @ b, (64, 32), (32, 16), specs=[P("x", None), P(None, "y")], out=P("x", "y")
     )
@@ -173,7 +173,7 @@ def test_annotated_matmuls():
     "axes", [axes for k in (1, 2, 3) for axes in itertools.permutations("abc", k)], ids="".join
 )
 def test_a_gather_over_any_axes_of_a_cube_is_found_on_them(axes):
-    """The partitioner names the groups in whatever form it likes, with meshes of its own."""
+    """The partitioner may write the groups in any form, and over a mesh of its own."""
     import jax
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -182,7 +182,7 @@ def test_a_gather_over_any_axes_of_a_cube_is_found_on_them(axes):
     x = jax.ShapeDtypeStruct((64, 3), "float32", sharding=NamedSharding(cube, P(axes)))
     program = jax.jit(lambda x: x, out_shardings=NamedSharding(cube, P())).lower(x).compile()
     found = hlo.collectives(program, Mesh(names=("a", "b", "c"), sizes=(2, 2, 2)))
-    # Dim 0 may be gathered in steps; together they cover the axes, and the last one is of all of it.
+    # Dim 0 may be gathered in several steps. Together they cover the axes, and the last one outputs the whole array.
     assert {c.kind for c in found} <= {"all_gather", "permute"}
     gathers = [c for c in found if c.kind == "all_gather"]
     assert gathers[-1].bytes == 64 * 3 * 4

@@ -1,4 +1,4 @@
-"""Cycles of programs compiled for TPU, read off text written by hand; libtpu itself is for bench/tpu_aot.py."""
+"""Cycle estimates of programs compiled for TPU, from handwritten HLO text. bench/tpu_aot.py tests libtpu itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def noted(n: int) -> str:
 
 
 def program(*, outer: int, inner: int, body: int, deep: int, entry: int) -> str:
-    """A loop in a loop: ops of ``entry``, ``body`` and ``deep`` cycles, and collectives of every kind of standing."""
+    """A loop in a loop, with ops of ``entry``, ``body`` and ``deep`` cycles, and exposed and overlapped collectives."""
     return f"""HloModule step, num_partitions=8
 
 %add (a: f32[], b: f32[]) -> f32[] {{
@@ -96,7 +96,7 @@ def test_loops_count_as_often_as_they_turn(outer, inner, body, deep, entry):
 def test_collectives_that_stand_alone_and_those_that_products_run_beside():
     found = cycles(program(outer=3, inner=5, body=1, deep=1, entry=1), MESH)
     waiting = {(c.kind, c.count, c.bytes, c.axes) for c in found.waiting}
-    # A reduce-scatter is a fusion with an all-reduce and a slice inside; the started gather is nobody's wait.
+    # The reduce-scatter is a fusion of an all-reduce and a slice. The asynchronous all-gather is not exposed.
     assert waiting == {
         ("all_reduce", 1, 64 * 8 * 2, 3),
         ("reduce_scatter", 15, 64 * 8 * 2, 3),
@@ -107,5 +107,6 @@ def test_collectives_that_stand_alone_and_those_that_products_run_beside():
 
 def test_a_program_without_estimates_is_refused():
     text = "HloModule m\n\nENTRY %main (p: f32[8]) -> f32[8] {\n  ROOT %p = f32[8]{0} parameter(0)\n}\n"
-    with pytest.raises(PaseError, match="only XLA for TPU"):
+    with pytest.raises(PaseError, match="estimated_cycles") as e:
         cycles(text)
+    assert "TPU" in e.value.fix

@@ -1,4 +1,4 @@
-"""The HLO reader against text written by hand."""
+"""The HLO reader on handwritten HLO text."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ ADD = """\
 def module(
     *lines: str, before: str = "", devices: int = 8, read: str = "f32[16]", made: str = "f32[16]"
 ) -> str:
-    """A module whose entry has these lines, and before it these computations."""
+    """The text of a module with these lines in its entry computation, and these computations before it."""
     body = "\n".join(f"  {line}" for line in lines)
     entry = f"ENTRY %main (p: {read}) -> {made} {{\n{body}\n}}"
     return f"HloModule golden, num_partitions={devices}\n\n{ADD}\n\n{before}\n\n{entry}\n"
 
 
 def reduced_over(groups: str, devices: int = 8) -> hlo.HloCollective:
-    """An all-reduce over these groups, as it is read."""
+    """Reads back an all-reduce over these groups."""
     text = module(
         "%p = f32[16]{0} parameter(0)",
         f"ROOT %a = f32[16]{{0}} all-reduce(%p), channel_id=1, replica_groups={groups}, "
@@ -65,7 +65,7 @@ def test_every_form_of_replica_groups(groups):
 
 
 def test_a_part_of_an_axis():
-    # As the compiler prints an all-to-all between two halves of an axis of four.
+    # This is how the compiler prints an all-to-all between two halves of an axis of size 4.
     groups = reduced_over("mesh['a'=2,'b'=4], device_ids=([2,2,2]T(0,2,1)) {'b':(2)2}").groups
     ids = np.arange(8).reshape(2, 2, 2).transpose(0, 2, 1).reshape(2, 2, 2)
     assert set(groups) == {(ids[i, j, 0], ids[i, j, 1]) for i in range(2) for j in range(2)}
@@ -81,7 +81,7 @@ def test_groups_off_the_mesh_have_no_axes():
 def test_groups_of_a_mesh_are_found_again(sizes, data):
     mesh = Mesh(names=tuple(f"a{i}" for i in range(len(sizes))), sizes=tuple(sizes))
     axes = data.draw(st.integers(0, 2 ** len(sizes) - 1))
-    # Written out by coordinates, an independent way to the same groups.
+    # Compute the same groups independently, from device coordinates.
     groups: dict[tuple[int, ...], list[int]] = {}
     for device, at in enumerate(itertools.product(*(range(s) for s in sizes))):
         groups.setdefault(tuple(c for i, c in enumerate(at) if not axes >> i & 1), []).append(device)
@@ -89,7 +89,7 @@ def test_groups_of_a_mesh_are_found_again(sizes, data):
     real = sum(1 << i for i, s in enumerate(sizes) if s > 1)
     assert found == axes & real
     if not found:
-        return  # XLA says groups of one device in another form
+        return  # XLA writes groups of one device in another form
     named = ",".join(f"'{n}'" for i, n in enumerate(mesh.names) if axes >> i & 1)
     text = f"mesh[{','.join(f'{n!r}={s}' for n, s in zip(mesh.names, sizes, strict=True))}] {{{named}}}"
     assert {frozenset(g) for g in reduced_over(text, mesh.devices).groups} == {
@@ -299,20 +299,24 @@ def test_every_type_of_jaxlib_is_known_by_its_number():
 
 
 def test_text_that_is_no_compiled_hlo_is_refused():
-    with pytest.raises(PaseError, match=r"starts with 'HloModule'.*call \.compile\(\) first"):
+    with pytest.raises(PaseError, match="HloModule") as e:
         hlo.collectives("module @f { func.func public @main() { stablehlo.add } }")
-    with pytest.raises(PaseError, match="XLA cannot parse this HLO text"):
+    assert ".compile()" in e.value.fix
+    with pytest.raises(PaseError, match="XLA cannot parse"):
         modules("HloModule m\n\nENTRY %f (p: f32[]) -> f32[] {\n  ROOT %p = f32[] para")
-    with pytest.raises(PaseError, match=r"trace\.pb: the HLO module names no entry computation"):
+    with pytest.raises(PaseError, match="entry computation") as e:
         read(b"", "trace.pb")
-    with pytest.raises(PaseError, match=r"trace\.pb: not a readable HloProto"):
+    assert e.value.where == "trace.pb"
+    with pytest.raises(PaseError, match="HloProto") as e:
         read(b"\x0a\xff", "trace.pb")
-    with pytest.raises(PaseError, match="unknown HLO element type '#99'"):
+    assert e.value.where == "trace.pb"
+    with pytest.raises(PaseError, match="'#99'"):
         _ = Shape(dtype="#99", dims=(3,)).nbytes
 
 
 def test_a_name_that_is_not_utf8_is_refused():
-    """XLA's messages hold UTF-8; read as bytes, it would be compared with text somewhere else."""
+    """XLA's strings are UTF-8. If they were read as bytes, later comparisons with text would fail."""
     plane = b"\x12\x03\xff\xfe\xfd"  # XPlane.name
-    with pytest.raises(PaseError, match="rank0: not a readable XSpace"):
+    with pytest.raises(PaseError, match="XSpace") as e:
         parse("XSpace", b"\x0a" + bytes([len(plane)]) + plane, "rank0")
+    assert e.value.where == "rank0"
