@@ -1,1 +1,1 @@
-"""What lies between traces, schedules and plans: profiles from traces, runs replayed under another plan."""
+"""Connects traces with schedules and plans: profiles from traces, and traced runs replayed under another plan."""

@@ -1,10 +1,10 @@
-"""What if a traced run had other degrees of tensor or pipeline parallelism: its own kernels, matched by shape.
+"""Replays a traced run at another degree of tensor or pipeline parallelism, from its own kernels matched by shape.
 
-The plan's graph of the model lists the products of a device at the degree that ran and at the requested degree. Each
-measured product is matched to one of the first list by the sizes of its operands and its position; the second list
-gives its new shape. If a kernel of that shape was measured (in this run, or in traces given for it), its time is used.
-Otherwise the measured time is scaled by the cost model's roofline for the two shapes, and the report says how much of
-the time was scaled. Stages consist of the measured tasks of their layers (``pase.replay.changes.restage``).
+The plan's graph of the model lists the matrix products of a device at the degree that ran and at the requested degree.
+Each measured product is matched to the first list by the sizes of its operands and its position; the second list gives
+its new shape. If a kernel of that shape was measured (in this run, or in other traces given for this purpose), its time
+is used. Otherwise the measured time is scaled by the cost model's roofline for the two shapes, and the report says how
+much of the time was scaled. Stages consist of the measured tasks of their layers (``pase.replay.changes.restage``).
 """
 
 from __future__ import annotations
@@ -44,21 +44,25 @@ from pase.tables.itemize import LocalWork
 __all__ = ["KernelTimes", "by_stages", "by_tensor", "kernel_times", "loaded_kernel_times"]
 
 Kernel = tuple[str, tuple[int, ...]]
-"""A product by its three arrays' elements, whichever op runs it; any other op by its name and its largest operand's."""
+"""The shape of a kernel: (name, elements of its largest operand). A matrix product has the name "product" and the
+elements of its three arrays, whichever op runs it."""
 KernelTimes = Mapping[Kernel, float]
-"""Median ns of what was measured."""
+"""Median measured time of each kernel shape, in ns."""
 _PRODUCT = "product"
 _PHASE = {"forward": StepPhase.FORWARD, "backward": StepPhase.BACKWARD}
 _DISCIPLINE = "1f1b"
 _FUSED = (2, 3, 4)
-"""Products of one operand that a framework runs as one: queries, keys and values."""
+"""How many products of one operand a framework may run as a single one, such as queries, keys and values."""
 _HALVES = ("bf16", "f16", "half", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Pair:
-    """A product of a micro-batch as it ran, and as it would run. node: in the plan's graph; together: how many products
-    ran as one; heads: of an attention that ran as its products, how many there were in all examples as it ran."""
+    """A product of a micro-batch as it ran (``now``) and at the requested degree (``then``).
+
+    node: the plan's node. together: how many of the plan's products ran as one. heads: for attention that ran as
+    separate matrix products, the number of heads in the micro-batch, summed over its examples; else 0.
+    """
 
     node: str
     now: LocalWork
@@ -72,7 +76,7 @@ class _Pair:
         return a, b, c
 
     def sizes(self, work: LocalWork) -> tuple[int, int, int]:
-        """Elements of its operands and its result."""
+        """Returns the elements of both operands and of the result."""
         assert work.mnk is not None
         m, n, k = (round(x) for x in work.mnk)
         many = round(self.heads * work.flops / self.now.flops) if self.heads else 1
@@ -80,7 +84,7 @@ class _Pair:
 
     @property
     def roofline(self) -> float:
-        """The cost model's ratio of the second time to the first."""
+        """The cost model's ratio of the time at the requested degree to the time as it ran."""
         a, b = self.now.cost / self.now.times, self.then.cost / self.then.times
         return b / a if a > 0 else 1.0
 
@@ -89,20 +93,26 @@ class _Pair:
 
 
 def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
-    """The run split into this many stages with equal numbers of layers, each on its own device. Micro-batches stay the
-    same and run as one forward, one backward in turn.
+    """Returns the rewrite that splits the run into pipeline stages, each on its own device.
 
-    Infeasible if the trace does not show micro-batches and layers, or has fewer layers than stages.
+    Stages get equal numbers of layers. Micro-batches stay the same and run in the 1F1B order. Raises Infeasible if the
+    trace does not show micro-batches and layers, or has fewer layers than stages.
     """
     if stages < 1:
-        raise PaseError(f"what-if stages={stages}: expected a whole number from 1")
+        raise PaseError(
+            f"{stages} is not a positive number",
+            where=f"what-if stages={stages}",
+            fix="give at least 1 stage",
+        )
 
     def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
         s = sections(t, g)
         if s.layers < stages:
             raise Infeasible(
-                f"what-if stages={stages}: the products of the trace repeat {s.layers} times in a micro-batch, so it "
-                f"has no more layers than that"
+                f"the matrix products of the trace repeat {s.layers} times in a micro-batch, so there are only "
+                f"{s.layers} layers to divide",
+                where=f"what-if stages={stages}",
+                fix=f"give at most {s.layers} stages",
             )
         layers = stage_layers(s.layers, stages)
         orders: list[list[StageAction]] = [
@@ -115,14 +125,14 @@ def by_stages(stages: int, wire_bytes_per_s: float | None = None) -> Rewrite:
             f"{sent.nbytes / 2**20:.3g} MiB to the next stage in {sent.duration_ns / 1e6:.3f} ms"
         )
         if s.micro_batches < stages:
-            note += "; with fewer micro-batches than stages most of them wait: accumulate gradients over more"
+            note += "; with fewer micro-batches than stages, most stages idle: accumulate gradients over more"
         return staged(g, s, orders, layers, sent), {"method": "stages", "note": note}
 
     return change
 
 
 def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> StageTransfer:
-    """What a layer sends to the next, and its time from the run's own collectives or the link's bandwidth."""
+    """Returns what a layer sends to the next one, with its time from the link's bandwidth or the run's collectives."""
     second = [i for i in s.order.tolist() if i in s.product and s.phase[i] == StepPhase.FORWARD]
     second = [i for i in second if s.layer[i] == min(1, s.layers - 1)]
     shape = s.shapes[second[0]]
@@ -135,8 +145,8 @@ def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> 
     line = collective_line(g)
     if line is None:
         raise Infeasible(
-            "what a transfer between stages takes is not known: the run has no all-reduce of known size; give the "
-            "link's bandwidth (--wire 100GB/s)"
+            "the time of a transfer between stages is unknown, because the run has no all-reduce of known size",
+            fix="give the link's bandwidth, such as --wire 100GB/s",
         )
     return StageTransfer(nbytes=nbytes, duration_ns=line.step_ns + nbytes * line.ns_per_wire_byte)
 
@@ -145,7 +155,7 @@ def _transfer(g: DataflowGraph, s: Sections, wire_bytes_per_s: float | None) -> 
 
 
 def kernel_times(sources: Iterable[tuple[Timeline, DataflowGraph]]) -> KernelTimes:
-    """Kernels measured in any of the runs, by shape."""
+    """Returns the median times of the kernels measured in any of the runs, by shape."""
     return _medians((g, op_shapes(t, g)) for t, g in sources)
 
 
@@ -170,19 +180,24 @@ def by_tensor(
     machine: str | None = None,
     measured: KernelTimes | None = None,
 ) -> Rewrite:
-    """The run with tensor parallelism over this many devices instead of the degree that ran.
+    """Returns the rewrite that runs the model with tensor parallelism over ``ways`` devices.
 
-    model: with the batch of one micro-batch of one rank. ran: the strategy that the model ran with. measured: products
-    of other runs on this kind of device. Infeasible if the run is not of that model, or the model cannot be split so.
+    model: the model, with the batch of one micro-batch on one rank.
+    ran: the strategy that the run used.
+    measured: kernel times from other runs on this kind of device.
+
+    Raises Infeasible if the run is not of that model, or if the model cannot be split that way.
     """
     if ways < 1:
-        raise PaseError(f"what-if tensor={ways}: expected a whole number from 1")
+        raise PaseError(
+            f"{ways} is not a positive number", where=f"what-if tensor={ways}", fix="give at least 1 device"
+        )
     others = [p for p in ran.split(",") if p and not p.startswith("tp=")]
     now = stated_ops(model, ran, machine)
     then = stated_ops(model, ",".join([f"tp={ways}", *others]), machine)
 
     def change(t: Timeline, g: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
-        # All ranks would run alike: the first one's tasks stand for each.
+        # All ranks would run the same program, so only the first one is replayed.
         g = subgraph(g, g.rank == g.ranks[0])
         s = sections(t, g)
         return _Retensored(g, s, now, then, ways, measured or {}).changed()
@@ -191,7 +206,7 @@ def by_tensor(
 
 
 class _Retensored:
-    """A measured graph with every kernel at another degree of tensor parallelism."""
+    """Builds the measured graph with every kernel at another degree of tensor parallelism."""
 
     def __init__(
         self,
@@ -235,7 +250,7 @@ class _Retensored:
         return out, {"method": "shapes", "note": note, "scaled_by_roofline": float(share)}
 
     def _matched(self) -> dict[int, _Pair]:
-        """Measured product → the plan's. Infeasible if the two lists differ."""
+        """Returns measured product → the plan's product. Raises Infeasible if the two lists differ."""
         s = self.s
         out: dict[int, _Pair] = {}
         for phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
@@ -259,7 +274,7 @@ class _Retensored:
         return out
 
     def _products_in_order(self, phase: StepPhase) -> dict[ProductKey, list[_Pair]]:
-        """Product → the plan's products of that shape in the order in which they run."""
+        """Returns shape → the plan's products of that shape, in the order in which they run."""
         layered: dict[ProductKey, list[tuple[int, _Pair]]] = defaultdict(list)
         names = list(self.now.work)
         for name in names if phase == StepPhase.FORWARD else names[::-1]:
@@ -269,28 +284,30 @@ class _Retensored:
                     layered[p.key(a)].append((round(a.times), p))
         out: dict[ProductKey, list[_Pair]] = {}
         for key, pairs in layered.items():
-            # Products of a loop over layers alternate; what runs once comes before or after them.
+            # Products of one shape in a loop over layers alternate. Products outside the loop come before or after it.
             most = max(n for n, _ in pairs)
             out[key] = [p for iteration in range(most) for n, p in pairs if iteration < n]
         return out
 
     def _as_one(self, in_order: dict[ProductKey, list[_Pair]], key: ProductKey) -> list[_Pair]:
-        """Several of the plan's products of one operand that ran as one product."""
+        """Returns the plan's products of one operand that the framework ran as a single product of this shape."""
         for pairs in in_order.values():
             for n in _FUSED:
                 p = replace(pairs[0], together=n)
                 if p.key(p.now) == key and p.now.phase == "forward" and len(pairs) >= n:
                     return [p] * (len(pairs) // n)
         if any(p.now.phase == "backward" for pairs in in_order.values() for p in pairs):
-            # Both gradients of a product have its three arrays, so they have its shape here.
+            # Both gradients of a product involve the same three arrays, so they have the key of the forward product.
             return [
                 p for p in self._as_one(self._products_in_order(StepPhase.FORWARD), key) for _ in range(2)
             ]
         return []
 
     def _attends(self, phase: StepPhase, key: ProductKey) -> _Pair | None:
-        """The plan's attention that runs as its products, where this is one of them: scores of each head, or what they
-        are multiplied with. How many of them there are is the program's own."""
+        """Returns the plan's attention of which this is a matrix product (scores, or scores times values), if any.
+
+        The product's size gives the number of heads, because programs may batch them differently.
+        """
         for name, work in self.now.work.items():
             for a, b in zip(work, self.then.work[name], strict=True):
                 if a.kind != "attention" or _PHASE.get(a.phase) != phase or a.mnk is None:
@@ -308,13 +325,15 @@ class _Retensored:
         shape, key = self.s.shapes[i], self.s.product[i]
         planned = ", ".join(f"{len(v)} of {_extents(v[0].now)}" for v in list(in_order.values())[:4])
         raise Infeasible(
-            f"the run has {counts[key]} {phase.name.lower()} products {shape.name} of {shape.operands} in a "
-            f"micro-batch, and the plan of the model ({self.now.strategy}) has {len(in_order.get(key, ()))}; it has "
-            f"{planned}. Give the model (--model) with the run's own sizes, and the batch of one micro-batch of a rank"
+            f"a micro-batch of the run has {counts[key]} {phase.name.lower()} products {shape.name} of "
+            f"{shape.operands}, but the plan of the model ({self.now.strategy}) has {len(in_order.get(key, ()))}; it "
+            f"has {planned}",
+            where="--model",
+            fix="give the model with the run's own sizes and the batch of one micro-batch of a rank",
         )
 
     def _light(self) -> int:
-        """Kernels that are not products, scaled by the product before or after them. Returns how many changed."""
+        """Scales each kernel that is not a product like the product before or after it. Returns how many changed."""
         s, g = self.s, self.g
         attention = {p: self._attention(p) for p in ("forward", "backward")}
         heads = _ways(self.now.strategy) / self.ways
@@ -342,7 +361,7 @@ class _Retensored:
                 ratio = attention["forward" if s.phase[i] == StepPhase.FORWARD else "backward"]
             else:
                 ratio = _share(shape.elements, behind, following.get(i))
-            # Heads are a dim of what attention reads, as hidden units are of the others' operands.
+            # Tensor parallelism splits the head dim of attention's operands, and the hidden dim of other operands.
             fewer = round(shape.elements * (heads if attends else ratio))
             known = self.measured.get((shape.name, (fewer,))) if fewer != shape.elements else None
             self.duration[i] = g.duration_ns[i] * ratio if known is None else known
@@ -357,7 +376,10 @@ class _Retensored:
         return cost[1] / cost[0] if cost[0] > 0 else 1.0
 
     def _update(self) -> float:
-        """The update's kernels and the sums of gradients, by the bytes of a device's parameters."""
+        """Scales the update's kernels and the gradient all-reduces by the parameter bytes per device.
+
+        Returns the ratio.
+        """
         s, g = self.s, self.g
         a, b = (o.nbytes(of_parameters=True, phase="update") for o in (self.now, self.then))
         ratio = b / a if a else 1.0
@@ -370,7 +392,7 @@ class _Retensored:
         return ratio
 
     def _between_now(self) -> np.ndarray:
-        """Measured collectives between products, by kind and size."""
+        """Returns a mask of the measured collectives between products, recognized by kind and size."""
         g = self.g
         sizes = {(OPERATIONS.index(c.kind), c.nbytes) for c in self.now.between}
         return np.array([(int(o), int(b)) in sizes for o, b in zip(g.operation, g.nbytes, strict=True)]) & (
@@ -378,14 +400,15 @@ class _Retensored:
         )
 
     def _collectives(self) -> tuple[dict[int, list[Inserted]], str]:
-        """Collectives between products: those that ran, at their new number of ranks, or those that are added."""
+        """Scales the run's collectives between products, or returns those to insert if it has none; and a note."""
         g = self.g
         mine = np.flatnonzero(self._between_now())
         if self.now.between and not len(mine):
             raise Infeasible(
-                f"the plan of the model ({self.now.strategy}) sends {self.now.between[0].kind} of "
-                f"{self.now.between[0].nbytes:,} bytes between products, and the run sends none of that size: its "
-                "strategy is another (--ran)"
+                f"the plan of the model ({self.now.strategy}) has an {self.now.between[0].kind} of "
+                f"{self.now.between[0].nbytes:,} bytes between products, but the run has none of that size",
+                where="--ran",
+                fix="give the strategy that the run used",
             )
         line = collective_line(g)
         if len(mine):
@@ -396,7 +419,7 @@ class _Retensored:
                 self.duration[i] = fixed * steps + (g.duration_ns[i] - fixed) * part
             if self.ways == 1:
                 self._not_launched(mine.tolist())
-            return {}, f"{len(mine)} collectives between products over {self.ways} ranks in place of {old}"
+            return {}, f"{len(mine)} collectives between products over {self.ways} ranks instead of {old}"
         out: dict[int, list[Inserted]] = defaultdict(list)
         for c in self.then.between:
             ns = 1e9 * c.cost / c.times if line is None else line.all_reduce_ns(c.nbytes, self.ways)
@@ -418,12 +441,12 @@ class _Retensored:
         ), f"{n} collectives between products, priced by {by}" if n else "none between products"
 
     def _fixed_ns(self, i: int, line: WireLine | None) -> float:
-        """The part of a measured collective that does not grow with its bytes."""
+        """Returns the part of a measured collective's time that does not grow with its bytes."""
         steps = max(int(self.g.ways[i]) - 1, 1)
         return min(line.step_ns * steps, float(self.g.duration_ns[i])) if line else 0.0
 
     def _not_launched(self, gone: list[int]) -> None:
-        """Removes the thread's time for launching what no longer runs."""
+        """Removes the host's time for launching tasks that no longer run."""
         g, call_of = self.g, launching_calls(self.g)
         program = g.edge_kind == EDGES.index("program")
         before = dict(zip(g.dst[program].tolist(), g.src[program].tolist(), strict=True))
@@ -433,11 +456,11 @@ class _Retensored:
                 self.duration[before.get(call_of[i], call_of[i])] = 0.0
 
     def _places(self, node: str, phase: StepPhase, times: int) -> list[int]:
-        """Measured products of that node; if it is not a product, the last product of each layer and micro-batch."""
+        """Returns the measured products of a node, or the last product of each layer and micro-batch if it has none."""
         s = self.s
         mine = [i for i, p in self.pair.items() if p.node == node and s.phase[i] == phase]
         if mine and phase == StepPhase.BACKWARD:
-            # The gradient of its operand comes with the first of its two products; both have run by the last.
+            # A product has two gradient products. A collective that waits for both goes after the second.
             mine = mine[1::2] if len(mine) == 2 * times * s.micro_batches else mine
         if mine:
             return mine
@@ -449,8 +472,10 @@ class _Retensored:
 
 
 def _share(elements: int, behind: _Pair | None, ahead: _Pair | None) -> float:
-    """The scale factor of an array with this many elements: as the result of the product before its use, or as the
-    first operand of the next one."""
+    """Returns the scale factor of an array with this many elements.
+
+    It is matched to the result of the product before its use, or to the first operand of the product after it.
+    """
     if behind is not None and behind.sizes(behind.now)[2] == elements:
         return behind.sizes(behind.then)[2] / elements
     if ahead is not None and ahead.sizes(ahead.now)[0] == elements:
@@ -459,7 +484,7 @@ def _share(elements: int, behind: _Pair | None, ahead: _Pair | None) -> float:
 
 
 def _ways(strategy: str) -> int:
-    """Of tensor parallelism."""
+    """Returns the degree of tensor parallelism in a strategy."""
     return next((int(p[3:]) for p in strategy.split(",") if p.startswith("tp=")), 1)
 
 
@@ -468,7 +493,7 @@ def _extents(w: LocalWork) -> str:
 
 
 def loaded_kernel_times(paths: Iterable[Path]) -> KernelTimes:
-    """Kernels measured in traces of other runs on this kind of device."""
+    """Returns the kernel times measured in traces of other runs on this kind of device."""
     from pase.replay import align, estimate, load, measure
 
     made = []

@@ -1,14 +1,17 @@
-"""What if a traced run sent its gradients under another bucket plan: the measured graph with other collectives in it.
+"""Replays a traced run under another bucket plan: replaces collectives of the measured graph by the plan's messages.
 
-The collectives that `pase schedule TRACES` may move (see ``pase.bridges.trace_profile``) leave the graph; the plan's
-messages come in. Compute, launching threads, waits and all other collectives stay as they were measured.
+The collectives that `pase schedule TRACES` may move (see ``pase.bridges.trace_profile``) are removed from the graph,
+and the plan's messages are inserted. Compute, host launches, waits and all other collectives stay as measured.
 
-- A message waits for whatever the collectives that its pieces come from waited for, and for its launch: that of the
-  piece that is ready last. The launches of the others cost nothing any more; each further part costs one more.
-- What waited for a collective waits for every message that carries a piece of it: an optimizer still waits for all.
-- A stream sends its messages in the plan's order, with the run's own gap between them; each takes as long as the
-  curve fitted to the stream's collectives says, since its last rank was ready.
-- Where a fused message would wait for an op that itself waits for a part of it, that op's work goes behind the message.
+- A message waits for everything that the collectives of its pieces waited for, and for one launch: the launch of the
+  piece that is ready last. The launches of its other pieces cost nothing. If a collective is divided into several
+  messages, each further message costs one more launch.
+- A task that waited for a collective waits for every message that carries a piece of it. So the optimizer still waits
+  for all of them.
+- A stream sends its messages in the plan's order, with the gap between collectives that the run had. From the time at
+  which its last rank is ready, a message takes the time given by the curve fitted to the stream's collectives.
+- A fused message may have to wait for an op that itself waits for a piece of that message. The op's work is then moved
+  behind the message.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ __all__ = ["Replanned", "as_measured", "by_policy", "replan", "what_if_bucket_pl
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Replanned:
-    """The graph under a plan, and what was done to reach it."""
+    """The graph under a plan, and details for the report."""
 
     graph: DataflowGraph
     detail: JsonObject = field(default_factory=dict)
@@ -44,12 +47,14 @@ class Replanned:
 def what_if_bucket_plan(
     t: Timeline, g: DataflowGraph, policy: str = "ours", links: Sequence[Link] = ()
 ) -> Replanned:
-    """The graph ``g`` estimated from ``t``, its collectives as the policy of `pase schedule` would send them.
+    """Returns the graph ``g``, estimated from ``t``, with its collectives as a policy of `pase schedule` sends them.
 
-    links: in place of those fitted to the run; they also give the sizes that a trace lacks, from durations.
-    detail: policy, messages, tensors, and control: the same surgery with the plan that the run itself had, to tell
-    what the plan gains from what the fitted curve is off by. PaseError where a size is unknown, the policy delays
-    updates, or ranks disagree; Infeasible where no collective leaves a choice.
+    policy: the name of the scheduling policy.
+    links: replace the links fitted to the run. They also give sizes that the trace lacks, from durations.
+
+    ``detail`` has the policy, the messages, the tensors and ``control``: the graph rewritten in the same way with the
+    run's own plan. The control separates the plan's gain from the error of the fitted curve. Raises PaseError if a size
+    is unknown, the policy delays updates, or the ranks disagree; raises Infeasible if no collective can be moved.
     """
     from pase.bridges.trace_profile import problem_from_timeline
     from pase.schedule.registry import Options, get_policy
@@ -59,11 +64,15 @@ def what_if_bucket_plan(
     problem = problem_from_timeline(t, links=links)
     if chosen.delays:
         raise PaseError(
-            f"what-if bucket-plan={policy}: this policy delays updates, which a trace cannot show"
+            "this policy delays updates, which cannot be replayed from a trace",
+            where=f"what-if bucket-plan={policy}",
+            fix="choose a policy that does not delay updates",
         )
     if chosen.plain_only and not problem.is_plain:
         raise PaseError(
-            f"what-if bucket-plan={policy}: this policy handles only gradients, and the run has other collectives"
+            "this policy handles only gradients, but the run has other collectives",
+            where=f"what-if bucket-plan={policy}",
+            fix="choose another policy",
         )
     own = as_measured(problem)
     made = chosen.make(problem, Options(warm_starts=(own,)))
@@ -79,8 +88,10 @@ def what_if_bucket_plan(
 
 
 def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
-    """``what_if_bucket_plan`` as a change for ``pase.replay.reports.report.replay_report``. PaseError for an unknown
-    policy."""
+    """Returns ``what_if_bucket_plan`` as a rewrite for ``pase.replay.reports.report.replay_report``.
+
+    Raises PaseError if the policy is unknown.
+    """
     from pase.schedule.registry import get_policy
 
     get_policy(policy)
@@ -93,7 +104,7 @@ def by_policy(policy: str, links: Sequence[Link] = ()) -> Rewrite:
 
 
 def as_measured(problem: ScheduleProblem) -> BucketPlan:
-    """The plan that the run had: each collective on its own, in the order in which they started."""
+    """Returns the plan that the run used: each collective is its own message, in the order in which they started."""
     from pase.schedule.plan import BucketPlan, whole
 
     alone = tuple(whole(problem, [k]) for k in range(len(problem.tensors)))
@@ -101,13 +112,15 @@ def as_measured(problem: ScheduleProblem) -> BucketPlan:
 
 
 def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Replanned:
-    """``g`` with the tensors of ``problem`` (made from the same timeline) sent as ``plan`` says."""
+    """Returns ``g`` with the tensors of ``problem`` (made from the same timeline) sent according to ``plan``."""
     from pase.replay import replay_graph
     from pase.replay.changes.coarse import coarsen
 
     if plan.staleness or plan.period != 1 or any(m.phase is not None for m in plan.messages):
-        raise PaseError(f"bucket plan '{plan.policy}' delays updates, which a trace cannot show")
-    tasks = _tasks(g, problem)  # [tensors, replicas of the plan], -1 where a rank lacks it
+        raise PaseError(
+            "it delays updates, which cannot be replayed from a trace", where=f"bucket plan '{plan.policy}'"
+        )
+    tasks = _tasks(g, problem)  # [tensors, ranks]
     moved = np.unique(tasks[tasks >= 0])
     _check_own_stream(g, moved)
     r = replay_graph(g)
@@ -138,7 +151,7 @@ def replan(g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan) -> Repl
 
 
 def _check_own_stream(g: DataflowGraph, moved: np.ndarray) -> None:
-    """PaseError where collectives share a stream with compute: moving them would move the compute between them."""
+    """Raises PaseError if collectives share a stream with compute: moving them would reorder the compute, too."""
     from pase.replay.types import COLLECTIVE, on_stream
 
     for device in np.unique(g.device[moved]).tolist():
@@ -146,14 +159,15 @@ def _check_own_stream(g: DataflowGraph, moved: np.ndarray) -> None:
         if here.any():
             task = int(moved[g.device[moved] == device][0])
             raise PaseError(
-                f"'{g.task_name(task)}' on rank {g.rank[task]} runs on the stream that computes, one op after the "
-                f"other, as in XLA's programs for the CPU: a bucket plan changes nothing there. It needs a run whose "
-                f"collectives have a stream of their own (NCCL, or PyTorch over gloo)"
+                "this collective shares a stream with compute, as in XLA's programs for the CPU, so a bucket plan "
+                "changes nothing",
+                where=f"'{g.task_name(task)}' on rank {g.rank[task]}",
+                fix="trace a run whose collectives have their own stream (NCCL, or PyTorch over gloo)",
             )
 
 
 def _ready(g: DataflowGraph, r: Replay, is_moved: np.ndarray) -> np.ndarray:
-    """When what a collective waits for has ended, the stream it is on left out; float64 [tasks]."""
+    """Returns when the inputs of each moved collective are ready, ignoring its own stream; float64 [tasks], in ns."""
     from pase.replay.graph import EDGES
 
     ready = np.zeros(len(g))
@@ -163,10 +177,11 @@ def _ready(g: DataflowGraph, r: Replay, is_moved: np.ndarray) -> np.ndarray:
 
 
 def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
-    """The task of each tensor on each rank, int64 [tensors, ranks].
+    """Returns the task of each tensor on each rank, int64 [tensors, ranks].
 
-    Tensors are named by their place among the first rank's collectives ("3 all_reduce"); other ranks have the members
-    of the same collectives or, in another group, those of the same name: the third "all-gather.3" answers to the third.
+    Tensors are named by their position among the first rank's collectives ("3 all_reduce"). The counterpart on another
+    rank is the member of the same collective. If the rank is in another group, it is the collective of the same name
+    and occurrence: the third "all-gather.3" corresponds to the third.
     """
     from pase.replay import replay_graph
     from pase.replay.types import COLLECTIVE, OPERATIONS
@@ -181,7 +196,8 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
     place = [int(t.name.split()[0]) for t in problem.tensors]
     if place and place[-1] >= len(by_rank[0]):
         raise PaseError(
-            f"profile '{problem.name}' belongs to another run: it has more collectives than this one"
+            "it belongs to another run, because it has more collectives than this one",
+            where=f"profile '{problem.name}'",
         )
     first = by_rank[0][place]
     named = _occurrences(g, by_rank[0])
@@ -197,14 +213,15 @@ def _tasks(g: DataflowGraph, problem: ScheduleProblem) -> np.ndarray:
             tensor = problem.tensors[k]
             if other < 0 or OPERATIONS[int(g.operation[other])] != tensor.kind:
                 raise PaseError(
-                    f"rank {rank} has nothing that answers to collective {tensor.name} of rank {ranks[0]}: ranks that "
-                    f"communicate differently (stages of a pipeline) cannot be given one bucket plan"
+                    f"it has no counterpart to collective {tensor.name} of rank {ranks[0]}; ranks that communicate "
+                    f"differently (such as pipeline stages) cannot share a bucket plan",
+                    where=f"rank {rank}",
                 )
     return out
 
 
 def _occurrences(g: DataflowGraph, tasks: np.ndarray) -> dict[int, tuple[str, int]]:
-    """Task -> (its name, how many of that name come before it)."""
+    """Returns task -> (its name, how many tasks of that name come before it)."""
     count: dict[str, int] = {}
     out = {}
     for i in tasks.tolist():
@@ -217,7 +234,7 @@ def _occurrences(g: DataflowGraph, tasks: np.ndarray) -> dict[int, tuple[str, in
 def _messages(
     g: DataflowGraph, problem: ScheduleProblem, plan: BucketPlan, tasks: np.ndarray
 ) -> tuple[dict[str, list[Any]], dict[tuple[int, int], int]]:
-    """The new tasks as columns, and their numbers by (message, column of ``tasks``)."""
+    """Returns the new tasks as columns, and their task numbers by (message, column of ``tasks``)."""
     new: dict[str, list[Any]] = {
         k: []
         for k in (
@@ -271,7 +288,7 @@ def _edges(
     owner: dict[tuple[int, int], int],
     pieces: Sequence[Sequence[int]],
 ) -> JsonObject:
-    """All edges of the new graph, and which op's work goes behind which task."""
+    """Returns all edges of the new graph, and "behind": (op, task) pairs where the op's work moves into the task."""
     from pase.replay.graph import EDGES
 
     stream, wait = EDGES.index("stream"), EDGES.index("wait")
@@ -279,7 +296,7 @@ def _edges(
     into, out = is_moved[g.dst], is_moved[g.src]
     keep = ~(along & (into | out)) & ~out
     rows: list[tuple[int, int, float, int]] = []
-    # The stream closes over the collectives that have left it.
+    # Connect the tasks before and after the collectives that were removed from a stream.
     after = {
         int(a): (int(b), float(x))
         for a, b, x in zip(g.src[along], g.dst[along], g.lag_ns[along], strict=True)
@@ -322,7 +339,10 @@ def _readers(
     keep: np.ndarray,
     rows: list[tuple[int, int, float, int]],
 ) -> list[tuple[int, int]]:
-    """Adds edges from messages to what read their pieces; returns (op, where its work goes) where that is a circle."""
+    """Adds edges from messages to the readers of their pieces to ``rows``.
+
+    A reader that such an edge would put on a cycle gets none. Returns these readers as (op, task that does its work).
+    """
     from pase.replay.graph import EDGES
 
     before: dict[int, list[int]] = {}
@@ -335,7 +355,7 @@ def _readers(
     outward = is_moved[g.src] & (g.edge_kind != EDGES.index("stream"))
     for e in np.flatnonzero(outward).tolist():
         read.setdefault(int(g.src[e]), []).append((int(g.dst[e]), float(g.lag_ns[e]), int(g.edge_kind[e])))
-    ahead: dict[int, set[int]] = {}  # per stream: what its messages so far cannot begin without
+    ahead: dict[int, set[int]] = {}  # per stream: all tasks that its messages so far depend on
     behind: list[tuple[int, int]] = []
     done: set[tuple[int, int]] = set()
     for m, column, device in zip(new["message"], new["column"], new["device"], strict=True):
@@ -362,7 +382,10 @@ def _readers(
 def _waiting_ops(
     g: DataflowGraph, behind: list[tuple[int, int]], rows: list[tuple[int, int, float, int]]
 ) -> list[tuple[int, int]]:
-    """Where work that must wait for a message goes: into an op that waits for it; matrix products cannot go."""
+    """Returns (op, target) for each op that must wait for a message: the target waits for that message.
+
+    Raises PaseError if an op is not elementwise, because only elementwise work can be moved.
+    """
     from pase.replay.changes.coarse import FUSIBLE
     from pase.replay.types import COLLECTIVE, GPU_KINDS
 
@@ -370,18 +393,22 @@ def _waiting_ops(
     for task, message in behind:
         name = g.task_name(task)
         if g.kind[task] not in GPU_KINDS or g.kind[task] == COLLECTIVE:
-            raise PaseError(f"under this bucket plan '{name}' would wait for a message that waits for it")
+            raise PaseError(
+                "under this bucket plan it would wait for a message that waits for it", where=f"'{name}'"
+            )
         if not FUSIBLE.search(name):
             raise PaseError(
-                f"under this bucket plan '{name}' would have to wait for a message that is sent behind "
-                "it, and it is not an elementwise op whose work could be moved"
+                "under this bucket plan it would have to wait for a message that is sent after it, and it is not an "
+                "elementwise op whose work could be moved",
+                where=f"'{name}'",
             )
         target = next(
             (b for a, b, _, _ in rows if a == message and b < len(g) and g.kind[b] in GPU_KINDS), None
         )
         if target is None:
             raise PaseError(
-                f"under this bucket plan nothing stands behind the message that '{name}' waits for"
+                "under this bucket plan it waits for a message that no other op waits for, so its work cannot be moved",
+                where=f"'{name}'",
             )
         out.append((task, target))
     return out
@@ -394,7 +421,8 @@ def _grown(
     new: dict[str, list[Any]],
     edges: dict[str, Any],
 ) -> DataflowGraph:
-    """``g`` with the new tasks; what has left becomes a moment of its own, at which a piece is ready."""
+    """Returns ``g`` with the new tasks. A removed collective becomes a task without duration that marks when it is
+    ready, on a queue of its own."""
     from pase.replay.graph import TaskQueue
     from pase.replay.types import COLLECTIVE, KINDS
 

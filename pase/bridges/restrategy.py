@@ -1,10 +1,9 @@
-"""What if a traced run had another strategy: the measured step, scaled by what is predicted of the two layouts.
+"""Estimates a traced run under another strategy, by scaling the measured step with the predictions for two layouts.
 
-A trace of one strategy does not show another's ops. What can be said is a ratio: for compute, and for each kind of
-collective, what the other layout is predicted to take, over what this one is. Measured durations are scaled by it; so
-what a prediction is off by, as long as it is off alike for both, cancels. The launching threads stay as measured. A
-kind of collective that the run does not have is added at its predicted time, scaled as the others were measured, as if
-nothing hid it.
+A trace of one strategy does not show the ops of another. For compute and for each kind of collective, the measured
+durations are scaled by the ratio of the other layout's predicted time to this layout's. Prediction errors that both
+layouts share cancel. Host launches stay as measured. If the other layout has a kind of collective that the run lacks,
+its predicted time is scaled by the measured-to-predicted ratio of the other collectives and added as exposed time.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ __all__ = ["by_prediction", "by_ratio", "predicted"]
 
 
 def predicted(plan: Plan) -> dict[str, float]:
-    """Predicted cost of a step on a device, in the plan's unit: "compute" (with the update), and each collective."""
+    """Returns the predicted cost per device and step in the plan's unit: "compute" (with the update), and each
+    collective kind."""
     out = {"compute": plan.compute}
     for c in plan.collectives:
         out[c.kind] = out.get(c.kind, 0.0) + c.cost
@@ -35,7 +35,7 @@ def predicted(plan: Plan) -> dict[str, float]:
 
 
 def by_prediction(now: Path, other: Path) -> Rewrite:
-    """The step that the other layout predicts, in place of the one that ``now`` does: nothing is measured."""
+    """Returns the rewrite that replaces the step predicted for ``now`` by that for ``other``. Nothing is measured."""
     _, b = _pair(now, other)
 
     def change(_: Timeline, __: DataflowGraph) -> tuple[DataflowGraph, JsonObject]:
@@ -43,21 +43,22 @@ def by_prediction(now: Path, other: Path) -> Rewrite:
 
         if b.timeline is None:
             raise PaseError(
-                f"{other}: no collective on a parameter: this plan has no scheduled step to compare with"
+                "no parameter has a collective, so this plan has no scheduled step to compare with",
+                where=str(other),
             )
         m = measure(b.timeline)
-        note = "predicted against predicted: both steps are what the cost model says, nothing is measured"
+        note = "predicted against predicted: both steps come from the cost model, nothing is measured"
         return estimate(m, m.steady()), {"method": "prediction", "note": note}
 
     return change
 
 
 def by_ratio(now: Path, other: Path) -> Rewrite:
-    """The measured graph, its durations times predicted(other) / predicted(now), by kind.
+    """Returns the rewrite that multiplies measured durations by predicted(other) / predicted(now), by kind.
 
-    The batch may be another one: what grows with it is what the two predictions say. PaseError where the two layouts
-    are not of the same parameters, machine, number of devices, cost model and optimizer, or where the run has
-    collectives of a kind of which the layout it is said to have has none.
+    The two layouts may have different batches, because the predictions account for them. Raises PaseError if they
+    differ in parameters, machine, number of devices, cost model or optimizer, or if the run has a kind of collective
+    that ``now`` lacks and ``other`` has.
     """
     a, b = _pair(now, other)
     ours, theirs = predicted(a), predicted(b)
@@ -76,15 +77,17 @@ def _pair(now: Path, other: Path) -> tuple[Plan, Plan]:
     if weights[0] != weights[1]:
         lacks = sorted(set(weights[0].items()) ^ set(weights[1].items()))[0][0]
         raise PaseError(
-            f"{now} and {other} are not of one model: parameter '{lacks}' differs. The batch may differ, the "
-            "parameters may not"
+            f"the layouts are of different models: parameter '{lacks}' differs",
+            where=f"{now} and {other}",
+            fix="give two layouts of one model (the batch may differ)",
         )
     for what in ("devices", "machine_digest", "cost_model", "unit", "optimizer"):
         x, y = getattr(a, what), getattr(b, what)
         if x != y:
             raise PaseError(
-                f"{now} and {other} differ in {what.replace('_', ' ')} ({x}, {y}), so "
-                "their predictions cannot be compared"
+                f"the layouts differ in {what.replace('_', ' ')} ({x}, {y}), so their predictions cannot be compared",
+                where=f"{now} and {other}",
+                fix=f"compile both with the same {what.replace('_', ' ')}",
             )
     return a, b
 
@@ -104,11 +107,12 @@ def _scaled(
     for kind in sorted({OPERATIONS[int(k)] for k in g.operation[comm]}):
         mine = comm & (g.operation == OPERATIONS.index(kind))
         if kind not in now:
-            # A barrier or a broadcast of the framework's own: no strategy's doing.
+            # If neither layout has it, it is a barrier or broadcast of the framework and independent of the strategy.
             if kind in other:
                 raise PaseError(
-                    f"{where}: the run has {kind} collectives, but this layout predicts "
-                    "none, so it is not the run's layout"
+                    f"the run has {kind} collectives, but this layout predicts none, so it is not the run's layout",
+                    where=where,
+                    fix="give the layout that the run used",
                 )
             continue
         ratios[kind] = _ratio(now[kind], other.get(kind, 0.0))
@@ -118,17 +122,19 @@ def _scaled(
     added = sum(v for k, v in other.items() if k not in now)
     if added and not known and unit != "s":
         raise PaseError(
-            f"costs in {unit} cannot be added to a measured time, and no collective shows the scale"
+            f"costs in {unit} cannot be added to a measured time, and no measured collective gives the scale",
+            where=where,
+            fix="compile with a cost model that predicts seconds",
         )
     added_s = added * (measured_s / known if known else 1.0)
     said = ", ".join(f"{k} ×{v:.3g}" for k, v in ratios.items())
     note = f"a prediction by ratio, not a replay of the other strategy: {said}"
     unseen = sorted(k for k in now if k != "compute" and k not in ratios)
     if unseen:
-        note += f"; {', '.join(unseen)}, predicted of the run's layout, are not in the trace: left out"
+        note += f"; predicted for the run's layout but not in the trace, so left out: {', '.join(unseen)}"
     if added_s:
         kinds = ", ".join(sorted(k for k in other if k not in now))
-        note += f"; {kinds}, which the run has not: {added_s * 1e3:.3f} ms, counted as exposed"
+        note += f"; {kinds}, which the run does not have: {added_s * 1e3:.3f} ms, counted as exposed"
     return replace(g, duration_ns=duration), {
         "method": "ratio",
         "ratios": ratios,

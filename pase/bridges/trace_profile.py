@@ -1,21 +1,22 @@
-"""A scheduling problem from traces of a run: what it computed, what it sent, and how long its links took for that.
+"""Makes a scheduling problem from traces of a run: its compute, its collectives, and the speed of its links.
 
-Replay estimates one rank's steady iteration (medians over iterations). It is replayed with collectives that take no
-time, which leaves compute and the gaps due to the host. In that replay, each collective has a time at which it is
-ready and a time at which the first op that reads it would start.
+``pase.replay`` estimates one rank's steady iteration (medians over iterations). That iteration is replayed with
+collectives that take no time, which leaves compute and the gaps due to the host. In that replay, each collective has a
+time at which it is ready and a time at which the first op that reads it would start.
 
-- A collective that is needed within a twentieth of its own length after it is ready is on the path between two ops
-  (tensor parallelism, a clipped norm). It cannot be moved, and neither can broadcasts, barriers and the like. The time
-  that compute would wait for them counts as time on the compute stream.
-- A sum that starts in backward and is first read after backward is a gradient: the optimizer waits for it, and forward
-  waits for the optimizer. (PyTorch's autograd thread shows what starts in backward; without it, a gradient is a sum
-  that is read after the last of all sums.) A trace does not say which layer a gradient belongs to. Forward is assumed
-  to mirror backward, so the gradient made last is needed first. The optimizer's time is spread over forward.
-- Other collectives, such as a gathered parameter, are needed within their iteration.
+- A collective whose slack is at most a twentieth of its own duration is on the path between two ops (for example tensor
+  parallelism, or a clipped norm). It cannot be moved; neither can broadcasts, barriers and similar collectives. The
+  time that compute would wait for them counts as time on the compute stream.
+- A reduction (all-reduce or reduce-scatter) that starts in backward and is first read after backward is a gradient: the
+  optimizer waits for it, and forward waits for the optimizer. PyTorch's autograd thread shows what starts in backward.
+  Without it, a gradient is a reduction that is first read after the last reduction is ready. A trace does not record
+  which layer a gradient belongs to. Forward is assumed to mirror backward, so the gradient made last is needed first.
+  The optimizer's time is spread over forward.
+- Other collectives, such as the all-gather of a parameter, are needed within their iteration.
 
-Links: one for each stream that carries collectives, since streams ran concurrently. Its curve for a kind of collective
-goes through the median of each size. The startup is that of a least-squares line through the medians or, for a single
-size, the shortest collective of the stream. Durations are own times: from the last rank's start.
+There is one link for each stream that carries collectives, because streams run concurrently. Its curve for a kind of
+collective goes through the median of each size. The startup comes from a least-squares line through the medians or, for
+a single size, from the shortest collective of the stream. Durations count from the start of the last rank.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ MOVED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 SUMS = ("all_reduce", "reduce_scatter")
 FORWARD_SHARE = 1 / 3
 BACKWARD = re.compile(r"^autograd::engine::evaluate_function|Backward\d*$")
-"""PyTorch's names for what runs an op's backward, on the thread that launches it."""
+"""PyTorch's names of the host events that run an op's backward, on the thread that launches its kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SentCollective:
-    """One collective of the iteration. Times are seconds from the iteration's start, with compute alone."""
+    """One collective of the iteration. Times are seconds from the iteration's start, if collectives take no time."""
 
     name: str
     kind: str
@@ -60,11 +61,11 @@ class _SentCollective:
     ready_s: float
     need_s: float
     gradient: bool | None
-    """Started in backward and first read behind it; None: the trace does not tell."""
+    """Whether it starts in backward and is first read after backward; None if the trace does not show it."""
 
 
 def is_trace(path: Path) -> bool:
-    """Whether `pase schedule` should read this as traces: a folder, a trace's suffix, or events in JSON."""
+    """Whether `pase schedule` should read this path as traces: a folder, a trace's suffix, or events in JSON."""
     if path.is_dir() or path.name.endswith((".json.gz", ".pb", ".zip")):
         return True
     if path.suffix != ".json" or not path.is_file():
@@ -77,7 +78,7 @@ def is_trace(path: Path) -> bool:
 def problem_from_traces(
     path: str | Path, *, links: Sequence[Link] = (), rank: int | None = None
 ) -> ScheduleProblem:
-    """The problem of a folder of traces, a trace, or a timeline. See ``problem_from_timeline``."""
+    """Returns the problem of a folder of traces, a trace, or a timeline. See ``problem_from_timeline``."""
     from pase.replay import align, load
 
     return problem_from_timeline(
@@ -88,11 +89,13 @@ def problem_from_traces(
 def problem_from_timeline(
     t: Timeline, *, links: Sequence[Link] = (), rank: int | None = None, name: str = "trace", source: str = ""
 ) -> ScheduleProblem:
-    """The problem of one rank (None: the first with collectives) of an aligned timeline.
+    """Returns the problem of one rank of an aligned timeline.
 
-    links: replace those that the trace shows; the first also gives the bytes of collectives whose sizes are not in the
-    trace, from their durations. PaseError if there is nothing to replay or a size is unknown. Infeasible if no
-    collective can be scheduled differently.
+    links: replace the links fitted to the trace. The first one also gives sizes that the trace lacks, from durations.
+    rank: the rank; None takes the first that has collectives.
+
+    Raises PaseError if there is nothing to replay or a size is unknown. Raises Infeasible if no collective can be
+    scheduled differently.
     """
     from pase.replay import estimate, measure, replay_graph
     from pase.replay.types import COLLECTIVE
@@ -101,10 +104,14 @@ def problem_from_timeline(
     g = estimate(m, m.steady())
     sends = g.kind == COLLECTIVE
     if not sends.any():
-        raise Infeasible(f"{source or name}: an iteration has no collective, so there is nothing to schedule")
+        raise Infeasible(
+            "an iteration has no collective, so there is nothing to schedule", where=source or name
+        )
     ranks = sorted(set(g.rank[sends].tolist()))
     if rank is not None and rank not in ranks:
-        raise PaseError(f"{source or name}: rank {rank} has no collectives; there are ranks {ranks}")
+        raise PaseError(
+            f"rank {rank} has no collectives", where=source or name, fix=f"choose a rank of {ranks}"
+        )
     rank = ranks[0] if rank is None else rank
     free = replay_graph(replace(g, duration_ns=np.where(sends, 0.0, g.duration_ns)))
     mine = g.rank == rank
@@ -122,7 +129,8 @@ def problem_from_timeline(
     kept = [_sized(s, links, source or name) for s in sent if s not in between]
     if not kept:
         raise Infeasible(
-            f"{source or name}: every collective is waited for as soon as it is ready: there is nothing to schedule"
+            "every collective is needed as soon as it is ready, so there is nothing to schedule",
+            where=source or name,
         )
     gradients = [_sized(s, links, source or name) for s in summed]
     last_s = max((s.ready_s for s in gradients), default=last_s)
@@ -150,7 +158,7 @@ def _collectives(
     end_s: float,
     backward: set[tuple[int, int]],
 ) -> list[_SentCollective]:
-    """The rank's collectives in order, each with the time it is ready and the time it is first read."""
+    """Returns the rank's collectives in order, each with the times at which it is ready and first read."""
     from pase.replay.types import COLLECTIVE, OPERATIONS
     from pase.schedule.types import AxisGroup
 
@@ -191,19 +199,21 @@ def _at_once(s: _SentCollective) -> bool:
 
 
 def _sized(s: _SentCollective, links: Sequence[Link], where: str) -> _SentCollective:
-    """The collective with its size. If the trace lacks it, it follows from the duration on the first link given."""
+    """Returns the collective with its size. A size that the trace lacks follows from the duration on the first link."""
     if s.nbytes > 0:
         return s
     if not links:
         raise PaseError(
-            f"{where}: collective {s.name} has no size in the trace. Record shapes (PyTorch: record_shapes=True, or "
-            f"its execution trace beside), or give --link NAME:STARTUP:BANDWIDTH, from which sizes follow"
+            f"collective {s.name} has no size in the trace",
+            where=where,
+            fix="record shapes (PyTorch: record_shapes=True, or an execution trace next to the trace), or give "
+            "--link NAME:STARTUP:BANDWIDTH to derive sizes from durations",
         )
     return replace(s, nbytes=max(1, int(links[0].curve.bytes_within(np.asarray([s.seconds]))[0])))
 
 
 def _launched_in_backward(t: Timeline) -> set[tuple[int, int]]:
-    """(rank, correlation) of what PyTorch's autograd threads launched; empty if no such thread is known."""
+    """Returns (rank, correlation) of all that PyTorch's autograd threads launched; empty if no such thread is found."""
     from pase.replay.types import KINDS
 
     host = t["kind"] == KINDS.index("host")
@@ -222,7 +232,7 @@ def _forward_end_s(
     last_s: float,
     backward: set[tuple[int, int]],
 ) -> float:
-    """The start of backward's first op, if the trace shows it; else a third of the way to the last gradient."""
+    """Returns the start of backward's first op, or a third of the time to the last gradient if it is unknown."""
     from pase.replay.types import on_stream
 
     tasks = np.flatnonzero(compute & on_stream(g.kind) & (g.event >= 0))
@@ -235,9 +245,10 @@ def _forward_end_s(
 
 
 def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: float = 0.0) -> SendTime:
-    """A cost curve through the median of each size, with a fitted startup.
+    """Fits a cost curve through the median of each size, with a startup.
 
-    shortest_s: the startup if there is only one size, or that size's median if that is shorter.
+    nbytes, seconds: the measured messages.
+    shortest_s: the startup if there is only one size, capped by the median of that size.
 
     >>> c = fit_curve([1e6, 2e6, 2e6], [1.5e-3, 2.4e-3, 2.6e-3])
     >>> round(c.startup_s * 1e3, 6), round(c.seconds_for(4e6) * 1e3, 6)
@@ -252,7 +263,7 @@ def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: 
     if len(sizes) == 1:
         startup = min(shortest_s, float(times[0]))
     else:
-        # Relative residuals: a large message must not outweigh the startup of small ones.
+        # Fit relative errors, so that large messages do not outweigh the startup of small ones.
         rows = np.stack((np.ones(len(sizes)), sizes), axis=1) / np.maximum(times, 1e-12)[:, None]
         startup = min(float(nnls(rows, np.ones(len(sizes)))[0][0]), float(times.min()))
     made = SendTime.table([0.0, *sizes], [startup, *times])
@@ -261,7 +272,7 @@ def fit_curve(nbytes: Sequence[float], seconds: Sequence[float], *, shortest_s: 
 
 
 def _links(sent: Sequence[_SentCollective]) -> tuple[Link, ...]:
-    """One link for each stream, with a curve for each group of ranks and kind."""
+    """Returns one link for each stream, with a curve for each group of ranks and kind of collective."""
     from pase.schedule.types import Link
 
     out = []
@@ -300,13 +311,13 @@ def _problem(
     name: str,
     source: str,
 ) -> ScheduleProblem:
-    """Compute cut into blocks at every time at which a tensor is ready or needed."""
+    """Builds the problem. Compute is divided into blocks at each time at which a tensor is ready or needed."""
     from pase.schedule.types import ALL_DEVICES, ComputeBlock, ScheduleProblem, Transfer
 
     back_s = max(backward_s - forward_s, 1e-12)
 
     def need_of(s: _SentCollective) -> float:
-        """When the next forward needs a gradient: the mirror image of the time at which it was made."""
+        """Returns when a tensor is needed. For a gradient: the mirror image, in forward, of when it was made."""
         if s not in gradients:
             return s.need_s
         return forward_s * min(max(1.0 - (s.ready_s - forward_s) / back_s, 0.0), 1.0)

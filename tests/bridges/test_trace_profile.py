@@ -1,4 +1,4 @@
-"""Profiles from traces: an imagined run whose every dependency is known, and the shared real ones."""
+"""Profiles from traces: a simulated run whose dependencies are all known, and the shared traces of real runs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_an_imagined_run_comes_back(folder: Path) -> None:
     sizes = [round(run.bucket_bytes * (1 + 0.5 * k)) // 4 * 4 for k in range(4)]
     assert [t.nbytes for t in p.tensors] == sizes and p.is_plain
     assert {t.kind for t in p.tensors} == {"all_reduce"} and [x.name for x in p.links] == ["network"]
-    # Without a network the step is as long as the same run with one that takes no time.
+    # Without collectives, the step is as long as in the same run with an infinitely fast network.
     instant = imagined(bandwidth_bytes_per_us=1e12, collective_us=0.0)
     assert p.compute_s == pytest.approx(np.median(instant.iteration_us) * 1e-6, rel=0.03)
-    # Four buckets of three layers: backward, two thirds of the compute, is cut in four; forward mirrors it.
+    # There are four buckets of three layers. Backward is two thirds of the compute; forward mirrors it.
     forward = sum(b.seconds for b in p.blocks if b.phase == "forward")
     assert forward / p.compute_s == pytest.approx(1 / 3, abs=0.08)
     ready = [sum(b.seconds for b in p.blocks[: (t.ready_after or 0) + 1]) for t in p.tensors]
@@ -50,7 +50,7 @@ def test_an_imagined_run_comes_back(folder: Path) -> None:
     assert steps == pytest.approx([3 * 2 * KERNEL_US * 1e-6] * 3, rel=0.05)
     need = [sum(b.seconds for b in p.blocks[: t.needed_before]) for t in p.tensors]
     assert need == sorted(need, reverse=True) and need[-1] == 0.0
-    # The link is what the run was made with: startup and bandwidth.
+    # The link has the startup and bandwidth that the run was simulated with.
     curve = p.links[0].curve_for(p.tensors[0].axes)
     for nbytes in (*sizes, sizes[-1] * 2):
         assert curve.seconds_for(nbytes) == pytest.approx(
@@ -68,8 +68,9 @@ def test_a_timeline_is_a_profile_too(folder: Path, tmp_path: Path) -> None:
     a, b = problem_from_timeline(t, name="x"), problem_from_traces(tmp_path / "t.json")
     assert a.tensors == b.tensors and [x.seconds for x in a.blocks] == [x.seconds for x in b.blocks]
     assert problem_from_timeline(t, rank=1).compute_s == pytest.approx(a.compute_s, rel=0.01)
-    with pytest.raises(PaseError, match=r"rank 7 has no collectives; there are ranks \[0, 1\]"):
+    with pytest.raises(PaseError, match="rank 7") as e:
         problem_from_timeline(t, rank=7)
+    assert "[0, 1]" in e.value.fix
 
 
 def test_the_command_reads_traces(folder: Path) -> None:
@@ -82,8 +83,9 @@ def test_the_command_reads_traces(folder: Path) -> None:
 def test_sizes_that_a_trace_lacks_follow_from_a_link(folder: Path) -> None:
     t = align(load(folder))
     t.columns["nbytes"][:] = -1
-    with pytest.raises(PaseError, match=r"has no size in the trace.*record_shapes=True.*--link"):
+    with pytest.raises(PaseError, match="no size") as e:
         problem_from_timeline(t)
+    assert "record_shapes=True" in e.value.fix and "--link" in e.value.fix
     run = imagined()
     link = parse_link(f"net:{run.collective_us}us:{run.bandwidth_bytes_per_us / 1e3}GB/s")
     p = problem_from_timeline(t, links=(link,))
@@ -95,7 +97,7 @@ def test_nothing_to_schedule_is_said(tmp_path: Path) -> None:
     from pase.replay.types import COLLECTIVE
 
     t = align(load(write(imagined(iterations=3), tmp_path / "r")))
-    with pytest.raises(Infeasible, match="an iteration has no collective"):
+    with pytest.raises(Infeasible, match="has no collective"):
         problem_from_timeline(t.select(t["kind"] != COLLECTIVE))
 
 
@@ -116,7 +118,7 @@ def test_a_fitted_curve() -> None:
     [("jaxtoolbox_pax_fsdp4", 126.5, 23), ("hta/nccl_parser_config_nccl_data.json.gz", 222.0, 5)],
 )
 def test_the_shared_traces(name: str, measured_ms: float, tensors: int) -> None:
-    """An FSDP step and a data-parallel one: sent in their own order they take about what was measured."""
+    """For an FSDP step and a data-parallel step, the run's own order takes about the measured time."""
     p = problem_from_traces(SHARED / "traces" / name)
     assert len(p.tensors) == tensors
     e = evaluate(p, get_policy("fifo").make(p, Options()))
