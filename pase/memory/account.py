@@ -1,13 +1,13 @@
-"""Memory per device under a strategy. One definition serves the plan's account and the search under a limit.
+"""Memory per device under a strategy. The plan's account and the search under a memory limit share this definition.
 
 Parameters are kept in their storage layout. Gradients and optimizer state have the same layout or are split further
-(ZeRO-2). Activations are what backward needs (``pase.memory.residuals``), each once, in the layout it was written in,
-times the loop turns that make it for readers in the same loop. For a rematerialised region only its inputs are kept,
-plus one turn of its inner tensors while it is recomputed. Weights that a product reads gathered or cast also count as
-activations until its backward, except in a rematerialised region, which gathers them again. What a step gathers once
-is kept, also in regions, and what it sums once is kept unsummed (``pase.ir.blocks.Hoisted``). Buffers: the most that
-one op reads and makes, including gradients, and where collectives of parameters overlap with compute, what a loop's
-turn gathers for the next one.
+(ZeRO-2). Activations are what backward needs (``pase.memory.residuals``). Each is counted once, in the layout in which
+it was written, times the loop iterations that make it for readers in the same loop. A rematerialized region keeps only
+its inputs, plus the inner tensors of one iteration while it is recomputed. Weights that a product reads gathered or
+cast also count as activations until its backward, except in a rematerialized region, which gathers them again. Hoisted
+gathers keep the gathered weights for the whole step, in regions too, and hoisted sums keep the unreduced gradients
+(``pase.ir.blocks.Hoisted``). Buffers are the most that one op reads and makes, including gradients. If collectives of
+parameters overlap with compute, buffers also include what a loop iteration gathers for the next one.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Memory:
 class Held:
     """Bytes that a node keeps on one device, per config: float64 [K].
 
-    region: the rematerialised region during whose recomputation they live; None: the whole step. weights: a parameter
-    as it is read, with one copy for any number of micro-batches in flight.
+    region: the rematerialized region whose recomputation holds them; None means the whole step.
+    weights: True for a parameter as a node reads it. There is one copy for any number of micro-batches in flight.
     """
 
     kind: MemoryKind
@@ -92,10 +92,13 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class _Term:
-    """A part of what a node keeps, before a config is chosen. Equal for nodes of equal layers.
+    """One part of what a node keeps, before a config is chosen. It is equal for nodes of equal layers.
 
-    nbytes: of the whole tensor. dims: the iteration dims that split it. state: dims that split it further. A device
-    holds its local bytes times ``times`` divided by ``over``.
+    nbytes: bytes of the whole tensor.
+    dims: the iteration dims that split it.
+    state: the dims that split it further.
+
+    A device holds its local bytes times ``times`` divided by ``over``.
     """
 
     kind: MemoryKind
@@ -107,7 +110,7 @@ class _Term:
     weights: bool = False
 
     def held(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """Bytes on a device under each config, float64 [K]; cfg int8 [K, axes]."""
+        """Returns the bytes on a device under each config, float64 [K]; cfg is int8 [K, axes]."""
         local = self.nbytes / shards(cfg, self.dims, mesh)
         if self.state:
             local = local / shards(cfg, self.state, mesh)
@@ -125,7 +128,7 @@ def _term(graph: Graph, n: Node, kind: MemoryKind, a: Access, **more: Any) -> _T
 
 
 def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "adam") -> Iterator[Held]:
-    """What the node keeps under each of its configs; cfg int8 [K, axes]."""
+    """Yields what the node keeps under each of its configs; cfg is int8 [K, axes]."""
     mine = _terms(graph, optimizer)[n.name]
     for term, region in zip(mine.terms, mine.regions, strict=True):
         yield Held(kind=term.kind, nbytes=term.held(cfg, mesh), region=region, weights=term.weights)
@@ -133,7 +136,7 @@ def held(graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str = "a
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _NodeTerms:
-    """What a node keeps, each with the region during whose recomputation it lives. number: equal if terms are equal."""
+    """What a node keeps, and the region that holds each part. ``number`` is equal if the terms are equal."""
 
     number: int
     terms: tuple[_Term, ...]
@@ -142,7 +145,7 @@ class _NodeTerms:
 
 @once
 def _terms(graph: Graph, optimizer: str) -> dict[str, _NodeTerms]:
-    """Per node, what it keeps."""
+    """Returns what each node keeps."""
     heavy = _read_heavily(graph)
     numbers: dict[tuple[_Term, ...], int] = {}
     out = {}
@@ -160,7 +163,7 @@ def _terms_of(
     wanted, micro_batches = (
         kept(graph),
         micro_batches_of(graph),
-    )  # in a step with micro-batches, one lives at a time
+    )  # in a step with micro-batches, the activations of one live at a time
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
 
     def term(kind: MemoryKind, a: Access, **more: Any) -> _Term:
@@ -177,43 +180,45 @@ def _terms_of(
                         yield (
                             term("gradients", a, state=state, times=2 if micro_batches > 1 else 1),
                             None,
-                        )  # the sum, and one to add
+                        )  # with micro-batches: the sum, and the gradient to add to it
                     values = 4 * OPTIMIZERS[optimizer]
                     yield term("optimizer", a, state=state, times=values, over=t.itemsize), None
             elif t.role == "input":
-                yield term("activations", a, times=micro_batches), None  # all of them arrive at once
+                yield term("activations", a, times=micro_batches), None  # inputs of all micro-batches
             elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                 yield term("activations", a, times=wanted[a.tensor].times), wanted[a.tensor].region
-    for ops, a, stored in parameter_reads(graph, n):  # as this node reads them
+    for ops, a, stored in parameter_reads(graph, n):  # in the layout and dtype in which this node reads them
         many = concrete_size(ops[0].times, n.name)
         if stays or any(_read_in_backward(n, op) for op in ops):
             yield term("activations", a, times=many, over=micro_batches, weights=True), None
-        # The sum, as exact as what is stored, and one to add:
+        # The sum, in the precision in which the parameter is stored, and the gradient to add to it:
         if unsummed and any(has_gradient(graph, op, a.tensor) for op in ops):
             copies = 1 + stored.itemsize / graph.tensors[a.tensor].itemsize
             yield term("gradients", a, times=many * copies, over=micro_batches), None
-    if n.kind == "parameter":  # less what is the stored parameter itself
+    if n.kind == "parameter":  # subtract the stored parameter, which is counted already
         a = n.ops[0].writes[0]
         if a.tensor in heavy and (stays or graph.tensors[a.tensor].needs_grad):
             yield term("activations", a, times=-1, weights=True), None
 
 
 def _read_in_backward(n: Node, op: Op) -> bool:
-    """Does the node's backward need what this op reads, without gathering it again?"""
+    """Whether the node's backward needs what this op reads, without gathering it again."""
     return op.region is None and op.differentiable and (op.kind in ("matmul", "conv") or n.kind == "copy")
 
 
 def _read_heavily(graph: Graph) -> set[str]:
-    """Tensors that are kept as their readers have them."""
+    """Returns the tensors that are kept in the layout and dtype in which their readers have them."""
     stays = hoisted_of(graph) != "none"
     return {e.tensor for e in graph.edges if stays or _read_in_backward(graph.node[e.dst], e.op)}
 
 
 def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
-    """What the node reads and makes while it runs, each array once: (op, access, the node that makes it). Left out:
-    tensors inside the node, tensors that are read in part, what is written over an operand, and tensors passed on by
-    nodes that do no work. If the program is not trained, also what is written in place, and leaves, which are in memory
-    anyway."""
+    """Yields what the node reads and makes while it runs, each array once: (op, access, the node that makes it).
+
+    Left out are tensors inside the node, tensors that are read only in part, results written over an operand, and
+    tensors passed on by nodes that do no work. If the program is not trained, results written in place and leaves are
+    left out too, because they are in memory anyway.
+    """
     touched = list(_touched(graph, n))
     free = {
         a.tensor: a
@@ -230,7 +235,7 @@ def _passing(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
 
 
 def _touched(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
-    """``_passing``, with what is written over an operand."""
+    """Yields the same as ``_passing``, plus the results that are written over an operand."""
     seen: set[str] = set()
     arrays = None if is_trained(graph) else lives(graph).array
     for op in () if n.kind == "parameter" or n.kind in WORKLESS else n.ops:
@@ -248,9 +253,14 @@ def _touched(graph: Graph, n: Node) -> Iterator[tuple[Op, Access, Node]]:
 def _written_over(
     graph: Graph, result: Access, made: Mapping[str, Op], free: Mapping[str, Access]
 ) -> str | None:
-    """The operand of the node whose array the result takes, as its gradient takes that of the result's: one that
-    elementwise ops turn into it, as large and split alike, and that nothing else reads. made: tensor -> the op of the
-    node that makes it. free: the operands that nothing else reads or is written over. None: there is none."""
+    """Returns the operand whose array the result takes over, or None if there is none.
+
+    Such an operand is turned into the result by elementwise ops, has the same size and split, and has no other reader.
+    The gradient of the operand then also takes over the array of the result's gradient.
+
+    made: tensor -> the op of the node that makes it.
+    free: the operands that nothing else reads and that nothing is written over yet.
+    """
     mine, left = graph.tensors[result.tensor], [result.tensor]
     while left:
         op = made.get(left.pop())
@@ -268,9 +278,12 @@ def _written_over(
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered:
-    """How a parameter gets from its storage to the node that reads it, and its gradient back. recompute: gathered in a
-    region for each use; otherwise it counts as kept. cast: the read value differs from the stored one. trained: it has
-    a gradient."""
+    """How a parameter gets from its storage to the node that reads it, and how its gradient gets back.
+
+    recompute: it is gathered for each use, in a region. Otherwise it counts as kept.
+    cast: the value that is read differs from the stored one.
+    trained: it has a gradient.
+    """
 
     write: LayoutRule
     read: LayoutRule
@@ -279,29 +292,32 @@ class _Gathered:
     trained: bool
 
     def copies(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> int:
-        """How many of the tensor and its gradient have another layout than in storage; configs int8 [1, axes]."""
+        """Returns how many of the tensor and its gradient differ in layout from storage; configs are int8 [1, axes]."""
         apart = (gradient_states(self.write.states(stored, mesh)) != self.read.states(cfg, mesh)).any()
         recompute = self.recompute and (self.cast or self.resharded(stored, cfg, mesh))
         return int(recompute) + int(self.trained and bool(apart))
 
     def resharded(self, stored: np.ndarray, cfg: np.ndarray, mesh: Mesh) -> bool:
-        """Is it read in another layout than it is stored in?"""
+        """Whether it is read in another layout than it is stored in."""
         written, read = self.write.states(stored, mesh), self.read.states(cfg, mesh)
         return bool((forward_states(written) != np.where(read == PARTIAL, REPLICATED, read)).any())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Flight:
-    """What a node reads and makes while it runs: terms, and for each that is a parameter how it is gathered (None for
-    others). sources: the nodes that store the parameters. number: equal if all of this is equal, whichever nodes store
-    them."""
+    """What a node reads and makes while it runs.
+
+    terms: each with the way in which it is gathered if it is a parameter, and None otherwise.
+    sources: the nodes that store the parameters.
+    number: equal if all of this is equal, whichever nodes store the parameters.
+    """
 
     number: int
     terms: tuple[tuple[_Term, _Gathered | None], ...]
     sources: tuple[str, ...]
 
     def nbytes(self, name: str, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-        """Bytes in flight at once under a strategy. name: of the node."""
+        """Returns the bytes in flight at once under a strategy; name is the node's."""
         cfg, out = configs[name][None, :], 0.0
         stored = iter(self.sources)
         for term, gathered in self.terms:
@@ -314,7 +330,7 @@ class _Flight:
 
 @once
 def _flights(graph: Graph) -> dict[str, _Flight]:
-    """Per node, what it reads and makes while it runs."""
+    """Returns what each node reads and makes while it runs."""
     numbers: dict[object, int] = {}
     out = {}
     for n in graph.nodes:
@@ -342,8 +358,10 @@ def _gathered(graph: Graph, n: Node, op: Op, a: Access, source: Node) -> _Gather
 
 @once
 def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]]:
-    """Loop -> (reader, the node that stores it, the parameter as it is read, how it is gathered) of what a turn gathers
-    for the next one, because its reader waits for no product of its turn."""
+    """Returns what each loop prefetches: loop -> (reader, node that stores it, parameter as read, how it is gathered).
+
+    An iteration prefetches a parameter for the next one if its reader does not wait for a product of its own iteration.
+    """
     out: dict[tuple[Scope, ...], list[tuple[Node, Node, _Term, _Gathered]]] = {}
     late: set[tuple[tuple[Scope, ...], str]] = set()
     for n in graph.nodes:
@@ -351,7 +369,7 @@ def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, 
             micro_batches = concrete_size(op.times, n.name) / micro_batches_of(graph)
             if not op.loops or micro_batches <= 1:
                 continue
-            # What a loop inside of the turn makes counts as a product, whatever is in it.
+            # Whatever an inner loop makes counts as a product, no matter what the loop contains.
             late |= {(op.loops[:k], a.tensor) for k in range(1, len(op.loops)) for a in op.writes}
             waits = any((op.loops, a.tensor) in late for a in op.reads)
             if waits or op.kind in ("matmul", "conv", "carry"):
@@ -365,8 +383,11 @@ def _prefetched_reads(graph: Graph) -> dict[tuple[Scope, ...], list[tuple[Node, 
 
 
 def prefetched_bytes(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh) -> float:
-    """Bytes that a loop's turn holds for the next one (``pase.backends.jax.spmd.prefetch``): the most of any loop. What
-    is kept for backward anyway does not count. configs: node name -> int8 [axes]."""
+    """Returns the bytes that a loop iteration holds for the next one, at most over all loops.
+
+    ``pase.backends.jax.spmd.prefetch`` does the prefetching. What is kept for backward anyway does not count.
+    configs: node name -> int8 [axes].
+    """
 
     def nbytes(n: Node, source: Node, term: _Term, gathered: _Gathered) -> float:
         cfg, stored = configs[n.name][None, :], configs[source.name][None, :]
@@ -380,9 +401,14 @@ def prefetched_bytes(graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh
 def in_flight(
     graph: Graph, configs: Mapping[str, np.ndarray], mesh: Mesh, made: dict[object, float] | None = None
 ) -> dict[str, float]:
-    """Per node, bytes of what it reads and makes while it runs. The parameters that it reads and their gradients count
-    if their layout differs from storage. configs: node name -> int8 [axes]. made: what is known from other configs."""
-    made = {} if made is None else made  # equal nodes of repeated layers have the same
+    """Returns, per node, the bytes of what it reads and makes while it runs.
+
+    The parameters that it reads, and their gradients, count if their layout differs from storage.
+
+    configs: node name -> int8 [axes].
+    made: results that are known from other configs; it is extended.
+    """
+    made = {} if made is None else made  # equal nodes of repeated layers share a result
     out = {}
     for name, flight in _flights(graph).items():
         key = (flight.number, *(configs[n].tobytes() for n in (name, *flight.sources)))
@@ -393,10 +419,12 @@ def in_flight(
 
 
 def in_flight_at_least(graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """A lower bound on a strategy's buffers that depends only on each node's own config: bytes [K].
+    """Returns a lower bound on a strategy's buffers that depends only on each node's own config: bytes [K].
 
-    It is the larger of two figures: what the node reads and makes, without parameters, because their own nodes decide
-    their layouts; and the largest buffer of the node's own collectives. configs: per node its int8 [K, axes].
+    It is the larger of two figures. One is what the node reads and makes, without parameters, because other nodes
+    decide their layouts. The other is the largest buffer of the node's own collectives.
+
+    configs: per node, its int8 [K, axes].
     """
     made: dict[tuple[int, int, int], np.ndarray] = {}  # nodes of equal layers share an array
     out = []
@@ -418,11 +446,14 @@ def memory(
     optimizer: str = "adam",
     prefetch: bool = False,
 ) -> Memory:
-    """Predicted peak bytes on one device; configs: node name -> int8 [axes]. prefetch: loops gather parameters one turn
-    ahead."""
+    """Returns the predicted peak bytes on one device.
+
+    configs: node name -> int8 [axes].
+    prefetch: whether loops gather parameters one iteration early.
+    """
     sums = dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), 0.0)
     regions: dict[tuple[Scope, ...], float] = {}
-    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers keep the same
+    made: dict[tuple[int, bytes], list[float]] = {}  # equal nodes of repeated layers share a result
     for name, mine in _terms(graph, optimizer).items():
         at = (mine.number, configs[name].tobytes())
         if at not in made:
@@ -445,10 +476,11 @@ def memory(
 def profile(
     graph: Graph, mesh: Mesh, configs: Sequence[np.ndarray], limit_bytes: float, optimizer: str = "adam"
 ) -> MemoryProfile:
-    """The same account as a limit for the search: one point in time per region. All else lives throughout.
+    """Returns the same account as a limit for the search, with one point in time per region; all else lives throughout.
 
-    configs: per node its int8 [K, axes]. A node has an interval for what it keeps throughout, and one for each region
-    in which it keeps something.
+    A node has one interval for what it keeps throughout, and one for each region in which it keeps something.
+
+    configs: per node, its int8 [K, axes].
     """
     from pase.search import MemoryProfile
 

@@ -1,7 +1,7 @@
-"""Which account of a step's memory holds for a machine: what a compiler keeps decides.
+"""Selects the memory account of a step for a machine, which depends on what the machine's compiler keeps.
 
-One (``pase.memory.account``) adds up what is kept and the most that is in flight. The other
-(``pase.memory.course``) follows the step from moment to moment: it holds where light ops run inside of products.
+``pase.memory.account`` adds up what is kept and the most that is in flight. ``pase.memory.course`` follows the step
+from moment to moment, and applies if the compiler runs light ops inside of products.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Account:
 
     memory: (graph, mesh, configs, optimizer) -> peak bytes on one device; configs: node name -> int8 [axes].
     profile: (graph, mesh, spaces, limit_bytes, optimizer) -> a lower bound on the same account, as a limit for the
-        search: what is in flight is left out. spaces: per node its configs, int8 [K, axes].
-    in_flight_at_least: (graph, mesh, spaces) -> what each node has in flight whatever the others do, a lower bound for
-        each of its configs: bytes [K].
-    unseen: (memory, seen) -> what of a strategy's memory the profile leaves out; seen: the most that the profile counts
-        at a time.
+        search. It leaves out what is in flight. spaces: per node, its configs, int8 [K, axes].
+    in_flight_at_least: (graph, mesh, spaces) -> what each node has in flight at least, whatever the other nodes do:
+        bytes [K], one value for each of its configs.
+    unseen: (memory, seen) -> the part of a strategy's memory that the profile leaves out. seen: the most that the
+        profile counts at any time.
     """
 
     memory: Callable[[Graph, Mesh, Configs, str], Memory]
@@ -53,25 +53,32 @@ KEPT_AND_IN_FLIGHT = Account(
     in_flight_at_least=account.in_flight_at_least,
     unseen=lambda memory, seen: memory.buffers,
 )
-"""What is kept throughout or in a region, and the most that is in flight at once."""
+"""What is kept, throughout the step or in a region, plus the most that is in flight at once."""
 
 
 def _course(tile: tuple[int, ...]) -> Account:
-    """The step's worst moment. tile: of the device's memory, rows and columns; empty: arrays are not padded."""
+    """Returns the account of the step's worst moment.
+
+    tile: the rows and columns of a tile of the device's memory; empty if arrays are not padded.
+    """
     return Account(
         memory=partial(course.peak, tile=tile),
         profile=partial(course.profile, tile=tile),
-        # What is in flight is at its moment alone: it bounds no other moment from below.
+        # What is in flight at one moment bounds no other moment from below.
         in_flight_at_least=lambda graph, mesh, spaces: [np.zeros(len(configs)) for configs in spaces],
         unseen=lambda memory, seen: memory.total - seen,
     )
 
 
 def account_for(machine: Machine, graph: Graph, prefetch: bool) -> Account:
-    """The account that holds for what the machine's compiler keeps (``Machine.fuses_products``). A graph that is not
-    trained has no course: nothing is kept for backward, and what is live is counted alike on all machines. prefetch:
-    loops gather parameters one turn ahead, because collectives of parameters overlap with compute; where there is a
-    course, the step is annotated, and they do not."""
+    """Returns the account that applies to what the machine's compiler keeps (``Machine.fuses_products``).
+
+    A graph that is not trained has no course: nothing is kept for backward, and live tensors are counted alike on all
+    machines.
+
+    prefetch: whether loops gather parameters one iteration early, because collectives of parameters overlap with
+        compute. It has no effect if the account is a course, because such a step is annotated and does not prefetch.
+    """
     if machine.fuses_products and is_trained(graph):
         return _course(machine.device.memory_tile)
     if not prefetch:

@@ -1,17 +1,17 @@
 """Peak memory over the course of a step, for a compiler that fuses light ops into products (XLA for TPU).
 
-``pase.memory.account`` sums what is kept and what is in flight, whenever it lives. Here a step has moments:
+``pase.memory.account`` sums what is kept and what is in flight, no matter when it is alive. Here a step has moments:
 
 - The end of forward. All that is kept is alive, and the gradients of the last ops are computed.
-- The backward of each rematerialised region. What was kept after that region is freed, gradients are alive, and one
-  turn of the region is recomputed.
+- The backward of each rematerialized region. What was kept after that region is freed, gradients are alive, and one
+  iteration of the region is recomputed.
 - The end of backward.
 
 Results of exponentials that a fusion can recompute from a kept operand are not kept. If several ops read a parameter
-(a tied embedding), its gradients are added up at the end. A product's part is computed there too, inside the sum, so
-what it needs lives until then. But if the product gathers the parameter, its part is computed at once and waits.
-Arrays are stored in tiles of the device's memory (``Device.memory_tile``). The machine says which of the two accounts
-applies (``Machine.fuses_products``).
+(a tied embedding), its gradients are added up at the end. A product's contribution is computed inside that sum, so what
+it needs lives until then. If the product gathers the parameter, however, its contribution is computed at once and waits
+for the sum. Arrays are stored in tiles of the device's memory (``Device.memory_tile``). The machine says which of the
+two accounts applies (``Machine.fuses_products``).
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ if TYPE_CHECKING:
 __all__ = ["HeldBytes", "course", "peak", "profile"]
 
 _ACCUMULATED = 4
-"""Bytes of an element of a gradient while it is summed: float32."""
+"""Bytes per element of a gradient while it is summed: float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldBytes:
     """What a node holds on one device.
 
-    nbytes: per config, float64 [K]. at: the moments at which it lives, bool [moments]. Parts of kind None are what
-    products have in flight. Only the largest of them at a moment counts.
+    kind: None for what products have in flight. Only the largest of these counts at a moment.
+    nbytes: per config, float64 [K].
+    at: the moments at which it is alive, bool [moments].
     """
 
     kind: MemoryKind | None
@@ -55,8 +56,14 @@ class HeldBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class _Moments:
-    """regions: in the order in which backward reaches them. Moment 0 is the end of forward, moment i + 1 the backward
-    of region i, and the last one the end of backward. stops: the node after which each begins."""
+    """The moments of a step.
+
+    Moment 0 is the end of forward, moment i + 1 the backward of region i, and the last moment the end of backward.
+
+    order: the index of each node.
+    regions: the regions, numbered in the order in which backward reaches them.
+    stops: per moment, the index of the node whose backward is the next to run.
+    """
 
     order: Mapping[str, int]
     regions: Mapping[tuple[Scope, ...], int]
@@ -78,7 +85,7 @@ class _Moments:
         return np.arange(len(self.stops)) == (0 if region is None else self.regions[region] + 1)
 
     def until(self, node: str) -> np.ndarray:
-        """From the end of forward on, until the node's own backward."""
+        """The moments from the end of forward until the node's own backward."""
         return self.stops >= self.order[node]
 
 
@@ -101,10 +108,11 @@ def _moments(graph: Graph) -> _Moments:
 def course(
     graph: Graph, tile: tuple[int, ...] = (), late: Collection[str] | None = None
 ) -> Callable[[Node, np.ndarray, Mesh, str], Iterator[HeldBytes]]:
-    """parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
+    """Returns parts(node, configs int8 [K, axes], mesh, optimizer): what the node holds under each config, and when.
 
-    tile: of the device's memory. late: nodes whose product computes its part of a parameter's gradient at the end;
-    None: not known, so what is held either way.
+    tile: the rows and columns of a tile of the device's memory.
+    late: the nodes whose product computes its contribution to a parameter's gradient at the end. If None, this is not
+        known, and only what is held in either case is counted.
     """
     when, wanted, micro_batches = _moments(graph), kept(graph, True), micro_batches_of(graph)
     stays, unsummed = hoisted_of(graph) != "none", hoisted_of(graph) == "all" and micro_batches > 1
@@ -131,7 +139,7 @@ def course(
                     yield from _parameter(
                         graph, n, local(a), cfg, mesh, optimizer, when, n.name not in tied and not unsummed
                     )
-                elif t.role == "input":  # of all micro-batches
+                elif t.role == "input":  # the inputs of all micro-batches are there from the start
                     yield HeldBytes(kind="activations", nbytes=local(a) * micro_batches, at=when.always)
                 elif a.tensor in wanted and n.kind not in ("parameter", "copy"):
                     if _fused_recompute(graph, op, wanted, made):
@@ -164,7 +172,7 @@ def course(
 def _cast_stacks(
     n: Node, local: Callable[[Access], np.ndarray], times: Callable[[Op], float], when: _Moments
 ) -> Iterator[HeldBytes]:
-    """A loop's stack of weights, cast before the loop. times: turns of an op's loop."""
+    """Yields a loop's stack of weights that is cast before the loop. times: the trip count of an op's loop."""
     for op in n.ops[1:]:
         if op.kind == "elementwise" and times(op) > 1:
             many = local(op.writes[0]) * times(op)
@@ -174,9 +182,13 @@ def _cast_stacks(
 def _hoisted_bytes(
     graph: Graph, n: Node, local: Callable[[Access], np.ndarray], when: _Moments
 ) -> Iterator[HeldBytes]:
-    """For a step that gathers once: parameters as a node reads them, throughout the step. If their gradients are also
-    summed once, these until then: the sum, in the stored precision, and one gradient to add. local: bytes on a
-    device."""
+    """Yields what hoisting keeps: parameters as a node reads them, throughout the step.
+
+    If the sums of their gradients are hoisted too, there are two more parts: the sum, in the stored precision, and one
+    gradient to add to it.
+
+    local: the bytes of an access on a device.
+    """
     micro_batches = micro_batches_of(graph)
     if n.kind == "parameter" and (mine := n.ops[0].writes[0]).tensor in {e.tensor for e in graph.edges}:
         yield HeldBytes(kind="activations", nbytes=-local(mine), at=when.always)  # the stored array itself
@@ -191,8 +203,10 @@ def _hoisted_bytes(
 
 
 def _tied(graph: Graph) -> dict[str, list[tuple[Node, Access]]]:
-    """Parameter node -> (node, what it reads) of the products outside regions that compute a part of its gradient. Only
-    for parameters whose gradient has several parts."""
+    """Returns, per parameter node, the products outside regions that compute a part of its gradient: (node, access).
+
+    Only parameters whose gradient has several parts are listed.
+    """
     readers: dict[str, list[tuple[Node, Op, Access]]] = {}
     for n in graph.nodes:
         for op, a in n.reads:
@@ -220,9 +234,13 @@ def _parameter(
     when: _Moments,
     alone: bool,
 ) -> Iterator[HeldBytes]:
-    """The parameter, its optimizer state and its gradient. The gradient is alive once backward has begun. With
-    micro-batches, so is a sum from the first one on. alone: False if its readers count the gradient: the parts of one
-    with several readers at the end, and parts that are summed over devices once a step throughout it."""
+    """Yields the parameter, its optimizer state and its gradient.
+
+    The gradient is alive once backward has begun. With micro-batches, their sum is alive from the first one on.
+
+    alone: False if the readers count the gradient instead. They do if the gradient has several readers, because its
+        parts are added at the end, and if the sum over devices is hoisted, because the parts live throughout the step.
+    """
     t = graph.tensors[n.ops[0].writes[0].tensor]
     yield HeldBytes(kind="parameters", nbytes=local, at=when.always)
     if not t.needs_grad:
@@ -236,7 +254,7 @@ def _parameter(
 
 
 def _late(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> set[str]:
-    """Products that read a tied parameter as it is stored. Their part of its gradient is computed at the end."""
+    """Returns the products that read a tied parameter as it is stored: their part of its gradient is computed last."""
 
     def ways(n: Node, a: Access) -> int:
         return int(shards(configs[n.name][None, :], dim_index(n, a.map.dims), mesh)[0])
@@ -256,9 +274,10 @@ def peak(
     optimizer: str = "adam",
     tile: tuple[int, ...] = (),
 ) -> Memory:
-    """Predicted bytes on one device at the step's worst moment; configs: node name -> int8 [axes].
+    """Returns the predicted bytes on one device at the step's worst moment.
 
-    tile: of the device's memory, rows and columns.
+    configs: node name -> int8 [axes].
+    tile: the rows and columns of a tile of the device's memory.
     """
     parts = course(graph, tile, _late(graph, mesh, configs))
     sums: dict[MemoryKind, np.ndarray] = {}
@@ -284,9 +303,13 @@ def profile(
     optimizer: str = "adam",
     tile: tuple[int, ...] = (),
 ) -> MemoryProfile:
-    """The same account as a limit for the search, but for what is in flight and what waits for the end: a lower bound.
-    A node has an interval for each span of moments during which it holds something. configs: per node its int8
-    [K, axes]."""
+    """Returns the same account as a limit for the search. It is a lower bound, because it leaves out what is in flight
+    and what waits for the end of backward.
+
+    A node has one interval for each span of moments during which it holds something.
+
+    configs: per node, its int8 [K, axes].
+    """
     from pase.search import MemoryProfile
 
     parts = course(graph, tile)
@@ -298,7 +321,7 @@ def profile(
             if p.kind is None or not len(live):
                 continue
             span = (int(live[0]), int(live[-1]) + 1)
-            assert p.at[slice(*span)].all()  # what a node holds it holds without a break
+            assert p.at[slice(*span)].all()  # a node holds each part without a break
             spans[span] = spans.get(span, np.zeros(len(cfg))) + p.nbytes
         for (first, last), held in (spans or {(0, 0): np.zeros(len(cfg))}).items():
             nbytes.append(held)
@@ -315,8 +338,10 @@ def profile(
 
 
 def _fused_recompute(graph: Graph, op: Op, wanted: Mapping[str, object], made: Mapping[str, Op]) -> bool:
-    """Does a fusion recompute the op's result? Yes, if elementwise ops and views compute it from large operands that
-    are kept themselves or are constant."""
+    """Whether a fusion recomputes the op's result.
+
+    It does if elementwise ops and views compute the result from large operands that are kept themselves or constant.
+    """
     if op.kind == "generate":
         return True
     if op.kind not in ("elementwise", "view", "copy"):

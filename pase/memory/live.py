@@ -1,8 +1,8 @@
-"""Memory of a program that is not trained, in addition to its parameters and inputs: tensors that are still to be read.
+"""Memory of a program that is not trained, in addition to its parameters and inputs: the tensors still to be read.
 
 Nothing is kept for backward. A tensor lives from where it is made to its last read, and a tensor that a loop reads from
-outside lives as long as the loop runs. What is written in place (a cache, a loop's carry, a threaded input) shares one
-array with its previous value.
+outside lives as long as the loop runs. A value that is written in place (a cache, a loop's carry, a threaded input)
+shares one array with its previous value.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ __all__ = ["Lives", "is_trained", "live_bytes", "lives"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lives:
-    """Arrays of a graph. members: per array, the tensors that it holds, one after the other. first, last: the indices
-    in ``graph.nodes`` between which it is alive. array: tensor -> its array. Leaves live throughout and have no array
-    here, and neither has what is written over them."""
+    """The arrays of a graph. Leaves live throughout and have no array here. Nor do values that are written over them.
+
+    members: per array, the tensors that it holds, one after the other.
+    first, last: per array, the indices in ``graph.nodes`` between which it is alive.
+    array: tensor -> the index of its array.
+    """
 
     members: tuple[tuple[str, ...], ...]
     first: tuple[int, ...]
@@ -35,18 +38,18 @@ class Lives:
 
 @once
 def is_trained(graph: Graph) -> bool:
-    """Does anything in the graph have a gradient?"""
+    """Whether anything in the graph has a gradient."""
     return any(t.needs_grad for t in graph.tensors.values())
 
 
 def _in_place(n: Node, op: Op) -> bool:
-    """Does the op overwrite its first read?"""
+    """Whether the op overwrites its first operand."""
     return op.kind == "carry" or (bool(op.writes) and op.writes[0].sparse and op.reads[0].sparse)
 
 
 @once
 def lives(graph: Graph) -> Lives:
-    """The arrays of a graph."""
+    """Returns the arrays of a graph."""
     import networkx as nx
 
     place = {n.name: i for i, n in enumerate(graph.nodes)}
@@ -89,7 +92,7 @@ def lives(graph: Graph) -> Lives:
 
 
 def _loop_ends(graph: Graph) -> Callable[[int, Node], int]:
-    """f(index of a reader, producer): the last index at which the reader's value must be alive."""
+    """Returns f(index of a reader, producer): the last index at which the value must be alive for this reader."""
     end: dict[Scope, int] = {}
     for i, n in enumerate(graph.nodes):
         for s in n.main.loops:
@@ -105,8 +108,12 @@ def _loop_ends(graph: Graph) -> Callable[[int, Node], int]:
 
 
 def live_bytes(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
-    """Peak bytes on one device, without leaves: live arrays, and copies that a node reads in another layout than they
-    were made in. configs: node name -> int8 [axes]."""
+    """Returns the peak bytes on one device, without leaves.
+
+    It counts the live arrays, and the copies that a node reads in another layout than they were made in.
+
+    configs: node name -> int8 [axes].
+    """
     known = lives(graph)
     at = np.zeros(len(graph.nodes) + 1)
 

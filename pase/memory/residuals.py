@@ -1,12 +1,12 @@
-"""What backward needs of what forward made: which tensors are kept, from where to where.
+"""Residuals: which tensors backward needs from forward, and where they are kept.
 
 The derivative of an op needs operands of products and of non-linear functions, or their results (exp, tanh, …).
-A compiler does not keep a value that it can make again within the reader's own fusion: cheap elementwise ops, casts
-and views of one large operand are followed back to that operand, and that is kept. Sums of two activations are
-kept as they are. A derivative rule that the user wrote needs what its backward reads of forward, as it is.
+A compiler does not keep a value that it can recompute within the reader's own fusion. Cheap elementwise ops, casts and
+views of one large operand are therefore followed back to that operand, which is kept instead. Sums of two activations
+are kept as they are. A derivative rule that the user wrote keeps exactly what its backward reads from forward.
 
-No fusion reaches from a loop's forward into its backward, nor through a branch: what their bodies keep is stacked, as
-the framework's derivative lists it (``Function.listed``), unless the body is rematerialised.
+No fusion reaches from a loop's forward into its backward, nor through a branch. What their bodies keep is stacked, as
+the framework's derivative lists it (``Function.listed``), unless the body is rematerialized.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _HEAVY = ("matmul", "conv", "attention")
 class Kept:
     """A tensor that backward needs.
 
-    region: the rematerialised region that makes it again; None: kept from forward on.
-    times: how many of it exist at once, in one micro-batch: one for each turn of the loops in which it is both made and
-        read. In a region: of one run of the region. A stack that a loop fills is read after the loop, so there is one.
+    region: the rematerialized region that recomputes it; None if it is kept from forward on.
+    times: how many of it exist at once in one micro-batch: one for each iteration of the loops in which it is both made
+        and read. Inside a region, this counts one run of the region. A stack that a loop fills is read after the loop,
+        so there is one.
     """
 
     tensor: str
@@ -45,14 +46,18 @@ class Kept:
 
 
 _Which = Literal["value", "last", "own"]
-"""A tensor's value, or that of each turn; the value that a carry has after its loop; an array of the tensor's size that
-the framework's derivative makes."""
+"""``value``: the tensor's value, in each iteration. ``last``: the value that a carry has after its loop. ``own``: an
+array of the tensor's size that the framework's derivative makes."""
 
 
 def kept(graph: Graph, fuses_products: bool = False, loops_stack: bool = True) -> dict[str, Kept]:
-    """tensor -> Kept, of all that backward needs. fuses_products: the compiler runs light ops inside of products, and
-    expensive functions again (``Machine.fuses_products``). loops_stack: False: a loop stands for layers that are
-    written out, so that fusions reach from forward into backward."""
+    """Returns everything that backward needs: tensor -> Kept.
+
+    fuses_products: whether the compiler runs light ops inside of products, and recomputes expensive functions
+        (``Machine.fuses_products``).
+    loops_stack: False if a loop stands for layers that are written out, so that fusions reach from forward into
+        backward.
+    """
     return _together(graph, fuses_products, loops_stack)
 
 
@@ -73,14 +78,17 @@ def _together(graph: Graph, fuses_products: bool, loops_stack: bool) -> dict[str
 
 
 def _lasting(k: Kept) -> tuple[bool, int, int]:
-    """Larger if it lives longer, or if there is more of it."""
+    """A sort key: larger if the tensor lives longer, or if there is more of it."""
     return k.region is None, -len(k.region or ()), k.times
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Made:
-    """Where a tensor is made. scope: of the op that gives it its value; for a loop's carry, the body of its loop, which
-    gives it another one at each turn."""
+    """Where a tensor is made.
+
+    scope: the scope of the op that gives it its value. For a loop's carry it is the body of the loop, which gives it
+        a new value in each iteration.
+    """
 
     node: Node
     op: Op
@@ -96,7 +104,7 @@ def _makers(graph: Graph) -> Iterator[tuple[str, _Made]]:
 
 
 def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tuple[Kept, _Which]]:
-    """What each op's derivative needs."""
+    """Yields what each op's derivative needs."""
     constant = frozenset(t.name for t in graph.tensors.values() if t.role == "constant")
     maker, trip_counts, reached = dict(_makers(graph)), _trip_counts(graph), _reached(graph)
     varies = _varies(graph, maker, constant)
@@ -104,7 +112,7 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
     def keep(t: str, reader: Op, which: _Which = "value") -> tuple[Kept, _Which]:
         made = maker[t]
         shared = _shared(made.scope, reader.scope)
-        # What leaves the region that makes it is kept from forward on, as is a result that a policy keeps.
+        # A tensor read outside the region that makes it is kept from forward on. So is a result that a policy keeps.
         region = _region(shared) if made.op.remat else None
         loops, times = _loops(shared), 1
         for i in range(len(_loops(region or ())), len(loops)):
@@ -131,7 +139,7 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
                 stored = root in constant or root not in maker
                 if not stored and maker[root].node.kind not in ("parameter", "constant"):
                     yield keep(root, op)
-    for n in graph.nodes:  # what is made again starts from the regions' inputs, and from what a policy keeps
+    for n in graph.nodes:  # recomputation starts from the regions' inputs, and from what a policy keeps
         for op in n.ops:
             for a in op.reads if op.region is not None else ():
                 root = _storage_of(a.tensor, maker)
@@ -143,14 +151,18 @@ def _kept(graph: Graph, fuses_products: bool, loops_stack: bool) -> Iterator[tup
 
 
 def _stacks(op: Op) -> bool:
-    """Does the op run in a loop or a branch whose residuals are stacked as they are listed? Not in a rematerialised
-    region inside of it, nor in a derivative rule of the user's."""
+    """Whether the op runs in a loop or branch whose residuals are stacked as the framework lists them.
+
+    This does not hold in a rematerialized region inside of the loop, nor in a derivative rule that the user wrote.
+    """
     return not op.backward and bool(op.scope) and op.scope[-1].kind in ("loop", "branch")
 
 
 def _own(graph: Graph, op: Op) -> int:
-    """How many arrays of its result's size an op's derivative makes in forward, as JAX has it. Other frameworks may
-    keep fewer in a loop; a model counts the same from whichever it comes."""
+    """Returns how many arrays of its result's size the op's derivative makes in forward, according to JAX.
+
+    Other frameworks may keep fewer in a loop, but a model gets the same count whichever framework it comes from.
+    """
     nonlinear = op.kind == "elementwise" and op.differentiable and op.function.needs in ("operands", "result")
     if not nonlinear or op.function.listed == "needs":
         return 0
@@ -158,13 +170,15 @@ def _own(graph: Graph, op: Op) -> int:
 
 
 def _reached(graph: Graph) -> frozenset[str]:
-    """Tensors whose gradients are computed: they depend on a parameter, and what is returned depends on them through
-    ops that have a derivative."""
+    """Returns the tensors whose gradients are computed.
+
+    They depend on a parameter, and a returned value depends on them through ops that have a derivative.
+    """
     found = {t for t in graph.outputs if graph.tensors[t].needs_grad}
     ops = [op for n in reversed(graph.nodes) for op in reversed(n.ops)]
     carried = {a.tensor: n for n in graph.nodes if n.kind == "carry" for a in n.ops[0].writes}
     before = -1
-    while before < len(found):  # again for what loops hand to their next turn
+    while before < len(found):  # repeat, because an iteration of a loop reads what the previous one returns
         before = len(found)
         for op in ops:
             ends = op.kind in ("output", "gradient") or op.backward
@@ -179,15 +193,18 @@ def _reached(graph: Graph) -> frozenset[str]:
 def _varies(
     graph: Graph, maker: Mapping[str, _Made], constant: frozenset[str]
 ) -> Mapping[str, frozenset[tuple[Scope, ...]]]:
-    """Tensor -> the loops, each with those around it, whose turns give it other values. What a body makes of values
-    from outside of its loop alone (a weight's norm) is the same at each turn: derivatives keep one of it."""
+    """Returns, per tensor, the loops whose iterations give it different values, each with the loops around it.
+
+    If a body computes a tensor only from values from outside of its loop (a weight's norm), the tensor is the same in
+    each iteration, and derivatives keep one of it.
+    """
     found: dict[str, frozenset[tuple[Scope, ...]]] = {}
     for t in (a.tensor for n in graph.nodes for op in n.ops for a in op.writes):
         made, loops = maker[t], _loops(maker[t].scope)
         around = frozenset(loops[: i + 1] for i in range(len(loops)))
         op = made.op
         sliced = op.kind == "carry" or op.function in (UNSTACK, RANDOM)
-        # Of constants it is not known whether they count turns, and of what is made later, what it is made of.
+        # A constant may count iterations, and the operands of what is made later are not known yet: assume both vary.
         if sliced or any(a.tensor in constant or a.tensor not in found for a in op.reads):
             found[t] = around
         else:
@@ -196,29 +213,29 @@ def _varies(
 
 
 def _loops(scope: tuple[Scope, ...]) -> tuple[Scope, ...]:
-    """The scopes that run more than once each time that what is around them runs."""
+    """Returns the scopes that run more than once each time that the scope around them runs."""
     return tuple(s for s in scope if s.kind not in ("remat", "branch"))
 
 
 def _region(scope: tuple[Scope, ...]) -> tuple[Scope, ...] | None:
-    """The innermost rematerialised region of a scope, with all that is around it."""
+    """Returns the innermost rematerialized region of a scope, with all scopes around it."""
     inner = next((i for i in reversed(range(len(scope))) if scope[i].kind == "remat"), None)
     return None if inner is None else scope[: inner + 1]
 
 
 def _shared(a: tuple[Scope, ...], b: tuple[Scope, ...]) -> tuple[Scope, ...]:
-    """The scopes that both are in."""
+    """Returns the scopes that contain both."""
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:same]
 
 
 def _trip_counts(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
-    """Loops, outermost first -> how often the body of the innermost one runs in a micro-batch."""
+    """Returns, per nest of loops (outermost first), how often the innermost body runs in a micro-batch."""
     found: dict[tuple[Scope, ...], int] = {}
     for n in graph.nodes:
         for op in () if n.kind in LEAF else n.ops:
             found[_loops(op.scope)] = concrete_size(op.times, n.name) // micro_batches_of(graph)
-    # A body that has nothing but a loop in it runs no more often than that loop's body.
+    # A body that contains only a loop runs at most as often as that loop's body.
     for inner in sorted(found, key=len, reverse=True):
         for i in range(len(inner)):
             found[inner[:i]] = min(found.get(inner[:i], found[inner]), found[inner])
@@ -226,7 +243,7 @@ def _trip_counts(graph: Graph) -> Mapping[tuple[Scope, ...], int]:
 
 
 def _storage_of(t: str, maker: Mapping[str, _Made]) -> str:
-    """The tensor of which this one is a copy, or one turn's slice."""
+    """Returns the tensor of which this one is a copy or one iteration's slice."""
     while t in maker and (maker[t].op.kind == "copy" or maker[t].op.function is UNSTACK):
         t = maker[t].op.reads[0].tensor
     return t
@@ -241,8 +258,12 @@ def _roots(
     constant: frozenset[str],
     fuses_products: bool,
 ) -> frozenset[str]:
-    """The tensors that are kept for ``t``: what it is cheaply made of in the reader's node, on the same side of a
-    rematerialised region's border. by: the op that needs t."""
+    """Returns the tensors that are kept for ``t``: those from which the reader's node cheaply recomputes it.
+
+    They are on the same side of a rematerialized region's border as the reader.
+
+    by: the op that needs t.
+    """
     least = t
     while True:
         t = _storage_of(t, maker)
@@ -252,11 +273,11 @@ def _roots(
         if op.kind == "cotangent" and graph.tensors[t].needs_grad:
             t = op.reads[0].tensor
             continue
-        if op.backward or op.kind == "cotangent":  # made in backward itself
+        if op.backward or op.kind == "cotangent":  # it is made in backward itself
             return frozenset()
         if n.kind in ("parameter", "constant"):
             return frozenset()
-        near = n is reader and op.region == by.region  # what enters a region, or leaves it, is kept as it is
+        near = n is reader and op.region == by.region  # what enters or leaves a region is kept as it is
         if not near or op.kind not in ("elementwise", "view", "generate"):
             return frozenset([t])
         # A product reads its operands from memory, in backward too.
@@ -275,8 +296,8 @@ def _roots(
             concrete_size(graph.tensors[x].elements, x) > concrete_size(size, t) for x in operands
         ):
             return frozenset([t])
-        # What is made of parts that are as large together (halves that a rotation joins) is kept, as the narrowest of
-        # its casts; of what is made of small operands, these are.
+        # A tensor joined from parts that together have its size (the halves of a rotation) is kept, in its narrowest
+        # cast. For a tensor made of small operands, the operands are kept.
         if _of_parts(graph, op, size, constant):
             return frozenset([min((t, least), key=lambda x: graph.tensors[x].itemsize)])
         small = (x for x in operands if maker[x].node.kind != "input")
@@ -285,25 +306,27 @@ def _roots(
 
 
 def _as_large(graph: Graph, t: str, size: Size) -> bool:
-    """Is the tensor as large as its reader's result?"""
+    """Whether the tensor has the size of its reader's result."""
     return bool(graph.tensors[t].elements == size)
 
 
 def _of_parts(graph: Graph, op: Op, size: Size, constant: frozenset[str]) -> bool:
-    """Are the op's operands as large together as its result?"""
+    """Whether the op's operands together have at least the size of its result."""
     parts = {a.tensor for a in op.reads if a.tensor not in constant}
     together = sum(concrete_size(graph.tensors[t].elements, t) for t in parts)
     return len(parts) > 1 and together >= concrete_size(size, op.name)
 
 
 def kept_bytes(graph: Graph) -> int:
-    """Bytes that one device keeps from forward to backward if nothing is split, in one micro-batch: ``kept``, without
-    parameters, inputs, and what a rematerialised region makes again."""
+    """Returns the bytes that one device keeps from forward to backward in one micro-batch, if nothing is split.
+
+    This is ``kept`` without parameters, inputs, and what a rematerialized region recomputes.
+    """
     return _by_region(graph).get(None, 0)
 
 
 def residual_bytes(graph: Graph) -> int:
-    """``kept_bytes``, with what is inside of the rematerialised region that has the most."""
+    """Returns ``kept_bytes`` plus what is inside the rematerialized region that holds the most."""
     found = _by_region(graph)
     return found.pop(None, 0) + max(found.values(), default=0)
 
@@ -318,8 +341,10 @@ def _by_region(graph: Graph) -> dict[tuple[Scope, ...] | None, int]:
 
 
 def written_bytes(graph: Graph) -> int:
-    """An upper bound on what a micro-batch can keep for backward, in bytes, if nothing is split: its inputs, all that
-    its ops write in all turns of their loops, and each parameter once for each time that it is read."""
+    """Returns an upper bound on what a micro-batch can keep for backward, in bytes, if nothing is split.
+
+    It counts the inputs, everything that ops write in all iterations of their loops, and each parameter once per read.
+    """
     micro_batches, total = micro_batches_of(graph), 0
     for n in graph.nodes:
         for op in n.ops:

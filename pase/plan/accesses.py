@@ -1,7 +1,7 @@
-"""The layouts in which each equation of the model reads and writes its tensors. They are computed once, for all users.
+"""The layouts in which each equation of the model reads and writes its tensors, computed in one place for all users.
 
-A layout is one digit for each mesh axis: (tensor dim, blocks) says what the axis selects of the tensor, and None says
-that the tensor is replicated over the axis. A partial sum has the layout in which it is summed.
+A layout has one digit per mesh axis. The digit (tensor dim, blocks) says what the axis selects of the tensor; None
+means that the tensor is replicated over the axis. A partial sum has the layout in which it is summed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = [
 ]
 
 Digit: TypeAlias = "tuple[int, int] | None"
-"""(tensor dim, blocks that this and the more major axes cut it in), as in ``pase.tables.layouts``; None: replicated."""
+"""(tensor dim, blocks into which this axis and the more major axes cut it), as in ``pase.tables.layouts``; None if the
+tensor is replicated."""
 Digits: TypeAlias = tuple[Digit, ...]
 
 _NO_EQUATION = ("output", "copy", "parameter", "input", "constant", "cotangent", "gradient")
@@ -36,7 +37,7 @@ _NO_EQUATION = ("output", "copy", "parameter", "input", "constant", "cotangent",
 
 @dataclass(frozen=True)
 class Reading:
-    """An equation reads a tensor, or a copy that it shares with other equations. at: the equation."""
+    """The read of a tensor, or of a copy shared by several equations, by the equation ``at``."""
 
     at: Place
     tensor: str
@@ -52,9 +53,9 @@ class EquationLayouts:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeStates:
-    """For each op of a node, the states of each access, int64 [axes] (see ``pase.tables.layouts``).
+    """The states of each access of each op of a node, int64 [axes] (see ``pase.tables.layouts``).
 
-    reads: None if a node only passes on what it reads (a copy, an output), or runs in backward.
+    reads: None if the node only passes on what it reads (a copy, an output), or if it runs in backward.
     """
 
     reads: tuple[tuple[np.ndarray | None, ...], ...]
@@ -62,13 +63,13 @@ class NodeStates:
 
 
 def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> dict[str, NodeStates]:
-    """Node name -> the states of its accesses. configs: node name -> int8 [axes]."""
+    """Return the states of each node's accesses, by node name. configs: node name -> int8 [axes]."""
     out: dict[str, NodeStates] = {}
     for n in graph.nodes:
         config = configs[n.name][None, :]
 
         def read(op: Op, a: Access, n: Node = n, config: np.ndarray = config) -> np.ndarray | None:
-            if n.kind in ("copy", "output") or op.backward:  # no equation of the program's own stands there
+            if n.kind in ("copy", "output") or op.backward:  # the program has no equation for it
                 return None
             return np.asarray(read_states(n, op, a, graph.tensors[a.tensor], config, mesh)[0])
 
@@ -83,7 +84,7 @@ def access_states(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -
 
 
 def equation_layouts(graph: Graph, states: Mapping[str, NodeStates]) -> dict[Place, EquationLayouts]:
-    """Equation -> its layouts. states: the result of ``access_states``."""
+    """Return the layouts of each equation. states: the result of ``access_states``."""
     found: dict[Place, tuple[dict[str, Digits], dict[str, Digits]]] = {}
     for n in graph.nodes:
         of_node = states[n.name]
@@ -107,6 +108,6 @@ def _digit(state: int) -> Digit:
 
 
 def distinct(layouts: Mapping[Place, EquationLayouts]) -> Iterator[Digits]:
-    """Every layout that occurs, once, in order of first occurrence."""
+    """Yield every layout that occurs, once, in the order of first occurrence."""
     every = (d for e in layouts.values() for part in (e.reads, e.writes) for d in part.values())
     yield from dict.fromkeys(every)

@@ -1,4 +1,4 @@
-"""Make a plan from the answer of the search."""
+"""Makes a plan from the answer of the search."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = ["assemble", "axes_by_use"]
 
 
 def axes_by_use(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> Mesh:
-    """The mesh with its axes named after what they mostly split: data (the batch), sequence, else model.
+    """Return the mesh with its axes named after what they mostly split: data (the batch), sequence, or else model.
 
-    Axes that the user named (any name but our own single letters) keep their names.
+    Axes that the user named keep their names. Only pase itself uses names of a single letter.
     """
     if graph.fixed or any(len(name) > 1 for name in mesh.names):
         return mesh
@@ -91,7 +91,7 @@ def assemble(
     hoisted: Hoisted = "none",
     overlap: float | None = None,
 ) -> PlanData:
-    """Everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
+    """Return everything that follows from (graph, mesh, configs). configs: node name -> int8 [axes]."""
     sent = collectives(graph, mesh, configs, model)
     work = local_work(graph, mesh, configs, model, optimizer)
     states = access_states(graph, mesh, configs)
@@ -143,7 +143,7 @@ def _node_plans(
     costs: Mapping[str, NodeCost],
     optimizer: str,
 ) -> tuple[NodePlan, ...]:
-    """The nodes, as the plan lists them."""
+    """Return the nodes as the plan lists them."""
     reads: dict[str, dict[str, None]] = {}
     for e in graph.edges:
         reads.setdefault(e.dst, {})[e.src] = None
@@ -170,7 +170,7 @@ def _node_plans(
 def _leaves(
     graph: Graph, c: Constraints, traced: Traced | None
 ) -> tuple[dict[str, TensorPlan], dict[str, TensorPlan]]:
-    """Parameters and inputs by path: their storage layouts, and the layouts in which they are used."""
+    """Return parameters and inputs by path: their storage layouts, and the layouts in which they are used."""
     uses: dict[str, dict[Placement, None]] = {}
     for e in graph.edges:
         src = graph.node[e.src]

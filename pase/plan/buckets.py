@@ -39,7 +39,7 @@ __all__ = [
 
 
 def model_of(plan: PlanData) -> CostModel | None:
-    """The cost model of a plan, on its machine.
+    """Return the cost model of a plan, on its machine.
 
     None if the machine is not the one that the plan was made for (the file has changed since, or is not available
     here), or if costs are not in seconds.
@@ -57,7 +57,7 @@ def model_of(plan: PlanData) -> CostModel | None:
 
 
 def curves_of(plan: PlanData) -> CurveOf | None:
-    """A cost curve and a link for each kind of collective over mesh axes. None where ``model_of`` is."""
+    """Return a link and a cost curve for each kind of collective over mesh axes; None if ``model_of`` is None."""
     from pase.plan.communication import curves_from_model
 
     model = model_of(plan)
@@ -65,7 +65,7 @@ def curves_of(plan: PlanData) -> CurveOf | None:
 
 
 def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProblem:
-    """The plan's communication as a scheduling problem. links: replace those of the machine.
+    """Return the plan's communication as a scheduling problem. links: replace those of the machine.
 
     Raises Infeasible if no collective is on a parameter, so that there is nothing to schedule.
     """
@@ -79,7 +79,7 @@ def problem_of(plan: PlanData, *, links: tuple[Link, ...] = ()) -> ScheduleProbl
 def scheduled(
     plan: PlanData, *, policy: str = "ours", options: Options | None = None
 ) -> tuple[ScheduleProblem, BucketPlan] | None:
-    """(problem, bucket plan in one fixed order). None if there is nothing to schedule."""
+    """Return (problem, bucket plan in one fixed order), or None if there is nothing to schedule."""
     from pase.schedule.registry import Options, get_policy
     from pase.schedule.simulate import as_sequence
 
@@ -91,7 +91,7 @@ def scheduled(
 
 
 def holding(plan: P, problem: ScheduleProblem, buckets: BucketPlan) -> P:
-    """The plan with a bucket plan in it, as layout.json has it. problem: of the plan's communication."""
+    """Return the plan with a bucket plan in it, as layout.json has it. problem: the plan's communication."""
     from pase.schedule.io import plan_to_json
     from pase.schedule.simulate import evaluate
 
@@ -116,22 +116,27 @@ def read_buckets(plan: PlanData, data: Json, where: str) -> tuple[ScheduleProble
     try:
         problem = communication_problem(plan, where=where, links=links)
     except Infeasible as e:
-        raise PaseError(f"{where}: a bucket plan, but the layout moves no parameter") from e
+        raise PaseError(
+            "there is a bucket plan, but the layout has no collective on a parameter",
+            where=where,
+            fix="remove bucket_plan from the layout",
+        ) from e
     return problem, plan_from_json(data, problem, where=where)
 
 
 def schedule_of(plan: PlanData) -> tuple[ScheduleProblem, BucketPlan] | None:
-    """The bucket plan that the plan holds, else ours. None if there is nothing to schedule."""
+    """Return the bucket plan that the plan holds, or else ours. None if there is nothing to schedule."""
     if plan.buckets is not None:
         return read_buckets(plan, plan.buckets, f"the plan for '{plan.model}', at bucket_plan")
     return scheduled(plan)
 
 
 def _waiting_bytes(plan: PlanData, problem: ScheduleProblem, buckets: BucketPlan) -> int:
-    """Bytes of gradients that a device holds between steps, because the bucket plan applies them in later ones: those
-    that other gradients are added to in the dtypes in which their parameters are stored, others as they are sent (all
-    of them, if the plan was loaded without its model, which says what is cast). Gradients that no message carries are
-    stored like their parameters' states.
+    """Return the bytes of gradients that a device holds between steps because the bucket plan applies them later.
+
+    A gradient to which others are added has the dtype in which its parameter is stored. Other gradients have the dtype
+    in which they are sent. So do all gradients if the plan was loaded without its model, because only the model says
+    what is cast. Gradients that no message carries are stored in the layout of their parameters' states.
     """
     from pase.plan.communication import transfer_origins
 
@@ -150,16 +155,16 @@ def _waiting_bytes(plan: PlanData, problem: ScheduleProblem, buckets: BucketPlan
 
 
 def with_buckets(plan: P, *, policy: str = "ours", options: Options | None = None) -> P:
-    """The plan with a bucket plan in it, which ``save`` writes. Unchanged if there is nothing to schedule."""
+    """Return the plan with a bucket plan in it, which ``save`` writes. Unchanged if there is nothing to schedule."""
     made = scheduled(plan, policy=policy, options=options)
     return plan if made is None else holding(plan, *made)
 
 
 def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
-    """The steady-state step as `pase replay` reads it: compute on one lane, and each link on its own lane.
+    """Return the steady-state step as `pase replay` reads it: compute on one lane, and each link on its own lane.
 
-    A step ends when its last block ends. What a link is still sending then is also shown at the beginning, as the rest
-    of the previous step. A block has the correlation of the message that it needed and that came last.
+    A step ends when its last block ends. Whatever a link is still sending then is also shown at the beginning, as the
+    rest of the previous step. A block has the correlation of the last message that arrived of those that it needed.
     """
     from pase.replay.types import OPERATIONS, Event, Group, Mark, from_events
     from pase.schedule.simulate import evaluate
@@ -169,7 +174,7 @@ def timeline_of(problem: ScheduleProblem, buckets: BucketPlan) -> Timeline:
     events, groups = [], dict[str, Group]()
     blocks = {b.name: k for k, b in enumerate(problem.blocks)}
     arrived: dict[int, list[tuple[int, int]]] = {}
-    for i in sorted(e.timeline, key=lambda i: i.message is None):  # messages first: blocks look back at them
+    for i in sorted(e.timeline, key=lambda i: i.message is None):  # messages first: blocks refer to them
         start, stop = max(round(i.start_s * 1e9), 0), min(round(i.end_s * 1e9), end_ns)
         if stop <= start:
             continue

@@ -14,7 +14,7 @@ __all__ = ["columns"]
 def columns(
     *names: str, left: Container[str] = (), overflow: Literal["ellipsis", "fold"] = "ellipsis"
 ) -> Table:
-    """A table with these columns. Those in ``left`` hold text; the others hold numbers and are aligned to the right."""
+    """Return a table with these columns. Those in ``left`` hold text; the others hold numbers, right-aligned."""
     from rich.table import Table
 
     out = Table(box=None, header_style="bold", pad_edge=False)

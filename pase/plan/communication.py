@@ -1,23 +1,23 @@
 """A plan's communication as a scheduling problem: each collective, when it can start, and what waits for it.
 
-The input is the plan's nodes with their costs, and its collectives. From these it derives:
+The input is the plan's nodes with their costs, and its collectives. The problem is derived as follows:
 
-- Nodes run in the listed order, in one micro-batch after the other: forward, then backward. Neighbours that run
-  equally often in a micro-batch, and more than once, form a repeated layer; they run in turn. Forward and backward take
-  what the plan lists as their work; for plans that list none, forward takes a third of a node's compute and backward
-  two thirds (one product for each operand). If the plan's price overlaps collectives with compute, compute is slower by
-  the part of the device that they occupy. An optimizer update is charged to the forward block that uses the parameter,
-  which would wait for a late gradient. Adding up the gradients of micro-batches is charged to the backward block that
-  makes them.
-- A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronises a gradient. It is
+- Nodes run in the listed order, one micro-batch after the other: forward, then backward. Neighbors that run equally
+  often in a micro-batch, and more than once, form a repeated layer and alternate. Forward and backward take what the
+  plan lists as their work. If the plan lists none, forward takes a third of a node's compute and backward two thirds
+  (one product for each operand). If the plan's price overlaps collectives with compute, compute is slower by the part
+  of the device that they occupy. An optimizer update is charged to the forward block that uses the parameter, which
+  would wait for a late gradient. Adding up the gradients of micro-batches is charged to the backward block that makes
+  them.
+- A collective on a tensor that a parameter node makes can be scheduled. In backward it synchronizes a gradient. It is
   ready after its node's backward, and the next collective on the same tensor follows it. In forward it gathers a
   parameter. It is needed before its node's forward of the next iteration, and it starts after the gradient is
-  synchronised and the parameter updated. A second gather in the same pass gathers again for backward of the same
-  iteration. A gather of an updated parameter (phase "update") is one that its first user needs in the next forward,
-  one layer's part at a time.
-- A micro-batch begins when the one before it has ended, with everything that it sends: a gather that is repeated in
-  each starts in its own, and its gradients' sums end there. What is sent once a step is gathered in the first
-  micro-batch and summed in the last.
+  synchronized and the parameter updated. A second gather in the same pass gathers the parameter for backward of the
+  same iteration. A gather of an updated parameter (phase "update") is needed by its first user in the next forward, one
+  layer's part at a time.
+- A micro-batch begins when the previous one has ended, with everything that it sends. A gather that is repeated in each
+  micro-batch starts in its own, and the sums of its gradients end there. Hoisted collectives run once per step: gathers
+  in the first micro-batch, sums in the last.
 - Any other collective comes between one op and the next, so it counts as time on the compute stream.
 """
 
@@ -52,7 +52,7 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True, kw_only=True)
 class _Execution:
-    """One execution of a node: the r-th of its repetitions."""
+    """One execution of a node. repeat: its index among the node's executions."""
 
     node: str
     repeat: int
@@ -60,11 +60,15 @@ class _Execution:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferOrigin:
-    """Which collective of the step a tensor of the scheduling problem is.
+    """The collective of the step from which a tensor of the scheduling problem comes.
 
-    node, source, tensor: as of the plan's collective. gradient: it sums a gradient. stage: which of the collectives of
-    this tensor for this node, from 0. repeat: in which of the node's runs; times: how often it runs. recompute: 0 for
-    the first time in a run. updated: it gathers a parameter after its update, before the step reads it.
+    node, source, tensor: those of the plan's collective.
+    gradient: whether it sums a gradient.
+    stage: the index among the collectives of this tensor for this node, from 0.
+    repeat: the index of the node's run.
+    times: how often the node runs.
+    recompute: 0 for the first time in a run.
+    updated: whether it gathers a parameter after its update, before the step reads it.
     """
 
     node: str
@@ -80,8 +84,11 @@ class TransferOrigin:
 
 @dataclass(frozen=True, kw_only=True)
 class _Runs:
-    """The order of a step's blocks. forward, backward: execution -> its block. begins: the first block of each
-    micro-batch."""
+    """The order of a step's blocks.
+
+    forward, backward: execution -> its block.
+    begins: the first block of each micro-batch.
+    """
 
     forward: Mapping[_Execution, int]
     backward: Mapping[_Execution, int]
@@ -89,12 +96,12 @@ class _Runs:
 
 
 def runs_in_each(times: int, micro_batches: int) -> int:
-    """How often a node that runs so often in a step runs in each micro-batch. All at once if that does not divide."""
+    """Return how often a node runs in each micro-batch, given its runs in a step; all runs if that does not divide."""
     return times if times % micro_batches else times // micro_batches
 
 
 def middle_run(times: int, micro_batches: int) -> int:
-    """The run in the middle of the micro-batch in the middle, of a node that runs so often in a step."""
+    """Return the index of the middle run in the middle micro-batch, for a node with this many runs in a step."""
     each = runs_in_each(times, micro_batches)
     return times // each // 2 * each + each // 2
 
@@ -105,20 +112,25 @@ _MOST_RUNS = 1_000_000
 def communication_problem(
     plan: PlanData, *, where: str, links: tuple[Link, ...] = (), curve_of: CurveOf | None = None
 ) -> ScheduleProblem:
-    """The step's communication as a problem. ``where`` names the plan in errors.
+    """Return the step's communication as a scheduling problem.
 
-    links: replace the links that the plan implies (every link then carries every group). curve_of: prices a kind of
-    collective over axes. None means that the (bytes, cost) pairs in the plan itself give the prices.
+    where: names the plan in errors.
+    links: replace the links that the plan implies; every link then carries every group.
+    curve_of: prices a kind of collective over axes. If None, the (bytes, cost) pairs in the plan give the prices.
+
+    Raises PaseError if costs are not in seconds, and Infeasible if there is nothing to schedule or too much to list.
     """
     if plan.unit != "s":
         raise PaseError(
-            f"{where}: its costs are in {plan.unit}, not seconds; compile it with --cost-model analytic"
+            f"the plan's costs are in {plan.unit}, not seconds",
+            where=where,
+            fix="compile it with --cost-model analytic",
         )
     turns = sum(n.times for n in plan.nodes)
     if turns > _MOST_RUNS:
         raise Infeasible(
-            f"{where}: its layers run {turns} times in a step, and a bucket plan lists each run; at most {_MOST_RUNS} "
-            f"are listed"
+            f"the layers run {turns} times in a step; a bucket plan lists each run, up to {_MOST_RUNS}",
+            where=where,
         )
     nodes = {n.name: n for n in plan.nodes}
     times = {n.name: n.times for n in plan.nodes}
@@ -146,7 +158,7 @@ def communication_problem(
     dtypes = {path: t.dtype for path, t in plan.parameters.items()}
     tensors = [t for t, _ in _tensors(schedulable, times, runs, dtypes)]
     if not tensors:
-        raise Infeasible(f"{where}: no collective on a parameter: this plan has nothing to schedule")
+        raise Infeasible("no collective is on a parameter, so there is nothing to schedule", where=where)
     return ScheduleProblem(
         name=f"{plan.model} on {plan.devices} devices",
         blocks=tuple(b for _, b in sorted(blocks.items())),
@@ -157,13 +169,13 @@ def communication_problem(
 
 
 def transfer_origins(plan: PlanData) -> list[TransferOrigin]:
-    """For each tensor of the plan's scheduling problem, in order, which collective of the step it is."""
+    """Return the collective of the step for each tensor of the plan's scheduling problem, in order."""
     times = {n.name: n.times for n in plan.nodes}
     return [o for _, o in _tensors(list(_scheduled(plan)), times, _runs(plan), {})]
 
 
 def _scheduled(plan: PlanData) -> Iterator[Collective]:
-    """The collectives of parameters, each at the node that uses it."""
+    """Return the collectives of parameters, each at the node that uses it."""
     times = {n.name: n.times for n in plan.nodes}
     parameters = {n.name for n in plan.nodes if n.op == "parameter"}
     mine = [c for c in plan.collectives if c.source in parameters and c.node in times]
@@ -171,7 +183,7 @@ def _scheduled(plan: PlanData) -> Iterator[Collective]:
 
 
 def _passes(n: NodePlan) -> dict[str, float]:
-    """Seconds of a node's compute, forward and backward, where recomputation is."""
+    """Return the seconds of a node's compute in forward and backward; recomputation is part of backward."""
     if not n.work:
         return {"forward": FORWARD_SHARE * n.cost.compute, "backward": (1 - FORWARD_SHARE) * n.cost.compute}
     forward = sum((1 - w.late) * w.cost for w in n.work if w.phase == "forward")
@@ -184,7 +196,7 @@ def _slower(
     compute: Mapping[tuple[str, str], float],
     parameters: Collection[str],
 ) -> dict[str, float]:
-    """By which factor each pass computes longer while collectives of parameters hold a part of the device."""
+    """Return the factor by which each pass is slower while collectives of parameters hold a part of the device."""
     hold = plan.beside or 0.0
     times = {n.name: n.times for n in plan.nodes}
     overlapped = {"forward": 0.0, "backward": 0.0}
@@ -204,9 +216,9 @@ def _name(p: _Execution, times: dict[str, int]) -> str:
 
 
 def _runs(plan: PlanData) -> _Runs:
-    """Nodes in the order in which they run, with repeated layers unrolled, in one micro-batch after the other.
+    """Return the nodes in the order in which they run, with repeated layers unrolled, one micro-batch after the other.
 
-    What does not run in each of them runs in the first.
+    A node that does not run in each micro-batch runs in the first.
     """
     nodes = [n for n in plan.nodes if n.op != "parameter"]
     forward, backward, begins = dict[_Execution, int](), dict[_Execution, int](), list[int]()
@@ -225,8 +237,10 @@ def _runs(plan: PlanData) -> _Runs:
 def _gathers_with_users(
     collectives: list[Collective], parameters: set[str], times: dict[str, int], micro_batches: int
 ) -> Iterator[Collective]:
-    """Gathers of updated parameters, assigned to the first users, in the first micro-batch. The plan lists them with
-    the parameters."""
+    """Yield the collectives, with gathers of updated parameters assigned to the first users in the first micro-batch.
+
+    The plan lists these gathers with the parameters.
+    """
     users: dict[str, Collective] = {}
     for c in collectives:
         if c.node not in parameters:
@@ -245,8 +259,9 @@ def _gathers_with_users(
 def _updates(
     collectives: list[Collective], nodes: dict[str, NodePlan], parameters: set[str]
 ) -> dict[str, float]:
-    """Update seconds per execution of the node that uses each parameter. If several nodes use it, the first one
-    counts.
+    """Return the update seconds per execution of the node that uses each parameter.
+
+    If several nodes use a parameter, the first one counts.
     """
     user: dict[str, str] = {}
     for c in collectives:
@@ -260,7 +275,7 @@ def _updates(
 
 
 def _key(c: Collective) -> AxisGroup:
-    """What determines the price of a collective: its axes and its kind."""
+    """Return what determines the price of a collective: its axes and its kind."""
     return AxisGroup(c.axes, c.kind)
 
 
@@ -270,7 +285,7 @@ def _tensors(
     runs: _Runs,
     dtypes: dict[str, str],
 ) -> list[tuple[Transfer, TransferOrigin]]:
-    """The tensors in an order in which each depends only on earlier ones."""
+    """Return the tensors in an order in which each depends only on earlier ones."""
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.node, c.source, c.tensor), []).append(c)
@@ -309,8 +324,10 @@ def _tensors(
 def _named_apart(
     tensors: list[tuple[Transfer, TransferOrigin]],
 ) -> list[tuple[Transfer, TransferOrigin]]:
-    """The same, with a number behind the name of what several nodes read of one parameter: bucket plans are written by
-    name."""
+    """Return the same, with a number added to names that occur several times, because bucket plans refer to names.
+
+    A name occurs several times if several nodes read one parameter.
+    """
     used: set[str] = set()
     out = []
     for t, origin in tensors:
@@ -330,10 +347,11 @@ def _sums(
     due: tuple[int | None, int],
     origin: TransferOrigin,
 ) -> int | None:
-    """Add a gradient's sum, stage after stage, from the block that makes it to the one that needs it. Returns the last
-    stage.
+    """Add a gradient's sum, stage by stage, from the block that makes it to the one that needs it.
 
-    due: that block, and how many iterations later.
+    Returns the last stage.
+
+    due: the block that needs it, and how many iterations later.
     """
     needed, lag = due
     last: int | None = None
@@ -363,14 +381,14 @@ def _gathers(
     after: tuple[int | None, int | None],
     origin: TransferOrigin,
 ) -> None:
-    """Add a parameter's gather for forward and again for backward.
+    """Add a parameter's gather for forward, and the repeated ones for backward, each stage by stage.
 
-    Each gather goes stage after stage. at: the blocks of forward and of backward that need it. after: the block behind
-    which it starts, and the previous step's sum of its gradient, if it follows that.
+    at: the blocks of forward and of backward that need it.
+    after: the block after which it starts, and the previous step's sum of its gradient if the gather follows it.
     """
     ready, last = after
     lag = 0 if last is None else 1
-    before: dict[int, int] = {}  # the stage before, of each repetition of the gather
+    before: dict[int, int] = {}  # the previous stage of each repetition of the gather
     for i, c in enumerate(stages):
         stage = f"{name}.{c.kind}" + (f".{i}" if i else "")
         earlier = sum(b.phase == c.phase for b in stages[:i])
@@ -398,14 +416,14 @@ def _gathers(
 def _links(
     tensors: list[Transfer], collectives: list[Collective], curve_of: CurveOf | None
 ) -> tuple[Link, ...]:
-    """One link for each name that the groups run on, with a curve for each group."""
+    """Return one link for each name that the groups run on, with a curve for each group."""
     curves: dict[str, dict[AxisGroup, SendTime]] = {}
     for key in sorted({t.axes for t in tensors}, key=str):
         mine = [c for c in collectives if _key(c) == key]
         if curve_of is not None:
             name, curve = curve_of(mine[0].kind, mine[0].axes)
         else:
-            run = [c for c in mine if c.times]  # others are in a branch that is never taken, at no cost
+            run = [c for c in mine if c.times]  # the others are in a branch that is never taken, at no cost
             points = sorted({c.nbytes: c.cost / c.times for c in run}.items()) or [(mine[0].nbytes, 0.0)]
             name, curve = "network", SendTime.table([p[0] for p in points], [p[1] for p in points])
         curves.setdefault(name, {})[key] = curve
@@ -419,10 +437,10 @@ SIZES = tuple(float(2**k) for k in range(8, 35))
 
 
 def curves_from_model(model: CostModel, machine: Machine, mesh: Mesh) -> CurveOf:
-    """Cost curves of a CostModel, evaluated at powers of two. The link is the outermost level that the axes cross.
+    """Return the cost curves of a CostModel, evaluated at powers of two.
 
-    Devices are numbered row-major, so axes extend as far as the widest stride times size. A level covers the product of
-    the sizes of all levels up to it.
+    The link is the outermost level that the axes cross. Devices are numbered row-major, so axes extend as far as the
+    widest stride times size. A level covers the product of the sizes of all levels up to it.
     """
 
     def curve_of(kind: CollectiveKind, axes: tuple[str, ...]) -> tuple[str, SendTime]:

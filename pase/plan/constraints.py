@@ -1,13 +1,13 @@
-"""From a strategy to the layouts of named tensors: where a tensor is constrained, and to which layout.
+"""Turns a strategy into layouts of named tensors: where a tensor is constrained, and to which layout.
 
 This module does not depend on a framework. A placement lists, for each tensor dim, the mesh axes that split it, major
-to minor (as in JAX's PartitionSpec). There are four kinds of place:
+to minor (as in JAX's PartitionSpec). There are four kinds of constraints:
 
-- storage: how a parameter is kept; how a batch input arrives;
+- storage: how a parameter is kept, or how a batch input arrives;
 - state: how a parameter's gradient and optimizer state are kept, if they are split further than the parameter;
-- define: where a tensor is made, or where a copy of it is made that several readers share;
-- read: where one op needs a tensor in another layout than the one in which it was made or copied. A read without a
-  layout only records who reads the copy.
+- define: the layout of a tensor where it is made, or where a copy that several readers share is made;
+- read: the layout in which one op needs a tensor, if it differs from the one in which the tensor was made or copied. A
+  read without a layout only records who reads the copy.
 
 On a torus, a wide gather goes one link dim at a time (``stages``). XLA for TPU v5e turns a gather over more than 32
 devices at once, below about 20 MB, into an all-reduce of zero-padded buffers, which sends twice the bytes and does not
@@ -52,17 +52,17 @@ Placement = tuple[tuple[str, ...], ...]
 class Route:
     """The layouts that a tensor passes through in order, and how its gradient returns.
 
-    layouts: the last is the target. The others are intermediate, because a partitioner that is asked for several moves
-    at once falls back to gathering everything.
-    gradient: for a read, or for a tensor that a parameter's node makes, the layout into which its gradient is brought
-    in one move. None means that it returns the same way.
+    layouts: the last one is the target. The others are intermediate layouts, because a partitioner that is asked for
+        several reshard steps at once falls back to gathering everything.
+    gradient: for a read, or for a tensor that a parameter's node makes, the layout to which its gradient is resharded
+        in one step. None means that it returns the same way.
     """
 
     layouts: tuple[Placement, ...] = ()
     gradient: Placement | None = None
 
     def mapped(self, change: Callable[[Placement], Placement]) -> Route:
-        """The same route with each layout changed."""
+        """Return the same route with each layout changed."""
         return Route(
             tuple(map(change, self.layouts)), None if self.gradient is None else change(self.gradient)
         )
@@ -70,7 +70,7 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraints:
-    """All constraints of a strategy; see the module's text. copies: copy -> the tensor that it copies."""
+    """All constraints of a strategy; see the module's docstring. copies: copy -> the tensor that it copies."""
 
     storage: Mapping[str, Placement] = field(default_factory=dict)
     state: Mapping[str, Placement] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Constraints:
 
 
 def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """Axes per tensor dim, or None if the blocks of the dim are not contiguous (a minor factor is split)."""
+    """Return the axes per tensor dim, or None if a dim's blocks are not contiguous (a minor factor is split)."""
     out: list[tuple[str, ...]] = []
     for t in range(len(tensor.shape)):
         digits = ((blocks_of(int(s)), a) for a, s in enumerate(states) if s >= 0 and tensor_dim(int(s)) == t)
@@ -92,13 +92,14 @@ def placement(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | Non
 
 
 WIDEST_GATHER = 32
-"""The most devices that one gather on a torus joins: XLA for TPU v5e, libtpu 0.0.51 (docs/tpu-witness.md)."""
+"""The most devices that one gather on a torus may join, for XLA for TPU v5e, libtpu 0.0.51 (docs/tpu-witness.md)."""
 
 
 def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
-    """For each mesh axis, the stage in which a wide gather crosses it. Axes of one stage go together, low stages first.
+    """Return, for each mesh axis, the stage in which a wide gather crosses it.
 
-    An axis's stage is the outermost torus dim that it crosses. On other links, all axes have one stage.
+    Axes of one stage are gathered together, and low stages come first. An axis's stage is the outermost torus dim that
+    it crosses. On other links, all axes have one stage.
 
     >>> from pase.machine import load, mesh_from
     >>> stages(mesh_from("2x4x8", 64), load("tpu_v5e")), stages(mesh_from("2x4x8", 64), load("h100x8"))
@@ -115,7 +116,11 @@ def stages(mesh: Mesh, machine: Machine) -> tuple[int, ...]:
 def constraints(
     graph: Graph, mesh: Mesh, states_of: Mapping[str, NodeStates], when: tuple[int, ...] | None = None
 ) -> Constraints:
-    """All constraints of a strategy. states_of: its ``access_states``. when: the axes' ``stages``, if they matter."""
+    """Return all constraints of a strategy.
+
+    states_of: the strategy's ``access_states``.
+    when: the axes' ``stages``, if they matter.
+    """
     found = _Collected(graph=graph, mesh=mesh, when=when or (0,) * len(mesh.sizes))
     for n in graph.nodes:
         rows_of = states_of[n.name]
@@ -133,8 +138,9 @@ def constraints(
 
 @dataclass(kw_only=True)
 class _Collected:
-    """Collects constraints node by node. current: tensor -> the states in which other nodes find it.
+    """Collects constraints node by node.
 
+    current: tensor -> the states in which other nodes find it.
     summed: the states of the gradients of parameters whose state is split further.
     """
 
@@ -156,7 +162,8 @@ class _Collected:
         rows = _between(current, want, tensor, self.mesh, self.when)
         if rows and maker == "copy":  # gradients are summed in the copy's layout
             rows = (*_as_placements(current, tensor, self.mesh), *rows)
-        if not rows and op.kind == "gather" and a.sparse:  # else the gradient's scatter is laid out anyhow
+        # Without a constraint, the layout of the gradient's scatter would be arbitrary.
+        if not rows and op.kind == "gather" and a.sparse:
             rows = _as_placements(want, tensor, self.mesh)
         key = Reading(op.eqn, tensor.original)
         if tensor.copy_of and a.tensor in self.define:
@@ -168,7 +175,7 @@ class _Collected:
                 straight = _straight(stored, states, tensor, self.mesh) or straight
             self.read[key] = Route(rows, straight)
         if op.kind == "conv" and tensor.needs_grad and within_groups(n):
-            # XLA must not lead a filter's gradient into slices within groups inside of the convolution.
+            # XLA must not propagate the layout of a filter's gradient, split within groups, into the convolution.
             here = placement(want, tensor, self.mesh)
             if here is not None:
                 self.read[key] = Route(self.read.get(key, Route((here,))).layouts, here)
@@ -182,13 +189,13 @@ class _Collected:
             self.summed[a.tensor] = gradient_states(written)
             where = placement(self.summed[a.tensor], tensor, self.mesh)
             if op is n.ops[0]:
-                assert where is not None  # chosen so that its blocks are contiguous
+                assert where is not None  # the config was chosen so that its blocks are contiguous
                 self.state[a.tensor] = where
-            # In a view of the parameter that merges dims they may not be; then no constraint can say it.
+            # In a view that merges dims of the parameter, blocks may not be contiguous. No constraint can express that.
             straight = where if outside else None
         if n.kind in ("parameter", "input") and op is n.ops[0]:
             where = placement(states, tensor, self.mesh)
-            assert where is not None  # stored as it is walked
+            assert where is not None  # a stored tensor is walked dim by dim, so its blocks are contiguous
             self.storage[a.tensor] = where
         if not tensor.shape or not outside:
             return
@@ -203,9 +210,9 @@ class _Collected:
 
 
 def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) -> Placement | None:
-    """The storage layout, if a parameter is gathered over an axis over which its gradient is not summed.
+    """Return the storage layout if a parameter is gathered over an axis over which its gradient is not summed.
 
-    The gradient is sliced there before the sum, which then sends less. (The reverse route would sum all of it first.)
+    The gradient is then sliced before the sum, which sends less. (The reverse of the gather would sum all of it first.)
     """
     gathered = (stored >= 0) & (read < 0)
     if not (read == PARTIAL).any() or not (gathered & (read != PARTIAL)).any():
@@ -216,9 +223,10 @@ def _straight(stored: np.ndarray, read: np.ndarray, tensor: Tensor, mesh: Mesh) 
 def _between(
     have: np.ndarray, want: np.ndarray, tensor: Tensor, mesh: Mesh, when: tuple[int, ...]
 ) -> tuple[Placement, ...]:
-    """The layouts to pass through, the target last. Empty if the tensor already has the target layout.
+    """Return the layouts to pass through, the target last. Empty if the tensor already has the target layout.
 
-    Also empty if the blocks of the target are not contiguous in this tensor (the reader's own operand then decides).
+    The result is also empty if the blocks of the target are not contiguous in this tensor. The reader's own operand
+    then decides.
     """
     if (have == want).all() or placement(want, tensor, mesh) is None:
         return ()
@@ -232,7 +240,7 @@ def _between(
 
 
 def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The rows after the first, with intermediate ones if a wide gather goes in stages."""
+    """Yield the rows after the first, with intermediate ones if a wide gather goes in stages."""
     for now, then in pairwise(rows):
         gathered = [a for a, (s, t) in enumerate(zip(now, then, strict=True)) if s >= 0 and t == REPLICATED]
         alone = all(s == t for a, (s, t) in enumerate(zip(now, then, strict=True)) if a not in gathered)
@@ -246,6 +254,6 @@ def _staged(rows: list[tuple[int, ...]], mesh: Mesh, when: tuple[int, ...]) -> I
 
 
 def _as_placements(states: np.ndarray, tensor: Tensor, mesh: Mesh) -> tuple[Placement, ...]:
-    """Only this layout, if it can be written as a placement."""
+    """Return only this layout, or nothing if it cannot be written as a placement."""
     where = placement(states, tensor, mesh)
     return () if where is None else (where,)

@@ -1,8 +1,8 @@
-"""What a check of a plan's gradients found, parameter by parameter: as values, as text, and as JSON.
+"""The result of a check of a plan's gradients, parameter by parameter: as values, as text, and as JSON.
 
-``plan.jax.check`` and ``plan.torch.check`` make it (``pase.plan.gradient_lines`` has the numbers). There are two tests.
-The first needs nothing but the step itself: along a straight line of parameters, the loss must change by the integral
-of the gradient. The second compares each gradient with that of another program of the same model, where one fits.
+``plan.jax.check`` and ``plan.torch.check`` return it (``pase.plan.gradient_lines`` computes the numbers). There are two
+tests. The first needs only the step itself: along a straight line of parameters, the loss must change by the integral
+of the gradient. The second compares each gradient with that of another program of the same model, if one fits.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ __all__ = ["GradientCheck", "GradientDifference", "GradientReference", "Gradient
 GradientVerdict = Literal["agrees", "off", "undecided"]
 
 _SHOWN = 12
-"""Lines of parameters in the text; the JSON form has all of them."""
+"""How many parameters the text shows per verdict; the JSON form has all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientDifference:
     """One parameter's gradient in two programs, or an array of the state that a step leaves.
 
-    largest: of the reference's elements, in absolute value; noise: how far the reference's own result moves when all of
-    its inputs are rounded differently.
+    difference: the largest difference between elements, in absolute value.
+    largest: the largest of the reference's elements, in absolute value.
+    noise: how far the reference's own result changes if all of its inputs are rounded differently.
     """
 
     name: str
@@ -40,13 +41,16 @@ class GradientDifference:
 
     @property
     def allowed(self) -> float:
-        """The largest difference that rounding explains. Sums in another order round differently: in each of log2(n)
-        levels of a tree of partial sums, which is below 32."""
+        """The largest difference that rounding explains.
+
+        Sums in another order round differently, once in each of the log2(n) levels of a tree of partial sums. There are
+        fewer than 32 levels.
+        """
         return 16 * self.noise + 32 * self.eps * self.largest
 
     @property
     def verdict(self) -> GradientVerdict:
-        if not self.difference <= self.allowed:  # also if it is not a number
+        if not self.difference <= self.allowed:  # also true if the difference is not a number
             return "off"
         return "undecided" if self.allowed > 0.1 * self.largest > 0 else "agrees"
 
@@ -60,8 +64,12 @@ class GradientDifference:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientReference:
-    """The same gradients by another program. kind: which one, in words. exact: whether it is the user's own program on
-    one device, so that it is right by definition. loss_allowed: what rounding explains of the losses' difference."""
+    """The same gradients, computed by another program.
+
+    kind: which program it is, in words.
+    exact: whether it is the user's own program on one device, which is right by definition.
+    loss_allowed: the difference of the losses that rounding explains.
+    """
 
     kind: str
     exact: bool
@@ -70,7 +78,7 @@ class GradientReference:
     loss_allowed: float
     differences: tuple[GradientDifference, ...]
     state: tuple[GradientDifference, ...] = ()
-    """What the step hands to the next one besides parameters: batch statistics, random streams, caches."""
+    """What the step hands to the next one in addition to parameters: batch statistics, random streams, caches."""
 
     @property
     def loss_agrees(self) -> bool:
@@ -78,18 +86,20 @@ class GradientReference:
 
     @property
     def state_off(self) -> tuple[GradientDifference, ...]:
-        """The state that the step leaves otherwise than the reference does."""
+        """The state that the step leaves in another way than the reference does."""
         return tuple(d for d in self.state if d.verdict == "off")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCheck:
-    """One trained parameter. why: what the verdict rests on.
+    """One trained parameter.
 
-    measured, predicted: by how much the loss changes along the line that says most about it, and what the gradient says
-    of that; None if it was not moved by itself. resolution: an error of this part of the gradient, in any direction,
-    would just have shown; None if the loss does not depend on the parameter. difference: from the reference's gradient,
-    relative to its largest element; None without one.
+    why: what the verdict is based on.
+    measured, predicted: the change of the loss along the line that says most about the parameter, and the change that
+        the gradient predicts. None if the parameter was not moved.
+    resolution: the smallest error that would have shown, as a fraction of the gradient, in any direction. None if the
+        loss does not depend on the parameter.
+    difference: the difference from the reference's gradient, relative to its largest element. None without a reference.
     """
 
     name: str
@@ -103,7 +113,11 @@ class ParameterCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCheck:
-    """Whether a plan's step computes the gradient of its own loss. steps: how many were run. seconds: that it took."""
+    """Whether a plan's step computes the gradient of its own loss.
+
+    steps: how many steps were run.
+    seconds: how long the check took.
+    """
 
     model: str
     devices: int
@@ -128,7 +142,7 @@ class GradientCheck:
         return "undecided" if "undecided" in found or not found else "agrees"
 
     def by(self, verdict: GradientVerdict) -> tuple[ParameterCheck, ...]:
-        """The parameters of this verdict, the largest error first."""
+        """Return the parameters with this verdict, the largest error first."""
         mine = [p for p in self.parameters if p.verdict == verdict]
         return tuple(sorted(mine, key=lambda p: -(p.difference or 0.0)))
 
@@ -136,7 +150,7 @@ class GradientCheck:
         return "\n".join(_lines(self))
 
     def as_json(self) -> JsonObject:
-        """Everything that was found, for programs."""
+        """Return everything that was found, for programs."""
         return {
             "verdict": self.verdict,
             "model": self.model,
@@ -171,27 +185,27 @@ class GradientCheck:
         }
 
     def raise_if_off(self) -> None:
-        """Raise PaseError that names the parameters whose gradient is off. Warns if some could not be decided."""
+        """Raise PaseError that names the parameters whose gradient is off. Warn if some could not be decided."""
         if self.verdict == "off":
             what = "the gradient of the model's loss"
             if not self.by("off") and self.reference is not None and self.reference.loss_agrees:
                 what = "the model's next state"
             raise PaseError(
-                f"this step does not compute {what}:\n{self}\n"
-                f"please report it with the plan (plan.save). {self.advice}".rstrip()
+                f"this step does not compute {what}:\n{self}",
+                fix=f"please report it with the plan (plan.save). {self.advice}".rstrip(),
             )
         for remark in self.remarks:
             warnings.warn(f"check of the gradients: {remark}", stacklevel=3)
         if left := self.by("undecided"):
             warnings.warn(
                 f"the check of the gradients could not decide {len(left)} of {len(self.parameters)} parameters: "
-                f"{left[0].name}: {left[0].why}; print() of the check (step.result) shows all",
+                f"{left[0].name}: {left[0].why}; print(step.result) shows all of them",
                 stacklevel=3,
             )
 
 
 def _number(x: float | None) -> float | str | None:
-    """JSON has no infinity and no NaN."""
+    """Return the number, or its text if it is infinite or NaN, which JSON does not have."""
     return x if x is None or abs(x) < float("inf") else str(x)
 
 
@@ -199,7 +213,7 @@ _WORDS: dict[GradientVerdict, str] = {"agrees": "THEY AGREE", "off": "OFF", "und
 
 
 def _lines(c: GradientCheck) -> Iterator[str]:
-    """At most 80 columns."""
+    """Yield the lines of the text, of at most 80 columns."""
     yield from _wrapped(
         f"gradients of {c.model} on {c.devices} device{'s' * (c.devices > 1)}, {c.lowering}: {_WORDS[c.verdict]}"
     )
@@ -208,10 +222,10 @@ def _lines(c: GradientCheck) -> Iterator[str]:
         f"{len(c.parameters)} parameters: {', '.join(counts)} · loss {c.loss:.6g} · {c.steps} steps, {c.seconds:.1f} s"
     )
     if (ref := c.reference) is not None:
-        # A gradient that is rounding alone differs by as much as it is.
+        # A gradient that consists of rounding alone differs by as much as its own size.
         largest = max((d.relative for d in ref.differences if d.verdict != "undecided"), default=0.0)
         yield from _wrapped(
-            f"against {ref.kind}: loss {ref.loss_reference:.6g} {'agrees' if ref.loss_agrees else 'IS ANOTHER'}, "
+            f"against {ref.kind}: loss {ref.loss_reference:.6g} {'agrees' if ref.loss_agrees else 'DIFFERS'}, "
             f"gradients differ by at most {largest:.1e} of the largest"
         )
         for d in ref.state_off[:_SHOWN]:

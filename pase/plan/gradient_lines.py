@@ -1,11 +1,13 @@
-"""The numbers of a check of gradients: the loss along lines of parameters against the integral of its gradient.
+"""Computes a check of gradients: the loss along lines of parameters, compared with the integral of its gradient.
 
 Along x(s) = p + s·D, 0 ≤ s ≤ 1, the loss changes by ∫⟨g(x(s)), D⟩ds. A step returns loss and gradient, so both sides
-come from the same nine steps. A difference quotient needs short steps, where the rounding of the loss hides most of
-its change; an integral may be long. A kink (relu, max) costs it accuracy of the quadrature, which is measured.
+come from the same nine steps. A difference quotient needs short steps, for which the rounding of the loss hides most of
+its change. An integral may cover a long line. A kink (relu, max) reduces the accuracy of the quadrature, which is
+measured.
 
-What is allowed follows from the same nine points: the difference of Simpson's rule from that of every second point, the
-scatter of the loss around a smooth curve (Student's t), and the spacing of the dtype in which the program computes.
+The allowed difference follows from the same nine points: the difference between Simpson's rule on all points and on
+every second one, the scatter of the loss around a smooth curve (Student's t), and the spacing of the dtype in which the
+program computes.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from pase.plan.gradient_steps import POINTS, AlongLine, Direction, GradientSteps
 __all__ = ["LineResult", "OnLines", "Scatter", "gradient_check", "judged", "parameter_checks", "verdicts"]
 
 _RESOLUTION = 0.1
-"""A line decides about a parameter if an error of this part of its gradient would show."""
+"""A line decides about a parameter if an error of this fraction of its gradient would show."""
 
 _STUDENT_T = (13.6, 7.3, 6.1, 5.6, 5.3, 5.1, 5.0, 4.9, 4.9, 4.8)
-"""Of 6, 12, … degrees of freedom (each line has nine points less a parabola's three): exceeded by one line in 10^5
-without any error."""
+"""Student's t for 6, 12, … degrees of freedom (each line has nine points minus a parabola's three). One line in 10^5
+exceeds it without any error."""
 
 _NOISE_ALONE = 0.1
-"""A gradient that changes by more than this part when its inputs are rounded differently is rounding itself: the key
-bias of an attention has no other gradient."""
+"""A gradient that changes by more than this fraction if its inputs are rounded differently consists of rounding only.
+The key bias of an attention is an example."""
 
 _FIRST_SIZE: Mapping[str, float] = {"random": 2.0**-4, "gradient": 2.0**-6}
 _LARGEST_SIZE = 0.5
@@ -48,8 +50,13 @@ _TRIES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class LineResult:
-    """A line judged: the loss's change, the gradient's integral, and what explains a difference: the quadrature, the
-    rounding of losses, and that of gradients."""
+    """The judgment of a line.
+
+    measured: the change of the loss.
+    predicted: the integral of the gradient.
+    quadrature, rounding, slope_rounding: the parts of their difference that are explained by the quadrature, by the
+        rounding of losses, and by the rounding of gradients.
+    """
 
     measured: float
     predicted: float
@@ -57,9 +64,9 @@ class LineResult:
     rounding: float
     slope_rounding: float
     rough: bool
-    """Whether the loss is less smooth along it than rounding explains."""
+    """Whether the loss is less smooth along the line than rounding explains."""
     squares: float
-    """Of what is left of the losses, less the integral, beside a parabola."""
+    """The sum of squares of the losses after subtracting the integral and a fitted parabola."""
 
     @property
     def allowed(self) -> float:
@@ -72,13 +79,15 @@ class LineResult:
 
 @dataclass(kw_only=True)
 class Scatter:
-    """How far losses scatter around a smooth curve, learned from line to line: sums of squares, one for each line."""
+    """How far losses scatter around a smooth curve, learned from line to line: one sum of squares per line."""
 
     squares: list[float] = field(default_factory=list)
 
     def rough(self, mine: float, floor: float) -> bool:
-        """Whether a line scatters by so much more than those before that it is the loss that is not smooth along it, or
-        more curved than nine points follow."""
+        """Whether the loss itself is not smooth along a line, or too curved for nine points.
+
+        Such a line scatters much more than the previous ones.
+        """
         if not self.squares:
             return False
         dof = POINTS - 3
@@ -86,8 +95,13 @@ class Scatter:
         return math.sqrt(mine / dof) > 10 * max(pooled, floor)
 
     def allowed(self, mine: float, floor: float) -> float:
-        """What rounding explains of the difference of two losses of a line. mine: this line's sum of squares. floor:
-        the least standard deviation. A line that scatters much more than the others counts alone."""
+        """Return the difference of two losses of a line that rounding explains.
+
+        A line that scatters much more than the others is judged by itself.
+
+        mine: this line's sum of squares.
+        floor: the least standard deviation.
+        """
         dof = POINTS - 3
         alone = math.sqrt(mine / dof)
         bound = _STUDENT_T[0] * max(alone, floor)
@@ -102,7 +116,7 @@ class Scatter:
 
 
 def judged(values: AlongLine, scatter: Scatter) -> LineResult:
-    """The loss's change along a line and the integral of its slope."""
+    """Return the judgment of a line: the loss's change compared with the integral of its slope."""
     f, d, h = values.losses, values.slopes.sum(axis=1), 1 / (POINTS - 1)
     predicted, rougher = _simpson(d, h), _simpson(d[::2], 2 * h)
     apart = f - f[0] - _cumulated(d, h)
@@ -118,7 +132,9 @@ def judged(values: AlongLine, scatter: Scatter) -> LineResult:
         predicted=predicted,
         quadrature=abs(predicted - rougher),
         rounding=scatter.allowed(squares, floor),
-        slope_rounding=4 * values.slope_eps * scale,  # in a few ops one after the other
+        slope_rounding=4
+        * values.slope_eps
+        * scale,  # a gradient passes through a few ops, each of which rounds
     )
 
 
@@ -136,8 +152,12 @@ def gradient_check(
     say: Callable[[str], None],
     advice: str | None = None,
 ) -> GradientCheck:
-    """The check of a plan's steps. reference: a text says why there is none. The other arguments: see
-    ``parameter_checks`` and ``GradientCheck``."""
+    """Check the gradients of a plan's steps.
+
+    reference: another program's gradients, or a text that says why there are none.
+
+    For the other arguments, see ``parameter_checks`` and ``GradientCheck``.
+    """
     began = time.perf_counter()
     found = None if isinstance(reference, str) else reference
     checks = parameter_checks(steps, found, doubts, seed, most_lines, say)
@@ -157,11 +177,11 @@ def gradient_check(
     return made if advice is None else replace(made, advice=advice)
 
 
-_NOT_FINITE = "near these parameters the loss is not finite: the lines start at them exactly"
+_NOT_FINITE = "the loss is not finite near these parameters, so the lines start exactly at them"
 
 
 def _with_copies(p: ParameterCheck, copies: GradientDifference) -> ParameterCheck:
-    """Off as well if devices that hold the same part of a parameter have different gradients of it."""
+    """Return the check, with verdict off if devices that hold the same part of a parameter have different gradients."""
     if copies.verdict != "off":
         return p
     differ = f"devices that hold the same part of it have gradients that differ by {copies.relative:.2g} of the largest"
@@ -173,7 +193,7 @@ def _simpson(d: np.ndarray, h: float) -> float:
 
 
 def _cumulated(d: np.ndarray, h: float) -> np.ndarray:
-    """The integral up to each point: Simpson's rule up to even ones, and from there the parabola's part."""
+    """Return the integral up to each point: by Simpson's rule for even points, and by its parabola for odd ones."""
     out = np.zeros(POINTS)
     for k in range(0, POINTS - 1, 2):
         out[k + 1] = out[k] + h / 12 * (5 * d[k] + 8 * d[k + 1] - d[k + 2])
@@ -194,15 +214,15 @@ class OnLines:
 
 @dataclass(frozen=True, kw_only=True)
 class _Together:
-    """Parameters to move together."""
+    """A group of parameters that move together along a line."""
 
     members: tuple[int, ...]
     size: float
     tries: int = 0
     still: bool = False
-    """Parameters without gradients other than rounding: the loss should not change."""
+    """Whether these are parameters whose gradients consist of rounding only, so that the loss should not change."""
     squares: float | None = None
-    """Of a line that was too rough."""
+    """The sum of squares of a previous line that was too rough."""
 
     def halves(self) -> list[_Together]:
         half = len(self.members) // 2
@@ -211,14 +231,14 @@ class _Together:
 
 @dataclass(kw_only=True)
 class _LineSearch:
-    """Lines of one direction, all parameters together first, then fewer, until each is decided."""
+    """Runs lines of one direction: first with all parameters together, then with fewer, until each is decided."""
 
     steps: GradientSteps
     direction: Direction
     seed: int
     scatter: Scatter
     most: int
-    """Lines that may be run."""
+    """The number of lines that may be run."""
     say: Callable[[str], None]
     lines: int = 0
 
@@ -235,7 +255,7 @@ class _LineSearch:
         return found
 
     def _decided(self, group: _Together, found: dict[int, OnLines]) -> list[_Together]:
-        """Fills in what a line with these parameters decides; returns the groups that are left."""
+        """Add what a line with these parameters decides to ``found``; return the groups that are left."""
         values = self._along(group.members, group.size, self.seed)
         if not np.isfinite(values.losses).all() or not np.isfinite(values.slopes).all():
             return self._shorter(
@@ -249,7 +269,7 @@ class _LineSearch:
             found[only] = self._confirmed(only, group.size, result, values)
             return []
         if group.still:
-            why = "neither does the loss change along its lines, nor is its gradient more than rounding"
+            why = "the loss does not change along its lines, and its gradient consists of rounding only"
             found |= dict.fromkeys(group.members, OnLines(verdict="agrees", why=why, size=group.size))
             return []
         resolution = {i: result.allowed / max(float(values.reach[i]), 1e-300) for i in group.members}
@@ -261,11 +281,11 @@ class _LineSearch:
             return []
         left = _by_reach(replace(group, members=rest), values.reach)
         if result.slope_rounding > max(result.rounding, result.quadrature) and len(rest) > 1:
-            return left.halves()  # the others' gradients round by more than its own changes the loss
+            # The gradients of the others round by more than a single parameter changes the loss.
+            return left.halves()
         if result.rough and group.squares is not None and result.squares > group.squares / 4:
-            self.scatter.squares.append(
-                result.squares
-            )  # a line of a quarter of the length: it is rounding after all
+            # The line is a quarter as long and scatters as much, so this is rounding after all.
+            self.scatter.squares.append(result.squares)
             return self._longer(left, resolution, found)
         if result.rough or result.quadrature > result.rounding:
             why = "the loss is too rough along lines of this parameter"
@@ -276,7 +296,7 @@ class _LineSearch:
     def _longer(
         self, group: _Together, resolution: Mapping[int, float], found: dict[int, OnLines]
     ) -> list[_Together]:
-        """The group on lines along which its slope is above the rounding of the loss."""
+        """Return the group with longer lines, along which its slope exceeds the rounding of the loss."""
         wanted = {i: 1.25 * group.size * resolution[i] / _RESOLUTION for i in group.members}
         near = tuple(i for i in group.members if wanted[i] <= _LARGEST_SIZE)
         far = tuple(i for i in group.members if wanted[i] > _LARGEST_SIZE)
@@ -302,15 +322,15 @@ class _LineSearch:
         return []
 
     def _confirmed(self, i: int, size: float, first: LineResult, values: AlongLine) -> OnLines:
-        """A parameter by itself that disagreed: off if it does on a shorter line, too."""
+        """Run a second, shorter line for a single parameter that disagreed. It is off if that line disagrees, too."""
         again = judged(self._along((i,), size / 2, self.seed + 1), self.scatter)
         if not again.disagrees:
-            why = "one of two lines disagrees: the loss may jump near these parameters"
+            why = "one of two lines disagrees; the loss may jump near these parameters"
             return OnLines(verdict="undecided", why=why, size=size)
         reach = float(values.reach[i])
         return OnLines(
             verdict="off",
-            why=f"along its {self.direction} line the loss changes by {first.measured:.4g}, its gradient says "
+            why=f"along its {self.direction} line the loss changes by {first.measured:.4g}, but its gradient predicts "
             f"{first.predicted:.4g} (rounding explains {first.allowed:.1g})",
             resolution=first.allowed / reach if reach else None,
             result=first,
@@ -324,7 +344,7 @@ class _LineSearch:
 
 
 def _by_reach(group: _Together, reach: np.ndarray) -> _Together:
-    """Parameters that change the loss alike are next to each other."""
+    """Return the group sorted by reach, so that parameters that change the loss alike are neighbors."""
     return replace(group, members=tuple(sorted(group.members, key=lambda i: -reach[i])))
 
 
@@ -336,13 +356,13 @@ def parameter_checks(
     most_lines: int,
     say: Callable[[str], None],
 ) -> tuple[ParameterCheck, ...]:
-    """Each parameter's verdict. No lines are run for a parameter about which an exact reference decides.
+    """Return each parameter's verdict. No lines are run for a parameter about which an exact reference decides.
 
-    doubts: parameter -> what of the program, between it and the loss, may have a gradient that is not the slope: a
-    stopped gradient, a derivative rule of the user's, a choice. It decides only if there is no reference.
+    doubts: parameter -> the part of the program between it and the loss whose gradient may differ from the slope: a
+        stopped gradient, a derivative rule of the user's, a discrete choice. It matters only without a reference.
     """
     found: list[dict[int, OnLines]] = []
-    # Two random directions: one alone misses an error of the size of its resolution by chance.
+    # Two random directions, because a single one may miss an error of the size of its resolution by chance.
     passes: tuple[tuple[Direction, int], ...] = (
         ("random", seed),
         ("gradient", seed),
@@ -375,7 +395,7 @@ def parameter_checks(
 
 
 def _undecided_by(reference: GradientReference | None, names: Sequence[str]) -> list[int]:
-    """The parameters about which only lines can say anything."""
+    """Return the parameters about which only lines can decide."""
     if reference is None or not reference.exact:
         return list(range(len(names)))
     decided = {d.name for d in reference.differences if d.verdict != "undecided"}
@@ -388,7 +408,7 @@ def verdicts(
     reference: GradientReference | None,
     doubts: Mapping[str, str],
 ) -> tuple[ParameterCheck, ...]:
-    """Each parameter's verdict from what lines say (``found``, by parameter) and from the reference."""
+    """Return each parameter's verdict from the lines (``found``, per parameter) and from the reference."""
     beside = {} if reference is None else {d.name: d for d in reference.differences}
     return tuple(
         _combined(name, lines, reference, beside.get(name), doubts.get(name))
@@ -397,9 +417,12 @@ def verdicts(
 
 
 def _measure_scatter(steps: GradientSteps, perturbed: Sequence[int], seed: int, scatter: Scatter) -> int:
-    """A first line, so short that the loss is a parabola along it, whatever is wrong with gradients: what is left is
-    rounding. Later lines are measured by it, so that one wrong gradient, or one that is meant not to be the slope, does
-    not pass for rounding. Returns how many lines were run."""
+    """Measure rounding on a first line, and return how many lines were run.
+
+    The line is so short that the loss is a parabola along it, even if gradients are wrong. What is left is rounding.
+    Later lines are compared with it, so that one wrong gradient, or one that differs from the slope on purpose, does
+    not pass for rounding.
+    """
     size = min(steps.coarsest ** (1 / 3) / 2, _FIRST_SIZE["random"])  # x³ is below rounding
     values = steps.along(Line(direction="random", perturbed=tuple(perturbed), size=size, seed=seed + 2000))
     if np.isfinite(values.losses).all() and np.isfinite(values.slopes).all():
@@ -414,7 +437,7 @@ def _combined(
     beside: GradientDifference | None,
     doubt: str | None,
 ) -> ParameterCheck:
-    """The verdict from the lines and from the reference. found: empty if the reference decides."""
+    """Return the verdict from the lines and from the reference. found: empty if the reference decides."""
     lines = next(
         (f for v in ("off", "undecided", "agrees") for f in found if f.verdict == v),
         OnLines(verdict="undecided", size=0.0),
@@ -431,12 +454,12 @@ def _combined(
         elif beside.verdict == "off" and (reference.exact or lines.verdict == "off"):
             verdict, why = "off", f"{differs}; {lines.why}" if lines.verdict == "off" else differs
         elif beside.verdict == "off":
-            # One of the two programs is wrong, and the loss's slope does not say that it is this one.
+            # One of the two programs is wrong, and the slope of the loss does not say that it is this one.
             verdict, why = "undecided", f"{differs}, but agrees with the slope of the loss"
     if verdict == "off" and doubt is not None and (beside is None or beside.verdict == "undecided"):
         verdict, why = (
             "undecided",
-            f"{lines.why}, but {doubt} lies between it and the loss, so that may be meant",
+            f"{lines.why}, but {doubt} lies between it and the loss, so this may be intended",
         )
     seen = [f.resolution for f in found if f.resolution is not None]
     return ParameterCheck(

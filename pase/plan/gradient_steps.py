@@ -1,4 +1,4 @@
-"""What a check of gradients asks of a framework: a plan's steps along a line of parameters."""
+"""What a check of gradients needs from a framework: a plan's steps along a line of parameters."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = [
 ]
 
 POINTS = 9
-"""Points of a line, its ends included."""
+"""The number of points of a line, including both ends."""
 
 JITTER = 2.0**-6
-"""The lines start this far (relative) from the given parameters: at zeros, such as of a head that is not trained yet,
-gradients vanish that later do not."""
+"""The lines start this far (relative) from the given parameters. At zeros, such as those of an untrained head,
+gradients vanish that do not vanish later."""
 
 _ALL_ZEROS = 0.1
 """The scale of a parameter that is all zeros, such as a bias."""
@@ -38,9 +38,10 @@ Direction = Literal["random", "gradient"]
 class Line:
     """A line of parameters, from the point at which all lines start.
 
-    random: each element moves by up to ``size`` times itself (zeros: times the parameter's root mean square, or 0.02 if
-    it is all zeros). gradient: the parameter moves along its gradient, by ``size`` times its own norm. perturbed: which
-    parameters; the others stay.
+    direction: if ``random``, each element moves by up to ``size`` times itself. A zero moves by ``size`` times the
+        parameter's root mean square, or times 0.1 if the parameter is all zeros. If ``gradient``, the parameter moves
+        along its gradient, by ``size`` times its own norm.
+    perturbed: the parameters that move.
     """
 
     direction: Direction
@@ -53,10 +54,12 @@ class Line:
 class AlongLine:
     """What the steps at the points of a line returned.
 
-    losses: float64 [points]. slopes: float64 [points, parameters], Re Σ g·D over the whole parameter; 0 where nothing
-    moves. reach: float64 [parameters], the typical |slope| of a gradient's error as large as the gradient itself:
-    |g|·|D|/√elements for a random direction, |g|·|D| along the gradient. loss_eps, slope_eps: the spacing of numbers
-    above 1 in the loss's dtype, and in the coarsest dtype that the program computes in.
+    losses: float64 [points].
+    slopes: float64 [points, parameters], Re Σ g·D over the whole parameter; 0 if the parameter does not move.
+    reach: float64 [parameters], the typical |slope| of an error as large as the gradient itself: |g|·|D|/√elements for
+        a random direction, |g|·|D| along the gradient.
+    loss_eps, slope_eps: the spacing of numbers just above 1 in the loss's dtype, and in the coarsest dtype in which the
+        program computes.
     """
 
     losses: np.ndarray
@@ -71,12 +74,12 @@ class GradientSteps(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """The trained parameters."""
+        """The names of the trained parameters."""
         ...
 
     @property
     def loss(self) -> float:
-        """At the lines' first point."""
+        """The loss at the first point of the lines."""
         ...
 
     @property
@@ -86,22 +89,22 @@ class GradientSteps(Protocol):
 
     @property
     def count(self) -> int:
-        """Steps that were run."""
+        """The number of steps that were run."""
         ...
 
     @property
     def coarsest(self) -> float:
-        """The spacing of numbers above 1 in the coarsest dtype that the program computes in."""
+        """The spacing of numbers just above 1 in the coarsest dtype in which the program computes."""
         ...
 
     @property
     def copies(self) -> Sequence[GradientDifference]:
-        """By parameter: how far the copies of its gradient on different devices are apart."""
+        """Per parameter, how far the copies of its gradient on different devices are apart."""
         ...
 
     @property
     def gradient_noise(self) -> np.ndarray:
-        """[parameters]: how much of the gradient changes when parameters are rounded differently, relative to it."""
+        """[parameters]: the relative change of the gradient if the parameters are rounded differently."""
         ...
 
     def along(self, line: Line) -> AlongLine:
@@ -110,7 +113,11 @@ class GradientSteps(Protocol):
 
 
 def zero_scales(squares: np.ndarray, elements: np.ndarray) -> np.ndarray:
-    """[parameters]: how far zeros move, relative to the size of a line. squares: Σ|x|² of each; elements: its size."""
+    """Return [parameters]: how far zeros move, relative to the size of a line.
+
+    squares: Σ|x|² of each parameter.
+    elements: its number of elements.
+    """
     mean = squares / np.maximum(elements, 1)
     return np.where(mean > 0, np.sqrt(mean), _ALL_ZEROS)
 
@@ -118,6 +125,6 @@ def zero_scales(squares: np.ndarray, elements: np.ndarray) -> np.ndarray:
 def uphill_factors(
     size: float, squares: np.ndarray, elements: np.ndarray, gradient_norms: np.ndarray
 ) -> np.ndarray:
-    """[parameters]: what a gradient is multiplied by, so that it is ``size`` times the parameter's own norm."""
+    """Return [parameters]: the factor that makes a gradient's norm ``size`` times the parameter's own norm."""
     own = zero_scales(squares, elements) * np.sqrt(elements)
     return np.divide(size * own, gradient_norms, out=np.zeros_like(gradient_norms), where=gradient_norms > 0)

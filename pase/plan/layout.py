@@ -1,4 +1,4 @@
-"""layout.json: a plan as a versioned file with a JSON Schema. An interrupted write leaves no partial file."""
+"""Reads and writes layout.json: a plan as a versioned file with a JSON Schema."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ _MAX_BYTES = 512 << 20
 
 
 def made_schema() -> JsonObject:
-    """The JSON Schema of layout.json, generated from ``LayoutForm``. The committed file is equal to it."""
+    """Return the JSON Schema of layout.json, generated from ``LayoutForm``. The committed file must equal it."""
     return json_schema(LayoutForm, "pase.layout/1: how every layer of a model is split over the devices")
 
 
 @cache
 def schema() -> JsonObject:
-    """The published JSON Schema of layout.json."""
+    """Return the published JSON Schema of layout.json."""
     text = resources.files("pase.plan").joinpath("layout-1.json").read_text(encoding="utf-8")
     return json.loads(text)  # type: ignore[no-any-return]
 
 
 def to_json(plan: PlanData) -> JsonObject:
-    """The plan as the JSON object that ``from_json`` reads."""
+    """Return the plan as the JSON object that ``from_json`` reads."""
     tree: JsonObject = to_tree(_form_of(plan))
     return tree
 
@@ -98,7 +98,7 @@ def _form_of(plan: PlanData) -> LayoutForm:
 
 
 def _if_given(value: T | None) -> T | UnsetType:
-    """A field that is not written if the plan has no value for it."""
+    """Return the value, or UNSET so that the field is not written if the plan has no value for it."""
     return UNSET if value is None else value
 
 
@@ -159,12 +159,12 @@ def _cost_form(plan: PlanData) -> CostForm:
 
 
 def _copied(value: object, cls: type[T]) -> T:
-    """The same fields as an instance of another class."""
+    """Return the same fields as an instance of another class."""
     return cls(**{name: getattr(value, name) for name in cls.__annotations__})
 
 
 def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
-    """Each layout once, and for each equation the ones in which its tensors are read and written."""
+    """Return each layout once, and for each equation the numbers of the layouts in which it reads and writes."""
     number: dict[Digits, int] = {layout: i for i, layout in enumerate(distinct(accesses))}
 
     def numbered(layouts: Mapping[str, Digits]) -> dict[str, int]:
@@ -178,16 +178,21 @@ def _accesses_form(accesses: Mapping[Place, EquationLayouts]) -> AccessesForm:
 
 
 def from_json(data: Json, where: str = "layout") -> PlanData:
-    """Read the object. PaseError names the place of the error. ``where`` names the object in messages."""
+    """Read a plan from its JSON object. Raises PaseError that names the place of a fault.
+
+    where: names the object in messages.
+    """
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
         raise PaseError(
-            f"{where}: schema is {version!r}, and this pase reads '{SCHEMA}'; "
-            f"use the version of pase that wrote it, or compile again"
+            f"schema is {version!r}, but this version of pase reads {SCHEMA!r}",
+            where=where,
+            fix="use the version of pase that wrote it, or compile again",
         )
     form = convert(data, LayoutForm, where)
     for problem in problems(form):
-        raise PaseError(f"{where}: at {problem}")
+        place, _, what = problem.partition(": ")
+        raise PaseError(what, where=f"{where}: at {place}")
     plan = _plan_of(form)
     if plan.buckets is not None:
         from pase.plan.buckets import read_buckets
@@ -248,7 +253,7 @@ def _plan_of(form: LayoutForm) -> PlanData:
 
 
 def _noted_of(form: LayoutForm) -> tuple[Remark, ...]:
-    """Layouts of earlier versions have remarks as lines of their provenance."""
+    """Return the remarks. Layouts of earlier versions have them as lines of their provenance."""
     if form.remarks is not UNSET:
         return form.remarks
     return tuple(Remark("assumed", line) for line in form.provenance.get("remarks", "").splitlines())
@@ -284,7 +289,7 @@ def _node_of(n: NodeForm, cost: CostForm) -> NodePlan:
 
 
 def _copies_by_name(tensors: Iterable[str]) -> dict[str, str]:
-    """Support files written before ``copies`` existed: there the copies of t27 were named t27c, t27c1, …"""
+    """Return the copies of files written before ``copies`` existed, where those of t27 were named t27c, t27c1, …"""
     return {t: m[1] for t in tensors if (m := re.fullmatch(r"(t\d+)c\d*", t))}
 
 
@@ -304,12 +309,12 @@ def save(plan: PlanData, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> PlanData:
-    """Read a layout.json. Raises PaseError if it is missing, corrupt, of another version, or too large to be one."""
+    """Read a layout.json. Raises PaseError if it is missing, corrupt, too large, or of another version."""
     return from_json(read_json(path, "a layout", _MAX_BYTES), str(path))
 
 
 def diff(a: PlanData, b: PlanData) -> list[str]:
-    """The differences between two plans' layouts, one line each."""
+    """Return the differences between two plans' layouts, one line each."""
     out = []
     for what in ("accumulate", "remat", "once", "padding"):
         if getattr(a, what) != getattr(b, what):

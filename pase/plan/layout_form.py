@@ -1,4 +1,4 @@
-"""The contents of layout.json as types, and checks that go beyond the types."""
+"""The contents of layout.json as types, and checks that types cannot express."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ class MachineForm(Struct, kw_only=True):
 
 
 class TensorForm(Struct, kw_only=True):
-    """A parameter or an input. state: the layout of its gradient and optimizer state, if these are split further.
+    """A parameter or an input.
 
-    unpadded: the model's own shape, if dims are padded behind their end; shape is then the padded one.
+    state: the layout of its gradient and optimizer state, if these are split further than the parameter.
+    unpadded: the model's own shape, if dims are padded at their end; shape is then the padded one.
     """
 
     shape: Annotated[tuple[AtLeastOne, ...], Meta(max_length=64)]
@@ -90,10 +91,10 @@ class NodeForm(Struct, kw_only=True):
 
 
 class ReshardForm(Struct, kw_only=True):
-    """Where one op reads a tensor in another layout than it was made in. The layouts are passed in order; the last is
-    used.
+    """A read of a tensor, by one op, in another layout than it was made in.
 
-    gradient: the layout into which its gradient is brought in one move.
+    layouts: the layouts that it passes through, in order; the last one is used. gradient: the layout to which its
+    gradient is resharded in one step.
     """
 
     at: str
@@ -142,7 +143,7 @@ class EquationForm(Struct, kw_only=True):
 class AccessesForm(Struct, kw_only=True):
     """The layouts in which each equation of the model reads and writes its tensors.
 
-    layouts: for each mesh axis, what it selects of the tensor, (dim, blocks), or null if the tensor is replicated.
+    layouts: per mesh axis, what it selects of the tensor, (dim, blocks), or null if the tensor is replicated.
     equations: path of an equation -> its tensors.
     """
 
@@ -168,19 +169,19 @@ class LayoutForm(Struct, kw_only=True):
     reshards: tuple[ReshardForm, ...]
     layouts: Annotated[
         dict[str, tuple[PlacementForm, ...]],
-        Meta(description="tensor -> the layouts it is given where it is made"),
+        Meta(description="tensor -> the layouts that it passes through where it is made"),
     ]
     gradients: Annotated[
         dict[str, PlacementForm],
         Meta(
-            description="tensor made of a parameter -> the layout that its gradient is brought into, where that is not "
-            "the tensor's own"
+            description="tensor made from a parameter -> the layout to which its gradient is resharded, if it differs "
+            "from the tensor's own"
         ),
     ] = {}
     copies: (
         Annotated[
             dict[str, str],
-            Meta(description="copy that several readers share -> the tensor that it is a copy of"),
+            Meta(description="copy that several readers share -> the tensor that it copies"),
         ]
         | UnsetType
     ) = UNSET
@@ -192,14 +193,14 @@ class LayoutForm(Struct, kw_only=True):
         | UnsetType
     ) = UNSET
     throughput: (
-        Annotated[Throughput, Meta(description="of the predicted step, on one device")] | UnsetType
+        Annotated[Throughput, Meta(description="throughput of the predicted step, per device")] | UnsetType
     ) = UNSET
     beside: (
         Annotated[
             NotNegative,
             Meta(
-                description="the part of the device that collectives of parameters hold while they run beside compute; "
-                "absent: the cost has nothing beside compute"
+                description="the fraction of the device that collectives of parameters occupy while they overlap with "
+                "compute; absent: the cost has no overlap"
             ),
         ]
         | UnsetType
@@ -207,14 +208,17 @@ class LayoutForm(Struct, kw_only=True):
     memory_limit: (
         Annotated[Count, Meta(description="bytes that a device may hold; absent: no limit")] | UnsetType
     ) = UNSET
-    misfit: (
-        Annotated[str, Meta(description="what would fit, where no strategy fits the limit")] | UnsetType
-    ) = UNSET
+    misfit: Annotated[str, Meta(description="what would fit, if no strategy fits the limit")] | UnsetType = (
+        UNSET
+    )
     accumulate: AtLeastOne = 1
     remat: tuple[Block, ...] = ()
     once: (
         Annotated[
-            Hoisted, Meta(description="what of parameters is sent once a step, not for each micro-batch")
+            Hoisted,
+            Meta(
+                description="which collectives of parameters run once per step instead of once per micro-batch"
+            ),
         ]
         | UnsetType
     ) = UNSET
@@ -222,7 +226,7 @@ class LayoutForm(Struct, kw_only=True):
         Annotated[
             dict[int, AtLeastOne],
             Meta(
-                description="extent -> what every dim of that extent is padded to, so that devices divide it"
+                description="extent -> the padded extent of every dim of that extent, so that devices divide it"
             ),
         ]
         | UnsetType
@@ -230,7 +234,7 @@ class LayoutForm(Struct, kw_only=True):
     remarks: (
         Annotated[
             tuple[Remark, ...],
-            Meta(description="what the price assumes, and what speaks against it, by kind"),
+            Meta(description="what the price assumes, and reasons to doubt it, by kind"),
         ]
         | UnsetType
     ) = UNSET
@@ -243,8 +247,9 @@ class LayoutForm(Struct, kw_only=True):
 
 
 def problems(form: LayoutForm) -> Iterator[str]:
-    """Errors that types cannot express, each as "place: what": axes exist, a tensor uses an axis once, shards
-    divide.
+    """Yield errors that types cannot express, each as "place: what".
+
+    Axes must exist, a tensor may use an axis only once, and shards must divide dims evenly.
     """
     size = form.mesh
     p = form.pipeline
@@ -278,7 +283,7 @@ def problems(form: LayoutForm) -> Iterator[str]:
     for i, c in enumerate(form.collectives):
         yield from _misplaced(f"collectives/{i}/axes", [c.axes], size)
         if not c.axes:
-            yield f"collectives/{i}/axes: a collective runs along one mesh axis or more"
+            yield f"collectives/{i}/axes: a collective must run along at least one mesh axis"
     for r in form.reshards:
         for layout in (*r.layouts, *(() if r.gradient is UNSET else (r.gradient,))):
             yield from _misplaced(f"reshards/{r.at} of {r.tensor}", layout, size)
@@ -286,30 +291,30 @@ def problems(form: LayoutForm) -> Iterator[str]:
         known = len(form.accesses.layouts)
         for at, e in form.accesses.equations.items():
             if max((*e.reads.values(), *e.writes.values()), default=-1) >= known:
-                yield f"accesses/equations/{at}: there are {known} layouts, counted from 0"
+                yield f"accesses/equations/{at}: a layout number is out of range; there are {known}, counted from 0"
 
 
 def _stage_problems(p: PipelinePlan, size: Mapping[str, int], place: str) -> Iterator[str]:
     """Check that the stages refer to existing ranks and strategies, and that there are as many stages as cuts."""
     if not len(p.cuts) == len(p.stages) == p.degree * p.chunks:
-        yield f"{place}: {len(p.cuts)} cuts, {len(p.stages)} stages for {p.degree} ranks of {p.chunks}"
+        yield f"{place}: {len(p.cuts)} cuts and {len(p.stages)} stages for {p.degree} ranks of {p.chunks} chunks"
     if len(p.groups) not in (0, p.degree):
-        yield f"{place}/groups: {len(p.groups)} for {p.degree} ranks"
+        yield f"{place}/groups: {len(p.groups)} groups for {p.degree} ranks"
     for i, s in enumerate(p.stages):
         if s.rank >= p.degree or s.strategy >= len(p.strategies):
-            yield f"{place}/stages/{i}: rank {s.rank}, strategy {s.strategy} are not there"
+            yield f"{place}/stages/{i}: rank {s.rank} or strategy {s.strategy} does not exist"
     for i, strategy in enumerate(p.strategies):
         for node, split in strategy.items():
             yield from _misplaced(f"{place}/strategies/{i}/{node}", list(split.values()), size)
     for node, stages in p.stages_of.items():
         if max(stages, default=0) >= len(p.stages):
-            yield f"{place}/stages_of/{node}: there are {len(p.stages)} stages, counted from 0"
+            yield f"{place}/stages_of/{node}: a stage is out of range; there are {len(p.stages)}, counted from 0"
 
 
 def _misplaced(
     place: str, layout: Sequence[Sequence[str]], size: Mapping[str, int], shape: Sequence[int] | None = None
 ) -> Iterator[str]:
-    """What is wrong with a layout on a mesh (axis -> size), for a tensor of this shape."""
+    """Yield what is wrong with a layout on a mesh (axis -> size), for a tensor of this shape."""
     used = [a for axes in layout for a in axes]
     for a in used:
         if a not in size:
@@ -320,11 +325,11 @@ def _misplaced(
     if shape is None:
         return
     if len(layout) != len(shape):
-        yield f"{place}: a layout of {len(layout)} dims for shape {list(shape)}"
+        yield f"{place}: the layout has {len(layout)} dims, but the shape is {list(shape)}"
         return
     for extent, axes in zip(shape, layout, strict=True):
         ways = 1
         for a in axes:
             ways *= size[a]
         if extent % ways:
-            yield f"{place}: a dim of {extent} elements in {ways} shards is uneven"
+            yield f"{place}: a dim of {extent} elements cannot be split evenly into {ways} shards"

@@ -1,4 +1,4 @@
-"""What moves when parameters go from one plan's layout to another's: bytes, links and time."""
+"""What devices receive when parameters go from one plan's layout to another's: bytes, links and time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pase.plan.types import Placement, PlanData, TensorPlan
 __all__ = ["ParameterReshard", "parameter_reshards"]
 
 Box = tuple[tuple[int, int], ...]
-"""Per tensor dim, the first element and the one after the last."""
+"""Per tensor dim, the index of the first element and the index after the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterReshard:
-    """The move of one parameter. received: for each link level of the machine, innermost first, the most bytes per
-    device.
+    """The reshard of one parameter.
 
-    A device receives nothing that it already has, or that a nearer device has.
+    received: per link level of the machine, innermost first, the most bytes that any device receives. A device receives
+        nothing that it already has, and it receives over a level only what no nearer device has.
     """
 
     parameter: str
@@ -37,22 +37,25 @@ class ParameterReshard:
         return sum(self.received)
 
     def seconds(self, machine: Machine) -> float:
-        """Each level's bytes divided by its bandwidth, one level after the other."""
+        """Return each level's bytes divided by its bandwidth, one level after the other."""
         return sum(
             n / level.bandwidth_bytes_per_s for n, level in zip(self.received, machine.levels, strict=True)
         )
 
 
 def parameter_reshards(old: PlanData, new: PlanData, machine: Machine) -> list[ParameterReshard]:
-    """Every parameter of which some device must receive a part, the largest first.
+    """Return every parameter of which some device must receive a part, the largest first.
 
-    Both plans are of one model. Devices have the same numbers in both, so that a plan for more devices starts with the
-    devices of the other. Only one may pad dims: padding is zeros, which nobody has to receive.
+    Both plans must be of one model. Devices have the same numbers in both, so a plan for more devices starts with the
+    devices of the other. Only one of the plans may pad dims, because padding consists of zeros that need not be sent.
 
     Raises PaseError if the parameters differ.
     """
     if missing := sorted(set(old.parameters) ^ set(new.parameters)):
-        raise PaseError(f"the plans are not of one model: only one of them has a parameter '{missing[0]}'")
+        raise PaseError(
+            f"the plans are not of one model: only one of them has a parameter '{missing[0]}'",
+            fix="compare two plans of the same model",
+        )
     devices = max(old.devices, new.devices)
     ways = level_ways(devices, machine)
     found = []
@@ -61,7 +64,9 @@ def parameter_reshards(old: PlanData, new: PlanData, machine: Machine) -> list[P
         own, its = (tuple(p.unpadded or p.shape) for p in (t, to))
         if (own, t.dtype) != (its, to.dtype):
             raise PaseError(
-                f"'{name}' is {t.dtype}{list(own)} in one plan and {to.dtype}{list(its)} in the other"
+                f"it is {t.dtype}{list(own)} in one plan and {to.dtype}{list(its)} in the other",
+                where=f"parameter '{name}'",
+                fix="compare two plans of the same model",
             )
         received = _received(t, _boxes(t, old.mesh), _boxes(to, new.mesh), ways)
         if any(received):
@@ -70,7 +75,7 @@ def parameter_reshards(old: PlanData, new: PlanData, machine: Machine) -> list[P
 
 
 def _boxes(t: TensorPlan, mesh: Mesh) -> list[Box]:
-    """For each device, the part of the tensor that it holds, without padding."""
+    """Return, for each device, the part of the tensor that it holds, without padding."""
     size: Mapping[str, int] = mesh.by_name
     out = []
     for place in itertools.product(*map(range, mesh.sizes)):
@@ -87,7 +92,7 @@ def _boxes(t: TensorPlan, mesh: Mesh) -> list[Box]:
 
 
 def _received(t: TensorPlan, old: Sequence[Box], new: Sequence[Box], ways: Sequence[int]) -> tuple[int, ...]:
-    """For each link level, the most bytes of the tensor that one device receives over it.
+    """Return, for each link level, the most bytes of the tensor that one device receives over it.
 
     The devices below a level together hold the union of their boxes. Layouts split dims evenly, so boxes are either
     equal or disjoint, and the distinct ones are summed.
@@ -108,7 +113,7 @@ def _received(t: TensorPlan, old: Sequence[Box], new: Sequence[Box], ways: Seque
 
 
 def _overlap(boxes: set[Box], want: Box) -> int:
-    """The number of elements of ``want`` in these boxes, which are disjoint."""
+    """Return the number of elements of ``want`` in these boxes, which are disjoint."""
     return sum(
         math.prod(max(0, min(b, d) - max(a, c)) for (a, b), (c, d) in zip(box, want, strict=True))
         for box in boxes

@@ -1,4 +1,4 @@
-"""The stages of a pipelined plan: which blocks each has, how they are split, and the figures of the schedule."""
+"""The stages of a pipelined plan: the blocks of each stage, how they are split, and the figures of the schedule."""
 
 from __future__ import annotations
 
@@ -16,22 +16,28 @@ if TYPE_CHECKING:
 __all__ = ["PipelinePlan", "ReplicaPlan", "StagePlan", "lines", "unequal"]
 
 EQUAL = 1e-3
-"""Relative: what cuts are searched to. Steps that differ by less are as good."""
+"""The relative precision to which cuts are searched. Steps that differ by less count as equally good."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """One stage. blocks: how many of the model's equal blocks it has.
+    """One stage of a pipeline.
 
-    The first stage also has what comes before the blocks, and the last one what comes after them. strategy: which of
-    the plan's ``strategies`` splits it. recomputes: whether backward recomputes its blocks. weights: whether they are
-    gathered and their gradients summed once per step, or at each micro-batch. forward_s, backward_s: seconds of one
-    micro-batch; backward includes recomputation. memory_bytes: on a device of its rank, for all stages of that rank.
-    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation. send_s: to the next stage;
-    back_s: for gradients on the way back, as long where it is None.
-    kept_bytes: what a device holds of one micro-batch until its backward; waiting_bytes: the part of it that stays
-    until its weights' gradients, where they are computed apart. send_bytes: of one micro-batch, from a device of it to
-    the next stage; back_bytes: of the gradients that come back. None in layouts written before these existed.
+    blocks: how many of the model's equal blocks it has. The first stage also has what comes before the blocks, and the
+        last one what comes after them.
+    strategy: the index of the strategy in the plan's ``strategies`` that splits it.
+    recomputes: whether backward recomputes its blocks.
+    weights: whether they are gathered and their gradients summed once per step, or at each micro-batch.
+    forward_s, backward_s: seconds of one micro-batch; backward includes recomputation.
+    memory_bytes: bytes on a device of its rank, for all stages of that rank.
+    weight_s, again_s: the parts of backward_s that are weights' gradients and recomputation.
+    send_s, back_s: seconds to send to the next stage, and to send gradients back. If back_s is None, it equals send_s.
+    kept_bytes: what a device holds of one micro-batch until its backward.
+    waiting_bytes: the part of kept_bytes that stays until the weights' gradients, if these are computed separately.
+    send_bytes, back_bytes: bytes of one micro-batch that one of its devices sends to the next stage, and bytes of the
+        gradients that come back.
+
+    The fields that may be None are None in layouts written before they existed.
     """
 
     rank: Count
@@ -54,8 +60,12 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaPlan:
-    """A replica of the model on one group of a machine's devices. micro_batches: its share of the step's. step_s: until
-    it is done, before gradients are summed between replicas. mesh: axis -> size, of one of its ranks."""
+    """A replica of the model on one group of a machine's devices.
+
+    micro_batches: how many of the step's micro-batches it takes.
+    step_s: seconds until it is done, before gradients are summed between replicas.
+    mesh: axis -> size, for one of its ranks.
+    """
 
     group: str
     micro_batches: AtLeastOne
@@ -68,13 +78,14 @@ class ReplicaPlan:
 class PipelinePlan:
     """A pipeline of ``degree`` ranks, each with the plan's mesh, and with ``chunks`` stages on each rank.
 
-    cuts: number of blocks of each stage. bubble: the fraction of the step in which the average rank works on no
-    micro-batch, including sums of gradients and the update. imbalance: how much more the busiest rank works than the
-    average one.
-    cuts_bound: no other cuts of these stages take less time. strategies: node -> iteration dim -> mesh axes, for the
-    stages.
-    others: seconds of the step under other schedules, "name" or "name ×chunks", on the same devices. scope: what the
-    plan's certificate covers.
+    cuts: the number of blocks of each stage.
+    bubble: the fraction of the step in which the average rank works on no micro-batch, including sums of gradients and
+        the update.
+    imbalance: how much more the busiest rank works than the average one.
+    cuts_bound: no other cuts of these stages take less time.
+    strategies: node -> iteration dim -> mesh axes, for the stages.
+    others: seconds of the step under other schedules on the same devices, by "name" or "name ×chunks".
+    scope: what the plan's certificate covers.
     """
 
     degree: AtLeastOne
@@ -94,41 +105,41 @@ class PipelinePlan:
     this field existed."""
     before_s: tuple[NotNegative, ...] = ()
     after_s: tuple[NotNegative, ...] = ()
-    """Seconds of each rank once a step: before its first action (weights gathered) and after its last one (gradients
-    summed, the update). Empty in layouts written before these existed."""
+    """Seconds of each rank per step, before its first action (weights are gathered) and after its last one (gradients
+    are summed, and the optimizer updates). Empty in layouts written before these fields existed."""
     hidden_s: NotNegative = 0.0
-    """Seconds a step of gathers and sums that the compute of a rank hides, on average: ``before_s`` and ``after_s``
+    """Seconds per step of gathers and sums that overlap with a rank's compute, on average. ``before_s`` and ``after_s``
     have the rest."""
     stages_of: Mapping[str, tuple[Count, ...]] = field(default_factory=dict)
-    """Node -> the stages that have it, for nodes that not all stages have. Empty in layouts written before this
-    existed: every model has such nodes."""
+    """Node -> the stages that have it, for nodes that not all stages have. Every model has such nodes; this is empty
+    only in layouts written before this field existed."""
 
     narrow: bool = False
-    """The model has no equal blocks: ``cuts`` counts units between the narrow places of its graph."""
+    """Whether the model has no equal blocks, so that ``cuts`` counts the units between the cut points of its graph."""
     groups: tuple[str, ...] = ()
-    """The machine's group in which each rank lies. Empty if all devices are equal."""
+    """The machine's group to which each rank belongs. Empty if all devices are equal."""
     replicas: tuple[ReplicaPlan, ...] = ()
-    """If each of the machine's groups holds a replica: all of them. The rest of the plan is that of the slowest."""
+    """All replicas, if each of the machine's groups holds one. The rest of the plan is then that of the slowest one."""
     sum_s: NotNegative | None = None
-    """Seconds to sum gradients between replicas, after the slowest."""
+    """Seconds to sum gradients between replicas, after the slowest one is done."""
     equal_s: NotNegative | None = None
-    """Seconds of the step if unequal devices had equal shares, of the blocks or, with replicas, of the micro-batches.
-    None if devices are equal, or if equal shares do not fit."""
+    """Seconds of the step if unequal devices had equal numbers of blocks or, with replicas, of micro-batches. None if
+    devices are equal, or if equal numbers do not fit."""
 
     def recomputed_blocks(self, strategy: int, all_of_them: tuple[Block, ...]) -> tuple[Block, ...]:
-        """The blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
+        """Return the blocks that the stages of a strategy recompute. all_of_them: the plan's own, for older layouts."""
         if self.again:
             return self.again[strategy]
         return all_of_them if any(s.recomputes for s in self.stages if s.strategy == strategy) else ()
 
     def actions(self) -> Schedule:
-        """The schedule itself: each rank's list of actions."""
+        """Return the schedule itself: each rank's list of actions."""
         from pase.pipeline.registry import schedule
 
         return schedule(self.schedule, self.degree, self.micro_batches, self.chunks)
 
     def rank_name(self, rank: int) -> str:
-        """The rank, with the group of devices in which it lies if there are several."""
+        """Return the rank's name, with its group of devices if there are several groups."""
         return f"rank {rank} ({self.groups[rank]})" if self.groups else f"rank {rank}"
 
     def __str__(self) -> str:
@@ -138,14 +149,14 @@ class PipelinePlan:
 
 
 def lines(plan: PlanData) -> list[str]:
-    """The pipeline as text for people; empty if there is no pipeline."""
+    """Return the pipeline as text for people; empty if there is no pipeline."""
     p = plan.pipeline
     if p is None:
         return []
     recompute_s = sum(s.recomputes for s in p.stages)
     each = sum(s.weights == "each" for s in p.stages)
-    how = [f"{recompute_s} of {len(p.stages)} stages computed again in backward"] if recompute_s else []
-    how += [f"{each} gather and sum at each micro-batch"] if each else []
+    how = [f"{recompute_s} of {len(p.stages)} stages recomputed in backward"] if recompute_s else []
+    how += [f"{each} gather and sum in each micro-batch"] if each else []
     out = [
         f"stages {p} · bubble {p.bubble:.1%} · imbalance {p.imbalance:.1%}"
         + (f" · {' · '.join(how)}" if how else ""),
@@ -166,17 +177,17 @@ def lines(plan: PlanData) -> list[str]:
         runs_in = "plan.torch does not run stages on unequal groups of devices yet"
     elif p.replicas:
         runs_in = (
-            "plan.jax.train_step(optimizer) runs the replicas in JAX, each its share of the micro-batches"
+            "plan.jax.train_step(optimizer) runs the replicas in JAX, each with its part of the micro-batches"
         )
     else:
         way = "as one program" if p.schedule == "circular" else "stage by stage"
-        runs_in = f"plan.jax.train_step(optimizer) runs it in JAX, {way}; pase emit does not take it yet"
+        runs_in = f"plan.jax.train_step(optimizer) runs it in JAX, {way}; pase emit does not support it yet"
     out.append(f"note   {runs_in}")
     return out
 
 
 def unequal(p: PipelinePlan, step_s: float) -> list[str]:
-    """Which groups of unequal devices do what, and what equal shares would take."""
+    """Return what each group of unequal devices does, and what equal parts would take."""
     if not p.groups:
         return []
     out = []

@@ -1,7 +1,7 @@
-"""What speaks against a plan: figures that contradict each other, and work that is priced apart from its op's rule.
+"""Reasons to doubt a plan: figures that contradict each other, and work that is not priced by its own op's rule.
 
-Each check compares two figures that are computed independently of each other. A plan that is right passes all of them;
-``Remark.doubtful`` of the ones that fail, under ``--strict``, makes a command exit with status 1.
+Each check compares two figures that are computed independently of each other. A correct plan passes all of them. With
+``--strict``, a remark that is ``Remark.doubtful`` makes a command exit with status 1.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ROUNDING = 1e-6
 
 
 def remarked(plan: PlanData, graph: Graph, machine: Machine) -> PlanData:
-    """The plan with its remarks: those of the graph that it splits, and the contradictions in its figures."""
+    """Return the plan with its remarks: those of the graph that it splits, and the contradictions in its figures."""
     found = [*of_graph(graph), *_activations(plan, graph), *_step(plan, machine), *_unsent(plan, graph)]
     return replace(plan, noted=tuple(found))
 
 
 def of_graph(graph: Graph) -> tuple[Remark, ...]:
-    """What the graph alone says, whatever splits it."""
+    """Return the remarks that the graph alone gives, however it is split."""
     return tuple(dict.fromkeys((*graph.remarks, *_empty(graph), *_opaque(graph))))
 
 
@@ -40,14 +40,14 @@ def _empty(graph: Graph) -> Iterator[Remark]:
     if not graph.parameters:
         yield Remark(
             "empty",
-            "the model has no parameters: what it multiplies with is an input, or a constant of the program",
+            "the model has no parameters: what it multiplies with is an input or a constant of the program",
         )
     if not any(op.flops_per_point for n in graph.nodes for op in n.ops):
         yield Remark("empty", "no op of the model computes anything: every FLOP count is zero")
 
 
 def _opaque(graph: Graph) -> Iterator[Remark]:
-    """Ops that are not split, unless the frontend has said so."""
+    """Yield a remark for each op that is not split, unless the frontend has made one."""
     said = {r.where for r in graph.remarks if r.kind in ("opaque", "unknown", "turns")}
     for n in graph.nodes:
         for op in n.ops:
@@ -62,7 +62,7 @@ def _opaque(graph: Graph) -> Iterator[Remark]:
 
 
 def _has_data(graph: Graph, op: Op) -> bool:
-    """Does it read or make more than single numbers and constants?"""
+    """Whether the op reads or makes more than single numbers and constants."""
     tensors = [graph.tensors[a.tensor] for a in (*op.reads, *op.writes)]
     return any(t.role != "constant" and not all(map(is_one, t.shape)) for t in tensors)
 
@@ -76,7 +76,7 @@ def _activations(plan: PlanData, graph: Graph) -> Iterator[Remark]:
         most := micro_batches_of(graph) * written_bytes(graph)
     ):
         kept, most_text = bytes_text(plan.memory.activations), bytes_text(most)
-        said = f"a device is said to keep {kept} of activations, but forward writes {most_text} in all"
+        said = f"a device is predicted to keep {kept} of activations, but forward writes only {most_text}"
         yield Remark("activations", f"{said}: please report this")
 
 
@@ -102,7 +102,7 @@ def _step(plan: PlanData, machine: Machine) -> Iterator[Remark]:
 
 
 def _unsent(plan: PlanData, graph: Graph) -> Iterator[Remark]:
-    """Nothing is sent, although a device has only a part of some sum."""
+    """Yield a remark if nothing is sent although a device has only a part of some sum."""
     if plan.collectives or plan.pipeline is not None or plan.mesh.devices == 1:
         return
     for n in graph.nodes:
@@ -116,7 +116,7 @@ def _unsent(plan: PlanData, graph: Graph) -> Iterator[Remark]:
 
 
 def _partial(graph: Graph, n: Node, split: set[str]) -> Iterator[tuple[Op, str]]:
-    """Ops of a node whose result, or whose parameter's gradient, is a sum over split dims."""
+    """Yield the ops of a node whose result, or whose parameter's gradient, is a sum over split dims."""
     for op in n.ops:
         kept = {d for w in op.writes for d in w.map.dims}
         if op.writes and split & set(op.worked) - kept:

@@ -1,4 +1,4 @@
-"""The predicted step of a pipelined plan, rank by rank: work on micro-batches, what is sent, and what waited for it."""
+"""The predicted step of a pipelined plan, rank by rank: work on micro-batches, sends, and what waits for them."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _MOST_ACTIONS = 60_000
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimulatedStages:
-    """The plan's schedule, simulated with the plan's times. order: its actions, as ``done`` has them."""
+    """The plan's schedule, simulated with the plan's times. order: its actions, in the order of ``done``."""
 
     pipeline: PipelinePlan
     order: Order
     done: Simulated
 
     def actions(self) -> Iterator[tuple[Action, int, int, int]]:
-        """(action, its rank, its start and its end in nanoseconds), in the order of ``order``."""
+        """Yield (action, its rank, its start and its end in nanoseconds), in the order of ``order``."""
         o, starts, ends = self.order, _ns(self.done.start), _ns(self.done.end)
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             yield Action(int(o.stage[i]), Kind(int(o.kind[i])), int(o.micro[i])), int(o.rank[i]), start, end
 
     def hoisted(self) -> Iterator[tuple[str, int, int, int]]:
-        """(what a rank does once a step, the rank, its start and its end in nanoseconds)."""
+        """Yield (what a rank does once per step, the rank, its start and its end in nanoseconds)."""
         p = self.pipeline
         for r in range(p.degree):
             after = float(self.done.end[self.order.last[r]])
@@ -54,13 +54,13 @@ class SimulatedStages:
 
 
 def _ns(seconds: np.ndarray) -> list[int]:
-    """Whole nanoseconds."""
+    """Return whole nanoseconds."""
     out: list[int] = np.rint(seconds * 1e9).astype(np.int64).tolist()
     return out
 
 
 def action_name(a: Action) -> str:
-    """The micro-batch first, which boxes show that are too narrow for the rest.
+    """Return a name that starts with the micro-batch, because narrow boxes show only the beginning.
 
     >>> action_name(Action(3, Kind.FORWARD, 5))
     '5: forward, stage 3'
@@ -69,8 +69,11 @@ def action_name(a: Action) -> str:
 
 
 def simulated_stages(plan: PlanData) -> SimulatedStages | None:
-    """None without stages, for layouts written before stages' times were stored, and for schedules with more actions
-    than one can look at."""
+    """Return the simulated stages of a plan.
+
+    None if the plan has no stages, if its layout was written before stages' times were stored, or if the schedule has
+    more actions than one can look at.
+    """
     p = plan.pipeline
     times = None if p is None else _times(p)
     if p is None or times is None:
@@ -83,7 +86,7 @@ def simulated_stages(plan: PlanData) -> SimulatedStages | None:
 
 
 def _times(p: PipelinePlan) -> StageTimes | None:
-    """The stages' seconds; None for layouts written before they were stored."""
+    """Return the stages' seconds; None for layouts written before they were stored."""
     parts = [(s.weight_s, s.again_s, s.send_s) for s in p.stages]
     if not p.before_s or any(x is None for part in parts for x in part):
         return None
@@ -101,10 +104,10 @@ def _times(p: PipelinePlan) -> StageTimes | None:
 
 
 def stage_timeline(plan: PlanData) -> Timeline | None:
-    """The step as `pase replay` reads timelines. None where ``simulated_stages`` is.
+    """Return the step as `pase replay` reads timelines; None if ``simulated_stages`` is None.
 
-    Each rank has a stream of work and streams of what it sends to other ranks; what a device of it holds are memory
-    events. A send and the work that needs what it brings have the same correlation.
+    Each rank has a stream of work and streams for what it sends to other ranks. What one of its devices holds is shown
+    as memory events. A send has the same correlation as the work that waits for it.
     """
     stages = simulated_stages(plan)
     if stages is None:
@@ -147,7 +150,7 @@ def _event(rank: int, lane: str, name: str, start: int, end: int, **more: Any) -
 
 
 def _work(stages: SimulatedStages) -> Iterator[Event]:
-    """What ranks do. An action that needs a send has the number of the action itself as its correlation."""
+    """Yield what ranks do. An action that waits for a send has its own number as its correlation."""
     for i, (a, rank, start, end) in enumerate(stages.actions()):
         needs = i if stages.order.send[i] >= 0 else -1
         yield _event(rank, "work", action_name(a), start, end, correlation=needs)
@@ -156,7 +159,7 @@ def _work(stages: SimulatedStages) -> Iterator[Event]:
 
 
 def _sends(stages: SimulatedStages) -> Iterator[Event]:
-    """What ranks send: one stream for each rank that gets it, and more where a send begins before the last is over."""
+    """Yield what ranks send: one stream per receiving rank, and more if a send begins before the previous one ends."""
     o, p, actions = stages.order, stages.pipeline, [*stages.actions()]
     busy: dict[tuple[int, int], list[int]] = {}
     needed = np.flatnonzero(o.send >= 0)
@@ -194,7 +197,7 @@ def _sent_s(s: StagePlan, *, there: bool) -> float:
 
 
 def _memory(stages: SimulatedStages) -> Iterator[Event]:
-    """Bytes on a device. What an action adds is there from its begin, what it frees goes at its end."""
+    """Yield the bytes on a device. What an action adds is there from its start; what it frees goes at its end."""
     p, s = stages.pipeline, stages.done.schedule
     parts = [(x.kept_bytes, x.waiting_bytes) for x in p.stages]
     if any(x is None for part in parts for x in part):

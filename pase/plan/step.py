@@ -1,9 +1,9 @@
-"""Seconds of a strategy's training step as a given program would run it: micro-batches, the optimizer's step, the sum
-of gradients, and the host's launches.
+"""Predicts the seconds of a strategy's training step as a given program would run it.
 
-The search minimises the time of a compiled program. A framework that launches kernel by kernel takes longer, for two
-reasons. Light ops are separate kernels, so what passes between them and a product goes through memory. And the host
-needs time for every kernel, which a small model does not hide.
+The step consists of micro-batches, the optimizer's update, the sum of gradients, and the host's kernel launches. The
+search minimizes the time of a compiled program. A framework that launches kernel by kernel takes longer, for two
+reasons. First, light ops are separate kernels, so whatever passes between them and a product goes through memory.
+Second, the host needs time for every kernel, which a small model does not hide.
 """
 
 from __future__ import annotations
@@ -44,20 +44,23 @@ _MASKED = frozenset(("dropout", "bias_dropout_add"))
 class Executor:
     """How a program's ops reach the device.
 
-    fused: light ops run inside the neighbouring products. If not, each is a separate kernel that reads and writes
-    memory, except those of one call of a function that libraries have a kernel for.
-    kernels: names of such functions that the user provides. masked: those among them that write a mask for backward to
-    read.
-    host_s: the host's mean seconds for each kernel that it launches, forward and backward; 0: launched as a whole.
-    collective_s: the least time of a collective between products, launch included; 0: as priced.
-    waits: the host waits for the device between forward and backward, so that it runs ahead only within each of them.
-    reruns_all: a rematerialised region runs again as a whole, not only the part that backward needs.
-    update_bytes: bytes that the optimizer's step moves for each parameter, in addition to its state, gradient and
-    parameter.
-    overlapped: gradients are summed during the backward pass of the last micro-batch.
-    traffic: for a library's kernel, by its function's name: forward and backward time, relative to reading its operands
-    and writing its results once; 1 if it is absent.
+    fused: whether light ops run inside the neighboring products. If not, each is a separate kernel that reads and
+        writes memory, except that a function for which libraries have a kernel is one kernel.
+    kernels: names of such functions that the user provides.
+    masked: those among ``kernels`` that write a mask for backward to read.
+    host_s: the host's mean seconds per kernel launch, in forward and in backward; 0 if the program is launched as a
+        whole.
+    collective_s: the least time of a collective between products, including its launch; 0 if it takes what the cost
+        model says.
+    waits: whether the host waits for the device between forward and backward, so that it runs ahead only within each of
+        them.
+    reruns_all: whether a rematerialized region runs again as a whole, not only the part that backward needs.
+    update_bytes: bytes per parameter that the optimizer's update reads and writes, in addition to its state, gradient
+        and parameter.
+    overlapped: whether gradients are summed during the backward pass of the last micro-batch.
     source: the source of host_s.
+    traffic: for a library's kernel, by its function's name: forward and backward time, relative to reading its operands
+        and writing its results once. A kernel that is absent has 1.
     """
 
     name: str
@@ -107,9 +110,9 @@ EAGER = Executor(
 
 
 def on_host(executor: Executor, machine: Machine) -> Executor:
-    """The executor with the machine's measured launch time, if it is known and the executor launches op by op.
+    """Return the executor with the machine's measured launch time.
 
-    Otherwise the executor is returned unchanged.
+    The executor is returned unchanged if that time is not known or if it does not launch op by op.
     """
     if machine.host is None or executor.host_s == (0.0, 0.0):
         return executor
@@ -119,9 +122,7 @@ def on_host(executor: Executor, machine: Machine) -> Executor:
 
 @dataclass(frozen=True, kw_only=True)
 class PassTime:
-    """Seconds of one pass over a micro-batch: the device's work, the collectives in between, and the host's
-    launches.
-    """
+    """Seconds of one pass over a micro-batch: the device's work, the collectives in between, the host's launches."""
 
     device_s: float
     communication_s: float
@@ -133,15 +134,17 @@ class PassTime:
 
     @property
     def seconds(self) -> float:
-        """The host runs ahead of the device, so a pass takes the longer of the two times."""
+        """The longer of the device's and the host's time, because the host runs ahead of the device."""
         return max(self.busy_s, self.host_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step. passes: forward and backward of one micro-batch. sync_s: the sum of gradients.
+    """Seconds of a step.
 
-    update_s: the optimizer's step.
+    passes: forward and backward of one micro-batch.
+    sync_s: the sum of gradients.
+    update_s: the optimizer's update.
     """
 
     micro_batches: int
@@ -178,9 +181,11 @@ def step_time(
     micro_batches: int = 1,
     optimizer: str = "adam",
 ) -> StepTime:
-    """The time of a step of ``micro_batches`` passes over the graph's batch. configs: node name -> int8 [axes].
+    """Return the time of a step of ``micro_batches`` passes over the graph's batch.
 
     Gradients are summed over the mesh once, after the last micro-batch. Parameters are gathered in each micro-batch.
+
+    configs: node name -> int8 [axes].
     """
     if executor.reruns_all:
         graph = _rerun(graph)
@@ -220,7 +225,7 @@ def step_time(
 def executed_work(
     graph: Graph, n: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor, optimizer: str
 ) -> list[Work]:
-    """The node's local work as the executor runs it, under one config: int8 [1, axes]."""
+    """Return the node's local work as the executor runs it, under one config: int8 [1, axes]."""
     products = any(op.kind in _HEAVY and op.kind not in ("matmul", "conv", "attention") for op in n.ops)
     apart = not (executor.fused or products or n.kind == "parameter")
     work = list(node_work(graph, n, cfg, mesh, optimizer, array_tile(model)))
@@ -230,9 +235,11 @@ def executed_work(
 
 @dataclass(frozen=True, kw_only=True)
 class _FusedKernel:
-    """Light ops that run as one kernel. name: the function that a library has the kernel for.
+    """Light ops that run as one kernel.
 
-    reads, writes: tensors that come from before the kernel and tensors that are used after it.
+    name: the function for which a library has the kernel.
+    reads: tensors that are made before the kernel.
+    writes: tensors that are used after the kernel.
     """
 
     name: str
@@ -246,7 +253,7 @@ class _FusedKernel:
         return self.ops[0].backward
 
     def passes_back(self, graph: Graph) -> bool:
-        """Whether its gradient is only its outputs' gradients passed on, as for a sum."""
+        """Whether its gradient only passes on the gradients of its results, as for a sum."""
         whole = {graph.tensors[a.tensor].elements for a in (*self.reads, *self.writes)}
         return len(whole) == 1 and all(op.function.hands_on for op in self.ops)
 
@@ -257,7 +264,7 @@ class _FusedKernel:
 
 
 def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKernel]:
-    """The node's light ops as the executor runs them."""
+    """Yield the node's light ops, grouped as the executor runs them."""
     groups: list[tuple[str, list[Op]]] = []
     for op in node.ops:
         if op.kind not in (*_LIGHT, "view"):
@@ -287,10 +294,10 @@ def _kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[_FusedKer
 
 
 def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[Access]:
-    """What the executor's kernels of light ops keep for backward.
+    """Yield what the executor's kernels of light ops keep for backward.
 
-    A separate op keeps what its derivative needs. A function that libraries have a kernel for keeps its operands, from
-    which its backward recomputes the rest.
+    A separate op keeps what its derivative needs. A function for which libraries have a kernel keeps its operands, and
+    its backward recomputes the rest from them.
     """
     for kernel in _kernels(graph, node, executor):
         if not any(graph.tensors[a.tensor].needs_grad for a in kernel.reads):
@@ -303,17 +310,21 @@ def saved_by_kernels(graph: Graph, node: Node, executor: Executor) -> Iterator[A
 
 
 def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]:
-    """Kernels that the executor launches for a node in one pass, by phase.
+    """Return the number of kernels that the executor launches for a node in one pass, by phase.
 
-    Forward: one for each product, lookup, … and one for each kernel of light ops. Backward: one for each operand of a
-    product that has a gradient; one for each kernel of light ops whose gradient is not passed on unchanged; one for
-    each parameter among their operands (its gradient is a sum over rows); and for each parameter one that adds the
-    gradient to those of earlier micro-batches. The update is one kernel for many parameters (apex's FusedAdam).
+    Forward launches one kernel for each product, lookup, …, and one for each kernel of light ops. Backward launches:
+
+    - one for each operand of a product that has a gradient;
+    - one for each kernel of light ops whose gradient is not passed on unchanged;
+    - one for each parameter among their operands (its gradient is a sum over rows);
+    - one for each parameter, which adds the gradient to those of earlier micro-batches.
+
+    The update is one kernel for many parameters (apex's FusedAdam).
     """
     out: dict[Phase, float] = {"forward": 0.0, "backward": 0.0}
     if node.kind == "parameter":
         if graph.tensors[node.ops[0].writes[0].tensor].needs_grad:
-            # A stack of layers is one parameter here and one for each layer there.
+            # A stack of layers is one parameter in the graph, but one parameter per layer in the framework.
             stack = max(
                 (float(concrete_size(e.op.times, e.dst)) for e in graph.edges if e.src == node.name),
                 default=1.0,
@@ -337,7 +348,10 @@ def launches(graph: Graph, node: Node, executor: Executor) -> dict[Phase, float]
 
 
 def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Executor) -> Iterator[Work]:
-    """Light ops as separate kernels: operands read, results written; backward also reads what it needs again."""
+    """Yield the work of light ops as separate kernels, which read operands and write results.
+
+    Backward also reads again what it needs.
+    """
     times = float(concrete_size(node.times, node.name))
 
     def local(accesses: Iterable[Access]) -> float:
@@ -377,7 +391,7 @@ def _apart(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, executor: Exec
 
 
 def _rerun(graph: Graph) -> Graph:
-    """The graph in which every op of a rematerialised region runs again, together with its communication."""
+    """Return the graph in which every op of a rematerialized region runs again, together with its communication."""
 
     def again(op: Op) -> Op:
         if op.region is None:
@@ -390,7 +404,7 @@ def _rerun(graph: Graph) -> Graph:
 def _update_passes_s(
     graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, model: CostModel, executor: Executor
 ) -> float:
-    """Seconds of the executor's own passes over a parameter and its gradient in the optimizer's step."""
+    """Return the seconds of the executor's own passes over a parameter and its gradient in the optimizer's update."""
     a = node.ops[0].writes[0]
     t = graph.tensors[a.tensor]
     if not t.needs_grad:
@@ -400,7 +414,7 @@ def _update_passes_s(
 
 
 def _accumulated(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
-    """Add the cost of adding a parameter's gradient to those of earlier micro-batches."""
+    """Yield the work of adding a parameter's gradient to those of earlier micro-batches."""
     if node.kind != "parameter":
         return
     a = node.ops[0].writes[0]

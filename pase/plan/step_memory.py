@@ -1,4 +1,4 @@
-"""The memory of a device during a step, by kind, from what each node of a plan keeps."""
+"""The memory of a device during a step, by kind, computed from what each node of a plan keeps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ __all__ = ["StepMemory", "step_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """times: of the corners, in the plan's unit. forward: the time when backward begins. held: kind -> bytes at each
-    corner; between corners it is linear."""
+    """The memory of a device over a step.
+
+    times: the times of the corners, in the plan's unit.
+    forward: the time when backward begins.
+    held: kind -> bytes at each corner; it is linear between corners.
+    """
 
     times: tuple[float, ...]
     forward: float
@@ -29,7 +33,7 @@ class StepMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Nodes that run one after another, or in a loop if they are repeated: their total cost and kept bytes."""
+    """Nodes that run one after another, or in a loop if they are repeated, with their total cost and kept bytes."""
 
     forward: float
     backward: float
@@ -39,12 +43,14 @@ class _Stretch:
 
 
 def step_memory(plan: PlanData) -> StepMemory | None:
-    """None if the plan does not say what its nodes keep, or if these bytes do not add up to the plan's total: the plan
+    """Return the memory of a device over a step.
+
+    None if the plan does not say what its nodes keep, or if these bytes do not add up to the plan's total. The plan
     then counts differently, for example for a compiler that fuses products (``pase.memory.course``).
 
     Activations grow during forward and are freed during backward. A gradient exists from the backward of the first node
-    that reads its parameter. A rematerialised region adds one iteration of itself while it runs. Temporary buffers of
-    ops are not included. Communication that is hidden behind compute shortens everything alike.
+    that reads its parameter. A rematerialized region adds one iteration of itself while it runs. Temporary buffers of
+    ops are not included. Communication that overlaps with compute shortens everything in proportion.
     """
     m = plan.memory
     sums = {k: float(sum(n.keeps.get(k, 0) for n in plan.nodes)) for k in _KINDS}
@@ -54,7 +60,7 @@ def step_memory(plan: PlanData) -> StepMemory | None:
     most_recompute = sum(n.kept_again for n in plan.nodes)
     if not alike or not any(sums.values()) or not -slack <= recompute <= most_recompute + slack:
         return None
-    # Kept with a parameter: what its readers gather, minus what is stored. It lives as long as the readers run.
+    # A parameter keeps what its readers gather, minus what is stored. It lives as long as the readers run.
     extra = sum(n.keeps.get("activations", 0) for n in plan.nodes if n.op == "parameter")
     runs = _runs(plan, max(recompute, 0.0))
     times, held = [0.0], {k: [0.0] for k in _KINDS}
@@ -89,7 +95,7 @@ def _corner(times: list[float], held: dict[MemoryKind, list[float]], after: floa
 
 
 def _runs(plan: PlanData, recompute: float) -> list[_Stretch]:
-    """The plan's nodes in runs. recompute: bytes of the largest rematerialised region, shared by all that have one."""
+    """Return the plan's nodes in stretches. recompute: bytes of the largest rematerialized region, used for all."""
     gradient = _gradients(plan.nodes)
     sent: dict[str, list[float]] = {}
     for c in plan.collectives:
@@ -114,7 +120,7 @@ def _runs(plan: PlanData, recompute: float) -> list[_Stretch]:
                     recompute=recompute if any(n.kept_again for n in nodes) else 0.0,
                 )
             )
-    if carried:  # by loops of a single iteration
+    if carried:  # by loops with a single iteration
         out.append(_Stretch(forward=0.0, backward=0.0, activations=carried, gradients=0.0, recompute=0.0))
     return out
 
@@ -124,7 +130,7 @@ def _cost(n: NodePlan, forward: bool) -> float:
 
 
 def _gradients(nodes: Sequence[NodePlan]) -> dict[str, float]:
-    """Bytes of gradients that a node's backward completes: those of the parameters whose first reader it is."""
+    """Return the bytes of gradients that each node's backward completes: those of parameters that it reads first."""
     out: dict[str, float] = {}
     of = {n.name: n for n in nodes}
     seen: set[str] = set()

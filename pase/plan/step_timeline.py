@@ -21,9 +21,9 @@ __all__ = ["step_timeline"]
 
 
 def step_timeline(plan: PlanData, schedule: tuple[ScheduleProblem, BucketPlan] | None) -> Timeline | None:
-    """The step as `pase replay` reads it. schedule: the plan's bucket plan, if it has one.
+    """Return the step as `pase replay` reads it. schedule: the plan's bucket plan, if it has one.
 
-    None if nothing is sent, and for pipelines whose layout does not have the stages' times.
+    None if nothing is sent, or if a pipeline's layout does not have the stages' times.
     """
     if plan.pipeline is not None:
         return stage_timeline(plan)
@@ -37,8 +37,10 @@ def step_timeline(plan: PlanData, schedule: tuple[ScheduleProblem, BucketPlan] |
 
 
 def _held(plan: PlanData, problem: ScheduleProblem, t: Timeline) -> Iterator[Event]:
-    """What a device holds, by kind. Within each forward and backward the corners keep their proportions: compute may
-    wait for the network where the plan's own price does not. From the second micro-batch on all gradients are held.
+    """Yield what a device holds, by kind.
+
+    Within each forward and backward the corners keep their proportions, because compute may wait for the network even
+    if the plan's own price says that it does not. From the second micro-batch on, all gradients are held.
     """
     course = step_memory(plan)
     if course is None:
@@ -75,7 +77,7 @@ def _held(plan: PlanData, problem: ScheduleProblem, t: Timeline) -> Iterator[Eve
 def _corners(
     times: Sequence[float], values: Sequence[float], micro_batches: int
 ) -> Iterator[tuple[int, float, float]]:
-    """(micro-batch, time in it, value) of what is held."""
+    """Yield (micro-batch, time in it, value) of what is held."""
     for m in range(micro_batches):
         for time, value in zip(times, values, strict=False):
             yield m, time, value

@@ -1,4 +1,4 @@
-"""A plan as a table for people: headline, a row per layer, and how parameters are stored."""
+"""A plan as a table for people: a headline, a row per layer, and how parameters are stored."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _mesh_text(plan: PlanData) -> str:
 
 
 def headline(plan: PlanData) -> list[str]:
-    """The lines above the table: model, mesh, predicted step, memory, certificate."""
+    """Return the lines above the table: model, mesh, predicted step, memory, certificate."""
     count = sum(t.elements for t in plan.parameters.values())
     scale = f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
     batch = ", ".join(
@@ -125,7 +125,7 @@ def headline(plan: PlanData) -> list[str]:
 
 
 def in_a_line(plan: PlanData) -> str:
-    """One line that identifies the plan, for the prompt of an interpreter, a log or a debugger."""
+    """Return one line that identifies the plan, for the prompt of an interpreter, a log or a debugger."""
     proof = "optimal" if plan.optimal else f"bound {cost_text(plan.bound, plan.unit)}"
     fits = "" if plan.fits else ", does not fit"
     return (
@@ -135,7 +135,7 @@ def in_a_line(plan: PlanData) -> str:
 
 
 def padding_text(plan: PlanData) -> str:
-    """Which extents are padded, by how much, and in how many parameters and inputs."""
+    """Return which extents are padded, by how much, and in which parameters and inputs."""
 
     def one(n: int, wide: int) -> str:
         there = [p for p, t in (*plan.parameters.items(), *plan.inputs.items()) if n in (t.unpadded or ())]
@@ -146,20 +146,20 @@ def padding_text(plan: PlanData) -> str:
 
 
 def misfit_text(plan: PlanData) -> str | None:
-    """Why a plan does not fit, and what would; None if it fits."""
+    """Return why a plan does not fit, and what would; None if it fits."""
     if plan.fits:
         return None
     if plan.misfit is not None:
         return f"it does not fit: {plan.misfit}. This plan is the best without a limit"
     return (
         f"it does not fit: {bytes_text(plan.memory.total + plan.waiting_bytes)} predicted, "
-        f"{bytes_text(plan.memory_there)} there. "
-        f"--memory-limit machine searches for what does"
+        f"{bytes_text(plan.memory_there)} available. "
+        f"--memory-limit machine searches for a plan that fits"
     )
 
 
 def _shortlist(plan: PlanData) -> list[tuple[str, float]]:
-    """Data parallelism, FSDP, and the best of each other family. If any fits, only those that fit."""
+    """Return data parallelism, FSDP, and the best of each other family. If any fits, only those that fit."""
     best: dict[str, tuple[bool, float, str]] = {}
     for name, cost in plan.baselines.items():
         family = name.split("_")[0] if name.startswith("megatron") else name
@@ -180,13 +180,13 @@ def _split_text(split: Mapping[str, Iterable[str]]) -> str:
 
 
 _WITH_OPS, _WITH_MOVES = 110, 150
-"""Terminal widths from which there is room for the ops, and for each kind of collective."""
+"""The terminal widths from which there is room for the ops, and for each kind of collective."""
 
 
 def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
-    """rich.Table with a row for each node that computes or communicates.
+    """Return a rich.Table with a row for each node that computes or communicates.
 
-    A narrow table has no ops column and gives the bytes of all collectives together. Long names are cut, not broken.
+    A narrow table has no column for ops and gives the bytes of all collectives together. Long names are truncated.
     """
     from rich.table import Table
 
@@ -199,7 +199,7 @@ def layer_table(plan: PlanData, width: int = _WITH_MOVES) -> RichTable:
     for name in ("compute", "comm."):
         table.add_column(name, justify="right", no_wrap=True, min_width=8)
     if each:
-        table.add_column("moves", overflow="fold")
+        table.add_column("collectives", overflow="fold")
     else:
         table.add_column("sends", justify="right", no_wrap=True, min_width=8)
     sent_by_node: dict[str, dict[str, float]] = {}
@@ -236,7 +236,7 @@ def _op_text(n: NodePlan) -> str:
 
 
 def storage_table(plan: PlanData) -> RichTable:
-    """rich.Table of parameters, grouped by how they are stored."""
+    """Return a rich.Table of parameters, grouped by how they are stored."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -283,14 +283,14 @@ def render(plan: PlanData, out: Console) -> None:
 
 
 def as_text(plan: PlanData, width: int = 150) -> str:
-    """The plan as plain text."""
+    """Return the plan as plain text."""
     out = io.StringIO()
     render(plan, console(file=out, width=width, color_system=None))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def as_html(plan: PlanData, width: int = 150) -> str:
-    """The plan as an HTML fragment for notebooks: what ``render`` prints, in the page's own colours."""
+    """Return the plan as an HTML fragment for notebooks: what ``render`` prints, in the page's own colors."""
     page = console(file=io.StringIO(), record=True, width=width, force_jupyter=False)
     render(plan, page)
     return page.export_html(

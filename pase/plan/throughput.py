@@ -28,11 +28,12 @@ _BACKWARD = 2
 class StepWork:
     """The work of a step, which does not depend on the strategy.
 
-    flops: model FLOPs. at_peak_s: seconds that one device needs for them at the peak rate of their precisions.
-    examples: first dim of the batch, over all micro-batches. tokens: indices that are looked up in an embedding. Among
-    several look-ups, those that run most often count, and of these the largest: for prefill and decode, the tokens
-    decoded.
-    None: no batch, or no look-up.
+    flops: model FLOPs.
+    at_peak_s: seconds that one device needs for them at the peak rate of their precisions.
+    examples: the first dim of the batch, over all micro-batches. None if there is no batch.
+    tokens: the number of indices that are looked up in an embedding. If there are several look-ups, those that run most
+        often count, and of these the largest; for prefill and decode, this is the number of tokens decoded. None if
+        there is no look-up.
     """
 
     flops: float
@@ -41,7 +42,7 @@ class StepWork:
     tokens: int | None = None
 
     def at(self, step_s: float, devices: int) -> Throughput:
-        """The throughput on this number of devices with a step of this many seconds."""
+        """Return the throughput on this number of devices with a step of this many seconds."""
         device_s = step_s * devices
         return Throughput(
             mfu=self.at_peak_s / device_s,
@@ -53,8 +54,11 @@ class StepWork:
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """A step's speed on one device. mfu: a fraction of 1. tflops_per_device: model FLOPs. None: not known for the
-    model.
+    """A step's speed on one device.
+
+    mfu: a fraction of 1.
+    tflops_per_device: model FLOPs.
+    tokens_per_s_per_device, examples_per_s_per_device: None if they are not known for the model.
     """
 
     mfu: float
@@ -79,7 +83,7 @@ def _rounded(rate: float) -> str:
 
 
 def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
-    """(dtype, FLOPs) of every product of a step, forward and backward."""
+    """Yield (dtype, FLOPs) of every product of a step, forward and backward."""
     for n in graph.nodes:
         for op in n.ops:
             if op.kind not in ("matmul", "conv", "attention"):
@@ -95,13 +99,13 @@ def model_flops(graph: Graph) -> Iterator[tuple[str, float]]:
 
 
 def _gradients(graph: Graph, op: Op) -> int:
-    """Backward's products for one forward product."""
+    """Return how many products backward has for one forward product, relative to it."""
     wanted = sum(op.differentiable and graph.tensors[a.tensor].needs_grad for a in op.reads)
     return (_BACKWARD if wanted else 0) if op.kind == "attention" else wanted
 
 
 def step_work(graph: Graph, machine: Machine) -> StepWork:
-    """The work of a step of the simplified graph; for a step in micro-batches, the work of all of them."""
+    """Return the work of a step of the simplified graph; for a step in micro-batches, the work of all of them."""
     flops = list(model_flops(graph))
     inputs = {n.ops[0].writes[0].tensor: n for n in graph.nodes if n.kind == "input"}
     micro_batches = micro_batches_of(graph)
@@ -123,7 +127,10 @@ def step_work(graph: Graph, machine: Machine) -> StepWork:
 
 
 def _looks_up(graph: Graph, table: str, indices: str) -> bool:
-    """Is the table a parameter, and are the indices the batch's? JAX wraps negative ones around before a look-up."""
+    """Whether the table is a parameter and the indices come from the batch.
+
+    JAX wraps negative indices around before a look-up.
+    """
     first = graph.producer.get(table)
     while first is not None and first.kind == "copy":
         first = graph.producer.get(first.ops[0].reads[0].tensor)
@@ -138,7 +145,7 @@ def _looks_up(graph: Graph, table: str, indices: str) -> bool:
 
 
 def _before(makers: Mapping[str, Op], tensor: str) -> Iterator[Op]:
-    """What makes a tensor, and what makes its operands, each tensor's op once. makers: of each tensor."""
+    """Yield the op that makes a tensor, and those that make its operands, each op once. makers: tensor -> its op."""
     left, seen = [tensor], {tensor}
     while left:
         op = makers.get(left.pop())
@@ -150,8 +157,9 @@ def _before(makers: Mapping[str, Op], tensor: str) -> Iterator[Op]:
 
 
 def _indices(graph: Graph, op: Op) -> int | None:
-    """The number of rows of a parameter that a look-up fetches by indices from the batch; None if it is no such
-    look-up.
+    """Return the number of rows of a parameter that a look-up fetches by indices from the batch.
+
+    None if the op is no such look-up.
     """
     if len(op.reads) != 2 or not _looks_up(graph, *(a.tensor for a in op.reads)):
         return None

@@ -1,4 +1,4 @@
-"""Apply a strategy found at one size to the same model at another size and on fewer devices."""
+"""Applies a strategy found at one size to the same model at another size and on fewer devices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ __all__ = ["shrunk_mesh", "transferred"]
 
 
 def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
-    """The mesh with its axes divided, the largest first, until it has ``devices``. Axis names do not change.
+    """Return the mesh with its axes divided, the largest first, until it has ``devices``. Axis names do not change.
 
     >>> shrunk_mesh(Mesh(names=("data", "model"), sizes=(8, 4)), 8)
     Mesh(names=('data', 'model'), sizes=(2, 4))
     """
     if mesh.devices % devices:
-        raise PaseError(f"{devices} devices do not divide the plan's {mesh.devices}: choose a divisor of it")
+        raise PaseError(
+            f"{devices} devices do not divide the plan's {mesh.devices}",
+            fix=f"choose a divisor of {mesh.devices}",
+        )
     sizes = list(mesh.sizes)
     left = mesh.devices // devices
     while left > 1:
@@ -34,21 +37,22 @@ def shrunk_mesh(mesh: Mesh, devices: int) -> Mesh:
 
 
 def transferred(plan: PlanData, graph: Graph, mesh: Mesh) -> tuple[dict[str, np.ndarray], tuple[str, ...]]:
-    """Configs for the nodes of ``graph`` (the plan's model at another size) that have a node of the same name in the
-    plan.
+    """Return configs for the nodes of ``graph`` (the plan's model at another size) whose names are in the plan.
 
-    ``mesh`` has the plan's axes. Also returns the nodes where an axis had to be dropped because the smaller size is not
-    divisible.
+    ``mesh`` has the plan's axes. The second result lists the nodes for which an axis had to be dropped because the
+    smaller size is not divisible.
 
-    A few nodes may have no counterpart: a model that computes in its parameters' own dtype has no casts. The search has
-    to fill these in. Raises PaseError if most nodes have none, because this is then not the plan's model.
+    A few nodes may have no counterpart: for example, a model that computes in its parameters' own dtype has no casts.
+    The search has to fill these in. Raises PaseError if more than a third of the nodes have no counterpart, because the
+    graph is then not that of the plan's model.
     """
     known = {n.name: n for n in plan.nodes}
     shared = [n for n in graph.nodes if n.name in known and known[n.name].op == n.kind]
     if 3 * len(shared) < 2 * max(len(graph.nodes), len(plan.nodes)):
         raise PaseError(
-            f"this model's graph is not that of the plan for '{plan.model}': "
-            f"{len(shared)} of its {len(graph.nodes)} nodes are among the plan's {len(plan.nodes)}"
+            f"the graph is not that of the plan for '{plan.model}': "
+            f"{len(shared)} of its {len(graph.nodes)} nodes are among the plan's {len(plan.nodes)}",
+            fix="use the model that was compiled",
         )
     out: dict[str, np.ndarray] = {}
     dropped: list[str] = []

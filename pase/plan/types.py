@@ -1,6 +1,6 @@
 """A plan as data: a strategy with everything that follows from it.
 
-The methods that people call on a plan (``plan.jax``, ``plan.save``, ``print(plan)``) are in ``pase.api.Plan``.
+The methods that users call on a plan (``plan.jax``, ``plan.save``, ``print(plan)``) are in ``pase.api.Plan``.
 """
 
 from __future__ import annotations
@@ -32,17 +32,22 @@ __all__ = ["NodePlan", "PlanData", "TensorPlan", "Tried"]
 T = TypeVar("T")
 
 _ROUNDING = 1e-6
-"""The most by which the sum of a plan's parts may differ from its cost through rounding, relative to the cost."""
+"""The most by which rounding may make the sum of a plan's parts differ from its cost, relative to the cost."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlan:
     """One node of the graph and how it is split.
 
-    split: iteration dim -> mesh axes, major to minor. cost: in the cost model's unit. reads: the nodes that make what
-    it reads. work: what one device does for it in a step. keeps: bytes that a device keeps for it through the step; for
-    a parameter that is kept gathered for backward, without its stored shard. kept_again: bytes kept while its
-    rematerialised region is recomputed. The last four are empty in layouts written before they existed.
+    split: iteration dim -> mesh axes, major to minor.
+    cost: in the cost model's unit.
+    reads: the nodes that make what it reads.
+    work: what one device does for it in a step.
+    keeps: bytes that a device keeps for it through the step. For a parameter that is kept gathered for backward, this
+        excludes its stored shard.
+    kept_again: bytes kept while its rematerialized region is recomputed.
+
+    The last four are empty in layouts that were written before these fields existed.
     """
 
     name: str
@@ -61,11 +66,13 @@ class NodePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """A parameter or a batch input: shape, dtype and storage (for each tensor dim, the mesh axes that split it).
+    """A parameter or a batch input: its shape, dtype and storage (for each tensor dim, the mesh axes that split it).
 
-    used_as: the layouts in which it is used, if they differ from the storage. state: the layout of its gradient and
-    optimizer state, if these are split further than the parameter (ZeRO-2). None: the same as the storage.
-    unpadded: the shape that the user has, if dims are padded behind their end; shape is the padded one. None: the same.
+    used_as: the layouts in which it is used, if they differ from the storage.
+    state: the layout of its gradient and optimizer state, if these are split further than the parameter (ZeRO-2). None
+        means the same as the storage.
+    unpadded: the shape in the user's program, if dims are padded at their end; ``shape`` is then the padded one. None
+        means that nothing is padded.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +84,7 @@ class TensorPlan:
 
     @property
     def elements(self) -> int:
-        """The number of elements that the user has."""
+        """The number of elements in the user's program, without padding."""
         return math.prod(self.shape if self.unpadded is None else self.unpadded)
 
     def local_bytes(self, mesh: Mesh, placement: Placement | None = None) -> int:
@@ -96,7 +103,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanData:
-    """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``: predicted, not measured."""
+    """What ``pase.compile`` returns and ``layout.json`` holds. Costs are in ``unit``, predicted, not measured."""
 
     model: str
     devices: int
@@ -124,34 +131,34 @@ class PlanData:
     graph_digest: str
     provenance: Mapping[str, str]
     accumulate: int = 1
-    """Number of micro-batches in a step, over which gradients are summed."""
+    """The number of micro-batches in a step, over which gradients are summed."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """A copy that several readers share -> the tensor that it copies."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict, repr=False)
     """Equation -> the layouts in which it reads and writes. Empty in layouts written before this field existed."""
     remat: tuple[Block, ...] = ()
-    """Blocks of equations that backward recomputes, in addition to those that the model itself rematerialises."""
+    """Blocks of equations that backward recomputes, in addition to those that the model itself rematerializes."""
     once: Hoisted = "none"
-    """What of parameters is sent once a step, not for each micro-batch and for each time that it is read."""
+    """Which collectives of parameters are hoisted: they run once per step, not per micro-batch and per read."""
     buckets: JsonObject | None = field(default=None, repr=False)
-    """A bucket plan as layout.json holds it, with the links that it was made for. None if none was chosen."""
+    """A bucket plan as layout.json holds it, with the links that it was made for. None if no bucket plan was chosen."""
     beside: float | None = None
-    """If the price overlaps collectives of parameters with compute (``pase.tables.overlap``): the part of the device
-    that they occupy. None: nothing overlaps."""
+    """The fraction of the device that collectives of parameters occupy while they overlap with compute, if the price
+    includes such overlap (``pase.tables.overlap``). None if nothing overlaps."""
     memory_limit: int | None = None
-    """Bytes of the plan that a device may hold. None if it was made without a limit."""
+    """The bytes that the plan may use on a device. None if the plan was made without a limit."""
     misfit: str | None = None
     """If no strategy fits the limit: the least memory needed, and what would fit. The plan then ignores the limit."""
     baseline_memory: Mapping[str, int] = field(default_factory=dict)
     """Strategy of ``baselines`` -> bytes that it needs on a device. Empty without a limit."""
     pipeline: PipelinePlan | None = None
-    """The stages that the model is cut into; the mesh is then one rank's. None: every device works on all of it."""
+    """The stages of the model; the mesh is then that of one rank. None if every device works on the whole model."""
     padding: Mapping[int, int] = field(default_factory=dict)
-    """Extent -> what every dim of that extent is padded to, since the devices do not divide it."""
+    """Extent -> the padded extent of every dim of that extent, because the devices do not divide it."""
     work: StepWork | None = None
     """The work of a step. None in layouts written before this field existed."""
     noted: tuple[Remark, ...] = ()
-    """What the price assumes, and what speaks against it (``pase.plan.remarks``)."""
+    """What the price assumes, and reasons to doubt it (``pase.plan.remarks``)."""
     traced: Traced | None = field(default=None, repr=False, compare=False)
 
     @cached_property
@@ -161,33 +168,41 @@ class PlanData:
 
     @cached_property
     def graph(self) -> Graph:
-        """The model's loop nests, which the strategy splits. Raises PaseError if the plan was loaded without its
-        model.
+        """The model's loop nests, which the strategy splits.
+
+        Raises PaseError if the plan was loaded without its model.
         """
         if self.traced is None:
             raise PaseError(
-                f"the plan for '{self.model}' was loaded without its model: plan.bind(fn, params, batch) first"
+                "it was loaded without its model",
+                where=f"the plan for '{self.model}'",
+                fix="call plan.bind(fn, params, batch) first",
             )
         return named(simplify(self.traced.graph))
 
     def check_emitted(self) -> None:
-        """Raise PaseError for a pipelined plan, for callers that need a plan without stages."""
+        """Raise PaseError for a pipelined plan. It is for callers that need a plan without stages."""
         if self.pipeline is not None:
             raise PaseError(
-                f"the plan for '{self.model}' is a pipeline ({self.pipeline}): plan.jax runs it stage by stage, "
-                f"plan.torch that of a PyTorch module, 'pase emit --to torch-schedule' writes its list of actions, "
-                f"nothing else takes it yet; compile with pipeline='none' for a plan without stages"
+                f"it is a pipeline ({self.pipeline}), which this function does not support",
+                where=f"the plan for '{self.model}'",
+                fix="run it with plan.jax or plan.torch, write its list of actions with 'pase emit --to "
+                "torch-schedule', or compile with pipeline='none' for a plan without stages",
             )
 
     def traced_as(self, kind: type[T], arguments: str, instead: str) -> T:
-        """The model, as one framework's frontend read it. Raises PaseError if the plan was loaded without it, or if
-        another frontend read it.
+        """Return the model as the frontend of one framework read it.
 
-        arguments: those of ``plan.bind``. instead: what there is not, and what to use.
+        Raises PaseError if the plan was loaded without its model, or if another frontend read the model.
+
+        arguments: the arguments that ``plan.bind`` needs.
+        instead: the end of the message for another frontend: what is not available, and what to use instead.
         """
         if self.traced is None:
             raise PaseError(
-                f"the plan for '{self.model}' was loaded without its model: call plan.bind({arguments})"
+                "it was loaded without its model",
+                where=f"the plan for '{self.model}'",
+                fix=f"call plan.bind({arguments})",
             )
         if not isinstance(self.traced, kind):
             raise PaseError(f"'{self.model}' was read by the {self.traced.frontend} frontend, so {instead}")
@@ -195,7 +210,7 @@ class PlanData:
 
     @cached_property
     def laid_out(self) -> Mapping[Place, EquationLayouts]:
-        """``accesses``. For layouts written before these existed, they are computed from the strategy."""
+        """``accesses``, computed from the strategy if the layout was written before that field existed."""
         if self.accesses:
             return self.accesses
         graph = self.split_graph
@@ -208,18 +223,19 @@ class PlanData:
         other = sorted({n.name for n in self.graph.nodes} ^ set(self.strategy))
         if other:
             raise PaseError(
-                f"this is not the model of the plan for '{self.model}': they differ at {other[0]}"
+                f"this is not the model of the plan for '{self.model}': they differ at node '{other[0]}'",
+                fix="bind the model that was compiled, or compile this one",
             )
         return self.graph
 
     @property
     def memory_there(self) -> int:
-        """Bytes of a device that a plan may use: the limit, or all of the device's memory if there is no limit."""
+        """The bytes of a device that the plan may use: the limit, or all of the device's memory without a limit."""
         return self.device_memory if self.memory_limit is None else self.memory_limit
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of gradients that wait on a device for later steps under the bucket plan, beside ``memory``."""
+        """Bytes of gradients that wait on a device for later steps under the bucket plan, in addition to ``memory``."""
         figures = {} if self.buckets is None else self.buckets.get("evaluation")
         nbytes = figures.get("waiting_bytes") if isinstance(figures, dict) else None
         return nbytes if isinstance(nbytes, int) else 0
@@ -235,18 +251,20 @@ class PlanData:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What the price assumes (turns of while loops, branches taken), and what speaks against it, in words;
-        ``noted`` has their kinds and places."""
+        """What the price assumes (trip counts of while loops, branches taken), and reasons to doubt it, as text.
+
+        ``noted`` has their kinds and places.
+        """
         return tuple(map(str, self.noted))
 
     @property
     def sound(self) -> bool:
-        """Does the plan fit, with no remark that speaks against it? ``--strict`` asks for this."""
+        """Whether the plan fits and no remark gives a reason to doubt it. ``--strict`` requires this."""
         return self.fits and not any(r.doubtful for r in self.noted)
 
     @property
     def objective(self) -> str:
-        """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only in this measure."""
+        """What ``cost`` and ``bound`` measure, in words. The plan is proven cheapest only by this measure."""
         if self.pipeline is not None:
             hides = "not " if self.beside is None else ""
             return f"the schedule's simulated step, collectives of parameters {hides}hidden behind compute"
@@ -264,7 +282,7 @@ class PlanData:
 
     @property
     def hidden(self) -> float:
-        """The part of ``communication`` that overlaps with compute, less what that slows compute, if the plan was made
+        """The part of ``communication`` that overlaps with compute, minus the slowdown of compute, if the plan was made
         with that overlap.
         """
         if self.pipeline is not None:
@@ -274,21 +292,22 @@ class PlanData:
 
     @property
     def throughput(self) -> Throughput | None:
-        """MFU, FLOP/s, tokens and examples per second and device. None if costs are not in seconds."""
+        """MFU, and FLOP/s, tokens and examples per second and device. None if costs are not in seconds."""
         if self.work is None or self.unit != "s" or not self.cost:
             return None
         return self.work.at(self.cost, self.devices)
 
     def with_model(self, traced: Traced) -> Self:
-        """The plan with its model's trace attached. Raises PaseError if it is not the model of the plan."""
+        """Return the plan with its model's trace attached. Raises PaseError if it is not the model of the plan."""
         if self.graph_digest not in (digest(traced.graph), _digest_with_remarks(traced.graph)):
             raise PaseError(
                 f"this is not the model that the plan for '{self.model}' was made for: its traced graph differs "
-                f"(another size, dtype, or version of the code); compile it again"
+                f"(another size, dtype, or version of the code)",
+                fix="compile it again",
             )
         return replace(self, traced=traced)
 
 
 def _digest_with_remarks(graph: Graph) -> str:
-    """The digest of a graph as layouts have it that were written when remarks were a part of it."""
+    """Return the graph's digest as it was computed when remarks were part of it, for layouts written then."""
     return digest(replace(graph, meta={**graph.meta, "remarks": "\n".join(map(str, graph.remarks))}))

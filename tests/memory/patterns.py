@@ -1,4 +1,4 @@
-"""Small programs, one for each pattern of what backward keeps: functions of parameters and a batch of [B, D]."""
+"""Small programs, one for each pattern of what backward keeps: functions of parameters and a batch [B, D]."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ PATTERNS: dict[str, Callable[[Any], Any]] = {
 
 
 def pattern(name: str) -> tuple[Any, Any, Any]:
-    """(loss, parameters, batch): a dense layer, the pattern, and the mean of squares of a second dense layer."""
+    """Return (loss, parameters, batch): a dense layer, the pattern, and the mean square of a second dense layer."""
     inside = PATTERNS[name]
 
     def loss(p: Any, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Programs with loops, by framework, as functions of the number of turns."""
+"""Programs with loops, by framework, as functions of the trip count."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pase.ir import Graph, named, simplify
 __all__ = ["JAX_LOOPS", "ONNX_LOOPS", "graph_of", "jax_loop", "onnx_loop", "spec"]
 
 N = 16
-"""Width of all loops."""
+"""The width of all loops."""
 
 
 def graph_of(model: Any, *args: Any, **options: Any) -> Graph:
-    """The searched graph of a model. options: of the trace."""
+    """Return the graph of a model as it is searched. options: those of the trace."""
     return named(simplify(registry.trace(model, *args, **options).graph))
 
 
@@ -28,7 +28,7 @@ def spec(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
 
 
 JAX_LOOPS: dict[str, Callable[[Any, jax.Array], jax.Array]] = {}
-"""name -> a program with a loop, of the parameters and [turns, 4, N]."""
+"""name -> a program with a loop, a function of the parameters and an array [turns, 4, N]."""
 
 
 def _loop(f: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
@@ -37,7 +37,7 @@ def _loop(f: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array]
 
 
 def jax_loop(name: str, turns: int) -> tuple[Any, Any, Any]:
-    """(loss, parameters, batch) of a program with this number of turns."""
+    """Return (loss, parameters, batch) of a program whose loop has this trip count."""
     loop = JAX_LOOPS[name]
     return lambda p, x: jnp.mean(loop(p, x) ** 2), {"r": spec(N, N), "w": spec(N, N)}, spec(turns, 4, N)
 

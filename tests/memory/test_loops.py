@@ -1,4 +1,4 @@
-"""What a loop keeps for backward grows with its turns, not with their square, in every framework."""
+"""What a loop keeps for backward is linear in its trip count, not quadratic, in every framework."""
 
 import pytest
 
@@ -8,11 +8,14 @@ from pase.memory.residuals import kept, residual_bytes, written_bytes
 from tests.memory.programs import JAX_LOOPS, ONNX_LOOPS, N, graph_of, jax_loop, onnx_loop, spec
 
 ROW = 4 * N * 4
-"""Bytes of one turn's value."""
+"""Bytes of the value of one iteration."""
 
 
 def linear(of):
-    """of: turns -> graph. The bytes that are kept with 8, 16 and 24 turns."""
+    """Check that kept bytes are linear in the trip count; return those of 8, 16 and 24 iterations.
+
+    of: trip count -> graph.
+    """
     graphs = [of(turns) for turns in (8, 16, 24)]
     found = [residual_bytes(g) for g in graphs]
     assert all(b <= written_bytes(g) for b, g in zip(found, graphs, strict=True))
@@ -65,8 +68,10 @@ def test_what_pytorchs_lstm_keeps_grows_with_its_turns():
 
 
 def test_a_stack_is_kept_once_and_a_carry_once_a_turn():
-    """h enters a product (the carry); tanh needs its result, and JAX stacks one less that, too; the loss needs the
-    stack of h."""
+    """A product reads the carry h, the derivative of tanh needs its result, and the loss needs the stack of h.
+
+    JAX stacks both the result of tanh and 1 minus that result.
+    """
     graph = graph_of(*jax_loop("stacked", 8))
     by_shape = {}
     for k in kept(graph).values():
@@ -77,14 +82,16 @@ def test_a_stack_is_kept_once_and_a_carry_once_a_turn():
 
 
 def test_a_slice_of_a_stack_is_not_kept_beside_it():
-    """The product of each turn reads a slice of the batch, which is in memory anyway."""
+    """The product of each iteration reads a slice of the batch, which is in memory anyway."""
     graph = graph_of(*jax_loop("maps", 8))
     assert all(graph.tensors[k.tensor].shape != (4, N) or k.times == 16 for k in kept(graph).values())
-    assert residual_bytes(graph) == 3 * 8 * ROW  # of tanh, two arrays a turn, and of the square: the stack
+    assert (
+        residual_bytes(graph) == 3 * 8 * ROW
+    )  # tanh keeps two arrays per iteration, and the square keeps the stack
 
 
 def test_what_a_region_keeps_inside_counts_the_turns_of_its_own_loops():
-    """A loop that is run again as a whole has the values of all its turns at once."""
+    """A loop that is recomputed as a whole has the values of all its iterations at once."""
     graph = graph_of(*jax_loop("loop_again", 8))
     (inside,) = {k.region for k in kept(graph).values()} - {None}
     of_region = [k for k in kept(graph).values() if k.region == inside]
@@ -92,14 +99,14 @@ def test_what_a_region_keeps_inside_counts_the_turns_of_its_own_loops():
 
 
 def test_the_plan_of_a_long_loop_does_not_need_the_square_of_its_turns():
-    """Row 4 of issue 32: 15.7 GiB were predicted where XLA needs 39 MiB."""
+    """Row 4 of issue 32: 15.7 GiB were predicted although XLA needs 39 MiB."""
     plan = pase.compile(*jax_loop("stacked", 2000), devices=1)
     assert plan.memory.activations < 6 * 2000 * ROW
     assert plan.accumulate == 1 and not plan.remat
 
 
 def test_the_account_counts_what_is_kept():
-    """On one device activations are the inputs and what is kept."""
+    """On one device, activations consist of the inputs and what is kept."""
     loss, p, x = jax_loop("read_again", 16)
     plan = pase.compile(loss, p, x, devices=1)
     m = memory(plan.graph, plan.mesh, {n.name: config_of(plan, n) for n in plan.graph.nodes})

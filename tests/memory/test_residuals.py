@@ -1,4 +1,4 @@
-"""What is kept for backward, beside what JAX lists as the residuals of the same program on one device."""
+"""What is kept for backward, compared with what JAX lists as the residuals of the same program on one device."""
 
 import pytest
 
@@ -35,11 +35,11 @@ COMPOSED = """
 16,8,16 linear_attention.14501 rematerialised_block.59281! | contrastive.57930
 16,4,8 by_example.56258 | masked_tokens.61128
 """
-"""Programs that the composer drew; as lines, so that they stay when its patterns become more."""
+"""Programs that the composer drew, written out so that they do not change if it gets more patterns."""
 
 
 def check(loss, params, *batch):
-    """What is kept is within 10% of what JAX lists, or differs for a known reason."""
+    """Check that what is kept is within 10% of what JAX lists, or differs for a known reason."""
     graph, truth = graph_of(loss, params, *batch), residuals(loss, params, *batch)
     assert explained(kept_bytes(graph), truth, scores_of(graph)) != "unexplained", (kept_bytes(graph), truth)
     assert residual_bytes(graph) <= written_bytes(graph)
@@ -52,8 +52,10 @@ def test_a_patterns_residuals_are_those_that_jax_lists(name):
 
 @pytest.mark.parametrize("name", sorted(JAX_LOOPS.keys() - {"branches"}))
 def test_a_loops_residuals_are_those_that_jax_lists(name):
-    """Where loops stack them, no fusion makes any of them again. A branch also returns copies of the operands that its
-    own residuals are; they are not counted."""
+    """If loops stack residuals, no fusion recomputes any of them.
+
+    Branches are left out: they also return copies of the operands that are their residuals, which are not counted.
+    """
     program = jax_loop(name, 32)
     kept, listed = kept_bytes(graph_of(*program)), residuals(*program).listed
     assert kept == pytest.approx(listed, rel=0.1, abs=1024)

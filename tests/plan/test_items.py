@@ -1,4 +1,4 @@
-"""A plan's items sum to what the tables priced, and its parts agree with one another."""
+"""A plan's items add up to the price from the tables, and its parts agree with one another."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def plan(request):
 
 
 def test_items_sum_to_the_searched_cost(plan):
-    """Every second of the optimum is in some node's compute, update or communication, and what is hidden besides."""
+    """Each second of the cost is in some node's compute, update or communication, which also include what is hidden."""
     assert sum(n.cost.total for n in plan.nodes) == pytest.approx(plan.cost + plan.hidden, rel=1e-9)
     assert sum(c.cost for c in plan.collectives) == pytest.approx(plan.communication, rel=1e-9)
 

@@ -1,4 +1,4 @@
-"""What moves between two layouts, against a simulation element by element."""
+"""What devices receive between two layouts, compared with a simulation element by element."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def test_bytes_are_those_of_the_elements(plan: Any, old: Any, new: Any) -> None:
 
 def test_another_model_is_refused(plan: Any) -> None:
     other = replace(plan, parameters={"v": TensorPlan(shape=(2,), dtype="float32", storage=((),))})
-    with pytest.raises(PaseError, match="the plans are not of one model: only one of them has a parameter"):
+    with pytest.raises(PaseError, match="not of one model"):
         parameter_reshards(plan, other, MACHINE)

@@ -1,4 +1,4 @@
-"""Peak memory over the step's course, beside what XLA for TPU allocated (bench/results/tpu_aot.json)."""
+"""Peak memory over the course of a step, compared with what XLA for TPU allocated (bench/results/tpu_aot.json)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ RESULTS = Path(__file__).parents[2] / "bench" / "results" / "tpu_aot.json"
 
 @pytest.mark.parametrize(("strategy", "method"), [("FSDP", "fsdp"), ("data parallel", "data_parallel")])
 def test_peak_is_what_the_compiler_allocates(strategy, method):
-    """GPT-2 on 32 chips, the logits in full: within 5% of the compiled program's peak. Under data parallelism the tied
-    embedding's gradient is made at the end, so that the logits outlive the blocks' backward."""
+    """GPT-2 on 32 chips, with full logits: the peak is within 5% of the compiled program's.
+
+    Under data parallelism the tied embedding's gradient is computed at the end, so the logits live until then.
+    """
     rows = json.loads(RESULTS.read_text())["rows"]
     row = next(r for r in rows if (r["model"], r["strategy"]) == ("gpt2", strategy))
     m = zoo.get(row["zoo"])
@@ -38,7 +40,7 @@ def test_peak_is_what_the_compiler_allocates(strategy, method):
 
 
 def test_peak_by_hand():
-    """Two products, a squared error, one device: state, input, what backward needs, one weight with its gradient."""
+    """Two products and a squared error on one device: state, input, residuals, one weight with its gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -57,8 +59,10 @@ def test_peak_by_hand():
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_the_profile_is_no_more_than_the_course(accumulate):
-    """Whatever the configs, what the search sees under a limit is a lower bound on the plan's own peak; and where the
-    machine says that its compiler fuses, that peak is what the plan reports."""
+    """For any configs, what the search counts under a limit is a lower bound on the plan's own peak.
+
+    If the machine's compiler fuses products, that peak is what the plan reports.
+    """
     m = zoo.get("gpt2?layers=2&batch=32&vocab=4096&attention=plain")
     traced = trace(m.loss_fn, m.params, m.batch, name="gpt2")
     problem = SplitProblem.of(traced.graph, 4, machine.load("tpu_v5e"), "analytic", "adam")
@@ -78,7 +82,7 @@ def test_the_profile_is_no_more_than_the_course(accumulate):
 
 
 def test_a_limit_holds_by_the_compilers_account():
-    """On a machine that fuses, a limit between the two accounts' figures is no limit; and a tighter one is kept."""
+    """On a machine that fuses, a limit at the course's peak changes nothing, and a tighter one is met."""
     small = "zoo:gpt2?layers=2&batch=32&vocab=4096&remat=0"
     v5e = machine.load("tpu_v5e")
     fused, summed = (

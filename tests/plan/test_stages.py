@@ -1,4 +1,4 @@
-"""Wide gathers on a torus go one link dim at a time; weights are gathered where they are used, already cast."""
+"""Wide gathers on a torus go one link dim at a time, and weights are cast before they are gathered for use."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Card:
 
 
 def test_gpus_stand_by_hosts():
-    """4 hosts of 8, in an order that takes turns among the hosts; then 2 domains of 2 hosts."""
+    """First 4 hosts of 8 GPUs, in an order that alternates between hosts; then 2 domains of 2 hosts."""
     cards = [Card(i, i % 4, (0, i % 4, i // 4)) for i in range(32)]
     ordered = as_linked(cards)
     assert [c.process_index for c in ordered] == [h for h in range(4) for _ in range(8)]
@@ -130,7 +130,7 @@ def test_a_plan_has_a_mesh_on_gpus(monkeypatch):
 
 
 def test_weights_are_cast_and_then_gathered_inside_the_loop():
-    """FSDP of a bfloat16 GPT: a block's weights are gathered in the loop's body, twice (recomputation), as bfloat16."""
+    """FSDP of a bfloat16 GPT: the loop's body gathers a block's weights as bfloat16, twice because of recomputation."""
     import optax
 
     m = zoo.reduced("gpt2", dtype="bfloat16", layers=3, vocab=512)
@@ -145,6 +145,6 @@ def test_weights_are_cast_and_then_gathered_inside_the_loop():
     assert len(gathered) >= 2 * len(weights) and set(gathered) == {"bf16"}
     found = [c for c in collectives(lowered.compile()) if c.kind == "all_gather"]
     sizes = {int(np.prod(w)) for w in weights}
-    # The CPU backend sends bfloat16 as float32: elements are counted.
+    # The CPU backend sends bfloat16 as float32, so elements are counted instead of bytes.
     turns = [c.count for c in found for n in c.parts if n // 4 in sizes]
     assert len(turns) >= 2 * len(weights) and set(turns) == {3}

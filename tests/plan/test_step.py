@@ -1,4 +1,4 @@
-"""Seconds of a step as a program runs it: against the search's own cost, by hand, and published."""
+"""Seconds of a step as a program runs it, compared with the search's cost, hand computation and published times."""
 
 import sys
 from dataclasses import replace
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "bench"))
 
 
 def block(params, batch):
-    """Two products with what a library has kernels for between them."""
+    """Two products, with functions between them for which libraries have kernels."""
 
     def layer_norm(x):
         y = x - jnp.mean(x, axis=-1, keepdims=True)
@@ -71,9 +71,12 @@ def test_micro_batches_repeat_the_passes_and_neither_the_sum_nor_the_update(prob
 
 
 def test_kernels_of_a_block_by_hand(problem):
-    """Forward: layer norm, w, + b, tanh, v, sum. Backward: layer norm has no gradient to give; w one product (its
-    input has none to take), + b hands its own on and sums b's; tanh, v two products, the sum one; and each of the
-    three parameters one that accumulates."""
+    """Forward launches layer norm, w, + b, tanh, v and the sum.
+
+    Backward launches nothing for layer norm, which has no gradient; one product for w, whose input needs no gradient;
+    one sum for b (+ b passes its gradient on); tanh; two products for v; one kernel for the sum; and one kernel that
+    accumulates for each of the three parameters.
+    """
     count = {"forward": 0.0, "backward": 0.0}
     for n in problem.graph.nodes:
         for phase, kernels in launches(problem.graph, n, EAGER).items():
@@ -94,10 +97,10 @@ def test_the_host_bounds_a_small_model_and_the_device_a_large_one(problem):
     raw = trace(block, PARAMS, shape(2_000_000, 64)).graph
     big = SplitProblem.of(raw, 1, "h100x8", "analytic", "adam").graph
     assert not alone(big, EAGER).host_bound
-    # Kernels of their own read and write what a compiler keeps within one.
+    # Separate kernels read and write what a compiler keeps inside one kernel.
     fused = alone(big, COMPILED)
     assert alone(big, EAGER).passes[0].device_s > fused.passes[0].device_s
-    # Where the host waits between the passes, it cannot hide one behind the other.
+    # If the host waits between the passes, it cannot hide one behind the other.
     together = alone(big, replace(EAGER, waits=False))
     assert together.micro_batch_s <= alone(big, EAGER).micro_batch_s
 
@@ -132,7 +135,7 @@ def test_22_billion_parameters_on_8_a100(recompute, measured_s):
 
 
 def test_a_measured_host_launches_at_its_own_pace():
-    """Op by op as the machine file says; a compiled program, and a machine whose host is unknown, as before."""
+    """Launching op by op takes the machine file's time; nothing changes for a compiled program or an unknown host."""
     known = replace(load("a100x8"), host=Host(program_s=2e-5, op_s=1e-5), sources={"host": "measured here"})
     own = on_host(EAGER, known)
     assert own.host_s == (1e-5, 1e-5) and "measured here" in own.source
@@ -141,7 +144,7 @@ def test_a_measured_host_launches_at_its_own_pace():
 
 @pytest.mark.data("traces/vtrain")
 def test_vtrains_rows_are_sums_of_a_few_profiles():
-    """What docs/cost-model.md says of the table: to the last digit, and a row that was measured would stand out."""
+    """docs/cost-model.md says so: the rows are sums to the last digit, and a measured row would stand out."""
     import vtrain
 
     rows = [r for r in vtrain.rows() if r.pipeline == 1]

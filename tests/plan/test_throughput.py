@@ -1,4 +1,4 @@
-"""MFU, FLOP/s and tokens a device: what is counted, and that layouts keep it."""
+"""MFU, FLOP/s and tokens per device: what is counted, and that layouts keep it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ H100 = machine.load("h100x8")
 
 
 def test_products_count_forward_and_backward():
-    """The first layer's input needs no gradient: two products; the second has three."""
+    """The first layer has two products, because its input needs no gradient; the second has three."""
     work = step_work(named(simplify(trace(mlp, PARAMS, BATCH).graph)), H100)
     assert work.flops == (2 + 3) * 2 * B * D * FF
     assert work.at_peak_s == pytest.approx(work.flops / H100.device.peak("float32"))
@@ -75,7 +75,7 @@ def test_tokens_are_what_is_looked_up_also_where_the_table_is_tied():
 
 
 def test_indices_hashed_many_times_are_followed_once():
-    """Each of 24 rounds reads the one before twice, so there are 2 ** 24 ways back to the batch."""
+    """Each of 24 rounds reads the previous one twice, so there are 2 ** 24 paths back to the batch."""
 
     def loss(table, ids):  # type: ignore[no-untyped-def]
         for _ in range(24):
@@ -100,7 +100,7 @@ def test_a_plan_says_it_and_its_layout_keeps_it():
     assert summary(plan)["mfu"] == plan.throughput.mfu and summary(plan)["tokens_per_s_per_device"] is None
     tree = to_json(plan)
     assert from_json(tree).throughput == plan.throughput
-    for old in ("work", "throughput"):  # a layout of before this was kept
+    for old in ("work", "throughput"):  # like a layout written before these were kept
         del tree[old]
     assert from_json(tree).throughput is None
     assert pase.compile(mlp, PARAMS, BATCH, devices=4, cost_model="paper").throughput is None
