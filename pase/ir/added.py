@@ -1,4 +1,4 @@
-"""What the searched graph has in addition to the model's nodes and dims: copies for several readers, states, rings."""
+"""Nodes and dims that the searched graph has beyond the model's own: copies for several readers, states, rings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["with_copies", "with_rings", "with_states"]
 def with_copies(graph: Graph) -> Graph:
     """Adds a copy node after every tensor with several readers. Its 'pending' dim lets their gradients be summed once.
 
-    Readers in different loops get separate copies, because a gather inside a loop happens at every turn.
+    Readers in different loops get separate copies, because a gather inside a loop runs in every iteration.
     """
     readers: dict[tuple[str, tuple[Scope, ...]], dict[str, Op]] = defaultdict(dict)
     again: set[tuple[str, tuple[Scope, ...]]] = set()
@@ -34,7 +34,7 @@ def with_copies(graph: Graph) -> Graph:
         tensor, producer = graph.tensors[t], graph.producer.get(t)
         if len(who) < 2 or producer is None or all(map(is_one, tensor.shape)):
             continue
-        if producer.kind in ("input", "constant"):  # small: gathered by each reader
+        if producer.kind in ("input", "constant"):  # small, so each reader gathers it
             continue
         op, write = producer.write_of(t)
         inside = next(iter(who.values()))
@@ -71,7 +71,7 @@ def with_copies(graph: Graph) -> Graph:
 
 
 def with_states(graph: Graph) -> Graph:
-    """Adds a 'state' dim to every trained parameter. Axes on it split only its gradient and optimizer state."""
+    """Adds a 'state' dim to every trained parameter. Axes on it split only the gradient and the optimizer's state."""
 
     def extended(n: Node) -> Node:
         if n.ops[0].kind != "parameter" or not graph.tensors[n.ops[0].writes[0].tensor].needs_grad:
@@ -84,7 +84,7 @@ def with_states(graph: Graph) -> Graph:
 
 
 def with_rings(graph: Graph) -> Graph:
-    """Adds a 'ring' dim to every attention without mask or bias whose queries and keys may be split together."""
+    """Adds a 'ring' dim to every attention without mask or bias that may split its queries and keys together."""
 
     def extended(n: Node) -> Node:
         positions = _positions(n)
@@ -115,7 +115,8 @@ def with_rings(graph: Graph) -> Graph:
 
 
 def _positions(n: Node) -> frozenset[str] | None:
-    """The dims of an attention's queries and keys if an axis may split both: each is one dim, walked alone."""
+    """The dims of an attention's queries and keys if one axis may split both, else None. Each must be a single dim that
+    is walked alone, without a window."""
     op = n.main
     if op.kind != "attention" or len(op.reads) != 3 or op.reads[0].tensor in {a.tensor for a in op.reads[1:]}:
         return None
@@ -131,8 +132,8 @@ def _positions(n: Node) -> frozenset[str] | None:
 
 
 def _factored(producer: Node, write: Access) -> tuple[list[Walk], list[Dim]]:
-    """The written tensor's own dims. A merged tensor dim keeps its factors, so that it can be split as its readers
-    split it."""
+    """The walks and dims of the written tensor. A merged tensor dim keeps its factors, so that it can be split in the
+    same way as its readers split it."""
     dims: list[Dim] = []
     walks: list[Walk] = []
     for w in write.map.walks:

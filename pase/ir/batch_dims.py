@@ -1,4 +1,4 @@
-"""Where the batch lies in a graph: which dims of its loop nests walk it, alone or merged with others."""
+"""Finds the batch in a graph: which iteration dims walk it, alone or merged with other dims."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ _NodeDim = tuple[str, str]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchDims:
-    """digits: the batch, major to minor: one digit, or several where a view takes it apart. held: dim -> the batch's
-    digits in it, beside which it may have others. recut: reads that regroup the batch with what it is merged with, as
-    (node, tensor, map).
+    """Where the batch lies in a graph.
+
+    digits: the batch, major to minor: one digit, or several if a view factors it.
+    held: dim -> the digits of the batch in it. Such a dim may contain other digits as well.
+    recut: reads that regroup the batch with a dim that it is merged with, as (node, tensor, map).
     """
 
     digits: _BatchDigits
@@ -30,12 +32,12 @@ class BatchDims:
     recut: frozenset[tuple[str, str, AccessMap]]
 
     def of(self, n: Node, op: Op) -> frozenset[str]:
-        """The dims of an op that hold the batch."""
+        """The dims of an op that contain the batch."""
         return frozenset(d for d in op.dims if (n.name, d) in self.held)
 
     def apart(self, n: Node, op: Op) -> bool:
-        """Whether an op has a tensor that holds the batch neither whole in one of its dims nor nowhere: in parts, or
-        twice."""
+        """Whether a tensor of the op has the batch in an unusual form: not whole in one of its dims, or twice. A tensor
+        without the batch does not count."""
         if any((n.name, a.tensor, a.map) in self.recut for a in op.reads):
             return True
         walks = ([self._in(n, w) for w in a.map.walks] for a in (*op.reads, *op.writes))
@@ -45,15 +47,15 @@ class BatchDims:
         return tuple(x for d in walk.dims for x in self.held.get((n.name, d), ()))
 
     def pairs(self, n: Node, op: Op) -> bool:
-        """Whether an op walks the batch twice: it does something for each pair of examples."""
+        """Whether an op walks the batch twice, that is, works on every pair of examples."""
         return sum(len(self.held[n.name, d]) for d in self.of(n, op)) > len(self.digits)
 
 
 def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
-    """The batch is the first dim of the inputs with these paths.
+    """Finds the batch: the first dim of the inputs with the paths in ``cut``.
 
-    Dims of two nodes that walk one tensor are made one, and split where the other node has them split: a dim that walks
-    the batch and the positions at once has both as its digits.
+    Dims of two nodes that walk one tensor are unified, and split if the other node has them split. A dim that walks
+    both the batch and the positions therefore has both as its digits.
     """
     table = DimTable()
     for n in graph.nodes:
@@ -70,7 +72,7 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
     moved = [pair for n in graph.nodes for op in n.ops if op.kind == "scatter" for pair in _moved(n, op)]
     alike = [(firsts[0], f) for f in firsts[1:]] + [(made, read) for _, made, read in shared]
     for one, other in (*alike, *moved):
-        with suppress(Conflict):  # what became one stays so
+        with suppress(Conflict):  # dims that were unified before the conflict stay unified
             table.unify(one, other)
 
     def digits(dims: Sequence[_NodeDim]) -> list[Hashable]:
@@ -88,7 +90,8 @@ def batch_dims(graph: Graph, cut: Collection[str]) -> BatchDims:
 
 
 def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_NodeDim], list[_NodeDim]]]:
-    """For each dim of an edge's tensor, what writes it and what reads it; through a window, nothing of the latter."""
+    """For each dim of an edge's tensor, yields the dims that write it and the dims that read it. If either side walks
+    it through a window, the reading dims are empty."""
     src, dst = graph.node[e.src], graph.node[e.dst]
     _, write = src.write_of(e.tensor)
     for w, r in zip(write.map.walks, e.access.map.walks, strict=True):
@@ -99,7 +102,7 @@ def _walked(graph: Graph, e: Edge) -> Iterator[tuple[list[_NodeDim], list[_NodeD
 
 
 def _moved(n: Node, op: Op) -> Iterator[tuple[list[_NodeDim], list[_NodeDim]]]:
-    """The dim to whose places a scatter writes, and that of as many elements that it takes them from: it reorders."""
+    """If a scatter reorders a dim, yields the dim that it writes and each dim of the same size that it reads from."""
     into, others = (set(a.map.dims) for a in (op.writes[0], op.reads[1]))
     for d in into - others - set(op.reads[2].map.dims):
         yield from (
@@ -108,7 +111,7 @@ def _moved(n: Node, op: Op) -> Iterator[tuple[list[_NodeDim], list[_NodeDim]]]:
 
 
 def _apart(one: list[Hashable], other: list[Hashable]) -> set[Hashable]:
-    """What two lists of digits of one dim have between what they begin and what they end with alike."""
+    """What remains of two lists of digits of one dim without their common prefix and their common suffix."""
     while one and other and one[0] == other[0]:
         one, other = one[1:], other[1:]
     while one and other and one[-1] == other[-1]:

@@ -1,7 +1,7 @@
-"""How the values of micro-batches make up the value of the whole batch: means, sums, and means by a counted number.
+"""How the values of micro-batches combine into the value of the whole batch: as sums, as means, or as means by a count.
 
-A micro-batch's loss is not always its share of a mean. A sum is added up as it is; and a mean over the labels that
-count divides by a number that only the whole batch has, which is summed over the micro-batches first.
+A micro-batch's loss is not always its share of a mean. A sum is simply added up. A mean over the labels that count
+divides by a number that only the whole batch has; this number is summed over the micro-batches first.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ __all__ = ["BatchSums", "BothSizes", "ExamplesMeet", "batch_sums", "counting_ops
 
 
 class ExamplesMeet(Exception):
-    """Where examples of the batch meet so that a step in micro-batches would give other numbers: an op and its line."""
+    """Examples of the batch meet in an op, so that a step in micro-batches would give other numbers. The text names the
+    op and its line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSums:
-    """What the k micro-batches of a step have to pass on to each other.
+    """What the k micro-batches of a step must pass on to each other.
 
-    A value of the whole batch is k ** -power times the sum of the micro-batches' values. totals: tensor -> power, of
-    the sums over the batch that depend on no parameter; a micro-batch has to read the whole batch's. outputs: tensor ->
-    power, of the results. counting: the ops that make the totals
-    and what they follow from.
+    A value of the whole batch is k ** -power times the sum of the micro-batches' values.
+
+    totals: tensor -> power, for the sums over the batch that depend on no parameter. A micro-batch must read the whole
+        batch's total.
+    outputs: tensor -> power, for the results.
+    counting: the ops that compute the totals, and the ops that they depend on.
     """
 
     totals: Mapping[str, int]
@@ -39,14 +42,19 @@ class BatchSums:
 
 @dataclass(frozen=True, kw_only=True)
 class _OfBatch:
-    """What is known of a tensor. summed: it is a sum over the micro-batch's examples of something that depends on
-    parameters. trained: it depends on parameters. totalled: it depends on a total.
+    """What is known about a tensor.
 
-    power: the value in a step of one micro-batch is k ** -power times this one; of a sum, times all of them.
-    order: how it lies along the batch: "", as the batch does; as that sort has put it; None: alike everywhere.
-    places: it says where that sort took its elements from or, if it lies as the batch does, where it put them.
-    zero: it is zero, as far as is known: a loop's carry before the first turn, which may become a sum of any power.
-    met: the op that made of several examples what is no sum over them, and its line.
+    summed: it is a sum, over the micro-batch's examples, of something that depends on parameters.
+    trained: it depends on parameters.
+    totalled: it depends on a total.
+    power: the value in a step of one micro-batch is k ** -power times this value, or for a sum, times the sum of the
+        values of all micro-batches.
+    order: how its elements are ordered along the batch: "" as in the batch, a sort's name if that sort ordered it, None
+        if it is the same everywhere along the batch.
+    places: the name of a sort whose indices the values are: where the sort took its elements from, or, if the tensor
+        itself is in the batch's order, where the sort put them.
+    zero: it is zero as far as is known: a loop's carry before the first iteration, which may become a sum of any power.
+    met: the op, with its line, that combined several examples in a way that is not a sum over them.
     """
 
     summed: bool = False
@@ -60,7 +68,7 @@ class _OfBatch:
 
     @property
     def share(self) -> int:
-        """The power, if it is added to sums: a value that is the same in every micro-batch is then there k times."""
+        """The power of the value as a term of a sum. A value that is equal in every micro-batch is added k times."""
         return self.power if self.summed else self.power + 1
 
 
@@ -68,27 +76,29 @@ _NONE = _OfBatch()
 
 
 class BothSizes(Protocol):
-    """What the program of the whole batch says beside that of a micro-batch."""
+    """What a comparison with the program of the whole batch shows about the program of a micro-batch."""
 
     def power(self, op: Op) -> int | None:
-        """Of an op with a number among its operands: the power of k by which the number is larger in a step of one
-        micro-batch. None: it is not a power of it."""
+        """For an op with a number among its operands: the power of k by which the number is larger in a step of one
+        micro-batch. None if it is no power of k."""
 
     def begins_at_zero(self, op: Op) -> bool:
-        """Whether a loop's carry is zero before the first turn. op: the carry's first."""
+        """Whether a loop's carry is zero before the first iteration. op: the first op of the carry's node."""
 
 
 def batch_sums(
     graph: Graph, cut: Collection[str], both: BothSizes | None, *, state_of_whole: bool
 ) -> BatchSums:
-    """How a micro-batch's values make up those of the whole batch. graph: a micro-batch's, simplified.
+    """Determines how a micro-batch's values combine into those of the whole batch.
 
-    cut: paths of the inputs that are cut into micro-batches. both: without it powers are not looked at.
-    state_of_whole: the next step's state is to be as a step of the whole batch makes it; else each micro-batch hands
-    its own on to the next.
+    graph: the simplified graph of one micro-batch.
+    cut: paths of the inputs that are cut into micro-batches.
+    both: the comparison with the whole batch's program; without it, powers are not considered.
+    state_of_whole: the next step's state must be the one that a step of the whole batch computes; otherwise each
+        micro-batch passes its own state on to the next.
 
-    Raises ExamplesMeet where a value over the whole batch is needed that no sum over micro-batches gives. Where the
-    groups of a product's rows end is no such value: it is taken to follow from the sort that has put the rows there.
+    Raises ExamplesMeet if a value over the whole batch is needed that no sum over micro-batches gives. The ends of the
+    groups of a product's rows are not checked: they are assumed to follow from the sort that ordered the rows.
     """
     dims, carried = batch_dims(graph, cut), dict[str, _OfBatch]()
     while True:
@@ -97,7 +107,7 @@ def batch_sums(
             for op in n.ops:
                 if not op.backward:  # gradients are always summed over the batch
                     walk.take(n, op)
-        # What a loop's body makes of a carry is known behind the carry: until nothing is new there, once more.
+        # What the body does to a carry is known only after the body, so the walk repeats until nothing new is found.
         if not (new := walk.closed()):
             break
         carried = carried | new
@@ -114,7 +124,11 @@ def batch_sums(
 
 @dataclass(frozen=True, kw_only=True)
 class _SumsWalk:
-    """carried: what is known of loops' carries, by the tensor that the body reads; else what they begin with."""
+    """One walk over the graph.
+
+    carried: what is known about loops' carries, by the tensor that the body reads. A carry that is missing has what is
+        known about its initial value.
+    """
 
     graph: Graph
     batch: BatchDims
@@ -124,7 +138,7 @@ class _SumsWalk:
     totals: dict[str, int] = field(default_factory=dict)
 
     def closed(self) -> dict[str, _OfBatch]:
-        """Carries that the loop's body makes into something else than is known of them, and what that is."""
+        """Carries for which an iteration of the body changes what is known, and what is then known."""
         out, conditions = dict[str, _OfBatch](), self._conditions()
         for n in self.graph.nodes:
             first = n.ops[0]
@@ -142,8 +156,8 @@ class _SumsWalk:
         return out
 
     def check_state(self) -> None:
-        """Raises ExamplesMeet if the next step's state is made of several examples of this batch: a micro-batch would
-        have its own."""
+        """Raises ExamplesMeet if the next step's state is computed from several examples of this batch: each
+        micro-batch would compute a different one."""
         for n in self.graph.nodes:
             for op in n.ops:
                 if op.kind == "carry" and not op.writes and n.ops[0].kind in LEAF:
@@ -153,8 +167,8 @@ class _SumsWalk:
                         raise ExamplesMeet(made.met or f"the next value of '{path}'")
 
     def _conditions(self) -> dict[Scope, str]:
-        """Loops that go on or end by what examples of the batch make together -> where these meet. No op reads a loop's
-        condition."""
+        """Loops whose condition depends on several examples of the batch together -> where these meet. No op reads a
+        loop's condition."""
         read = {a.tensor for n in self.graph.nodes for op in n.ops for a in op.reads} | set(
             self.graph.outputs
         )
@@ -170,7 +184,7 @@ class _SumsWalk:
         return out
 
     def _round(self, n: Node, first: Op, known: _OfBatch, made: _OfBatch) -> _OfBatch:
-        """A carry that is ``known`` to be so before a turn, after the turn has made this of it."""
+        """What is known about a carry that was ``known`` before an iteration which turned it into ``made``."""
         where = f"what the loop at {first.source or n.name} carries"
         if known.met or made.met or made.order or made.places or made.totalled:
             return _OfBatch(met=known.met or made.met or where)
@@ -181,7 +195,7 @@ class _SumsWalk:
         return _OfBatch(met=where)
 
     def take(self, n: Node, op: Op) -> None:
-        """Notes what an op makes. Where examples meet in it, what is made from that is not looked at further."""
+        """Records what an op makes. If examples meet in it, values that depend on it are not examined further."""
         reads = [self.values.get(a.tensor, _NONE) for a in op.factors]
         where = f"{op.name} at {op.source or n.name}"
         try:
@@ -197,9 +211,13 @@ class _SumsWalk:
     def _made(self, n: Node, op: Op, reads: Sequence[_OfBatch], where: str) -> Sequence[_OfBatch]:
         own = self.batch.of(n, op)
         if op.kind in LEAF:
-            if op.kind == "parameter" and own:  # its rows tell examples by their places along the batch
+            if (
+                op.kind == "parameter" and own
+            ):  # its rows distinguish examples by their positions in the batch
                 raise ExamplesMeet(where)
-            state = any(o.kind == "carry" for o in n.ops)  # the last step's: it is no count of this batch
+            state = any(
+                o.kind == "carry" for o in n.ops
+            )  # from the last step, so it is no count of this batch
             made = _OfBatch(trained=op.kind == "parameter" or state, order="")
             return [made] * len(op.writes)
         if self.batch.apart(n, op):
@@ -229,7 +247,7 @@ class _SumsWalk:
             raise ExamplesMeet(where)
         order = self._order(op, own, reads, where)
         if op.kind == "matmul" and own and not order and (len(op.reads) > 2 or (along and not lost)):
-            raise ExamplesMeet(where)  # of which group a row is depends on its place
+            raise ExamplesMeet(where)  # the group of a row depends on its position
         if lost:
             made = self._sum(op, reads, own, where)
         elif any(v.summed for v in reads):
@@ -246,14 +264,14 @@ class _SumsWalk:
         return [replace(made, places=self._places(op, reads, where), zero=zero)] * len(op.writes)
 
     def _alone(self, op: Op) -> bool:
-        """Whether it reads single numbers only: the state of a random generator."""
+        """Whether the op reads single numbers only, such as the state of a random generator."""
         return all(self.graph.tensors[a.tensor].elements == 1 for a in op.reads)
 
     def _constant(self, a: Access) -> bool:
         return self.graph.tensors[a.tensor].role == "constant"
 
     def _order(self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str) -> str | None:
-        """How an op reads what lies along the batch: all of it alike."""
+        """The order in which an op reads what lies along the batch. All its operands must have the same order."""
         found = {v.order for v, a in zip(reads, op.factors, strict=True) if set(own) & set(a.map.dims)} - {
             None
         }
@@ -262,7 +280,7 @@ class _SumsWalk:
         return next(iter(found), None)
 
     def _places(self, op: Op, reads: Sequence[_OfBatch], where: str) -> str:
-        """Places stay places when they are moved, cast, or divided: by the number of choices that an example has."""
+        """Indices of a sort stay indices if they are moved, cast, or divided by an example's number of choices."""
         told = next((v for v in reads if v.places), _NONE)
         kept = op.kind in ("view", "copy") or op.function is CAST or (op.function is FLOOR and told.order)
         if told.places and not (kept and len(reads) == 1):
@@ -272,8 +290,11 @@ class _SumsWalk:
     def _sorted(
         self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str
     ) -> Sequence[_OfBatch]:
-        """The batch, sorted by one whole number for each of its elements, such as a token's expert. Of several results
-        the last one says where each came from; if these places are sorted, it says where each went."""
+        """A sort of the batch by one whole number per element, such as a token's expert.
+
+        If there are several results, the last one holds the place that each element came from. If such places are
+        themselves sorted, it holds the place that each element went to.
+        """
         keys = [(a, v) for a, v in zip(op.reads, reads, strict=True) if not self._constant(a)]
         told = op.function is ARGSORT or len(op.writes) > 1
         ((a, v),) = keys if len(keys) == 1 and own == set(op.dims) else [(op.reads[0], _OfBatch(met=where))]
@@ -286,7 +307,7 @@ class _SumsWalk:
         return [*[first] * (len(op.writes) - told), *[last] * told]
 
     def _moved(self, op: Op, own: Collection[str], reads: Sequence[_OfBatch], where: str) -> _OfBatch:
-        """The batch, looked up at places that a sort gave: put into its order, or back."""
+        """A lookup in the batch at the places of a sort: it brings the batch into the sort's order, or back."""
         x, ids, *new = reads
         held = set(own) & set(op.reads[1].map.dims) and set(own) & set(op.writes[0].map.dims)
         if not held or not ids.places or any(v.summed for v in reads):
@@ -295,7 +316,9 @@ class _SumsWalk:
         if op.kind == "gather" and not x.places and x.order == ("" if forward else ids.places):
             return self._joined(op, reads, power, order=ids.order)
         if op.kind == "scatter" and forward and not x.order:
-            if self._constant(op.reads[2]):  # these places' own numbers
+            if self._constant(
+                op.reads[2]
+            ):  # scattered numbers of the places themselves: the inverse permutation
                 return self._joined(op, reads, power, order="", places=ids.places)
             if new[0].order == ids.places and not new[0].places:
                 return self._joined(op, reads, power, order="")
@@ -321,22 +344,23 @@ class _SumsWalk:
         )
 
     def _sum(self, op: Op, reads: Sequence[_OfBatch], own: Collection[str], where: str) -> _OfBatch:
-        """A result without the batch's dim."""
+        """The result of a reduction over the batch's dim."""
         along = [v for v, a in zip(reads, op.factors, strict=True) if set(own) & set(a.map.dims)]
         if not (op.kind == "matmul" or _adds(op)) or not along or any(v.summed for v in reads):
             raise ExamplesMeet(where)
-        if self._scale(op) != 0:  # a constant that differs with the batch
+        if self._scale(op) != 0:  # it contains a number that depends on the size of the batch
             raise ExamplesMeet(where)
         made = self._joined(op, reads, sum(v.power for v in reads), summed=True)
         if made.trained:
             return made
         if made.totalled or len(op.writes) != 1:
-            raise ExamplesMeet(where)  # a total of what already reads one would need one more pass
+            raise ExamplesMeet(where)  # a total that depends on another total would need one more pass
         self.totals[op.writes[0].tensor] = made.power
         return _OfBatch(totalled=True)
 
     def _of_sums(self, op: Op, reads: Sequence[_OfBatch], where: str) -> _OfBatch:
-        """A value of sums, and of what is the same in every micro-batch: linear in the sums."""
+        """A value computed from sums and from values that are equal in every micro-batch. It must be linear in the
+        sums."""
         sums = [v for v in reads if v.summed]
         product = op.function.name in ("mul", "div")
         if product and len(sums) == 1 and (op.function.name == "mul" or reads[0].summed):
@@ -345,8 +369,8 @@ class _SumsWalk:
             raise ExamplesMeet(where)
         powers = {v.share for v in reads if not v.zero}
         if len(op.reads) == 1 and op.function.name in ("add", "sub"):
-            powers.add(_NONE.share)  # the number that it adds
-        if len(powers) > 1 and self.both is not None:  # a sum and a mean: they are not added up alike
+            powers.add(_NONE.share)  # the operand that is a plain number
+        if len(powers) > 1 and self.both is not None:  # a sum plus a mean: the two are combined differently
             raise ExamplesMeet(where)
         return self._joined(op, reads, max(powers), summed=True)
 
@@ -375,7 +399,7 @@ class _SumsWalk:
 
 
 def counting_ops(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place, str]]:
-    """The ops on the way from the inputs to the totals: (place, what it writes)."""
+    """The ops on the way from the inputs to the totals, as (place, written tensor)."""
     makers = {a.tensor: op for n in graph.nodes for op in n.ops for a in op.writes}
     found: dict[str, Op] = {}
     left = list(totals)
@@ -388,7 +412,7 @@ def counting_ops(graph: Graph, totals: Collection[str]) -> frozenset[tuple[Place
 
 
 def _reorders(op: Op) -> bool:
-    """Slices, rolls and the like, whose dims may not be split where they change: a view alone works on nothing."""
+    """Whether the op is a slice, roll or similar, whose changed dims may not be split. A pure view has no work."""
     return op.kind == "view" and op.flops_per_point > 0
 
 

@@ -1,6 +1,6 @@
-"""Repeated blocks of a model as rematerialised regions, and a step in micro-batches: two rewrites of a graph.
+"""Two rewrites of a graph: repeated blocks become rematerialised regions, and a step is divided into micro-batches.
 
-Both return an ordinary graph. As always, its cost follows from ``Op.remat``, ``Op.scope`` and ``Op.times``.
+Both return an ordinary graph. Its cost follows from ``Op.remat``, ``Op.scope`` and ``Op.times``, as for any graph.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ __all__ = [
 
 
 RecomputeKind = Literal["all", "light", "attention"]
-"""What backward recomputes of a block: all of it; all but the results of products with weights and of fused attention,
-which are kept; or the attention, which is then the whole block."""
+"""What backward recomputes of a block. all: everything. light: everything except the results of products with weights
+and of fused attention, which are kept. attention: the attention, which is then the whole block."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Equations ``start`` … ``stop - 1`` of the list of equations whose paths begin with ``prefix``.
+    """A run of equations: ``start`` to ``stop - 1`` in the list of equations whose paths begin with ``prefix``.
 
-    again: what backward recomputes of it.
+    again: what backward recomputes of the block.
     """
 
     prefix: str
@@ -56,7 +56,7 @@ _PARTS = {"all": "{}", "light": "light work of {}", "attention": "attention of {
 
 
 def recompute_text(blocks: Sequence[Block]) -> list[str]:
-    """What is recomputed, in words: one part for each kind.
+    """Describes what is recomputed, one part per kind.
 
     >>> recompute_text([Block(prefix="3.", start=0, stop=9, again="light")])
     ['light work of 1 block computed again']
@@ -66,7 +66,7 @@ def recompute_text(blocks: Sequence[Block]) -> list[str]:
 
 
 def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
-    """The raw graph with each block as a rematerialised region. Ops that are already in one do not change."""
+    """Returns the raw graph with each block as a rematerialised region. Ops that are already in one do not change."""
     stay, held_by, derived = kept_results(graph, blocks), holders(blocks), _weights(graph)
 
     def inside(op: Op) -> Op:
@@ -83,10 +83,11 @@ def rematerialised(graph: Graph, blocks: Sequence[Block]) -> Graph:
 
 
 def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
-    """Equations whose results are kept, in blocks of which only light work is recomputed. graph: the raw one.
+    """The equations whose results are kept, in blocks of which only light work is recomputed. graph: the raw graph.
 
-    One that is several ops, such as a product with its bias, is kept if it computes one expensive result, and whatever
-    it computes from that is linear in it: backward needs nothing of what is internal to it.
+    An equation may be several ops, such as a product with its bias. It is kept if it computes exactly one expensive
+    result and whatever else it computes from that is linear in it, because backward then needs none of its internal
+    values.
     """
     light = [b for b in blocks if b.again == "light"]
     if not light:
@@ -99,13 +100,16 @@ def kept_results(graph: Graph, blocks: Sequence[Block]) -> frozenset[Place]:
 
 
 def _hands_on(op: Op) -> bool:
-    """Whether it is light, and its derivative needs none of its operands."""
+    """Whether the op is light and its derivative needs none of its operands."""
     by_number = op.function.needs == "factors" and len(op.reads) == 1
     return op.kind in ("elementwise", "view", "copy") and (op.function.linear or by_number)
 
 
 def holders(blocks: Sequence[Block]) -> Callable[[Place], list[int]]:
-    """f(place): the blocks that contain the equation there, in order. Fast enough for every op of a deep model."""
+    """Returns f(place): the indices of the blocks that contain the equation at this place, in order.
+
+    It is fast enough to call for every op of a deep model.
+    """
     numbered: dict[str, dict[int, list[int]]] = {}
     for i, b in enumerate(blocks):
         here = numbered.setdefault(b.prefix, {})
@@ -120,15 +124,17 @@ def holders(blocks: Sequence[Block]) -> Callable[[Place], list[int]]:
 
 
 def _expensive(op: Op, weights: Collection[str]) -> bool:
-    """Is it expensive to compute for the bytes that it makes: a product with a weight, or a fused attention?"""
+    """Whether the op is expensive for the bytes that it makes: a product with a weight, or a fused attention."""
     return op.kind == "attention" or (
         op.kind in ("matmul", "conv") and any(a.tensor in weights for a in op.reads)
     )
 
 
 def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
-    """The attention in each block, from its scores to its result: the fused op, or if it is written out, the products
-    without a weight and everything between them. graph: the raw one."""
+    """The attention in each block, from its scores to its result, as blocks. graph: the raw graph.
+
+    This is the fused op or, if attention is written out, the products without a weight and everything between them.
+    """
     weights = _weights(graph)
     ops = [op for n in graph.nodes for op in n.ops]
     cores = [op for op in ops if op.kind == "attention"] or [
@@ -143,7 +149,7 @@ def attention_cores(graph: Graph, blocks: Sequence[Block]) -> tuple[Block, ...]:
 
 
 def _around(places: Sequence[Place]) -> Block | None:
-    """The shortest run of equations of one list that contains these; None: there are none."""
+    """The shortest run of equations of one list that contains all these places; None if there is no such run."""
     paths = [path for p in places if (path := p.numbers()) is not None]
     if not paths or len(paths) < len(places):
         return None
@@ -156,7 +162,7 @@ def _around(places: Sequence[Place]) -> Block | None:
 
 
 def _weights(graph: Graph) -> set[str]:
-    """Parameters, and what views and elementwise ops compute from parameters only."""
+    """The parameters, and the tensors that views and elementwise ops compute from parameters only."""
     made: set[str] = set()
     for n in graph.nodes:
         for op in n.ops:
@@ -168,14 +174,14 @@ def _weights(graph: Graph) -> set[str]:
 
 
 Hoisted = Literal["none", "gathers", "all"]
-"""What is done once a step, independent of micro-batches and recomputation: nothing; gathers of parameters, which then
-stay gathered; or these gathers and the sums of gradients, which are kept unsummed until then."""
+"""What runs once per step rather than once per micro-batch or recomputation: nothing; the all-gathers of parameters,
+which then stay gathered; or these and the reductions of gradients, which stay partial sums until then."""
 
 
 def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> Graph:
-    """The graph of a step, from the graph of one micro-batch: everything but the update runs once per micro-batch.
+    """Returns the graph of a step, given the graph of one micro-batch: all but the update runs once per micro-batch.
 
-    hoisted: what of parameters is sent only once a step (``pase.tables.charges.edge_flows``).
+    hoisted: which collectives of parameters run only once per step (``pase.tables.charges.edge_flows``).
     """
     if hoisted != "none":
         graph = replace(graph, meta={**graph.meta, "once": hoisted})
@@ -192,12 +198,12 @@ def accumulated(graph: Graph, micro_batches: int, hoisted: Hoisted = "none") -> 
 
 
 def micro_batches_of(graph: Graph) -> int:
-    """The number of micro-batches in a step."""
+    """The number of micro-batches per step."""
     return int(graph.meta.get("accumulate", "1"))
 
 
 def hoisted_of(graph: Graph) -> Hoisted:
-    """Which collectives of parameters a step runs only once."""
+    """Which collectives of parameters run only once per step."""
     return next((o for o in _HOISTED if o == graph.meta.get("once")), "none")
 
 
@@ -209,5 +215,5 @@ _HOISTED: Mapping[Hoisted, tuple[str, ...]] = {
 
 
 def hoisted_text(hoisted: Hoisted) -> list[str]:
-    """What is sent once a step, in words: a part, or nothing."""
+    """Describes what is sent once per step: one part, or nothing."""
     return list(_HOISTED[hoisted])

@@ -1,8 +1,9 @@
-"""A model without equal blocks as a chain of units, between the narrow places of its graph.
+"""A model without equal blocks as a chain of units, between the cut points of its graph.
 
-A place is narrow if few activations cross it: made before it, read after it. What is computed from parameters alone, or
-from the batch alone, crosses nothing: every stage that needs it computes it. Loops over layers (those that take their
-parameters from stacks) are a unit a turn; whatever else stands in a loop, a branch or a rematerialised region is whole.
+A cut point is a place that few activations cross: they are made before it and read after it. What is computed from
+parameters alone, or from the batch alone, does not count, because every stage that needs it computes it. In a loop over
+layers (a loop that takes its parameters from stacks), every iteration is a unit. Everything else in a loop, a branch or
+a rematerialised region stays whole.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from pase.ir.types import Graph, Node, Op
 __all__ = ["UnitChain", "chain_of", "loops_over_layers", "op_work"]
 
 _PARTS = 32
-"""No two cuts are closer than this part of the model's work; those at a loop's turns are where they are."""
+"""Cuts are at least 1/32 of the model's work apart, except the cuts between the iterations of a loop over layers."""
 _STORED = ("parameter", "input", "constant")
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitChain:
-    """units: how many. of: node -> its units, [first, end): several for what a loop over layers holds; only nodes that
-    work on activations are in it. crossing: for each place between units, (node, tensor) of the activations there, with
-    or without gradients; the first is after unit 0. loops: path of a loop over layers -> its units. at: path of an
-    equation -> its unit. A node's ops may be of several regions or blocks, which are never cut: ``of`` is then the unit
-    of the first, ``at`` and ``crossing`` each equation's own.
+    """A model as a chain of units.
+
+    units: the number of units.
+    of: node -> its units as [first, end); more than one for nodes inside a loop over layers. It has only the nodes that
+        work on activations. A node may contain ops of several regions or blocks; this is the unit of the first of them.
+    crossing: for each place between two units, (node, tensor) of the activations that cross it, with or without
+        gradients. The first place is after unit 0.
+    loops: path of a loop over layers -> its units.
+    at: path of an equation -> its unit. Unlike ``of``, ``at`` and ``crossing`` are exact for each equation. Regions and
+        blocks are never cut.
     """
 
     units: int
@@ -41,8 +47,11 @@ class UnitChain:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _UnitNodes:
-    """Nodes that stay together. key: path of the scope around them, or the name of the block or of the only node.
-    trip_count: of a loop over layers, else 1."""
+    """Nodes that stay together.
+
+    key: the path of the scope around them, or the name of the block or of the single node.
+    trip_count: the trip count of a loop over layers, else 1.
+    """
 
     names: list[str]
     key: str
@@ -51,8 +60,8 @@ class _UnitNodes:
 
 
 def loops_over_layers(graph: Graph) -> dict[str, tuple[str, int]]:
-    """Each outermost loop that reads stacked parameters, one slice a turn: path of its scope -> (its own path, its
-    turns)."""
+    """Each outermost loop that reads stacked parameters, one slice per iteration: path of its scope -> (the loop's own
+    path, its trip count)."""
     out: dict[str, tuple[str, int]] = {}
     sliced = [(graph.node[e.src], e.op) for e in graph.edges] + [(n, op) for n in graph.nodes for op in n.ops]
     for n, op in sliced:
@@ -63,7 +72,7 @@ def loops_over_layers(graph: Graph) -> dict[str, tuple[str, int]]:
 
 
 def op_work(n: Node) -> float:
-    """About the FLOPs of a node's forward, to weigh units by."""
+    """Approximate FLOPs of a node's forward, used to balance units."""
     return sum(_number(op.times) * _points(n, op) * op.flops_per_point for op in n.ops)
 
 
@@ -77,8 +86,11 @@ def _number(size: Size) -> float:
 
 @dataclass(frozen=True)
 class _UnitFlow:
-    """An activation that a node makes. made, read: what holds the op that makes it, and the op that reads it. in_loop:
-    whether the reader is in a scope."""
+    """An activation that one node makes and another reads.
+
+    made, read: the groups (loop, region, block or node) of the op that makes it and of the op that reads it.
+    in_loop: whether the reader is inside a scope.
+    """
 
     node: str
     tensor: str
@@ -88,24 +100,29 @@ class _UnitFlow:
 
 
 def chain_of(graph: Graph, blocks: Sequence[Block] = ()) -> UnitChain:
-    """graph: simplified, of the step in micro-batches or of one of them: both give the same units. blocks: written out;
-    no cut is inside of one, since a block may be computed again as a whole."""
+    """Returns the chain of units of a graph.
+
+    graph: the simplified graph of a step in micro-batches, or of one micro-batch; both give the same units.
+    blocks: written-out blocks. No cut falls inside one, because a block may be recomputed as a whole.
+    """
     return _ChainFinder(graph, blocks).chain()
 
 
 class _ChainFinder:
+    """Finds the units of a graph."""
+
     def __init__(self, graph: Graph, blocks: Sequence[Block]) -> None:
         self.graph, self.layers = graph, loops_over_layers(graph)
         self.held_by = holders(blocks)
 
     @cached_property
     def active(self) -> frozenset[str]:
-        """Nodes that work on activations: their results depend on parameters and on the batch."""
+        """The nodes that work on activations: their results depend on both parameters and the batch."""
         parameters, batch = set[str](), set[str]()
         reads = dict[str, set[str]]()
         for e in self.graph.edges:
             reads.setdefault(e.dst, set()).add(e.src)
-        for _ in range(2):  # a second time for what a loop carries
+        for _ in range(2):  # the second pass follows loop carries
             for n in self.graph.nodes:
                 read = reads.get(n.name, set())
                 if n.kind == "parameter" or read & parameters:
@@ -135,7 +152,7 @@ class _ChainFinder:
 
     @cached_property
     def keys(self) -> Mapping[str, str]:
-        """Node that works on activations -> the loop, region or block that holds it, or its own name."""
+        """Node that works on activations -> the loop, region or block that contains it, or else its own name."""
         return {
             n.name: self._around(n) or f"node {n.name}" for n in self.graph.nodes if n.name in self.active
         }
@@ -145,13 +162,13 @@ class _ChainFinder:
         return frozenset(self.keys.values())
 
     def _key_of(self, name: str, op: Op) -> str:
-        """What holds an op of this node: a node's ops may be of several regions or blocks."""
+        """The group of an op of this node. The ops of one node may be in several regions or blocks."""
         own = self._region(op)
         return own if own in self._held else self.keys[name]
 
     @cached_property
     def flows(self) -> tuple[_UnitFlow, ...]:
-        """Activations that ops of other nodes, or of other regions of the same node, read."""
+        """The activations that flow to ops of other nodes, or of other regions of the same node."""
         out = list[_UnitFlow]()
         for n in self.graph.nodes:
             made = {a.tensor: op for op in n.ops for a in op.writes} if n.name in self.keys else {}
@@ -172,7 +189,7 @@ class _ChainFinder:
         return tuple(out)
 
     def _groups(self) -> list[_UnitNodes]:
-        """The nodes that work on activations, in the program's order; a loop's or a region's are one group."""
+        """The groups of nodes that work on activations, in program order. A loop or a region is one group."""
         found = dict[str, list[str]]()
         for name, key in self.keys.items():
             found.setdefault(key, []).append(name)
@@ -198,8 +215,9 @@ class _ChainFinder:
         return f"block {held[0]}" if held else ""
 
     def _ordered(self, groups: Sequence[_UnitNodes]) -> list[_UnitNodes]:
-        """Each group directly after what it alone needs, the longest way first: of two branches that meet, the one with
-        more work is done before the other begins, and what is small stays beside its reader."""
+        """Orders the groups so that each directly follows what only it needs, with the longest path first. If two
+        branches meet, the one with more work is finished before the other begins, and small groups stay next to their
+        reader."""
         number = {g.key: i for i, g in enumerate(groups)}
         before: list[set[int]] = [set() for _ in groups]
         for f in self.flows:
@@ -212,8 +230,8 @@ class _ChainFinder:
         return [groups[i] for i in _postorder(before, first)]
 
     def _cuts(self, groups: Sequence[_UnitNodes]) -> set[int]:
-        """Groups after which the chain is cut: on both sides of loops over layers, and else where fewest activations
-        cross, then fewest bytes, no two closer than a part of the work."""
+        """The groups after which the chain is cut. It is cut on both sides of each loop over layers, and otherwise
+        where the fewest activations cross (then the fewest bytes), with a minimum of work between cuts."""
         place = {g.key: (i, i + 1) for i, g in enumerate(groups)}
         ends = [0.0]
         for g in groups:
@@ -237,11 +255,13 @@ class _ChainFinder:
         return cuts
 
     def _crossing(self, place: Mapping[str, tuple[int, int]], cut: int) -> tuple[tuple[str, str], ...]:
-        """What is made before ``cut`` and read from there on. Between a loop's turns its carry is."""
+        """The activations that are made before ``cut`` and read after it. Between a loop's iterations, its carry."""
         out = dict[tuple[str, str], None]()
         for f in self.flows:
             first, end = place[f.read]
-            end = end if f.in_loop else first + 1  # what a loop begins with is read in its first turn
+            end = (
+                end if f.in_loop else first + 1
+            )  # a loop's initial values are read only in its first iteration
             alone = place[f.made] == place[f.read] and self.graph.node[f.node].kind != "carry"
             if place[f.made][0] < cut < end and not alone:
                 out[f.node, f.tensor] = None
@@ -249,7 +269,7 @@ class _ChainFinder:
 
 
 def _postorder(before: Sequence[set[int]], order: Sequence[Sequence[int]]) -> list[int]:
-    """Every number after those that it needs, each as late as possible; from the last one back."""
+    """Orders the numbers so that each follows those that it needs (``before``), each as late as possible."""
     out, seen = list[int](), set[int]()
     needed = set[int]().union(*before) if before else set()
     for root in [i for i in range(len(before)) if i not in needed]:

@@ -1,4 +1,4 @@
-"""Dims under unification: a dim is itself, another dim, or a product of finer dims."""
+"""Unification of dims: a dim stands for itself, for another dim, or for a product of finer dims."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ __all__ = ["Conflict", "DimTable"]
 
 
 class Conflict(Exception):
-    """These dims cannot be one."""
+    """These dims cannot be unified."""
 
 
 class _Unification:
+    """A unification that may be undone."""
+
     def __init__(self) -> None:
         self._undo = False
         self.restricted = False
-        """Did a dim that could be split become one that cannot?"""
+        """Whether a dim that could be split became one that cannot."""
         self.merged: list[Hashable] = []
-        """Dims that became another."""
+        """The dims that were replaced by another dim."""
 
     def undo(self) -> None:
         self._undo = True
 
 
 class DimTable:
-    """Union-find with refinement. Keys are anything hashable; finer dims get integer keys.
+    """Union-find with refinement. Keys may be any hashable value; finer dims that it creates get integer keys.
 
     >>> t = DimTable()
     >>> t.add("e", 12, "parallel"); t.add("h", 3, "parallel"); t.add("k", 4, "parallel")
@@ -54,7 +56,7 @@ class DimTable:
         return self._kind[root]
 
     def resolve(self, key: Hashable) -> tuple[Hashable, ...]:
-        """The finest dims that this one is made of, major to minor."""
+        """The finest dims of which this dim is the product, major to minor."""
         out: list[Hashable] = []
         stack = [key]
         while stack:
@@ -77,7 +79,7 @@ class DimTable:
 
     @contextmanager
     def attempt(self) -> Iterator[_Unification]:
-        """Changes inside are taken back when ``undo`` was called."""
+        """A context whose changes are rolled back at its end if its ``undo`` was called. Contexts do not nest."""
         if self._attempt is not None:
             raise RuntimeError("attempts do not nest")
         self._log = []
@@ -94,12 +96,14 @@ class DimTable:
                         self._kind[key] = old  # type: ignore[assignment]
 
     def unify(self, left: Sequence[Hashable], right: Sequence[Hashable]) -> None:
-        """Make two walks of one tensor dim the same; Conflict where their factors do not nest."""
+        """Unifies two walks of one tensor dim. Raises Conflict if their factors do not nest."""
         a = [r for k in left for r in self.resolve(k) if not is_one(self._size[r])]
         b = [r for k in right for r in self.resolve(k) if not is_one(self._size[r])]
         while a and b:
             x, y = a.pop(0), b.pop(0)
-            if x in self._into or y in self._into:  # walked twice, and a moment ago it became another
+            if (
+                x in self._into or y in self._into
+            ):  # a dim that occurs twice was replaced earlier in this call
                 a, b = [*self.resolve(x), *a], [*self.resolve(y), *b]
                 continue
             if x == y:
@@ -127,7 +131,7 @@ class DimTable:
         self._set(y, (x,))
 
     def _split(self, whole: Hashable, major: Hashable, q: Size) -> Hashable:
-        """whole = major × a new minor dim of size q; returns the minor."""
+        """Replaces ``whole`` by ``major`` times a new minor dim of size q, and returns the minor dim."""
         minor = len(self._size)
         while minor in self._size:
             minor += 1
@@ -139,7 +143,8 @@ class DimTable:
         return minor
 
     def _joined(self, x: Hashable, y: Hashable) -> DimKind:
-        """replicated wins; a dim that is reduced by one op and kept by another is parallel: ops tell which."""
+        """The kind of a unified dim: replicated takes precedence. A dim that one op reduces and another keeps becomes
+        parallel; the ops themselves show which of them reduces it."""
         a, b = self._kind[x], self._kind[y]
         if "replicated" in (a, b):
             if a != b and self._attempt is not None:

@@ -1,4 +1,4 @@
-"""Layouts of arguments that the user has decided, over a mesh of the user's own."""
+"""Layouts of arguments that the user fixed, over the user's own mesh."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["FREE_LAYOUTS", "FixedLayout", "FixedMesh"]
 FREE_LAYOUTS = (
     "let the search decide: pass jax.ShapeDtypeStruct(x.shape, x.dtype) in place of each such array x"
 )
-"""What to do about arrays that lie otherwise than a plan can keep them."""
+"""The fix to suggest for arrays whose layout a plan cannot keep."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FixedMesh:
-    """A user's mesh: its axes, outermost first. Axes of one device split nothing and are left out.
+    """A user's mesh: its axes, outermost first. Axes with one device split nothing and are left out.
 
     >>> mesh = FixedMesh(names=("data", "model"), sizes=(2, 4))
     >>> str(mesh), mesh.devices
@@ -33,8 +33,9 @@ class FixedMesh:
         return math.prod(self.sizes)
 
     def parts(self, sizes: tuple[int, ...]) -> dict[str, tuple[int, ...]] | None:
-        """Axis -> the axes of a finer mesh that together are this axis, by number. sizes: of the finer mesh's axes,
-        outermost first. None if they do not divide this mesh's axes.
+        """Axis -> the numbers of the axes of a finer mesh that together form this axis.
+
+        sizes: the sizes of the finer mesh's axes, outermost first. Returns None if they do not divide this mesh's axes.
 
         >>> FixedMesh(names=("data", "model"), sizes=(2, 4)).parts((2, 2, 2))
         {'data': (0,), 'model': (1, 2)}
@@ -56,10 +57,10 @@ class FixedMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedLayout:
-    """How an argument lies already. dims: for each tensor dim, the axes of the mesh that split it, major to minor;
-    None: the search decides.
+    """The layout that an argument already has.
 
-    path: the argument by the user's name.
+    path: the argument's name in the user's program.
+    dims: for each tensor dim, the mesh axes that split it, major to minor, or None if the search decides.
     """
 
     path: str

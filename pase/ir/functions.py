@@ -1,7 +1,7 @@
 """What ops compute: one table of functions, to which every frontend maps its framework's op names.
 
-What an op means for its price, its gradient and its memory is asked of its ``Function``, never of its name. A frontend
-for which a function is missing adds it here, or registers it in ``FUNCTIONS`` where its rule stands.
+An op's cost, gradient and memory follow from its ``Function``, never from its name. A frontend that needs a function
+which does not exist adds it here, or registers it in ``FUNCTIONS`` next to the rule that uses it.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from pase.registry import Registry
 __all__ = ["BY_KIND", "FUNCTIONS", "Function", "Listed", "Needs"]
 
 Needs = Literal["nothing", "operands", "factors", "choice", "chosen", "result", "both"]
-"""What the derivative of a function reads of what forward made:
+"""What the derivative of a function reads of the values of forward:
 
-nothing: it is linear, so the gradient is the result's, moved, summed, cast or times a number;
-operands: all of them;
-factors: each operand's gradient is the result's times the others: a single one is multiplied by a number, and none is
-    needed;
-choice: the operands that are no floating-point numbers, which say where the gradient goes: a condition, an index;
-chosen: the results that are no floating-point numbers: the places that it found;
+nothing: the function is linear, so the operand's gradient is the result's gradient after a move, a sum, a cast or a
+    multiplication by a number;
+operands: all operands;
+factors: each operand's gradient is the result's gradient times the other operands; a single operand is multiplied by a
+    number, so nothing is needed;
+choice: the operands that are not floating point and determine where the gradient goes, such as a condition or an index;
+chosen: the results that are not floating point, namely the places that the function found;
 result: the result itself;
 both: operands and result."""
 
 Listed = Literal["own", "needs", "both"]
 
 _REPEATED_BELOW = 4.0
-"""FLOPs a point from which a compiler keeps a value rather than compute it a second time: division, roots and
-transcendental functions are what XLA holds to be expensive (``InstructionFusion::IsExpensive``)."""
+"""From this many FLOPs per point on, a compiler keeps a value rather than computes it a second time. XLA considers
+division, roots and transcendental functions expensive (``InstructionFusion::IsExpensive``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """One function of an op's operands, point by point or over a loop nest.
+    """One function of an op's operands, applied point by point or over a loop nest.
 
-    flops: FLOPs a point; simple arithmetic is one, a division or a root four, a transcendental function ten, as on a
-        GPU's special-function path.
-    needs: what backward needs of operands and result.
-    differentiable: False: no gradient passes it.
-    expensive: a compiler does not run it again inside of a reader's fusion, to save keeping its result.
-    hands_on: each operand's gradient is the result's as it is, or its negative, so that an eager framework launches
-        nothing for it.
+    flops: FLOPs per point. Simple arithmetic counts as one, a division or a root as four, and a transcendental function
+        as ten, as on a GPU's special-function path.
+    needs: which operands and results backward needs.
+    differentiable: whether a gradient passes through it.
+    expensive: whether a compiler keeps its result rather than runs it again inside a reader's fusion.
+    hands_on: each operand's gradient is the result's gradient unchanged or negated, so an eager framework launches no
+        kernel for it.
     boolean: the result is true or false.
-    listed: what JAX lists as the residuals of an op that is elementwise and not linear; only inside of a loop does a
-        compiler keep just that: "own", an array of the result's size for each operand that has a gradient, by which
-        backward multiplies; "needs", what ``needs`` says; "both".
+    listed: what JAX lists as the residuals of a non-linear elementwise op. A compiler keeps exactly these only inside a
+        loop. "own": for each operand with a gradient, an array of the result's size by which backward multiplies;
+        "needs": what ``needs`` says; "both": both of these.
     """
 
     name: str
@@ -60,7 +61,7 @@ class Function:
 
     @property
     def linear(self) -> bool:
-        """Is it linear in all its operands taken together?"""
+        """Whether the function is linear in all its operands taken together."""
         return self.differentiable and self.needs == "nothing"
 
 
@@ -78,7 +79,7 @@ def _add(
     boolean: bool = False,
     listed: Listed = "own",
 ) -> Function:
-    """Register functions that are alike, one for each word; the last one is returned."""
+    """Registers functions with equal properties, one for each name in ``words``, and returns the last one."""
     if expensive is None:
         expensive = flops >= _REPEATED_BELOW
     for name in words.split():
@@ -109,7 +110,7 @@ CLAMP = _add("clamp", 2.0)
 _add("one_minus_square polynomial", 2.0)
 _add("abs sign")
 _add("real imag conj complex", needs="nothing")
-# What moves or casts a value.
+# Functions that move or cast a value.
 _add("reduce_precision", 0.0, "nothing")
 CAST = _add("cast", 0.0, "nothing")
 COPY = _add("copy", 0.0, "nothing", hands_on=True)
@@ -146,7 +147,7 @@ _add("sin cos tan sinh cosh asin acos atan asinh acosh atanh erfc atan2", 10.0)
 _add("lgamma digamma polygamma zeta igamma igammac igamma_grad random_gamma_grad incomplete_beta", 40.0)
 _add("bessel_i0 bessel_i0e bessel_i1 bessel_i1e bessel_j bessel_k bessel_y dawsn expint fresnel spence", 40.0)
 _add("xlogy", 10.0)
-# Gradients that a framework's graph has as ops of their own.
+# Gradients that are ops of their own in a framework's graph.
 _add("gradient_of_max")
 _add("gradient_of_result", 4.0)
 _add("gradient_of_exp", 10.0)
@@ -163,15 +164,15 @@ _add("cumprod cummax cummin cumlogsumexp")
 SORT = _add("sort", 20.0)
 ARGSORT = _add("argsort", 20.0, needs="nothing", differentiable=False)
 TOP_K = _add("top_k", 10.0, needs="chosen")
-# Made on the spot.
+# Generated values.
 IOTA = _add("iota", needs="nothing", differentiable=False)
 RANDOM = _add("random", needs="nothing", differentiable=False, expensive=True)
-# Rounded to a grid: the gradient passes as it is, where the operand is within the grid's ends.
+# Rounding to a grid: the gradient passes unchanged if the operand is within the range of the grid.
 QUANTIZE = _add("quantize", 6.0, needs="nothing", differentiable=False)
 _add("dequantize", 2.0, needs="nothing")
 _add("fake_quantize", 8.0)
 
-# What the loop nest alone says.
+# Functions that are fully described by the loop nest.
 MATMUL = _add("matmul", 2.0)
 CONV = _add("conv", 2.0)
 GATHER = _add("gather", needs="choice")
@@ -199,4 +200,4 @@ BY_KIND: dict[str, Function] = {
     "carry": CARRY,
     **_LEAF,
 }
-"""Kind of loop nest -> the function of all ops of that kind; ops of other kinds say which function they are."""
+"""Kind of loop nest -> the function of all ops of that kind. Ops of other kinds name their function."""

@@ -21,8 +21,8 @@ _WALK = re.compile(
 class Window:
     """A sliding window over a tensor dim: ``extent`` elements (dilation included), moved by ``stride``.
 
-    before: the elements of padding in front of the dim, where the first window begins; negative: the elements that it
-    leaves out.
+    before: the elements of padding in front of the dim, where the first window begins. If it is negative, the first
+        window skips that many elements.
 
     >>> Window(extent=3, before=1).border, Window(extent=3, stride=2).border, Window(extent=1, stride=2).border
     ((1, 1), (0, 1), (0, -1))
@@ -34,23 +34,23 @@ class Window:
 
     @property
     def border(self) -> tuple[int, int]:
-        """(elements before, elements behind) that a shard's windows reach over its border. A negative number is the
-        elements of its own that they do not read.
+        """How many elements (before, after) a shard's windows reach beyond its borders. A negative number means that
+        they leave that many of the shard's own elements unread.
 
-        A shard has one window for each stride: its last window ends ``extent - stride`` elements behind the place
-        where the next shard's first would begin.
+        A shard has one window per stride. Its last window ends ``extent - stride`` elements after the place where the
+        next shard's first window would begin.
         """
         return self.before, self.extent - self.stride - self.before
 
     @property
     def halo(self) -> int:
-        """Elements that a shard reads of its neighbours."""
+        """The number of elements that a shard reads from its neighbours."""
         return sum(max(n, 0) for n in self.border)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How one tensor dim is walked: iteration dims, major to minor, perhaps under a window."""
+    """How one tensor dim is walked: by iteration dims, major to minor, possibly under a window."""
 
     dims: tuple[str, ...] = ()
     window: Window | None = None
@@ -98,8 +98,10 @@ class AccessMap:
             m = _WALK.match(text, position)
             if m is None:
                 raise PaseError(
-                    f"access map '{text}': cannot read '{text[position:]}'; a walk is DIM, (DIM DIM) or 1, "
-                    f"then perhaps @EXTENT, @EXTENT/STRIDE, or either with +PADDING"
+                    f"cannot read '{text[position:]}'",
+                    where=f"access map '{text}'",
+                    fix="write a walk as DIM, (DIM DIM) or 1, optionally followed by @EXTENT or @EXTENT/STRIDE "
+                    "and then +PADDING",
                 )
             names = (m["dim"],) if m["dim"] else tuple((m["dims"] or "").split())
             extent, stride, before = (

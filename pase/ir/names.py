@@ -1,4 +1,4 @@
-"""Names that a person reads: dims of one meaning share a letter, nodes are called after their parameters."""
+"""Readable names: dims of one meaning share a letter, and nodes are named after their parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DimKey = tuple[str, str]
 
 
 def dim_classes(graph: Graph) -> dict[DimKey, int]:
-    """(node, dim) -> class; dims that walk the same factor of one tensor are of one class.
+    """(node, dim) -> class. Dims that walk the same factor of one tensor are in one class.
 
-    Classes are numbered in order of appearance. Dims that only share a tensor's dim as part of a different
-    factoring stay apart.
+    Classes are numbered in order of appearance. Dims that share a tensor's dim only as parts of different factorings
+    are in different classes.
     """
     alike: nx.Graph[DimKey] = nx.Graph()
     alike.add_nodes_from((n.name, d.name) for n in graph.nodes for d in n.space)
@@ -40,7 +40,7 @@ def dim_classes(graph: Graph) -> dict[DimKey, int]:
 
 
 def named(graph: Graph) -> Graph:
-    """The same graph with letters for dims (b: the batch's first dim, s: its second) and names for nodes."""
+    """Returns the graph with letters for dims (b: the first dim of the batch, s: its second) and names for nodes."""
     classes = dim_classes(graph)
     letters = _batch_letters(graph, classes)
     used = set(letters.values())
@@ -52,7 +52,7 @@ def named(graph: Graph) -> Graph:
             )
     shared = [c for c in sharing if c not in letters]
     free = (c for c in _LETTERS if c not in used)
-    if shared:  # the model's width: the dim that most parameters have
+    if shared:  # the model's width: the dim that occurs in most parameters
         letters[max(shared, key=lambda c: sharing[c])] = next(free)
     for c in shared:
         if c not in letters:
@@ -85,7 +85,8 @@ def named(graph: Graph) -> Graph:
 
 
 def _batch_letters(graph: Graph, classes: dict[DimKey, int]) -> dict[int, str]:
-    """b s for the batch and sequence of the inputs of highest rank; b y x for images and their rows and columns."""
+    """b and s for the batch and sequence of the inputs of highest rank; b, y and x for images, their rows and
+    columns."""
     letters: dict[int, str] = {}
     inputs = [n for n in graph.nodes if n.kind == "input"]
     rank = max((len(n.space.dims) for n in inputs), default=0)
@@ -111,7 +112,7 @@ def _renamed(n: Node, name: str, dims: dict[str, str]) -> Node:
 
 
 def _node_names(graph: Graph) -> dict[str, str]:
-    """Parameters and inputs by their path; a matmul after the parameter that it reads; else op and function."""
+    """Names parameters and inputs by their path, a matmul after its parameter, and other nodes by op and function."""
     taken: Counter[str] = Counter()
     out: dict[str, str] = {}
     for n in graph.nodes:
@@ -133,11 +134,12 @@ def _node_names(graph: Graph) -> dict[str, str]:
 
 
 def _weight(graph: Graph, n: Node) -> str | None:
-    """Path of the parameter that the node's matmul multiplies or its gather looks up: not of a bias on the way."""
+    """The path of the parameter that the node's matmul multiplies or that its gather looks up. A bias on the way to it
+    does not count."""
     inside = {a.tensor: op for op in n.ops for a in op.writes}
 
     def parameters(tensor: str) -> list[str] | None:
-        """The parameters that this value is made of; None where an activation has a part in it."""
+        """The parameters from which this value is computed; None if an activation contributes to it."""
         if graph.tensors[tensor].role == "constant":
             return []
         op = inside.get(tensor)
@@ -161,14 +163,14 @@ def _weight(graph: Graph, n: Node) -> str | None:
         return out
 
     reads = n.main.reads[:1] if n.kind == "gather" else n.main.reads
-    for a in reversed(reads):  # x @ w: the second operand is the weight where both are
+    for a in reversed(reads):  # in x @ w the second operand is the weight, if both depend on parameters only
         if found := parameters(a.tensor):
             return graph.tensors[max(found, key=lambda t: len(graph.tensors[t].shape))].path
     return None
 
 
 def _function(n: Node) -> str:
-    """op@function, from a source line such as ``/a/layers.py:12:3 (norm)``."""
+    """The node's name as op@function. The function comes from a source line such as ``/a/layers.py:12:3 (norm)``."""
     ops = [n.main] if n.kind in _VERBS else n.ops
     counts = Counter(op.source.function for op in ops if op.source.function)
     where = counts.most_common(1)[0][0].replace(".<locals>", "") if counts else ""

@@ -1,5 +1,5 @@
-"""Where an op stands: its place in the traced program, the user's line, and the loops, branches and rematerialised
-regions around it."""
+"""Where an op is: its place in the traced program, the user's line, and the loops, branches and rematerialised regions
+around it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from pase.errors import PaseError
 __all__ = ["NOWHERE", "NO_PLACE", "Place", "PlacePart", "Scope", "ScopeKind", "SourceLine"]
 
 PlacePart = Literal["const", "ask", "carry", "xs", "x", "y", "last", "outs", "out"]
-"""What a loop or a branch makes in addition to the equations of its body: a constant of the body or of the condition,
-computed before the loop; a carry; a stack that is read one slice per turn, and the slice; a result that is stacked; the
-last turn's result; all that the body returns; what a branch returns (index: branch, result)."""
+"""What a loop or a branch defines in addition to the equations of its body:
+
+const, ask: a constant of the body or of the condition, computed before the loop; carry: a carry; xs: a stack that is
+read one slice per iteration; x: such a slice; y: a result that is stacked; last: the result of the last iteration;
+outs: all that the body returns; out: what a branch returns (index: branch, result)."""
 
 ScopeKind = Literal["loop", "remat", "branch", "program"]
-"""program: one program of a model that consists of several."""
+"""program: one program of a model that consists of several programs."""
 
 _SCOPE = re.compile(rf"({'|'.join(get_args(ScopeKind))})(?::|(?=\d)|$)(.*)", re.DOTALL)
 _SOURCE = re.compile(r"(.*) \(([^()]+)\)", re.DOTALL)
@@ -37,10 +39,10 @@ _PLACE = re.compile(
 
 @dataclass(frozen=True)
 class Place:
-    """An equation of the traced program, or what a loop or a branch makes in addition to its equations.
+    """An equation of the traced program, or a value that a loop or a branch defines in addition to its equations.
 
-    path: the frontend's number or name of the equation: "3.1" is the second one inside the fourth.
-    index: which one, if there are several.
+    path: the frontend's number or name of the equation; "3.1" is the second equation inside the fourth.
+    index: the value's index, if there are several.
 
     >>> at = Place("3.1")
     >>> str(at), str(at.its("carry", 2)), str(at.its("out", 0, 1)), bool(Place())
@@ -65,13 +67,13 @@ class Place:
         return f"{self.path}:{self.part}{'.'.join(map(str, self.index))}"
 
     def number_in(self, prefix: str) -> int | None:
-        """Its index in the list of equations whose paths are this prefix and a number, or that of the equation around
-        it."""
+        """The index of this equation, or of the equation around it, in the list of equations whose paths consist of
+        this prefix and a number."""
         m = _NUMBER.match(self.path, len(prefix)) if self.path.startswith(prefix) else None
         return None if m is None else int(m[0])
 
     def steps(self) -> Iterator[tuple[str, int]]:
-        """The lists of numbered equations that contain it, outermost first: (prefix of the paths there, its number).
+        """The lists of numbered equations that contain it, outermost first, as (prefix of their paths, its number).
 
         >>> list(Place("3.1").steps())
         [('', 3), ('3.', 1)]
@@ -92,7 +94,7 @@ class Place:
         return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else None
 
     def its(self, part: PlacePart, *index: int) -> Place:
-        """What the loop or the branch here makes."""
+        """A value that the loop or branch at this place defines."""
         return Place(self.path, part, index)
 
     @classmethod
@@ -123,21 +125,26 @@ class Scope:
         return f"{self.kind}{'' if self.path[:1].isdecimal() or not self.path else ':'}{self.path}"
 
     def encloses(self, prefix: str) -> bool:
-        """Does it contain the list of equations whose paths have this prefix?"""
+        """Whether the scope contains the list of equations whose paths have this prefix."""
         return prefix.startswith(self.path)
 
     @classmethod
     def parse(cls, text: str) -> Scope:
-        """The inverse of ``str``; PaseError where it is not a scope."""
+        """The inverse of ``str``. Raises PaseError if the text is not a scope."""
         m = _SCOPE.fullmatch(text)
         if m is None:
-            raise PaseError(f"'{text}' is not a scope: expected {', '.join(get_args(ScopeKind))} and a path")
+            raise PaseError(
+                f"'{text}' is not a scope",
+                fix=f"write one of {', '.join(get_args(ScopeKind))}, followed by a path",
+            )
         return cls(m[1], m[2])  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class SourceLine:
-    """A line of the user's program. function: the one that contains it; "": not known. False if there is no line.
+    """A line of the user's program. It is false if no line is known.
+
+    function: the function that contains the line, or "" if it is not known.
 
     >>> s = SourceLine.parse("model.py:12:4 (Block.layer_norm)")
     >>> s.place, s.function, s.name, str(s), bool(SourceLine())
@@ -159,8 +166,8 @@ class SourceLine:
         return self.function.rpartition(".")[2]
 
     def from_root(self) -> SourceLine:
-        """The line with its file relative to the folder that it is imported from, or to the working directory. If it
-        is in neither, only the file's name.
+        """The line with its file relative to the folder that it is imported from, or to the working directory. If it is
+        in neither, only the file's name is kept.
 
         >>> SourceLine("/home/ada/models/tiny.py:12:4").from_root().place
         'tiny.py:12:4'
@@ -182,4 +189,4 @@ class SourceLine:
 NOWHERE = SourceLine()
 """No line of the user's program is known."""
 NO_PLACE = Place()
-"""Made by no equation."""
+"""The place of an op that no equation makes."""

@@ -1,4 +1,4 @@
-"""Products with weights in eight or four bits: which they are, and the graph in which they run so."""
+"""Products with weights in eight or four bits: which products qualify, and the graph in which they are priced so."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["FP4", "FP8", "in_fp8", "operand_bytes", "weight_products"]
 FP8 = "float8_e4m3fn"
 FP4 = "float4_e2m1fn"
 _REMARK = (
-    "products with weights, all but the last, are priced in {name} with what scaling moves: the program has to ask for "
-    "it; plan.jax runs them as they are written"
+    "products with weights, except the last, are priced in {name}, including the traffic of scaling; the program "
+    "itself must request {name}: plan.jax runs the products as they are written"
 )
 
 
 def operand_bytes(dtype: str) -> float:
-    """Bytes of an element of what a product in eight or four bits reads.
+    """Bytes per element of the operands of a product in eight or four bits.
 
     >>> operand_bytes(FP8), operand_bytes(FP4)
     (1.0, 0.5)
@@ -28,16 +28,21 @@ def operand_bytes(dtype: str) -> float:
 
 
 def weight_products(graph: Graph, node: Node) -> bool:
-    """Is the node a product with a parameter?"""
+    """Whether the node is a product with a parameter."""
     kinds = {graph.producer[a.tensor].kind for _, a in node.reads if a.tensor in graph.producer}
     return node.kind in ("matmul", "conv") and "parameter" in kinds
 
 
 @once
 def in_fp8(graph: Graph, dtype: str = FP8) -> Graph:
-    """The simplified graph with its products with weights in fp8, all but the last: those that lead to no further one,
-    as the products that make logits do, stay as they are (torchtitan's filter of "output"; Transformer Engine's
-    recipes). The model's weights, gradients and what lies between products keep their types. dtype: FP8, or FP4."""
+    """Returns the simplified graph with its products with weights in low precision, except the last ones.
+
+    Products that lead to no further such product, such as those that make logits, keep their precision (torchtitan's
+    filter of "output"; Transformer Engine's recipes). The model's weights, its gradients and the values between
+    products keep their dtypes.
+
+    dtype: FP8 or FP4.
+    """
     name = {FP8: "fp8", FP4: "nvfp4"}[dtype]
     mine = {n.name for n in graph.nodes if n.kind == "matmul" and weight_products(graph, n)}
     after = _behind(graph, mine)
@@ -56,7 +61,7 @@ def in_fp8(graph: Graph, dtype: str = FP8) -> Graph:
 
 
 def _behind(graph: Graph, names: set[str]) -> set[str]:
-    """The nodes from which one of these is reached by an edge or more; a loop's carry leads back into it."""
+    """The nodes from which a path of one or more edges leads to one of these. A carry leads back into its loop."""
     sources: dict[str, list[str]] = {}
     for e in graph.edges:
         sources.setdefault(e.dst, []).append(e.src)

@@ -1,7 +1,7 @@
-"""What a rematerialised region really runs again.
+"""Which ops of a rematerialised region backward really runs again.
 
-Backward recomputes only what it needs: the operands of products and of non-linear functions, and whatever
-leads to them. A region's last matmul, whose result is merely added to the residual, is not run twice.
+Backward recomputes only what it needs: the operands of products and of non-linear functions, and whatever leads to
+them. A region's last matmul, whose result is only added to the residual stream, does not run twice.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ __all__ = ["linear", "mark_recomputed", "needs"]
 
 
 def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The tensors, among the op's reads and writes, that its derivative needs. For an op that runs in backward, all its
-    reads. tensors: the graph's."""
+    """The tensors, among the op's reads and writes, that its derivative needs. For an op that runs in backward, these
+    are all its reads. tensors: the graph's tensors."""
     if op.backward:
         return tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant" and not a.gradient)
     if not op.differentiable:
@@ -43,8 +43,10 @@ def needs(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def linear(op: Op, constants: Collection[str] = ()) -> bool:
-    """Whether its derivative is the same at any values of its floating-point operands. constants: tensors that do not
-    depend on data, as far as it reads any."""
+    """Whether the derivative is the same for all values of the floating-point operands.
+
+    constants: tensors that do not depend on data; only those that the op reads matter.
+    """
     match op.function.needs:
         case "nothing" | "choice":
             return True
@@ -55,8 +57,8 @@ def linear(op: Op, constants: Collection[str] = ()) -> bool:
 
 
 def _factors(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """The operands by which the gradient of another one is multiplied: those of which another one has a gradient. A
-    quotient's denominator divides both gradients."""
+    """The operands that are factors of another operand's gradient, if that other operand has a gradient. The
+    denominator of a quotient divides both gradients."""
     found = []
     for i, a in enumerate(op.reads):
         of = [b for j, b in enumerate(op.reads) if j != i or (op.function is DIV and i == 1)]
@@ -66,19 +68,19 @@ def _factors(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def _read_by_recompute(op: Op, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """``needs``, in a region that runs again: there a product reads all of its operands, also those whose other factor
-    has no gradient. PyTorch runs a region's ops again whole, and brings them."""
+    """Like ``needs``, but in a region that runs again: there a product reads all its operands, including those whose
+    other factor has no gradient. PyTorch runs all ops of a region again, and so gathers these operands."""
     data = tuple(a.tensor for a in op.reads if tensors[a.tensor].role != "constant")
     product = op.kind in ("matmul", "conv") or (op.function.needs == "factors" and len(data) > 1)
     return data if product and op.differentiable else needs(op, tensors)
 
 
 def mark_recomputed(graph: Graph) -> Graph:
-    """The same graph, with ``Op.remat`` only on ops that backward runs again, and ``Access.again`` on their reads and
-    on the reads of derivatives of the region's other ops."""
+    """Returns the graph with ``Op.remat`` set only for the ops that backward runs again, and ``Access.again`` for their
+    reads and for the reads by derivatives of the region's other ops."""
     needed: dict[tuple[Scope, ...] | None, set[str]] = defaultdict(set)
     regions = {op.region for n in graph.nodes for op in n.ops if op.remat and op.region is not None}
-    # Ops whose results are kept run once, but their derivatives need operands that may have to be made again.
+    # Ops whose results are kept run once, but their derivatives may need operands that have to be recomputed.
     ops = [op for n in graph.nodes for op in n.ops if op.region in regions and not op.backward]
     region = {a.tensor: op.region for op in ops for a in op.writes}
     for op in (op for n in graph.nodes for op in n.ops if op.backward and op.region is not None):

@@ -1,4 +1,4 @@
-"""Remarks: what a price assumes, and what speaks against it, for readers of a plan."""
+"""Remarks for readers of a plan: what its cost assumes, and what makes the cost doubtful."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ RemarkKind = Literal[
 ]
 """What a remark is about.
 
-assumed: how the program runs, as a user may state it (which branch is taken) or an executor does it. The others are
-doubts: turns: how often a loop turns is not known. opaque: an op that is not split. unknown: work that is not priced.
-empty: no parameters, no gradients or no FLOPs. activations: more than the program writes. step: shorter than the
-machine allows. communication: sums over devices that nothing sends. state: a next value that the program computes and
-drops.
+assumed: how the program runs, as stated by the user (which branch is taken) or decided by an executor.
+The other kinds are doubts:
+turns: the trip count of a loop is not known. opaque: an op is not split. unknown: some work is not priced.
+empty: there are no parameters, no gradients or no FLOPs. activations: more activations than the program writes.
+step: the step is shorter than the machine allows. communication: sums over devices that nothing sends.
+state: the program computes a next value of a state and drops it.
 """
 
 
 @dataclass(frozen=True)
 class Remark:
-    """One remark. what: a sentence. where: the op and the user's line that it is about, if it is about one.
+    """One remark. what: a sentence. where: the op and the user's line that it is about, if there is one.
 
-    >>> str(Remark("turns", "the loop is priced as one turn", "train.py:3"))
-    'the loop is priced as one turn (train.py:3)'
+    >>> str(Remark("turns", "the loop is priced as one iteration", "train.py:3"))
+    'the loop is priced as one iteration (train.py:3)'
     >>> Remark("assumed", "the first branch is priced").doubtful, Remark("empty", "no parameters").doubtful
     (False, True)
     """
@@ -36,16 +37,18 @@ class Remark:
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(RemarkKind):
-            raise ValueError(f"no kind of remark '{self.kind}': one of {', '.join(get_args(RemarkKind))}")
+            raise ValueError(
+                f"'{self.kind}' is not a kind of remark; the kinds are {', '.join(get_args(RemarkKind))}"
+            )
 
     def __str__(self) -> str:
         return self.what if not self.where or self.where in self.what else f"{self.what} ({self.where})"
 
     @property
     def doubtful(self) -> bool:
-        """Does it speak against the plan, rather than state what is assumed?"""
+        """Whether the remark makes the cost doubtful rather than states an assumption."""
         return self.kind != "assumed"
 
     def to_json(self) -> dict[str, str]:
-        """As commands print it with --json."""
+        """The remark as commands print it with ``--json``."""
         return {"kind": self.kind, "what": self.what, "where": self.where}

@@ -1,19 +1,19 @@
-"""From one node an equation to one node a layer: light ops join their neighbours by dim propagation.
+"""From one node per equation to about ten nodes per layer: light ops join their neighbours.
 
-The raw graph has a node per equation, thousands of them. ``simplify`` gives the graph that is searched:
+The raw graph has one node per equation, thousands of them. ``simplify`` returns the graph that is searched:
 
-1. what depends on no data (masks, position tables) becomes constant: any layout of it is free;
-2. views and casts of a parameter join the parameter, so that a gather moves the cast tensor;
-3. neighbouring light ops (elementwise, views, reductions) of one level join into one node: softmax, layer
-   norm, residual add. Levels count the heavy ops (matmul, conv, gather, loop carry) on the way, so that no
-   node both feeds and follows a heavy op, and no cycle can arise;
-4. a joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul
-   would lose a dim to split (rope's halves, a fused qkv's parts); a view of a matmul's result joins it;
-5. a tensor with several readers gets a copy node, so that one gather serves all who want the same layout;
-6. an attention gets a dim that splits queries and keys at once: a ring.
+1. Values that depend on no data (masks, position tables) become constants; every layout of them is free.
+2. Views and casts of a parameter join the parameter, so that an all-gather sends the cast tensor.
+3. Neighbouring light ops (elementwise, views, reductions) of one level join into one node: softmax, layer norm, a
+   residual addition. A level counts the heavy ops (matmul, conv, gather, loop carry) on the way to an op, so that no
+   node both feeds and follows a heavy op, and no cycle can arise.
+4. A joined node without reductions that feeds one matmul joins it, on the operand's side, unless the matmul would lose
+   a dim to split (the halves of rotary embeddings, the parts of a fused qkv). A view of a matmul's result joins it.
+5. A tensor with several readers gets a copy node, so that one all-gather serves all readers of the same layout.
+6. An attention gets a ring dim, which splits queries and keys at the same time.
 
-Joining unifies iteration dims through the shared tensor, splitting a dim where the other side has it split
-(reshapes). Where dims cannot be unified (x + xᵀ) the nodes stay apart, with an edge between them.
+Joining unifies iteration dims through the shared tensor. A dim is split if the other side has it split (a reshape). If
+dims cannot be unified (x + xᵀ), the nodes stay apart and an edge connects them.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ __all__ = ["simplify"]
 
 LIGHT = frozenset({"elementwise", "view", "reduce", "generate"})
 PARTIAL_SUMS = frozenset({"matmul", "conv", "gather", "attention"})
-"""Kinds of ops whose results may still have to be summed when they leave their node."""
+"""Kinds of ops whose results may be partial sums when they leave their node."""
 
 _MOST_KEYS = 256
-_WIDE = 512  # a dim that a model axis is spent on; router and gate dims are far narrower
+_WIDE = 512  # elements of a dim that is worth a mesh axis; the dims of routers and gates are far smaller
 
 
 def simplify(graph: Graph, like: Graph | None = None) -> Graph:
-    """The graph to search: about ten nodes a transformer layer, each with one config.
+    """Returns the graph to search: about ten nodes per transformer layer, each with one config.
 
     like: a graph that differs from this one only in rematerialised regions. These do not change which nodes join, so
-    the groups are computed once for all such graphs.
+        the groups are computed once for all such graphs.
     """
     groups = _joined(graph) if like is None else _joined_once(like)
     return with_rings(with_states(with_copies(groups.finish(mark_recomputed(graph)))))
 
 
 def _joined(graph: Graph) -> _NodeGroups:
-    """Which nodes become one."""
+    """Determines which raw nodes become one node."""
     groups = _NodeGroups(graph, DimTable())
     groups.join_parameters()
     groups.find_constants()
@@ -68,7 +68,8 @@ _joined_once = once(_joined)
 class _NodeGroups:
     """Union-find over raw nodes, and the dims that joining them identifies.
 
-    By hand: joins are tried and undone, and a group keeps the name of the node that it began with.
+    It is written here rather than taken from a library because joins are tried and undone, and because a group keeps
+    the name of its first node.
     """
 
     def __init__(self, graph: Graph, table: DimTable):
@@ -93,14 +94,14 @@ class _NodeGroups:
         }
 
     def find(self, i: int) -> int:
-        """The raw node that represents the group of i."""
+        """The raw node that represents the group of raw node i."""
         return self.root[i]
 
     def _walks(self, i: int, access: Access) -> list[list[tuple[int, str]]]:
         return [[(i, d) for d in w.dims] for w in access.map.walks]
 
     def join(self, i: int, j: int, *, free: bool = False) -> bool:
-        """Join the groups of raw nodes i and j through every tensor that passes between them; False on conflict.
+        """Joins the groups of raw nodes i and j through every tensor that passes between them. False on a conflict.
 
         free: a dim that may be split must not become one that may not (after a slice or a concatenation).
         """
@@ -118,7 +119,7 @@ class _NodeGroups:
         return self._merge([a, b], pairs, None, free)
 
     def add(self, i: int, groups: list[int], *, free: bool = False) -> bool:
-        """Join raw node i, so far alone, to groups that it reads; to all of them or to none."""
+        """Joins raw node i, which is still alone, to all of these groups that it reads, or to none of them."""
         pairs = []
         for r in self._op(i).reads:
             p = self.producer.get(r.tensor)
@@ -129,7 +130,7 @@ class _NodeGroups:
     def _merge(
         self, groups: list[int], pairs: list[tuple[int, Access, int, Access]], fresh: int | None, free: bool
     ) -> bool:
-        """Make the walks of each (writer, write, reader, read) one. fresh: a raw node whose dims are not in use yet."""
+        """Unifies the walks of each (writer, write, reader, read). fresh: a raw node whose dims are not used yet."""
         with self.table.attempt() as attempt:
             try:
                 for p, w, q, r in pairs:
@@ -155,7 +156,7 @@ class _NodeGroups:
         return True
 
     def _check(self, i: int) -> None:
-        """No tensor may walk one dim twice."""
+        """Raises Conflict if an access would walk one dim twice."""
         for op in self.graph.nodes[i].ops:
             for access in (*op.reads, *op.writes):
                 flat = [d for w in self._walks(i, access) for x in w for d in self.table.resolve(x)]
@@ -169,7 +170,8 @@ class _NodeGroups:
         return [self.producer[a.tensor] for a in self._op(i).reads if a.tensor in self.producer]
 
     def join_parameters(self) -> None:
-        """Views and casts of one parameter are stored with it: the gather moves what is used. An input's views too."""
+        """Joins views and casts of a parameter to the parameter, because an all-gather sends what is used. Also joins
+        views of an input to the input."""
         sizes = self.graph.tensors
         for i, n in enumerate(self.graph.nodes):
             op = n.ops[0]
@@ -193,9 +195,10 @@ class _NodeGroups:
                 self.join(root, i)
 
     def find_constants(self) -> None:
-        """What depends on no data is constant: each device makes the part it needs, fused into the reader.
+        """Marks values that depend on no data as constant. Each device makes the part that it needs, fused into the
+        reader.
 
-        So is the arithmetic on random keys: a few integers, on every device alike.
+        Arithmetic on random keys is constant too: it works on a few integers, which are equal on every device.
         """
         self.constant: set[int] = set()
         keys: set[int] = set()
@@ -213,7 +216,7 @@ class _NodeGroups:
         self.constant |= {i for i in keys if self._op(i).kind != "input"}
 
     def _is_key(self, i: int) -> bool:
-        """Does the op make a few unsigned integers or keys, as random.split and fold_in do?"""
+        """Whether the op makes a few unsigned integers or keys, as random.split and fold_in do."""
         op, tensors = self._op(i), self.graph.tensors
         return op.kind in LIGHT | {"opaque", "copy", "input"} and all(
             tensors[a.tensor].dtype in ("key", "uint32")
@@ -223,8 +226,8 @@ class _NodeGroups:
         )
 
     def find_narrowing(self) -> None:
-        """A cast of a heavy op's result to fewer bytes is not joined to its readers, so the smaller of the two tensors
-        moves to them. It cannot join the node of a matmul, because that may write partial sums."""
+        """Finds casts of a heavy op's result to fewer bytes. They are not joined to their readers, so that the smaller
+        of the two tensors is resharded. They cannot join the matmul's node, because it may write partial sums."""
         self.narrowing: set[int] = set()
         for i in range(len(self.graph.nodes)):
             op = self._op(i)
@@ -238,10 +241,10 @@ class _NodeGroups:
                 self.narrowing |= {i for p in before if self._op(p).kind in PARTIAL_SUMS}
 
     def join_light(self) -> None:
-        """Neighbouring light ops of one level and one loop join.
+        """Joins neighbouring light ops of one level and one loop.
 
-        Levels order the groups: heavy ops of a level come before its light groups, those before the heavy ops of
-        the next, and between light groups of one level nothing flows. So no cycle can arise.
+        Levels order the groups: the heavy ops of a level come before its light groups, and these come before the heavy
+        ops of the next level. Nothing flows between light groups of one level, so no cycle can arise.
         """
         level: list[int] = []
         for i, n in enumerate(self.graph.nodes):
@@ -258,7 +261,7 @@ class _NodeGroups:
                 joins = all(self._op(p).stage == op.stage for p in near)
                 free = any(self._whole(g) for g in (*groups, i))
                 level.append(top if joins and self.add(i, groups, free=free) else top + 1)
-        for i in range(len(self.graph.nodes)):  # what has one reader may go there, whatever its level
+        for i in range(len(self.graph.nodes)):  # a light op with a single reader may join it at any level
             if self._is_light(i) and self.find(i) == i:
                 readers = self._outside_readers(i)
                 target = next(iter(readers), i)
@@ -281,14 +284,14 @@ class _NodeGroups:
         } - {root}
 
     def _whole(self, i: int) -> bool:
-        """Does the group reduce a wide dim that must not be split for it (argmax over a vocabulary)?
+        """Whether the group reduces a wide dim that must stay whole for it (argmax over a vocabulary).
 
-        It must not take that dim from the others: the loss over the same logits may be split there.
+        Joining must not impose this on other groups: the loss over the same logits may be split along that dim.
         """
         return self.find(i) in self.whole
 
     def _unify_reads(self, root: int) -> None:
-        """Ops of one node that read the same outside tensor read it alike, where they can."""
+        """Makes ops of one node that read the same outside tensor walk it in the same way, if this is possible."""
         first: dict[str, tuple[int, Access]] = {}
         for i in sorted(self.members[root]):
             for a in self._op(i).reads:
@@ -310,7 +313,7 @@ class _NodeGroups:
         return self._op(i).kind in LIGHT and not stays and self._op(root).kind not in LEAF
 
     def join_operands(self) -> None:
-        """A joined node without reductions, read by one matmul or conv alone, is computed on that operand's side."""
+        """Joins a light node without reductions to its single heavy reader: it is computed on that operand's side."""
         roots = sorted({self.find(i) for i in range(len(self.graph.nodes)) if self._is_light(i)})
         for root in roots:
             group = self.members[root]
@@ -326,7 +329,7 @@ class _NodeGroups:
                 self.join(target, root, free=True)
 
     def join_results(self) -> None:
-        """Transposes and reshapes of what one heavy op makes are part of it: it writes what its readers read."""
+        """Joins transposes and reshapes of a heavy op's result to that op, so that it writes what its readers read."""
         for i in range(len(self.graph.nodes)):
             op = self._op(i)
             if not self._is_light(i) or op.kind != "view" or len(op.reads) != 1 or self.find(i) != i:
@@ -346,8 +349,10 @@ class _NodeGroups:
                 self.join(source, i, free=True)
 
     def finish(self, g: Graph) -> Graph:
-        """One node a group, its dims renamed d0, d1, … (names that read well come later). g: the graph, or one like
-        it."""
+        """Builds one node per group, with dims named d0, d1, … (``names`` gives readable names later).
+
+        g: the graph that was grouped, or one that differs only in rematerialised regions.
+        """
         tensors = dict(g.tensors)
         for i in self.constant:
             for op in g.nodes[i].ops:
@@ -390,13 +395,13 @@ class _NodeGroups:
                         over=None if op.over is None else tuple(n for d in op.over for n in names(i, d)),
                     )
                 )
-            for d in g.nodes[i].space:  # a dim that no map walks (pending) stays
+            for d in g.nodes[i].space:  # keep dims that no map walks (pending)
                 names(i, d.name)
         return Node(name=g.nodes[root].name, space=IterationSpace(tuple(dims.values())), ops=tuple(ops))
 
 
 def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
-    """Producers before consumers; a loop's carry stands before its body."""
+    """Orders producers before consumers. A loop's carry comes before the loop's body."""
     import heapq
 
     position = {n.name: i for i, n in enumerate(nodes)}
@@ -424,5 +429,5 @@ def _ordered(nodes: list[Node]) -> tuple[Node, ...]:
                 heapq.heappush(ready, position[f])
     if len(out) != len(nodes):
         stuck = [k for k, w in waits.items() if w and k not in {n.name for n in out}][:5]
-        raise AssertionError(f"joining made a cycle through {stuck}; this is a defect of pase.ir.simplify")
+        raise AssertionError(f"joining nodes made a cycle through {stuck}; this is a bug in pase.ir.simplify")
     return tuple(out)

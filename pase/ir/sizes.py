@@ -1,6 +1,7 @@
 """Sizes: integers, or sympy expressions over named symbols such as a batch size.
 
-Symbols are positive integers. Text is parsed by a small grammar of its own: ``sympify`` would be eval.
+Symbols are positive integers. Text is parsed by a small grammar of its own, because ``sympify`` would evaluate it as
+code.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ _MAX_DIGITS = 18
 
 
 def symbol(name: str) -> sympy.Expr:
-    """The positive integer symbol of this name."""
+    """The positive integer symbol with this name."""
     import sympy
 
     return sympy.Symbol(name, integer=True, positive=True)
 
 
 def product(sizes: Iterable[Size]) -> Size:
-    """
+    """The product of the sizes.
     >>> product([2, 3, 4])
     24
     """
@@ -40,7 +41,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def quotient(a: Size, b: Size) -> Size | None:
-    """a / b where b divides a exactly (for every value of the symbols), else None.
+    """a / b if b divides a exactly (for every value of the symbols), else None.
 
     >>> quotient(12, 4), quotient(12, 5)
     (3, None)
@@ -64,7 +65,7 @@ def free_symbols(sizes: Iterable[Size]) -> set[str]:
 
 
 def bind_size(size: Size, values: Mapping[str, int]) -> Size:
-    """Put integers in the place of symbols; what is not named stays symbolic.
+    """Replaces symbols by integers. Symbols without a value stay symbolic.
 
     >>> bind_size(parse_size("2*b + 1"), {"b": 4})
     9
@@ -76,15 +77,15 @@ def bind_size(size: Size, values: Mapping[str, int]) -> Size:
         return int(out)
     if out.is_number:
         raise PaseError(
-            f"size {size} is {out} for {dict(values)}: a size must be a whole number; change the binding"
+            f"size {size} is {out} for {dict(values)}, which is not a whole number", fix="bind other values"
         )
     return out
 
 
 def parse_size(text: str) -> Size:
-    """Read an integer or an expression with + - * // % ** (or ^), floor, max, min over symbols.
+    """Parses an integer or an expression with + - * // % ** (or ^), floor, max and min over symbols.
 
-    What sympy prints and what JAX prints for symbolic dims are both read.
+    It reads what sympy prints and what JAX prints for symbolic dims.
 
     >>> parse_size("64"), str(parse_size("2*b + 1")), parse_size("floordiv(4*b, 2)") == 2 * symbol("b")
     (64, '2*b + 1', True)
@@ -93,13 +94,18 @@ def parse_size(text: str) -> Size:
     if text.isdecimal() and text.isascii() and len(text) <= _MAX_DIGITS:
         return int(text)
     if len(text) > _MAX_TEXT:
-        raise PaseError(f"size expression of {len(text)} characters; at most {_MAX_TEXT} are read")
+        raise PaseError(
+            f"a size expression has {len(text)} characters", fix=f"write at most {_MAX_TEXT} characters"
+        )
     try:
         tree = ast.parse(text.replace("^", "**"), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise PaseError(f"'{text}' is not a size: write an integer or an expression such as 2*b") from e
+        raise PaseError(f"'{text}' is not a size", fix="write an integer or an expression such as 2*b") from e
     if _terms(tree) > _MAX_TERMS:
-        raise PaseError(f"'{text}' is too large a size: multiplied out it has over {_MAX_TERMS} terms")
+        raise PaseError(
+            f"the size '{text}' is too large: multiplied out, it has more than {_MAX_TERMS} terms",
+            fix="write a simpler expression",
+        )
     out = _evaluate(tree, text)
     if isinstance(out, int):
         return out
@@ -107,7 +113,7 @@ def parse_size(text: str) -> Size:
 
 
 def _terms(tree: ast.expr) -> float:
-    """An upper bound on the expression's terms when multiplied out. A limit on it keeps reading cheap."""
+    """An upper bound on the number of terms after multiplying out. Limiting it keeps parsing fast."""
     match tree:
         case ast.BinOp(left=a, op=ast.Mult() | ast.FloorDiv() | ast.Mod() | ast.Div(), right=b):
             return _terms(a) * _terms(b)
@@ -137,7 +143,10 @@ _CALLS = {
 
 
 def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Size:
-    """exact: the value must be a whole number; inside floor and ceiling it need not."""
+    """Evaluates a parsed expression.
+
+    exact: whether the value must be a whole number; inside floor and ceiling it need not be.
+    """
     import sympy
 
     def floor_div(a: Size, b: Size) -> Size:
@@ -149,7 +158,7 @@ def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Size:
     match tree:
         case ast.Constant(value=int(v)) if not isinstance(v, bool):
             if len(str(v)) > _MAX_DIGITS:
-                raise PaseError(f"'{text}' is too large a size: {_MAX_DIGITS} digits at most")
+                raise PaseError(f"the size '{text}' is too large", fix=f"write at most {_MAX_DIGITS} digits")
             return v
         case ast.Name(id=name):
             return symbol(name)
@@ -189,4 +198,6 @@ def _evaluate(tree: ast.expr, text: str, exact: bool = True) -> Size:
                     return floor_div(x, y)
                 case "%", [x, y] if y != 0:
                     return sympy.Mod(x, y)
-    raise PaseError(f"'{text}' is not a size: integers, symbols, + - * // % ** floor, max and min are read")
+    raise PaseError(
+        f"'{text}' is not a size", fix="write integers and symbols with + - * // % **, floor, max and min"
+    )

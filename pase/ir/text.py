@@ -1,4 +1,4 @@
-"""The graph as text that a person reads, tests compare and the parser reads back, exactly.
+"""The graph as text: people read it, tests compare it, and the parser reads it back exactly.
 
     graph mlp
     meta frontend jax
@@ -9,13 +9,13 @@
     node layers.0.w:dot (b=b, s={2*s}, d=64 reduction, h=256)
       matmul dot_general t2[b s d], t1[d h] -> t3[b s h] | flops=2.0 eqn=3.1 times=12 scope=loop3. remat
 
-One line a tensor, one a node, one an op under it. An op's line: kind, name, reads ``->`` writes, each a tensor
-and its access map (``sparse`` before it where few elements are touched, ``again`` where backward reads it
-anew, ``gradient`` where its gradient is handed back), then what differs from the default: ``fn`` (the function,
-where neither kind nor name says it), ``flops`` (per point), ``over`` (dims), ``times``, ``chance``, ``scope``
-(once per enclosing loop), ``remat``, ``backward``, ``nodiff``, ``as``, ``eqn``, ``source``. A size is an integer, a
-symbol, or an expression in braces. A name with other characters than letters, digits and ``_.@:~/<>+*-`` is a
-JSON string. ``#`` starts a comment line.
+There is one line per tensor, one per node, and below the node one per op. An op's line has its kind, its name, its
+reads, ``->`` and its writes. Each read or write is a tensor and its access map. It may be preceded by ``sparse`` (few
+elements are used), ``again`` (backward gathers it a second time) or ``gradient`` (its gradient is handed back). Then
+come the fields that differ from the default: ``fn`` (the function, if neither kind nor name implies it), ``flops`` (per
+point), ``over`` (dims), ``times``, ``chance``, ``scope`` (one per enclosing loop), ``remat``, ``backward``, ``nodiff``,
+``as``, ``eqn``, ``source``. A size is an integer, a symbol, or an expression in braces. A name with characters other
+than letters, digits and ``_.@:~/<>+*-`` is a JSON string. ``#`` starts a comment line.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ MAX_LINE = 1 << 18
 
 
 def digest(graph: Graph) -> str:
-    """sha256, in hex, of the graph's text. It leaves out source lines, so that equal models agree wherever their files
-    are, and functions, which the ops' names and FLOPs represent."""
+    """The sha256 of the graph's text, in hex. The text is without source lines, so that equal models agree wherever
+    their files are, and without functions, which are implied by the ops' names and FLOPs."""
     return hashlib.sha256(to_text(graph, sources=False, functions=False).encode()).hexdigest()
 
 
 def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> str:
-    """The graph's text; ``from_text`` reads it back to an equal graph. Without ``sources`` or ``functions`` the text
-    leaves these out."""
+    """Returns the graph's text, from which ``from_text`` reads an equal graph. ``sources`` and ``functions`` say
+    whether the text contains these."""
     out = [f"graph {word_text(graph.name)}"]
     out += [f"meta {word_text(k)} {word_text(v)}" for k, v in graph.meta.items()]
     if sources:
         out += [f"remark {r.kind} {json.dumps(r.what)} {json.dumps(r.where)}" for r in graph.remarks]
     for key, t in graph.tensors.items():
         if key != t.name:
-            raise PaseError(f"graph '{graph.name}': tensor {t.name} is filed under '{key}'")
+            raise PaseError(f"tensor {t.name} is stored under the key '{key}'", where=f"graph '{graph.name}'")
         line = f"tensor {word_text(t.name)} {word_text(t.dtype)}[{', '.join(map(_size, t.shape))}] {t.role}"
         line += (f" {json.dumps(t.path)}" if t.path else "") + (" grad" if t.needs_grad else "")
         out.append(line + (f" copy={word_text(t.copy_of)}" if t.copy_of else ""))
@@ -101,7 +101,7 @@ def to_text(graph: Graph, *, sources: bool = True, functions: bool = True) -> st
 
 
 def word_text(text: str) -> str:
-    """A name as ``TextLine.word`` reads it."""
+    """A name in the form that ``TextLine.word`` reads."""
     return text if _BARE.fullmatch(text) and text != "->" else json.dumps(text)
 
 
@@ -111,7 +111,7 @@ def _size(size: Size) -> str:
 
 
 _MARKS = ("sparse", "again", "gradient")
-"""Flags of an access, written before it."""
+"""Flags of an access, written in front of it."""
 
 
 def _access(a: Access) -> str:
@@ -119,18 +119,20 @@ def _access(a: Access) -> str:
 
 
 def _implied(kind: str, name: str) -> Function | None:
-    """The function of an op whose line does not say it."""
+    """The function of an op whose line does not name it."""
     return BY_KIND.get(kind) or FUNCTIONS.get(name)
 
 
 def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
-    """An op as the line that ``read_op`` reads."""
+    """An op as one line, which ``read_op`` reads."""
     reads, writes = (", ".join(map(_access, x)) for x in (op.reads, op.writes))
     more = []
     if functions and op.function != _implied(op.kind, op.name):
         if FUNCTIONS.get(op.function.name) != op.function:
             raise PaseError(
-                f"op '{op.name}': its function '{op.function.name}' is not registered in pase.ir.functions.FUNCTIONS"
+                f"its function '{op.function.name}' is not registered",
+                where=f"op '{op.name}'",
+                fix="add it to pase.ir.functions.FUNCTIONS",
             )
         more.append(f"fn={word_text(op.function.name)}")
     if op.flops_per_point != 1:
@@ -154,12 +156,14 @@ def op_text(op: Op, *, sources: bool = True, functions: bool = True) -> str:
 
 
 def from_text(text: str) -> Graph:
-    """Read ``to_text``'s form. PaseError names the line and column of what cannot be read.
+    """Reads the text that ``to_text`` writes. A PaseError names the line and column of what cannot be read.
 
-    Only the form is checked here; ``pase.ir.verify`` checks what it says.
+    Only the syntax is checked here; ``pase.ir.verify`` checks the graph.
     """
     if len(text) > MAX_CHARACTERS:
-        raise PaseError(f"graph text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
+        raise PaseError(
+            f"the text has {len(text)} characters; at most {MAX_CHARACTERS} are read", where="graph text"
+        )
     name: str | None = None
     meta: dict[str, str] = {}
     tensors: dict[str, Tensor] = {}
@@ -171,10 +175,10 @@ def from_text(text: str) -> Graph:
         if line.at_end() or raw.lstrip().startswith("#"):
             continue
         if len(raw) > MAX_LINE:
-            line.fail(f"a line of {len(raw)} characters; at most {MAX_LINE} are read")
+            line.fail(f"the line has {len(raw)} characters; at most {MAX_LINE} are read")
         if raw[0] == " ":
             if not nodes:
-                line.fail("an op stands before the first node", 0)
+                line.fail("there is an op before the first node", 0)
             nodes[-1][2].append(read_op(line))
             line.end()
             continue
@@ -184,7 +188,7 @@ def from_text(text: str) -> Graph:
             line.fail(f"the first line must be 'graph NAME', not '{keyword}'", start)
         if keyword == "graph":
             if name is not None:
-                line.fail("a second 'graph' line", start)
+                line.fail("there is a second 'graph' line", start)
             name = line.word("the graph's name")
         elif keyword == "meta":
             key = line.word("a key")
@@ -206,14 +210,16 @@ def from_text(text: str) -> Graph:
             line.fail(f"'{keyword}' is none of 'graph', 'meta', 'remark', 'tensor', 'outputs', 'node'", start)
         line.end()
     if name is None:
-        raise PaseError("graph text line 1, column 1: nothing here; the first line must be 'graph NAME'")
+        raise PaseError(
+            "the text is empty", where="graph text line 1, column 1", fix="begin with the line 'graph NAME'"
+        )
     built = tuple(Node(name=n, space=space, ops=tuple(ops)) for n, space, ops in nodes)
     return Graph(name=name, tensors=tensors, nodes=built, outputs=outputs, meta=meta, remarks=remarks)
 
 
 @dataclass
 class TextLine:
-    """A cursor over one line. of: what the text is, for messages."""
+    """A cursor over one line. of: what the text is, for error messages."""
 
     text: str
     number: int
@@ -222,7 +228,7 @@ class TextLine:
 
     def fail(self, what: str, at: int | None = None) -> NoReturn:
         column = (self.position if at is None else at) + 1
-        raise PaseError(f"{self.of} line {self.number}, column {column}: {printable(what)}")
+        raise PaseError(printable(what), where=f"{self.of} line {self.number}, column {column}")
 
     def at_end(self) -> bool:
         while self.position < len(self.text) and self.text[self.position] in " \r":
@@ -231,7 +237,7 @@ class TextLine:
 
     def end(self) -> None:
         if not self.at_end():
-            self.fail(f"'{self.text[self.position :][:20]}' is too much here")
+            self.fail(f"expected the end of the line, found '{self.text[self.position :][:20]}'")
 
     def accept(self, literal: str) -> bool:
         if not self.at_end() and self.text.startswith(literal, self.position):
@@ -253,7 +259,7 @@ class TextLine:
         return m[0]
 
     def word(self, what: str) -> str:
-        """A bare word or a JSON string."""
+        """Reads a bare word or a JSON string."""
         self.at_end()
         start = self.position
         if (quoted := self.match(_STRING)) is not None:
@@ -308,7 +314,7 @@ class TextLine:
             self.fail(str(e), start)
 
     def names(self) -> tuple[str, ...]:
-        """Dim names in parentheses."""
+        """Reads dim names in parentheses."""
         self.expect("(")
         out: list[str] = []
         while not self.accept(")"):
@@ -360,7 +366,7 @@ def _read_space(line: TextLine) -> IterationSpace:
 
 
 def read_op(line: TextLine) -> Op:
-    """The rest of a line as an op. PaseError says where it cannot be read."""
+    """Reads the rest of a line as an op. A PaseError says where it cannot be read."""
     start = line.position
     kind, name = line.choice(OpKind, "an op's kind"), line.word("the op's name")
     reads = _read_accesses(line, lambda: line.accept("->"))
@@ -368,7 +374,7 @@ def read_op(line: TextLine) -> Op:
     more = _read_more(line, kind) if line.accept("|") else {}
     function = more.pop("function", None) or _implied(kind, name)
     if function is None:
-        line.fail(f"'{name}' is not a function: say fn=", start)
+        line.fail(f"'{name}' is not a known function, so the line needs fn=", start)
     return Op(kind=kind, name=name, function=function, reads=reads, writes=writes, **more)
 
 
@@ -382,7 +388,7 @@ def _read_accesses(line: TextLine, ended: Callable[[], bool]) -> tuple[Access, .
 
 
 def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
-    """What follows an op's accesses, as fields of ``Op``."""
+    """Reads what follows an op's accesses, as fields of ``Op``."""
     readers: dict[str, tuple[str, Callable[[], Any]]] = {
         "flops": ("flops_per_point", lambda: _read_number(line)),
         "chance": ("chance", lambda: _read_number(line)),
@@ -401,7 +407,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
         key = line.match(_SYMBOL) or ""
         field, value = marks.get(key) or (readers[key][0] if key in readers else "", None)
         if field in more and key != "scope":
-            line.fail(f"'{key}' stands twice", at)
+            line.fail(f"'{key}' occurs twice", at)
         if key in readers:
             line.expect("=")
             value = readers[key][1]()
@@ -410,7 +416,7 @@ def _read_more(line: TextLine, kind: OpKind) -> dict[str, Any]:
             more[field] = value
         else:
             line.fail(
-                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, eqn=, source=, remat or nodiff, "
+                f"expected fn=, flops=, over=, times=, chance=, scope=, as=, eqn=, source=, remat or nodiff; "
                 f"found '{line.text[at:][:20]}'",
                 at,
             )
@@ -427,7 +433,7 @@ def _read_number(line: TextLine) -> float:
 def _read_function(line: TextLine) -> Function:
     at = line.position
     if (word := line.word("a function")) not in FUNCTIONS:
-        line.fail(f"'{word}' is not a function", at)
+        line.fail(f"'{word}' is not a known function", at)
     return FUNCTIONS[word]
 
 

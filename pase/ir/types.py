@@ -1,7 +1,7 @@
-"""Iteration spaces, ops, nodes, tensors, graph.
+"""The types of the IR: iteration spaces, ops, nodes, tensors, edges and the graph.
 
-A node is a loop nest: named iteration dims, and ops that read and write tensors through access maps over
-those dims. All that the compiler derives (work, collectives, layouts) is derived from these maps.
+A node is a loop nest: named iteration dims, and ops that read and write tensors through access maps over these dims.
+The compiler derives everything else (work, collectives, layouts) from the maps.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ __all__ = [
 ]
 
 DimKind = Literal["parallel", "reduction", "window", "replicated", "pending", "state", "ring"]
-"""parallel: may be split. reduction: may be split, leaving partial sums. window: a filter's extent, not split.
-replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive partial.
+"""parallel: may be split. reduction: may be split, which leaves partial sums. window: a filter's extent, never split.
+replicated: may not be split. pending (copy nodes only): mesh axes over which gradients arrive as partial sums.
 state (parameter nodes only): mesh axes that split the gradient and the optimizer's state, but not the parameter.
-ring (attention only): mesh axes that split the positions of queries and keys; keys are sent around the ring. The dim
-has one element, and the positions' walks begin with it."""
+ring (attention only): mesh axes that split the positions of both queries and keys; keys are sent around the ring. A
+ring dim has size one, and the walks over positions begin with it."""
 
 Role = Literal["parameter", "input", "activation", "constant"]
 
@@ -72,14 +72,16 @@ OpKind = Literal[
 WORKLESS: frozenset[OpKind] = frozenset(
     ("input", "constant", "copy", "carry", "cotangent", "gradient", "output")
 )
-"""Kinds of ops that compute nothing: they represent a layout, and only the change into it costs something."""
+"""Kinds of ops that compute nothing. They represent a layout, and only resharding into it costs something."""
 
 LEAF: frozenset[OpKind] = frozenset(("parameter", "input", "constant"))
-"""Kinds of ops that read nothing: what the model is given."""
+"""Kinds of ops that read nothing: what the model gets from outside."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dim:
+    """One named iteration dim of a node."""
+
     name: str
     size: Size
     kind: DimKind = "parallel"
@@ -116,12 +118,12 @@ class IterationSpace:
 
 @dataclass(frozen=True)
 class Access:
-    """A tensor read or written through a map.
+    """A tensor that is read or written through a map.
 
-    sparse: only as many elements are touched as the op has points (an embedding lookup, one layer's slice of a
-    stack), not the whole tensor.
-    again: inside a rematerialised region, and backward needs the value: it is gathered a second time.
-    gradient: of a read: nothing is read; the tensor's gradient is handed back here (an op of kind "gradient").
+    sparse: the op touches only as many elements as it has points (an embedding lookup, one layer's slice of a stack),
+        not the whole tensor.
+    again: the read is inside a rematerialised region and backward needs the value, so it is gathered a second time.
+    gradient: for a read of an op of kind "gradient": nothing is read; the tensor's gradient is handed back here.
     """
 
     tensor: str
@@ -135,18 +137,19 @@ class Access:
 class Op:
     """One operation of a node's loop nest.
 
-    name: the framework's, for people to read. function: what it computes; all that follows is asked of this.
-    flops_per_point: FLOPs (a multiply-add is two) per point of the dims in ``over``.
-    over: the dims whose points are worked on; None: all dims of the maps.
-    eqn: where the frontend found it, so that a backend finds it again; for a leaf, its name in the model.
-    scope: the loops, branches and rematerialised regions that enclose it, outermost first.
-    times: how often it runs in a step (the product of the trip counts of its scope).
-    chance: of the conditional branches around it to be taken, by which its time is weighted; memory is not.
-    remat: its forward runs again during backward.
-    product_dtype: of a product, what its operands and its result's gradient are turned into for it; None: as they are.
-    backward: it runs during backward: a derivative rule that the user wrote is made of such ops. What it reads of
-    forward is kept for it. An op of kind "cotangent" hands a value on and gives the rule the value's gradient, in the
-    same layout; one of kind "gradient" hands back what the rule found for an operand.
+    name: the framework's name, for people to read.
+    function: what the op computes; its cost, gradient and memory follow from this.
+    flops_per_point: FLOPs (a multiply-add counts as two) per point of the dims in ``over``.
+    over: the dims whose points count as work; None means all dims of the maps.
+    eqn: where the frontend found the op, so that a backend can find it again; for a leaf, its name in the model.
+    scope: the loops, branches and rematerialised regions that enclose the op, outermost first.
+    times: how often the op runs per step (the product of the trip counts of its scope).
+    chance: the probability that the conditional branches around it are taken. It weights time, but not memory.
+    remat: the op's forward runs again during backward.
+    product_dtype: for a product, the dtype to which its operands and its result's gradient are cast; None: no cast.
+    backward: the op runs during backward, as part of a derivative rule that the user wrote. What it reads of forward is
+        kept for it. An op of kind "cotangent" passes a value on and gives the rule the value's gradient in the same
+        layout. An op of kind "gradient" hands back the gradient that the rule computed for an operand.
     """
 
     name: str
@@ -168,23 +171,23 @@ class Op:
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
-        """Every iteration dim that the op touches, in order of appearance."""
+        """Every iteration dim that the op uses, in order of appearance."""
         maps = (a.map.dims for a in (*self.reads, *self.writes))
         return tuple(dict.fromkeys(itertools.chain(*maps, self.over or ())))
 
     @property
     def worked(self) -> tuple[str, ...]:
-        """The dims whose points its work is counted over: the node that holds it may have more."""
+        """The dims whose points count as the op's work. The node that contains it may have more."""
         return self.dims if self.over is None else self.over
 
     @property
     def factors(self) -> tuple[Access, ...]:
-        """The operands that a product multiplies. A third read says where its groups of rows end."""
+        """The operands that a product multiplies. A matmul's third read holds the ends of its groups of rows."""
         return self.reads[:2] if self.kind == "matmul" else self.reads
 
     @cached_property
     def region(self) -> tuple[Scope, ...] | None:
-        """The innermost rematerialised region around it, with everything around that region; None: there is none."""
+        """The scope up to and including the innermost rematerialised region around the op, or None."""
         inner = next((i for i in reversed(range(len(self.scope))) if self.scope[i].kind == "remat"), None)
         return None if inner is None else self.scope[: inner + 1]
 
@@ -195,18 +198,18 @@ class Op:
 
     @property
     def stage(self) -> tuple[tuple[Scope, ...], bool]:
-        """When it runs: in which loops and branches, and whether in backward. Ops of one stage may be one node."""
+        """When the op runs: its loops and branches, and whether in backward. A node's ops share one stage."""
         return self.loops, self.backward
 
     @property
     def einsum(self) -> str:
-        """``b m k, k n -> b m n``"""
+        """The op's reads and writes as an einsum, such as ``b m k, k n -> b m n``."""
         return f"{', '.join(str(a.map) for a in self.reads)} -> {', '.join(str(a.map) for a in self.writes)}".strip()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """Ops that share one iteration space and therefore one config."""
+    """Ops that share one iteration space and therefore one config (how its dims are split)."""
 
     name: str
     space: IterationSpace
@@ -214,7 +217,7 @@ class Node:
 
     @cached_property
     def main(self) -> Op:
-        """The op that gives the node its character: a matmul before an elementwise op."""
+        """The op that characterizes the node; for example, a matmul takes precedence over an elementwise op."""
         rank: dict[OpKind, int] = {"matmul": 0, "conv": 0, "attention": 0}
         rank |= {"gather": 1, "scatter": 1, "window": 1, "sequential": 1, "opaque": 1}
         light = {"reduce": 3, "elementwise": 4, "generate": 5, "view": 6}
@@ -230,22 +233,22 @@ class Node:
 
     @property
     def times(self) -> Size:
-        """How often the main op runs in a step."""
+        """How often the main op runs per step."""
         return self.main.times
 
     @cached_property
     def internal(self) -> frozenset[str]:
-        """Tensors written by the node's own ops."""
+        """The tensors that the node's own ops write."""
         return frozenset(a.tensor for op in self.ops for a in op.writes)
 
     @cached_property
     def tensors(self) -> tuple[str, ...]:
-        """Tensors that its ops read or write, each once, in order of appearance."""
+        """The tensors that its ops read or write, without duplicates, in order of appearance."""
         return tuple(dict.fromkeys(a.tensor for op in self.ops for a in (*op.reads, *op.writes)))
 
     @cached_property
     def reads(self) -> tuple[tuple[Op, Access], ...]:
-        """Reads of tensors that other nodes write."""
+        """The reads of tensors that other nodes write."""
         return tuple((op, a) for op in self.ops for a in op.reads if a.tensor not in self.internal)
 
     def write_of(self, tensor: str) -> tuple[Op, Access]:
@@ -254,19 +257,21 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
+    """A tensor of the graph, with its role in the model."""
+
     name: str
     shape: tuple[Size, ...]
     dtype: str
     role: Role = "activation"
     path: str = ""
-    """The user's name: a parameter's path in the pytree, an input's argument name."""
+    """The user's name for it: a parameter's path in the pytree, or an input's argument name."""
     needs_grad: bool = False
     copy_of: str = ""
-    """The tensor that this one copies for several of its readers; "": it is not a copy."""
+    """The tensor of which this one is a copy for several readers; "" if it is not a copy."""
 
     @property
     def original(self) -> str:
-        """The tensor of the traced graph: itself, or the tensor that it copies."""
+        """The tensor of the traced graph: this one, or the tensor that it copies."""
         return self.copy_of or self.name
 
     @property
@@ -296,7 +301,7 @@ _ITEMSIZE = {
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element.
+    """Returns the bytes of one element of this dtype.
 
     >>> itemsize("bfloat16"), itemsize("float32"), itemsize("float8_e4m3fn")
     (2, 4, 1)
@@ -308,13 +313,14 @@ def itemsize(dtype: str) -> int:
     bits = dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
     if not bits.isdecimal():
         raise PaseError(
-            f"dtype '{dtype}' is not known; known are bool, (u)int*, float*, bfloat16, float8_*, complex*"
+            f"dtype '{dtype}' is not known",
+            fix="use one of bool, int*, uint*, float*, bfloat16, float8_*, complex*",
         )
     return max(int(bits) // 8, 1)
 
 
 def is_floating(dtype: str) -> bool:
-    """Is it a floating-point or complex dtype, through which a gradient may flow?"""
+    """Whether this is a floating-point or complex dtype, through which a gradient may flow."""
     return "float" in dtype or "complex" in dtype
 
 
@@ -330,13 +336,13 @@ class Edge:
 
 
 def shared_edge(node: Node, op: Op, access: Access) -> object:
-    """A key that is equal for reads of a node's ops that share one edge."""
+    """A key that is equal for the reads of a node's ops that share one edge."""
     return node.name, access.tensor, access.map, op.scope, frozenset(op.dims), access.gradient
 
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in an order in which every tensor is written before it is read, except a loop's carry."""
+    """The graph. Its nodes are ordered so that every tensor is written before it is read, except a loop's carry."""
 
     name: str
     tensors: Mapping[str, Tensor]
@@ -344,11 +350,11 @@ class Graph:
     outputs: tuple[str, ...] = ()
     meta: Mapping[str, str] = field(default_factory=dict)
     one_axis_a_dim: bool = False
-    """May each dim of a tensor be split along one mesh axis at most? Some targets cannot express more."""
+    """Whether each dim of a tensor may be split along at most one mesh axis. Some targets cannot express more."""
     fixed: Mapping[str, FixedLayout] = field(default_factory=dict)
-    """Parameter or input -> the layout in which the user keeps it. The search decides the others."""
+    """Parameter or input -> the layout that the user fixed. The search decides the layouts of the others."""
     remarks: tuple[Remark, ...] = ()
-    """What the frontend, and what was done to the graph since, say of its price."""
+    """What the frontend and later passes note about the graph's cost."""
 
     @cached_property
     def node(self) -> dict[str, Node]:
@@ -356,14 +362,15 @@ class Graph:
 
     @cached_property
     def producer(self) -> dict[str, Node]:
-        """tensor -> the node that writes it."""
+        """Tensor -> the node that writes it."""
         return {t: n for n in self.nodes for t in n.internal}
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Every flow of a tensor between two nodes; parallel edges are kept.
 
-        Ops of one node that read a tensor in the same way share one edge: the tensor and its gradient move once.
+        Ops of one node that read a tensor in the same way share one edge, because the tensor and its gradient are
+        resharded only once for them.
         """
         found: dict[object, Edge] = {}
         for n in self.nodes:
@@ -388,7 +395,7 @@ class Graph:
         return {t: frozenset(who) for t, who in out.items()}
 
     def read_outside(self, node: Node, tensor: str) -> bool:
-        """Does another node read this tensor?"""
+        """Whether a node other than ``node`` reads this tensor."""
         return bool(self._readers.get(tensor, frozenset()) - {node.name})
 
     @cached_property
@@ -401,18 +408,20 @@ class Graph:
 
     @cached_property
     def symbols(self) -> tuple[str, ...]:
-        """Names of the sizes that are still symbolic, sorted."""
+        """The names of the sizes that are still symbolic, sorted."""
         sizes = [s for t in self.tensors.values() for s in t.shape]
         sizes += [d.size for n in self.nodes for d in n.space]
         sizes += [op.times for n in self.nodes for op in n.ops]
         return tuple(sorted(free_symbols(sizes)))
 
     def bind(self, **values: int) -> Graph:
-        """The same graph with integers for some symbols: re-priced without tracing again."""
+        """The same graph with integers in place of some symbols. It can then be priced without tracing again."""
         if unknown := set(values) - set(self.symbols):
             have = ", ".join(self.symbols) or "none"
             raise PaseError(
-                f"graph '{self.name}' has no symbolic size {', '.join(sorted(unknown))}; it has: {have}"
+                f"there is no symbolic size {', '.join(sorted(unknown))}",
+                where=f"graph '{self.name}'",
+                fix=f"bind only its symbolic sizes: {have}",
             )
 
         def bound(n: Node) -> Node:

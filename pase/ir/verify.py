@@ -1,4 +1,4 @@
-"""The IR's executable specification. Every pass of the test suite runs under it."""
+"""The IR's executable specification. The test suite runs every pass under it."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ __all__ = ["verify"]
 
 
 def verify(graph: Graph) -> Graph:
-    """Return the graph, or raise PaseError that names the node and what is wrong with it.
+    """Returns the graph if it is valid. Otherwise raises PaseError, which names the node and the fault.
 
-    Names are unique; every tensor read is written once, is constant, or is a carry; every map has one walk per
-    tensor dim; sizes agree (a window times its stride, for conv and pooling, may differ by its padding);
-    no access walks a dim twice; dims that an op works on exist; gradients are handed back to tensors that have one,
-    by ops that do nothing else.
+    Names are unique. Every tensor that is read is written once, is constant, or is a carry. Every map has one walk per
+    tensor dim. Sizes agree (for conv and pooling, a window times its stride may differ by the padding). No access walks
+    a dim twice. Dims that an op works on exist. Gradients are handed back only to tensors that have one, by ops that do
+    nothing else.
     """
     seen: set[str] = set()
     written: set[str] = set()
     for n in graph.nodes:
         if n.name in seen:
-            raise _wrong(n, "its name is taken by an earlier node")
+            raise _wrong(n, "an earlier node has the same name")
         seen.add(n.name)
         if len({d.name for d in n.space}) != len(n.space.dims):
-            raise _wrong(n, "two dims have one name")
+            raise _wrong(n, "two dims have the same name")
         if not n.ops:
             raise _wrong(n, "it has no ops")
         for op in n.ops:
@@ -43,14 +43,14 @@ def verify(graph: Graph) -> Graph:
                 raise _wrong(n, f"tensor {a.tensor} is read but nothing writes it")
     for t in graph.outputs:
         if t not in graph.tensors:
-            raise PaseError(f"graph '{graph.name}': output {t} is not a tensor")
+            raise PaseError(f"output {t} is not a tensor", where=f"graph '{graph.name}'")
     return graph
 
 
 def _check(graph: Graph, n: Node, op: Op, a: Access) -> None:
     t = graph.tensors.get(a.tensor)
     if t is None:
-        raise _wrong(n, f"op {op.name} names tensor {a.tensor}, which does not exist")
+        raise _wrong(n, f"op {op.name} uses tensor {a.tensor}, which does not exist")
     if len(a.map.walks) != len(t.shape):
         raise _wrong(
             n, f"op {op.name}: map '{a.map}' has {len(a.map.walks)} walks; {t.name} has {len(t.shape)} dims"
@@ -59,7 +59,7 @@ def _check(graph: Graph, n: Node, op: Op, a: Access) -> None:
         raise _wrong(n, f"op {op.name}: map '{a.map}' walks a dim twice")
     if a.gradient != (op.kind == "gradient" and len(op.reads) == 2 and a is op.reads[1]):
         raise _wrong(
-            n, f"op {op.name}: the second read of a 'gradient' op hands a gradient back, and no other"
+            n, f"op {op.name}: the second read of a 'gradient' op, and no other read, hands a gradient back"
         )
     if a.gradient and not (t.needs_grad and op.differentiable):
         raise _wrong(n, f"op {op.name} hands a gradient back to {t.name}, which has none")
@@ -76,9 +76,9 @@ def _check(graph: Graph, n: Node, op: Op, a: Access) -> None:
             and extent * w.window.stride != size
         ):
             raise _wrong(
-                n, f"op {op.name}: '{w}' may be split, but its blocks do not sit over those of {t.name}"
+                n, f"op {op.name}: '{w}' may be split, but its blocks do not align with those of {t.name}"
             )
 
 
 def _wrong(n: Node, what: str) -> PaseError:
-    return PaseError(f"node '{n.name}': {what}")
+    return PaseError(what, where=f"node '{n.name}'")

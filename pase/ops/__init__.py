@@ -1,4 +1,4 @@
-"""The loop nests that all frontends lower into."""
+"""The loop nests into which all frontends lower their ops."""
 
 from pase.ops.builder import GraphBuilder, Read, Write
 

@@ -1,5 +1,7 @@
-"""Activation functions that frameworks have as one op, written out in the functions that ``jax.nn`` makes of them, so
-that a model has the same FLOPs, and keeps the same tensors for backward, from whichever framework it comes."""
+"""Activation functions that frameworks have as one op, written as the functions into which ``jax.nn`` expands them.
+
+A model therefore has the same FLOPs, and keeps the same tensors for backward, whichever framework it comes from.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ ACTIVATIONS: Registry[Activation] = Registry("activation function")
 
 
 def _compare(b: GraphBuilder, x: Tensor) -> Tensor:
-    """x compared with a number: true or false."""
+    """Compares x with a number."""
     return nests.elementwise(b, FUNCTIONS["gt"], [x], ["bool"])[0]
 
 
 def _select(b: GraphBuilder, condition: Tensor, *values: Tensor) -> Tensor:
-    """One of the values; a number among them is part of the op."""
+    """Selects one of the values. A value that is a number is part of the op and not listed."""
     return nests.elementwise(b, functions.SELECT, [condition, *values], [values[0].dtype])[0]
 
 
@@ -56,7 +58,7 @@ def tanh(b: GraphBuilder, x: Tensor) -> Tensor:
 
 @ACTIVATIONS.register("elu")
 def elu(b: GraphBuilder, x: Tensor) -> Tensor:
-    """x where it is positive, else a (exp(x) - 1); of the positive, 0 is raised."""
+    """x where x > 0, else a (exp(x) - 1). The exponential is taken of 0 where x > 0."""
     inside = _select(b, _compare(b, x), x)
     below = apply(b, functions.MUL, apply(b, FUNCTIONS["expm1"], inside))
     return _select(b, _compare(b, x), below, x)
@@ -124,7 +126,7 @@ def mish(b: GraphBuilder, x: Tensor) -> Tensor:
 
 @ACTIVATIONS.register("hard_sigmoid")
 def hard_sigmoid(b: GraphBuilder, x: Tensor) -> Tensor:
-    """A line between 0 and 1."""
+    """relu6(x + 3) / 6: linear between 0 and 1."""
     return apply(b, functions.DIV, relu6(b, apply(b, functions.ADD, x)))
 
 

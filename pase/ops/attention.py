@@ -1,4 +1,4 @@
-"""Attention as one loop nest: two products with a softmax between them. No array of scores is kept."""
+"""Attention as one loop nest: two products with a softmax between them. The array of scores is not kept."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def attention(
     order: Sequence[int] = (0, 1, 2, 3),
     extra_flops: float = 0.0,
 ) -> Tensor:
-    """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d], values [b, s, kv heads, e].
+    """softmax(q kᵀ) v for queries [b, q, heads, d], keys [b, s, kv heads, d] and values [b, s, kv heads, e].
 
-    Query heads that share a key-value head are adjacent. ``extra``: a bias or a mask that broadcasts to
-    [b, heads, q, s]. order: the positions of these four dims in q, k, v and the result. The result has the layout of q.
-    The logarithm of each query's sum is also written, [b, q, heads] in float32, because backward needs it.
+    Query heads that share a key-value head are adjacent. The result has the layout of q. The nest also writes the
+    logarithm of each query's sum, [b, q, heads] in float32, because backward needs it.
 
-    extra_flops: FLOPs per point of the scores, for a soft cap and the like.
+    extra: a bias or a mask that broadcasts to [b, heads, q, s].
+    order: the positions of these four dims in q, k, v and the result.
+    extra_flops: FLOPs per point of the scores, for a soft cap or similar.
 
     Batch, heads and queries may be split. Keys may not, because a softmax is not a sum of its parts. Widths may not
     either.
@@ -39,7 +40,8 @@ def attention(
     group = quotient(q.shape[head], k.shape[head])
     if group is None or k.shape[position] != v.shape[position] or k.shape[head] != v.shape[head]:
         raise PaseError(
-            f"attention at {b.source}: {q.shape} queries do not fit {k.shape} keys and {v.shape} values"
+            f"queries {q.shape}, keys {k.shape} and values {v.shape} do not fit each other",
+            where=f"attention at {b.source}",
         )
     dims: dict[str, tuple[Size, DimKind]] = {}
 
@@ -74,7 +76,7 @@ def attention(
     shape = tuple(v.shape[width] if i == width else s for i, s in enumerate(q.shape))
     result, sums = placed(rows, queries, heads, outer), AccessMap.of(rows, queries, heads)
     each = (q.shape[batch], q.shape[position], q.shape[head])
-    # A multiply-add is two: one for each of d in the scores, one for each of e in the result.
+    # A multiply-add counts as two FLOPs: one multiply-add per d in the scores, one per e in the result.
     flops = 2.0 * float(q.shape[width] + v.shape[width]) + extra_flops  # type: ignore[arg-type, operator]
     over = [d for d in dims if d not in ("d", "e")]
     return b.nest(

@@ -1,4 +1,4 @@
-"""A graph under construction: every frontend's loop nests go through ``GraphBuilder.nest``."""
+"""A graph under construction. Every frontend adds its loop nests through ``GraphBuilder.nest``."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from pase.ir.types import is_floating
 __all__ = ["Dims", "GraphBuilder", "Read", "Write", "parallel_dims", "plain_map"]
 
 Dims = dict[str, tuple[Size, DimKind]]
-"""Iteration dims by name: size and kind."""
+"""Iteration dims by name, each with its size and kind."""
 
 Standing = tuple[SourceLine, Place, bool, tuple[Scope, ...], Size, float, bool, bool]
-"""Where a builder stands: see ``GraphBuilder.here``."""
+"""The position of a builder, as ``GraphBuilder.here`` returns it."""
 
 _MAX_NODES = 2_000_000
 
 
 @dataclass(frozen=True)
 class Read:
-    """A tensor read through a map. sparse, gradient: see ``pase.ir.Access``."""
+    """A tensor that is read through a map. For sparse and gradient, see ``pase.ir.Access``."""
 
     tensor: Tensor
     map: AccessMap
@@ -56,7 +56,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Write:
-    """A new tensor of this shape and dtype, written through a map."""
+    """A new tensor of this shape and dtype that is written through a map."""
 
     shape: tuple[Size, ...]
     dtype: str
@@ -67,21 +67,23 @@ class Write:
 
 @dataclass
 class GraphBuilder:
+    """A graph under construction, and the position (loop, branch, source line) at which the next nests are added."""
+
     name: str
     tensors: dict[str, Tensor] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
     source: SourceLine = NOWHERE
-    """Source line that the next nests come from."""
+    """The source line of the next nests."""
     eqn: Place = NO_PLACE
-    """Where the frontend found the next nests."""
+    """The place in the traced program of the next nests."""
     saved: bool = False
-    """The next nests' results are kept, although the region around them is rematerialised."""
+    """Whether the next nests' results are kept although the region around them is rematerialised."""
     remarks: list[Remark] = field(default_factory=list)
-    """What the price assumes or leaves out, for readers of the plan."""
+    """What the cost assumes or leaves out, for readers of the plan."""
     frozen: bool = False
-    """The next nests have no gradient: inside of a while loop, or of a program that is not trained."""
+    """Whether the next nests have no gradient, because they are in a while loop or in a program that is not trained."""
     lying: set[str] = field(default_factory=set)
-    """Tensors that are parts of others and are read in place."""
+    """Tensors that are parts of other tensors and are read in place."""
     _scope: tuple[Scope, ...] = ()
     _times: Size = 1
     _chance: float = 1.0
@@ -93,8 +95,12 @@ class GraphBuilder:
     def region(
         self, kind: ScopeKind, path: str, *, times: Size = 1, remat: bool = False, chance: float = 1.0
     ) -> Iterator[None]:
-        """A loop body (times = its trip count), a rematerialised region, or a branch of a conditional (chance: the
-        probability that it is taken). path: the prefix of the paths of the equations inside."""
+        """A context for a loop body, a rematerialised region, or a branch of a conditional.
+
+        path: the prefix of the paths of the equations inside.
+        times: the trip count of the loop.
+        chance: the probability that the branch is taken.
+        """
         saved = self._scope, self._times, self._remat, self._chance
         self._scope, self._times, self._remat = (
             (*saved[0], Scope(kind, path)),
@@ -108,7 +114,7 @@ class GraphBuilder:
             self._scope, self._times, self._remat, self._chance = saved
 
     def here(self) -> Standing:
-        """Where the next nests would be added."""
+        """The position at which the next nests would be added."""
         return (
             self.source,
             self.eqn,
@@ -122,8 +128,8 @@ class GraphBuilder:
 
     @contextmanager
     def standing(self, at: Standing) -> Iterator[None]:
-        """What is added here stands where ``here`` was called: a value that is made only when it is first read, perhaps
-        inside of a loop or a branch, belongs where it was defined."""
+        """A context that adds nests at a position that ``here`` returned earlier. A value that is made only when it is
+        first read, perhaps inside a loop or a branch, belongs where it was defined."""
         before = self.here()
         self._stand(at)
         try:
@@ -144,7 +150,7 @@ class GraphBuilder:
         ) = at
 
     def weigh(self, first: int, scope: Scope, chance: float) -> None:
-        """Give a branch its chance, after it was lowered. first: the number of nodes before it."""
+        """Sets the probability of a branch after it was lowered. first: the number of nodes before the branch."""
         for at in range(first, len(self.nodes)):
             node = self.nodes[at]
             if any(scope in op.scope for op in node.ops):
@@ -152,18 +158,19 @@ class GraphBuilder:
                 self.nodes[at] = replace(node, ops=tuple(ops))
 
     def remark(self, kind: RemarkKind, what: str) -> None:
-        """Add a remark about the op that is being lowered."""
+        """Adds a remark about the op that is being lowered."""
         self.remarks.append(Remark(kind, what, str(self.source)))
 
     def remark_unknown(self, name: str) -> None:
-        """Say that the op that is being lowered has no rule, which the user allowed."""
+        """Notes that there is no rule for the op that is being lowered, which the user allowed."""
         self.remark(
-            "unknown", f"no rule for '{name}': it is not split, and only its memory traffic is priced"
+            "unknown",
+            f"there is no rule for '{name}': it is not split, and only its memory traffic is priced",
         )
 
     @contextmanager
     def without_gradient(self) -> Iterator[None]:
-        """Nothing that is added here has a gradient."""
+        """A context in which added nests have no gradient."""
         before, self.frozen = self.frozen, True
         try:
             yield
@@ -172,7 +179,7 @@ class GraphBuilder:
 
     @contextmanager
     def in_backward(self) -> Iterator[None]:
-        """What is added here runs during backward, once, where the forward around it runs."""
+        """A context in which added nests run once during backward, in the loops and branches of the forward here."""
         before = self._backward, self._remat
         self._backward, self._remat = True, False
         try:
@@ -181,19 +188,19 @@ class GraphBuilder:
             self._backward, self._remat = before
 
     def parameter(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
-        """A parameter: a node whose config is the layout it is stored in."""
+        """Adds a parameter: a node whose config is the layout in which the parameter is stored."""
         return self._leaf("parameter", path, shape, dtype, needs_grad=is_floating(dtype) and not self.frozen)
 
     def input(self, path: str, shape: Sequence[Size], dtype: str) -> Tensor:
-        """A batch input: it arrives in whatever layout suits."""
+        """Adds a batch input. It may arrive in any layout."""
         return self._leaf("input", path, shape, dtype)
 
     def constant(self, shape: Sequence[Size], dtype: str) -> Tensor:
-        """A value known without data (a mask, a table): every device has all of it."""
+        """Adds a value that is known without data (a mask, a table). Every device has all of it."""
         return self._leaf("constant", f"const{self._count}", shape, dtype)
 
     def output(self, tensor: Tensor) -> None:
-        """Mark what the model returns: every device gets all of a scalar; other outputs keep their layout."""
+        """Marks a result of the model. Every device gets the whole of a scalar; other results keep their layout."""
         read = Read(tensor, plain_map(tensor.shape))
         self.nest("output", "output", [read], [], parallel_dims(tensor.shape), flops=0)
 
@@ -210,16 +217,20 @@ class GraphBuilder:
         over: Sequence[str] | None = None,
         differentiable: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Add one loop nest over ``dims`` and return the tensors it writes.
+        """Adds one loop nest over ``dims`` and returns the tensors that it writes.
 
-        name: the framework's name of the op. function: what it computes; None: what all of its kind do.
-        flops: per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add is two.
+        name: the framework's name of the op.
+        function: what the op computes; None means the function of its kind.
+        flops: FLOPs per point of ``over`` (all dims if None), if they differ from the function's. A multiply-add counts
+            as two.
         """
         function = BY_KIND[kind] if function is None else function
         differentiable = differentiable and function.differentiable
         if len(self.nodes) >= _MAX_NODES:
             raise PaseError(
-                f"graph '{self.name}' has more than {_MAX_NODES} ops: roll its loops (scan) instead"
+                f"it has more than {_MAX_NODES} ops",
+                where=f"graph '{self.name}'",
+                fix="roll its loops with scan",
             )
         differentiable = differentiable and not self.frozen
         grad = differentiable and any(r.tensor.needs_grad for r in reads)
@@ -232,7 +243,7 @@ class GraphBuilder:
         node_name = f"{name}.{self._count}"
         if (
             not out and self.nodes and self.nodes[-1].name.startswith(node_name)
-        ):  # it makes nothing that counts up
+        ):  # nests without results do not advance the counter
             node_name = f"{node_name}.{len(self.nodes)}"
         op = Op(
             name=name,
@@ -256,24 +267,24 @@ class GraphBuilder:
         return out
 
     def carry(self, init: Tensor, eqn: Place) -> Tensor:
-        """A loop's carry, made before its body. It is one node, so what enters and leaves has one layout."""
+        """Adds a loop's carry before the loop's body. It is one node, so the value enters and leaves in one layout."""
         self.eqn = eqn
         dims, m = parallel_dims(init.shape), plain_map(init.shape)
         (t,) = self.nest("carry", "carry", [Read(init, m)], [Write(init.shape, init.dtype, m)], dims, flops=0)
         if (
             is_floating(t.dtype) and not self.frozen
-        ):  # the body may add a gradient that the initial value lacks
+        ):  # the body may give it a gradient even if the initial value has none
             t = self.tensors[t.name] = replace(t, needs_grad=True)
         return t
 
     def thread(self, leaf: Tensor, value: Tensor) -> None:
-        """A parameter's or an input's next value: it is brought into the layout that the leaf is stored in."""
+        """Sets the next value of a parameter or an input. The value is resharded to the layout that the leaf has."""
         with self.without_gradient():
             if leaf.name != value.name:
                 self.close_carry(leaf, value)
 
     def close_carry(self, carried: Tensor, value: Tensor) -> None:
-        """Inside the loop's region: the body's result goes back into the carry."""
+        """Feeds the body's result back into the carry. Must be called inside the loop's region."""
         at = next(i for i in reversed(range(len(self.nodes))) if carried.name in self.nodes[i].internal)
         node = self.nodes[at]
         back = Op(
@@ -294,6 +305,7 @@ class GraphBuilder:
         self.nodes[at] = replace(node, ops=(*node.ops, back))
 
     def finish(self, outputs: Sequence[Tensor] = (), **meta: str) -> Graph:
+        """Returns the finished graph."""
         return Graph(
             name=self.name,
             tensors=dict(self.tensors),
@@ -345,10 +357,10 @@ class GraphBuilder:
 
 
 def parallel_dims(shape: Sequence[Size]) -> Dims:
-    """A dim di for each tensor dim i that has more than one element."""
+    """A dim di for each tensor dim i with more than one element."""
     return {f"d{i}": (s, "parallel") for i, s in enumerate(shape) if not is_one(s)}
 
 
 def plain_map(shape: Sequence[Size]) -> AccessMap:
-    """Dim di walks tensor dim i; a dim of one element is walked by none."""
+    """The map in which dim di walks tensor dim i. A tensor dim with one element is walked by no dim."""
     return AccessMap.of(*[() if is_one(s) else (f"d{i}",) for i, s in enumerate(shape)])

@@ -1,6 +1,6 @@
-"""Layers that frameworks have as one op, in the loop nests that JAX's own versions become: alike in name and price.
+"""Layers that frameworks have as one op, built from the loop nests of JAX's versions, with equal names and costs.
 
-Each takes a builder and tensors and returns tensors.
+Each function takes a builder and tensors, and returns tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def apply(b: GraphBuilder, function: Function, *inputs: Tensor, flops: float | None = None) -> Tensor:
-    """The function of these tensors, which broadcast, in the first one's dtype."""
+    """The function of these tensors, which broadcast. The result has the first tensor's dtype."""
     return nests.elementwise(b, function, inputs, [inputs[0].dtype], flops=flops)[0]
 
 
@@ -53,12 +53,12 @@ def _reduced(b: GraphBuilder, function: Function, x: Tensor, axes: Sequence[int]
 
 
 def shifted(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
-    """x less its maximum over these dims, through which no gradient goes."""
+    """x minus its maximum over these dims. No gradient flows through the maximum."""
     return apply(b, SUB, x, apply(b, STOP_GRADIENT, _reduced(b, REDUCE_MAX, x, axes)))
 
 
 def mean(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
-    """The mean over some dims, which stay with one element."""
+    """The mean over some dims, which are kept with size one."""
     return apply(b, DIV, _reduced(b, SUM, x, axes))
 
 
@@ -74,8 +74,8 @@ def log_softmax(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 class Normalized(NamedTuple):
-    """A tensor of mean 0 and variance 1 over some dims, with its former mean and variance, and one over the deviation;
-    these three have the dims with one element."""
+    """A tensor with mean 0 and variance 1 over some dims, with its former mean and variance and the inverse of its
+    standard deviation. In these three, the reduced dims have size one."""
 
     value: Tensor
     mean: Tensor
@@ -84,7 +84,7 @@ class Normalized(NamedTuple):
 
 
 def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Normalized:
-    """x to mean 0 and variance 1 over these dims."""
+    """Normalizes x to mean 0 and variance 1 over these dims."""
     m = mean(b, x, axes)
     y = apply(b, SUB, x, m)
     variance = mean(b, apply(b, SQUARE, y), axes)
@@ -93,26 +93,26 @@ def normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> Normalized:
 
 
 def rescale(b: GraphBuilder, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """x by a mean and a variance that are known, as batch norm does in inference; they broadcast against x."""
+    """Normalizes x with a known mean and variance, as batch norm does in inference. They broadcast against x."""
     return apply(b, MUL, apply(b, SUB, x, mean), apply(b, RSQRT, apply(b, ADD, variance)))
 
 
 def rms_normalize(b: GraphBuilder, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(x to mean square 1 over these dims, one over the root mean square)."""
+    """Returns x scaled to mean square 1 over these dims, and the inverse of its root mean square."""
     square = mean(b, apply(b, SQUARE, x), axes)
     inverse = apply(b, RSQRT, apply(b, ADD, square))
     return apply(b, MUL, x, inverse), inverse
 
 
 def scale_and_shift(b: GraphBuilder, x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-    """Tensors that broadcast against x."""
+    """x times scale plus shift; both broadcast against x and may be missing."""
     if scale is not None:
         x = apply(b, MUL, x, scale)
     return x if shift is None else apply(b, ADD, x, shift)
 
 
 def cross_entropy(b: GraphBuilder, log_probabilities: Tensor, labels: Tensor) -> Tensor:
-    """-log p[label] for log p [..., classes] and integer labels [...]; labels of a split class dim are summed."""
+    """-log p[label] for log p [..., classes] and integer labels [...]. If the class dim is split, shards are summed."""
     return apply(b, NEG, _picked(b, log_probabilities, labels))
 
 
@@ -126,7 +126,7 @@ def cross_entropy_of_logits(b: GraphBuilder, logits: Tensor, labels: Tensor) -> 
 
 
 def _picked(b: GraphBuilder, x: Tensor, labels: Tensor) -> Tensor:
-    """x[..., label]."""
+    """x[..., label] for integer labels."""
     rank = len(x.shape) - 1
     ids = nests.reshape(b, labels, (*labels.shape, 1))
     return indexed.gather(

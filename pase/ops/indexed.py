@@ -1,5 +1,5 @@
-"""Loop nests of lookups, scattered updates and sparse products, whose indices are known at run time only, and of bodies
-that are split by hand."""
+"""Loop nests whose indices are known only at run time (lookups, scattered updates, sparse products), and bodies that
+the user wrote for one device."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gather(
     x_batch: Sequence[int] = (),
     ids_batch: Sequence[int] = (),
 ) -> Tensor:
-    """XLA's gather; ids' last dim is the index vector. An indexed dim taken one element at a time may be
-    split: each shard looks up what it has, and the rows are summed."""
+    """XLA's gather; the last dim of ids is the index vector. An indexed dim that is read one element at a time may be
+    split: each shard looks up the rows that it has, and the results are summed."""
     dims: Dims = {}
     walks_x: list[Walk] = [Walk()] * len(x.shape)
     walks_i: list[Walk] = [Walk()] * len(ids.shape)
@@ -78,7 +78,10 @@ def scatter(
     combines: bool = True,
     function: Function = SCATTER,
 ) -> Tensor:
-    """XLA's scatter. combines: updates add up (or take a maximum), so that shards of them give partial results."""
+    """XLA's scatter.
+
+    combines: whether updates combine (by a sum or a maximum), so that shards of them give partial results.
+    """
     dims: Dims = {}
     walks_x: list[Walk] = [Walk()] * len(x.shape)
     walks_i: list[Walk] = [Walk()] * len(ids.shape)
@@ -124,8 +127,11 @@ def columns(
     dtype: str,
     first: int,
 ) -> Tensor:
-    """A sparse matrix (its elements, their indices) times a dense one: dim ``free[k]`` of the latter is dim
-    ``first + k`` of the result, and may be split. FLOPs: two an element and a column."""
+    """A sparse matrix (its elements and their indices) times a dense one.
+
+    Dim ``free[k]`` of the dense matrix is dim ``first + k`` of the result, and may be split. The FLOPs are two per
+    element and column.
+    """
     dims: Dims = {}
 
     def walk(key: str, size: Size, kind: DimKind) -> Walk:
@@ -160,9 +166,12 @@ def manual(
     *,
     flops: float,
 ) -> tuple[Tensor, ...]:
-    """A body written for one device of the user's mesh: per tensor dim the axes that split it; flops: of one device.
+    """A body that the user wrote for one device of their own mesh (shard_map).
 
-    Each axis is a dim that may be split: then so many of its parts run on one device.
+    inputs, outs: each with the mesh axes that split it, per tensor dim.
+    axes: the sizes of the mesh's axes. Each axis is a dim that may be split; if it is split less, one device runs
+        several of its parts.
+    flops: FLOPs of one device.
     """
     dims: Dims = {f"x{i}": (size, "parallel") for i, size in enumerate(axes.values()) if size > 1}
     at = {axis: f"x{i}" for i, axis in enumerate(axes)}
@@ -175,7 +184,8 @@ def manual(
             rest = quotient(size, math.prod(axes[a] for a in over))
             if rest is None:
                 raise PaseError(
-                    f"{name} at {b.source}: a dim of {size} does not divide over {', '.join(over)}"
+                    f"a dim of size {size} cannot be split evenly over {', '.join(over)}",
+                    where=f"{name} at {b.source}",
                 )
             inner = () if is_one(rest) else (f"{prefix}_{i}",)
             dims.update({d: (rest, "replicated") for d in inner})

@@ -1,4 +1,4 @@
-"""What a loop's body reads and makes: whole tensors settled before it, a slice a turn, results stacked."""
+"""What a loop's body reads and makes: whole tensors prepared before it, a slice per iteration, stacked results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["body_flops", "loop_copy", "stack", "unstack"]
 
 
 def body_flops(b: GraphBuilder, first: int = 0, scope: Scope | None = None) -> float:
-    """FLOPs of all that was lowered into b, or of what is in one scope from node ``first`` on: sizes are numbers."""
+    """The FLOPs of all nodes of b, or of one scope from node ``first`` on. All sizes must be numbers."""
     total = 0.0
     for node in b.nodes[first:]:
         for op in node.ops:
@@ -25,13 +25,13 @@ def body_flops(b: GraphBuilder, first: int = 0, scope: Scope | None = None) -> f
 
 
 def loop_copy(b: GraphBuilder, x: Tensor, name: str) -> Tensor:
-    """A copy before the loop, so that what moves x into the layout of its readers inside is paid once."""
+    """A copy before the loop, so that x is resharded only once to the layout of its readers inside the loop."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     return b.nest(name, "copy", [Read(x, m)], [Write(x.shape, x.dtype, m)], dims, flops=0)[0]
 
 
 def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
-    """One turn's slice of a stacked tensor; the stacking dim may not be split."""
+    """One iteration's slice of a stacked tensor. The stacking dim may not be split."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if "d0" in dims:
         dims["d0"] = (x.shape[0], "replicated")
@@ -41,7 +41,7 @@ def unstack(b: GraphBuilder, x: Tensor) -> Tensor:
 
 
 def stack(b: GraphBuilder, x: Tensor, length: Size, shape: tuple[Size, ...]) -> Tensor:
-    """What all turns make, stacked: shape = (length, *x.shape)."""
+    """The stacked results of all iterations: shape = (length, *x.shape)."""
     dims, m = parallel_dims(x.shape), plain_map(x.shape)
     if not is_one(length):
         dims["l"] = (length, "replicated")

@@ -1,7 +1,7 @@
-"""The loop nests that every frontend lowers into. One function a kind; each states its access maps once.
+"""The loop nests that every frontend lowers into: one function per kind, which defines the access maps of that kind.
 
-Shapes are sequences of sizes (ints or sympy expressions). Every function adds one nest to the builder and
-returns the tensor, or tensors, that it writes.
+Shapes are sequences of sizes (ints or sympy expressions). Every function adds one nest to the builder and returns the
+tensor or tensors that it writes.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def elementwise(
     shape: Sequence[Size] | None = None,
     differentiable: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Outputs of one shape; inputs broadcast as numpy's do (scalars and dims of one element).
+    """An elementwise op. Its results have one shape, to which the inputs broadcast as in numpy.
 
-    name: the framework's, if it differs from the function's. flops: per point, if they differ from the function's (a
-    sum of many operands).
+    name: the framework's name, if it differs from the function's.
+    flops: FLOPs per point, if they differ from the function's (a sum of many operands).
     """
     if shape is None:
         rank = max((len(t.shape) for t in inputs), default=0)
@@ -60,7 +60,8 @@ def elementwise(
                     shape[i] = s
                 elif not is_one(s) and s != shape[i]:
                     raise PaseError(
-                        f"{name or function.name} at {b.source}: shapes {[t.shape for t in inputs]} do not broadcast"
+                        f"shapes {[t.shape for t in inputs]} do not broadcast",
+                        where=f"{name or function.name} at {b.source}",
                     )
     reads = []
     for t in inputs:
@@ -81,13 +82,14 @@ def elementwise(
 
 
 def broadcast(b: GraphBuilder, x: Tensor, shape: Sequence[Size], into: Sequence[int]) -> Tensor:
-    """Dim i of x becomes dim into[i] of the result; the other dims are new."""
+    """A broadcast: dim i of x becomes dim into[i] of the result; the other dims are new."""
     walks = tuple(Walk(() if is_one(s) else (f"d{j}",)) for s, j in zip(x.shape, into, strict=True))
     write = Write(tuple(shape), x.dtype, plain_map(shape))
     return b.nest("broadcast", "view", [Read(x, AccessMap(walks))], [write], parallel_dims(shape), flops=0)[0]
 
 
 def transpose(b: GraphBuilder, x: Tensor, order: Sequence[int]) -> Tensor:
+    """A transpose: dim i of the result is dim order[i] of x."""
     full = plain_map(x.shape)
     write = Write(tuple(x.shape[i] for i in order), x.dtype, AccessMap(tuple(full.walks[i] for i in order)))
     return b.nest("transpose", "view", [Read(x, full)], [write], parallel_dims(x.shape), flops=0)[0]
@@ -96,9 +98,9 @@ def transpose(b: GraphBuilder, x: Tensor, order: Sequence[int]) -> Tensor:
 def common_factors(
     a: Sequence[Size], b: Sequence[Size]
 ) -> tuple[list[Size], list[list[int]], list[list[int]]] | None:
-    """Factor two shapes of equal size into common sub-dims, major to minor; None where they do not nest.
+    """Factors two shapes of equal size into common sub-dims, major to minor. Returns None if they do not nest.
 
-    Returns the factors, and for each dim of a and of b the indices of the factors it is made of.
+    Returns the factors and, for each dim of a and of b, the indices of its factors.
 
     >>> common_factors([6, 4], [2, 3, 4])
     ([2, 3, 4], [[0, 1], [2]], [[0], [1], [2]])
@@ -118,7 +120,7 @@ def common_factors(
             right, j = b[j], j + 1
         if is_one(left) and is_one(right):
             return factors, of_a, of_b
-        if is_one(left) or is_one(right):  # not of one size
+        if is_one(left) or is_one(right):  # the sizes differ
             return None
         if left == right:
             f, left, right = left, 1, 1
@@ -134,8 +136,8 @@ def common_factors(
 
 
 def reshape(b: GraphBuilder, x: Tensor, shape: Sequence[Size]) -> Tensor:
-    """Split and merge dims. If the shapes do not nest (12 = 3·4 to 4·3), the dims may not be split. What is read in
-    place (``taken``) still is."""
+    """A reshape, which splits and merges dims. If the shapes do not nest (3·4 to 4·3), the dims may not be split. The
+    result of a tensor that is read in place (``taken``) is also read in place."""
     common = common_factors(x.shape, shape)
     if common is None:
         dims: Dims = {f"r{i}": (s, "replicated") for i, s in enumerate(x.shape) if not is_one(s)}
@@ -167,7 +169,10 @@ def reduce(
     combines: bool = True,
     differentiable: bool = True,
 ) -> tuple[Tensor, ...]:
-    """combines: partial results of the shards can be combined by an all-reduce (sum, max; not argmax)."""
+    """A reduction over ``axes``.
+
+    combines: whether an all-reduce can combine the partial results of shards (sum and max can be, argmax cannot).
+    """
     shape = inputs[0].shape
     kind: DimKind = "reduction" if combines else "replicated"
     dims: Dims = {
@@ -192,7 +197,7 @@ def contract(
     dtype: str | None = None,
     name: str = "dot_general",
 ) -> Tensor:
-    """A batched matrix product; result dims are batch, then x's free dims, then y's free dims."""
+    """A batched matrix product. The result's dims are the batch dims, then x's free dims, then y's free dims."""
     names_x: dict[int, str] = {}
     names_y: dict[int, str] = {}
     dims: Dims = {}
@@ -229,7 +234,7 @@ def restrict(
     shape: Sequence[Size],
     dims_kept: Sequence[bool],
 ) -> Tensor:
-    """Slice, pad, roll and the like: a dim that is kept whole may be split, one that changes may not."""
+    """A slice, pad, roll or similar. A dim that is kept whole may be split; a dim that changes may not."""
     dims, reads, m = _restricted(inputs, shape, dims_kept)
     write = Write(tuple(shape), inputs[0].dtype, m)
     return b.nest(name, "view", reads, [write], dims, flops=1.0, over=m.dims)[0]
@@ -238,7 +243,7 @@ def restrict(
 def put(
     b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> Tensor:
-    """The second input is written over a part of the first, in place. The rest is not touched."""
+    """An update in place: the second input is written over a part of the first. The rest is not touched."""
     dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
     write = Write(tuple(shape), inputs[0].dtype, m, sparse=True)
     reads = [replace(whole, sparse=True), *others]
@@ -248,8 +253,7 @@ def put(
 def taken(
     b: GraphBuilder, name: str, inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> Tensor:
-    """A part of the first input; the rest is not touched. If it is contiguous (one row of a stack), it is read in
-    place."""
+    """A part of the first input; the rest is not touched. A contiguous part (one row of a stack) is read in place."""
     dims, (whole, *others), m = _restricted(inputs, shape, dims_kept)
     cut = max((i for i, kept in enumerate(dims_kept) if not kept), default=-1)
     lies = all(is_one(s) for s in shape[:cut])
@@ -263,11 +267,11 @@ def taken(
 def _restricted(
     inputs: Sequence[Tensor], shape: Sequence[Size], dims_kept: Sequence[bool]
 ) -> tuple[Dims, list[Read], AccessMap]:
-    """The dims of a nest whose inputs have the result's layout in each dim that is kept; how it reads and writes."""
+    """The dims, reads and write map of a nest whose inputs share the result's layout in each dim that is kept."""
     dims: Dims = {}
     reads = []
     for k, t in enumerate(inputs):
-        if len(t.shape) != len(shape):  # an index or a padding value: a scalar
+        if len(t.shape) != len(shape):  # an index or a padding value, which is a scalar
             reads.append(Read(t, AccessMap.of(*[()] * len(t.shape))))
             continue
         walks = []
@@ -293,7 +297,7 @@ def _restricted(
 
 
 def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor:
-    """One of ``parts`` equal parts of a dim. Shards of a part suffice if x is split equally within each part."""
+    """One of ``parts`` equal parts of a dim. Shards suffice if x is split equally within each part."""
     size = quotient(x.shape[axis], parts)
     assert size is not None
     shape = tuple(size if i == axis else s for i, s in enumerate(x.shape))
@@ -305,7 +309,7 @@ def part(b: GraphBuilder, name: str, x: Tensor, axis: int, parts: int) -> Tensor
 
 
 def concat(b: GraphBuilder, inputs: Sequence[Tensor], axis: int) -> Tensor:
-    """The joined dim may not be split."""
+    """A concatenation. The dim that is joined may not be split."""
     shape = list(inputs[0].shape)
     total: Size = 0
     for t in inputs:
@@ -325,7 +329,7 @@ def sequential(
     flops: float | None = None,
     differentiable: bool = True,
 ) -> tuple[Tensor, ...]:
-    """Cumulative sums, sorts, top-k: every dim but ``axis`` may be split."""
+    """A cumulative sum, sort, top-k or similar. Every dim except ``axis`` may be split."""
     shape = inputs[0].shape
     dims: Dims = {
         f"d{i}": (s, "replicated" if i == axis else "parallel") for i, s in enumerate(shape) if not is_one(s)
@@ -363,7 +367,7 @@ def generate(
     *,
     name: str = "",
 ) -> Tensor:
-    """Values made on the spot (iota, random bits): every dim may be split; inputs are small and whole."""
+    """Generated values (iota, random bits). Every dim may be split; inputs are small and replicated."""
     dims = parallel_dims(shape)
     reads = []
     for k, t in enumerate(inputs):
@@ -395,7 +399,7 @@ def opaque(
 ) -> tuple[Tensor, ...]:
     """An op that may not be split: every device computes all of it.
 
-    flops: of the whole op; with 0 its memory traffic alone is priced.
+    flops: FLOPs of the whole op; with 0 only its memory traffic is priced.
     """
     dims: Dims = {}
     reads, writes = [], []
@@ -421,8 +425,12 @@ def batched(
     whole: Sequence[Tensor] = (),
     function: Function | None = None,
 ) -> tuple[Tensor, ...]:
-    """The first ``rank`` dims, equal in all tensors, may be split; the rest may not. flops: per point of these dims.
-    whole: inputs that have none of these dims. function: what it computes, where its derivative is known."""
+    """An op whose first ``rank`` dims, equal in all tensors, may be split; its other dims may not.
+
+    flops: FLOPs per point of the first ``rank`` dims.
+    whole: inputs that have none of these dims.
+    function: what the op computes, if its derivative is known.
+    """
     dims: Dims = {}
 
     def walk(shape: Sequence[Size], prefix: str, rank: int = rank) -> AccessMap:
@@ -454,10 +462,12 @@ def grouped_product(
     *,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """Rows of x [m k] in groups times w [g k n] by group: [m n]. Every row meets one group's weights.
+    """A grouped matrix product (ragged dot): rows of x [m k], in groups, times w [g k n], giving [m n]. Every row is
+    multiplied by the weights of its group.
 
-    ends: the row after each group's last, [g], which is replicated. Rows may then be split. Groups may be split too: a
-    device then makes the rows of its own groups and zeros for the others, and the result is a partial sum.
+    ends: the index after each group's last row, [g], replicated. If it is given, rows may be split, and groups may be
+        split too: a device then computes the rows of its own groups and zeros for the others, and the result is a
+        partial sum.
     """
     (m,) = {0, 1} - {x_contracting}
     (n,) = {0, 1, 2} - {w_contracting, w_group}
@@ -481,6 +491,6 @@ def grouped_product(
     if ends is None:
         over = [d for d in dims if d != "g"]
         return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0, over=over)[0]
-    over = list(dims)  # groups are assumed equal: a device with one of two groups has half of the rows
+    over = list(dims)  # groups are assumed equal, so a device with one of two groups has half of the rows
     reads.append(Read(ends, AccessMap((walk("e", groups, "replicated"),))))
     return b.nest("ragged_dot", "matmul", reads, [write], dims, flops=2.0 / groups, over=over)[0]

@@ -1,7 +1,7 @@
-"""A user's derivative rule in the graph: its forward, its backward, and the gradients between them.
+"""A derivative rule of the user in the graph: its forward, its backward, and the gradients between them.
 
-Neither its forward nor its backward is differentiated. Backward consists of the rule's own ops. What it reads from
-forward is kept for it, as the user's forward returns it.
+Neither is differentiated. Backward consists of the rule's own ops. The values that it reads from forward are kept as
+the rule's forward returns them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ __all__ = ["cotangent", "hand_back"]
 
 
 def cotangent(b: GraphBuilder, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(the value that a rule's forward made, now with a gradient; that gradient, which the rule's backward reads)."""
+    """Returns the value of a rule's forward, now with a gradient, and that gradient, which the rule's backward
+    reads."""
     dims, m = parallel_dims(value.shape), plain_map(value.shape)
     writes = [Write(value.shape, value.dtype, m)] * 2
     out, gradient = b.nest("cotangent", "cotangent", [Read(value, m)], writes, dims, flops=0)
@@ -24,6 +25,6 @@ def cotangent(b: GraphBuilder, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hand_back(b: GraphBuilder, operand: Tensor, gradient: Tensor) -> None:
-    """Makes the rule's result the operand's gradient, in the layout in which the operand keeps it."""
+    """Makes the rule's result the operand's gradient, in the operand's layout."""
     dims, m = parallel_dims(operand.shape), plain_map(operand.shape)
     b.nest("gradient", "gradient", [Read(gradient, m), Read(operand, m, gradient=True)], [], dims, flops=0)

@@ -1,4 +1,4 @@
-"""Loop nests in which a window slides over dims: convolutions and pools."""
+"""Loop nests in which a window slides over dims: convolutions and pooling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["conv", "window_reduce"]
 
 
 def _windowed(name: str, size_in: Size, size_out: Size, window: Window, dims: Dims, dilated: bool) -> Walk:
-    """A spatial dim: split only where blocks of the output sit over blocks of the input."""
+    """The walk of a spatial dim. The dim may be split only if blocks of the output align with blocks of the input."""
     if is_one(size_out) and is_one(size_in):
         return Walk()
     aligned = not dilated and size_in == size_out * window.stride
@@ -38,8 +38,12 @@ def conv(
     input_dilation: Sequence[int] = (),
     groups: int = 1,
 ) -> Tensor:
-    """Convolution. Dim triples: x (batch, channel, spatial), w (out-channel, in-channel, spatial), out as x. padding:
-    elements in front of each spatial dim."""
+    """A convolution.
+
+    x_dims, out_dims: the dims (batch, channel, spatial) of x and of the result.
+    w_dims: the dims (out-channel, in-channel, spatial) of w.
+    padding: elements in front of each spatial dim.
+    """
     xb, xc, xs = x_dims
     wn, wc, ws = w_dims
     ob, on, os = out_dims
@@ -55,10 +59,15 @@ def conv(
     g = dim("g", groups, "parallel") if groups > 1 else ()
     per_group = quotient(w.shape[wn], groups)
     if per_group is None:
-        raise PaseError(f"convolution at {b.source}: {w.shape[wn]} output channels in {groups} groups")
+        raise PaseError(
+            f"{w.shape[wn]} output channels cannot be divided into {groups} groups",
+            where=f"convolution at {b.source}",
+        )
     c = dim("c", w.shape[wc], "reduction")
     n = dim("n", per_group, "parallel")
-    there = 1.0  # the part of a window that meets elements of x; the others are zeros between them
+    there = (
+        1.0  # the fraction of a window that covers elements of x; the rest are the zeros of input dilation
+    )
     walks_x: list[Walk] = [Walk()] * len(x.shape)
     walks_w: list[Walk] = [Walk()] * len(w.shape)
     walks_o: list[Walk] = [Walk()] * len(shape)
@@ -68,7 +77,9 @@ def conv(
     for k, (i, j, o) in enumerate(zip(xs, ws, os, strict=True)):
         extent = w.shape[j]
         if not isinstance(extent, int):
-            raise PaseError(f"convolution at {b.source}: a filter's extent must be a number, got {extent}")
+            raise PaseError(
+                f"the extent of a filter must be a number, not {extent}", where=f"convolution at {b.source}"
+            )
         up = bool(input_dilation) and input_dilation[k] != 1
         there /= input_dilation[k] if up else 1
         window = Window(extent=(extent - 1) * dilation[k] + 1, stride=strides[k], before=padding[k])

@@ -88,5 +88,5 @@ def test_what_is_no_size(text: str) -> None:
 
 
 def test_a_size_must_be_whole() -> None:
-    with pytest.raises(PaseError, match="must be a whole number"):
+    with pytest.raises(PaseError, match="not a whole number"):
         bind_size(symbol("b") / 8, {"b": 12})  # type: ignore[operator]

@@ -63,41 +63,42 @@ def test_garbage_is_a_clear_error(data: st.DataObject) -> None:
     try:
         from_text(text[:at] + junk + text[at + n :])
     except PaseError as e:
-        assert str(e).startswith("graph text line ") and ", column " in str(e)
+        assert e.where.startswith("graph text line ") and ", column " in e.where
 
 
 HEAD = "graph g\ntensor t float32[4] activation\nnode n (a=4)\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "where", "what"),
     [
-        ("", "line 1, column 1: nothing here; the first line must be 'graph NAME'"),
-        ("tensor t", "line 1, column 1: the first line must be 'graph NAME', not 'tensor'"),
-        ("graph g\ngraph h", "line 2, column 1: a second 'graph' line"),
-        ("graph g\ntensors t", "line 2, column 1: 'tensors' is none of"),
-        ("graph g\n  view x ->", "line 2, column 1: an op stands before the first node"),
-        ("graph g\ntensor t float32[4", "line 2, column 19: expected ',', found the end of the line"),
-        ("graph g\ntensor t float32[{b+}] activation", "line 2, column 18: 'b+' is not a size"),
-        ("graph g\ntensor t float32[4] weight", "line 2, column 21: 'weight' is not a role"),
-        (HEAD + "tensor t float32[] input", "line 4, column 1: tensor t is declared twice"),
-        (HEAD + "  vieww x ->", "line 4, column 3: 'vieww' is not an op's kind; known are matmul"),
-        (HEAD + "  view x t[a b@0] ->", "line 4, column 12: access map 'a b@0': cannot read 'b@0'"),
-        (HEAD + "  view x t[a ->", "line 4, column 11: '[' is not closed"),
-        (HEAD + "  view x t[a] -> t[a] | flopss=3", "line 4, column 25: expected fn=, flops=, over="),
-        (HEAD + "  view x t[a] -> | flops=x", "line 4, column 26: expected a number, found 'x'"),
-        (HEAD + "  view x t[a] -> | eqn=1 eqn=2", "line 4, column 26: 'eqn' stands twice"),
-        (HEAD + "  view x t[a] -> | scope=turn3", "line 4, column 26: 'turn3' is not a scope"),
-        (HEAD + "  view x t[a] t[a] ->", "line 4, column 15: expected ','"),
-        ("graph g\nnode n (a=4 big)", "line 2, column 13: 'big' is not a dim's kind; known are parallel"),
-        ("graph g extra", "line 1, column 9: 'extra' is too much here"),
-        ('graph g\nmeta "a\\q" b', "line 2, column 6:"),
+        ("", "line 1, column 1", "empty"),
+        ("tensor t", "line 1, column 1", "'graph NAME', not 'tensor'"),
+        ("graph g\ngraph h", "line 2, column 1", "second 'graph'"),
+        ("graph g\ntensors t", "line 2, column 1", "'tensors' is none of"),
+        ("graph g\n  view x ->", "line 2, column 1", "before the first node"),
+        ("graph g\ntensor t float32[4", "line 2, column 19", "expected ',', found the end of the line"),
+        ("graph g\ntensor t float32[{b+}] activation", "line 2, column 18", "'b+' is not a size"),
+        ("graph g\ntensor t float32[4] weight", "line 2, column 21", "'weight' is not a role"),
+        (HEAD + "tensor t float32[] input", "line 4, column 1", "tensor t is declared twice"),
+        (HEAD + "  vieww x ->", "line 4, column 3", "'vieww' is not an op's kind; known are matmul"),
+        (HEAD + "  view x t[a b@0] ->", "line 4, column 12", "access map 'a b@0': cannot read 'b@0'"),
+        (HEAD + "  view x t[a ->", "line 4, column 11", "'[' is not closed"),
+        (HEAD + "  view x t[a] -> t[a] | flopss=3", "line 4, column 25", "expected fn=, flops=, over="),
+        (HEAD + "  view x t[a] -> | flops=x", "line 4, column 26", "expected a number, found 'x'"),
+        (HEAD + "  view x t[a] -> | eqn=1 eqn=2", "line 4, column 26", "'eqn' occurs twice"),
+        (HEAD + "  view x t[a] -> | scope=turn3", "line 4, column 26", "'turn3' is not a scope"),
+        (HEAD + "  view x t[a] t[a] ->", "line 4, column 15", "expected ','"),
+        ("graph g\nnode n (a=4 big)", "line 2, column 13", "'big' is not a dim's kind; known are parallel"),
+        ("graph g extra", "line 1, column 9", "found 'extra'"),
+        ('graph g\nmeta "a\\q" b', "line 2, column 6", "JSON"),
     ],
 )
-def test_errors_say_where(text: str, message: str) -> None:
+def test_errors_name_line_and_column(text: str, where: str, what: str) -> None:
     with pytest.raises(PaseError) as e:
         from_text(text)
-    assert message in str(e.value)
+    assert e.value.where == f"graph text {where}"
+    assert what in e.value.what
 
 
 def test_digest_is_of_the_model_not_of_where_it_lies() -> None:

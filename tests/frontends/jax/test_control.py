@@ -106,10 +106,9 @@ def test_chances_of_branches_are_the_users() -> None:
 
 @pytest.mark.parametrize("shares", [(0.5,), (0.5, 0.6), (1.5, -0.5)])
 def test_chances_add_up_to_one(shares: tuple[float, ...]) -> None:
-    with pytest.raises(
-        PaseError, match=r"chances of 'cond0' are .*: it has 2 branches, and the chances of all"
-    ):
+    with pytest.raises(PaseError) as e:
         trace(choosing, W, X, chances={"cond0": shares})
+    assert "'cond0'" in e.value.where and "2 numbers" in e.value.fix
 
 
 def test_a_conditional_that_is_not_there() -> None:
