@@ -1,4 +1,4 @@
-"""Cost tables: built from the graph, a mesh and a cost model; consumed by the search."""
+"""Cost tables: built from the graph, a mesh and a cost model, and minimised by the search."""
 
 from pase.tables.types import CostTables, EdgeTable
 

@@ -1,4 +1,5 @@
-"""Graph × mesh × cost model -> cost tables, with the configs that the tables' indices mean."""
+"""Builds cost tables from a graph, a mesh and a cost model, and keeps the configs that the tables' indices stand
+for."""
 
 from __future__ import annotations
 
@@ -43,14 +44,14 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Space:
-    """What the tables' indices mean: per node its configs, int8 [K, axes]."""
+    """The configs that the tables' indices stand for: per node, int8 [K, axes]."""
 
     graph: Graph
     mesh: Mesh
     configs: tuple[np.ndarray, ...]
 
     def index(self, strategy: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Config indices of a strategy (node name -> int8 [axes]); KeyError where it is not in the space."""
+        """Config indices of a strategy (node name -> int8 [axes]). KeyError if the strategy is not in the space."""
         out = np.zeros(len(self.configs), dtype=np.int64)
         for v, n in enumerate(self.graph.nodes):
             hit = np.flatnonzero((self.configs[v] == strategy[n.name]).all(axis=1))
@@ -63,12 +64,13 @@ class Space:
 
 
 GRANULE_BYTES = 512
-"""The least that one device sends of a tensor: XLA for TPU pads shards to it ("k512Byte" in its HLO). Without it,
-splitting a bias over 32 devices looks as good as replicating it, but costs slices and copies."""
+"""The fewest bytes that one device sends of a bucketed tensor: XLA for TPU pads shards to this size ("k512Byte" in its
+HLO). Without it, splitting a bias over 32 devices would look as good as replicating it, although it costs slices and
+copies."""
 
 
 def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
-    """Cost of a charge, for all times that it occurs in a step."""
+    """The cost of a charge for all its runs in a step."""
     alone = model.collective(charge.kind, mesh, charge.axes, charge.nbytes)
     bucket = model.machine.bucket_bytes
     if charge.bucketed and bucket:
@@ -87,7 +89,7 @@ def charge_price(charge: Charge, model: CostModel, mesh: Mesh) -> np.ndarray:
 
 
 def lone_gather(kind: CollectiveKind, whole: ArrayLike, model: CostModel) -> np.ndarray:
-    """Whether a parameter of so many bytes is gathered by itself, with nothing beside it."""
+    """Whether a parameter of ``whole`` bytes is gathered by itself, without joining other gathers or compute."""
     return np.asarray((kind == "all_gather") & (np.asarray(whole) < model.machine.lone_gather_bytes))
 
 
@@ -107,7 +109,7 @@ def work_cost(work: Iterable[Work], model: CostModel) -> np.ndarray | float:
 
 
 def work_price(work: Work, model: CostModel) -> np.ndarray:
-    """Cost of a piece of work, once."""
+    """The cost of one run of a piece of work."""
     mnk = None if work.mnk is None else (work.mnk[0] * work.padding, *work.mnk[1:])
     price = model.compute(work.kind, work.dtype, work.flops * work.padding, work.nbytes, mnk=mnk)
     if work.kind == "memory" and work.phase != "update":
@@ -117,10 +119,10 @@ def work_price(work: Work, model: CostModel) -> np.ndarray:
 
 
 def _light_bytes_per_s(model: CostModel) -> float:
-    """The highest rate at which light ops between products move bytes, if measured in addition to a memory curve.
+    """The highest bandwidth of light ops between products, if it was measured in addition to the memory curve.
 
-    The curve is of one op in a chain, with warm caches. Light ops between products compute more than they move. An
-    optimizer's update is such a chain.
+    The memory curve is measured on one op in a chain, with warm caches. Light ops between products compute more per
+    byte and are slower. An optimizer's update is such a chain, so it is priced by the curve alone.
     """
     device = model.machine.device
     part = device.efficiency.get("memory")
@@ -130,7 +132,7 @@ def _light_bytes_per_s(model: CostModel) -> float:
 
 
 def _windowed_flops_per_s(model: CostModel) -> float:
-    """FLOP/s of windows that slide over an array, where they were measured; else they are as any light op."""
+    """FLOP/s of windows that slide over an array, if measured; otherwise windows are priced as any light op."""
     device = model.machine.device
     part = device.efficiency.get("window")
     if model.unit != "s" or part is None or device.vector_flops is None:
@@ -139,7 +141,7 @@ def _windowed_flops_per_s(model: CostModel) -> float:
 
 
 def array_tile(model: CostModel) -> tuple[int, int] | None:
-    """The tiles in which the model's machine stores arrays."""
+    """The tiles in which the model's machine stores arrays; None if it does not pad arrays to tiles."""
     tile = model.machine.device.memory_tile
     return tile if model.unit == "s" and len(tile) == 2 else None
 
@@ -156,11 +158,11 @@ def build(
 ) -> tuple[CostTables, Space]:
     """Price every config of every node and every pair of layouts of every edge.
 
-    among: per node the configs to price, int8 [K, axes], if not all; equal nodes should share an array.
+    among: per node, the configs to price, int8 [K, axes]; None for all. Equal nodes should share an array.
 
-    Equal nodes and edges of repeated layers are priced once and share their arrays. sync, gathers: weights of the
-    gradients' synchronisation and of parameters' way to their readers, below 1 without that for recomputation, since
-    they stay. Tables of other weights have the same nodes, edges and classes.
+    Equal nodes and edges of repeated layers are priced only once and share their arrays. sync, gathers: weights of the
+    gradients' reduction and of the parameters' gathers. With a weight below 1, a parameter is not gathered again for
+    recomputation, because it stays gathered. Tables with other weights have the same nodes, edges and classes.
     """
     known = facts(graph)
     space = config_space(graph, mesh, model) if among is None else tuple(among)
@@ -174,9 +176,12 @@ def build(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PhaseCosts:
-    """A node's costs, float64 [K] each. waited: its collectives and the optimizer's update. forward, backward: its
-    work, with recomputation in backward. gathers: of an updated parameter whose state is split further than the
-    parameter."""
+    """The costs of a node by phase, float64 [K] each.
+
+    waited: its collectives and the optimizer's update. forward, backward: its compute; recomputation counts in
+    backward.
+    gathers: of the updated parameter, if its optimizer state is split further than the parameter.
+    """
 
     waited: np.ndarray
     forward: np.ndarray
@@ -191,8 +196,10 @@ class PhaseCosts:
 def phase_costs(
     graph: Graph, space: Sequence[np.ndarray], mesh: Mesh, model: CostModel, optimizer: str
 ) -> tuple[PhaseCosts, ...]:
-    """The costs of every node. Equal nodes of repeated layers share one object. space: per node its configs, int8
-    [K, axes]; nodes that are equal and have the same configs should share an array."""
+    """The costs of every node. Equal nodes of repeated layers share one object.
+
+    space: per node, its configs, int8 [K, axes]. Equal nodes with the same configs should share an array.
+    """
     made: dict[tuple[int, int], PhaseCosts] = {}
     keys = [(number, id(cfg)) for number, cfg in zip(facts(graph).cost, space, strict=True)]
     for n, cfg, key in zip(graph.nodes, space, keys, strict=True):
@@ -213,9 +220,12 @@ def phase_costs(
 
 
 def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray, ...]:
-    """The configs of each node; equal nodes share an array. If the compiler reduces each reader's gradient, no gradient
-    may stay partial. Of what the user has fixed the layout, only the configs that have it; on a mesh that cannot hold
-    it there are none."""
+    """The configs of each node; equal nodes share an array.
+
+    If the machine's compiler reduces the gradient of each reader separately, configs that leave a gradient partial are
+    excluded. For a tensor with a fixed layout, only configs with that layout remain; there are none if the mesh cannot
+    hold it.
+    """
     apart = not model.machine.sums_readers
     memo: dict[tuple[int, tuple[LayoutRule, ...], FixedLayout | None], np.ndarray] = {}
     same: dict[bytes, np.ndarray] = {}
@@ -240,14 +250,15 @@ def config_space(graph: Graph, mesh: Mesh, model: CostModel) -> tuple[np.ndarray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Classes:
-    """Distinct layouts [C, axes], and each config's class, int32 [K]."""
+    """Distinct layouts, [C, axes], and the class of each config, int32 [K]."""
 
     rows: np.ndarray
     index: np.ndarray
 
 
 class _Layouts:
-    """Classes of configs by how they lay out a tensor. Equal classes, and their rows, are one object."""
+    """Groups configs into classes by the layout that they give a tensor. Equal classes, and their rows, are one
+    object."""
 
     def __init__(self, rules: tuple[LayoutRule, ...], mesh: Mesh) -> None:
         self.rules, self.mesh = rules, mesh
@@ -269,8 +280,8 @@ class _Layouts:
 class EdgeCosts:
     """The cost of an edge for each pair of layouts, by flow: float64 [source rows, reader rows].
 
-    Equal edges share their flows. rows: the layouts written and read, int8 [C, axes]; classes: of each config of the
-    source and of the reader, its row, int32 [K].
+    Equal edges share their flows. rows: the written layouts and the read layouts, int8 [C, axes]. classes: the row of
+    each config of the source and of the reader, int32 [K].
     """
 
     flows: tuple[tuple[Flow, np.ndarray], ...]
@@ -286,7 +297,7 @@ class EdgeCosts:
 def _edges(
     known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel, weights: Mapping[str, float]
 ) -> Iterator[EdgeTable]:
-    """Edges that cost something for some pair of layouts. weights: for what parameters send, by phase."""
+    """Edges that cost something for some pair of layouts. weights: per phase, for the collectives of parameters."""
     memo: dict[int, np.ndarray | None] = {}
     for e, priced in edge_costs(known, space, mesh, model):
         if id(priced.flows) not in memo:
@@ -305,7 +316,7 @@ def _edges(
 def edge_costs(
     known: Facts, space: tuple[np.ndarray, ...], mesh: Mesh, model: CostModel
 ) -> Iterator[tuple[EdgeFacts, EdgeCosts]]:
-    """The costs of every edge of the graph, in order. space: per node its configs, int8 [K, axes]."""
+    """The costs of every edge of the graph, in order. space: per node, its configs, int8 [K, axes]."""
     layouts = _Layouts(known.rules, mesh)
     ends: dict[tuple[int, int, bool], tuple[np.ndarray, np.ndarray]] = {}
     classes = [(layouts.of(e.write, space[e.src]), layouts.of(e.read, space[e.dst])) for e in known.edges]
@@ -343,23 +354,24 @@ def edge_costs(
 def edge_tables(
     graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, model: CostModel, along: Sequence[int]
 ) -> tuple[EdgeTable, ...]:
-    """Tables of some of the edges, if they cost something, with some of the configs.
+    """Tables of some of the edges for some of the configs, without edges that cost nothing.
 
-    among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
+    among: per node, the configs, int8 [K, axes]; equal nodes should share an array. along: indices into
+    ``graph.edges``.
     """
     known = facts_along(facts(graph), along)
     return tuple(_edges(known, tuple(among), mesh, model, {"backward": 1.0, "forward": 1.0}))
 
 
 def facts_along(known: Facts, along: Sequence[int]) -> Facts:
-    """The facts of some of the edges. along: indices in ``graph.edges``."""
+    """The facts of some of the edges. along: indices into ``graph.edges``."""
     return replace(known, edges=tuple(known.edges[i] for i in along))
 
 
 def layout_pairs(
     graph: Graph, among: Sequence[np.ndarray], mesh: Mesh, along: Sequence[int]
 ) -> list[tuple[object, int]]:
-    """For each of these edges, what its matrix depends on and its number of pairs of layouts.
+    """For each of these edges: a key for everything that its matrix depends on, and the number of its layout pairs.
 
     among, along: as in ``edge_tables``.
     """
@@ -373,7 +385,7 @@ def layout_pairs(
 
 
 class _Prices:
-    """The cost of each code of the plans for each flow, with one cost model call per kind of collective."""
+    """The cost of each code of the plans for each flow. The cost model is called once per kind of collective."""
 
     def __init__(self, plans: Iterable[Plans], flows: set[Flow], mesh: Mesh, model: CostModel) -> None:
         n = len(mesh.sizes)
@@ -402,7 +414,7 @@ class _Prices:
             self.rows |= dict(zip(((size, bucketed) for size in sizes), table, strict=True))
 
     def of(self, flow: Flow) -> np.ndarray:
-        """Cost of every code for this flow, for all its times in a step; 0 for code 0."""
+        """The cost of every code for this flow, for all its runs in a step; 0 for code 0."""
         row = self.rows[flow.nbytes, flow.bucketed]
         if flow.sum_nbytes != flow.nbytes:
             on = self.used[np.isin(self.kind, [COLLECTIVES.index(kind) for kind in SUMS])]
@@ -411,7 +423,7 @@ class _Prices:
         return flow.times * row
 
     def saved(self, flow: Flow, taken_apart: CollectiveKind) -> np.ndarray:
-        """By how much every code of a kind costs less if it runs beside the flow's products; 0 of other kinds."""
+        """How much less each code costs if it overlaps with the flow's products; 0 for other kinds of collectives."""
         out = np.zeros_like(self.rows[flow.nbytes, flow.bucketed])
         on = self.kind == COLLECTIVES.index(taken_apart)
         if (products := flow.overlapping(taken_apart)) and on.any():

@@ -1,15 +1,15 @@
-"""Collectives inside a node and along an edge, in forward and backward, for each config or pair of layouts.
+"""Derives the collectives inside a node and along an edge, forward and backward, per config or pair of layouts.
 
-- If an op sums over a split dim, the tensor that it writes is partial over that dim's axes. Inside a node it is
-  summed at once (softmax's maximum, a norm's mean). Between nodes the edge sums it.
-- The gradient of a tensor that is read is partial over the axes of split dims that its map does not contain.
+- If an op sums over a split dim, the tensor that it writes is partial over that dim's axes. Inside a node, it is
+  reduced at once (softmax's maximum, a norm's mean). Between nodes, the edge reduces it.
+- The gradient of a tensor that is read is partial over the axes of split dims that the read's map does not contain.
   For a parameter, the sum over these axes is the gradient synchronisation.
 - An axis on a parameter's *state* splits its gradient and the optimizer's work. The updated parameter is then gathered.
 - For ops that run in backward because of the user's own derivative rule, only collectives are derived.
-- A windowed dim exchanges halos. An edge pays to go from the layout written to the layout read, and back
-  for the gradient.
+- A windowed dim exchanges halos. An edge pays for the reshard from the layout written to the layout read, and for the
+  reshard of the gradient back.
 
-Everything is an array over configs (or pairs of layouts). With one config it is the plan's own list.
+Everything is an array over configs (or pairs of layouts). With a single config, the result is the plan's own list.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from pase.tables.work import Phase, Work, has_gradient, node_work, phase_of, run
 __all__ = ["SUMS", "Charge", "Flow", "OpAccess", "edge_charges", "edge_flows", "node_charges"]
 
 SUMS: tuple[CollectiveKind, ...] = ("all_reduce", "reduce_scatter")
-"""The collectives that add."""
+"""The collectives that reduce."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Charge:
-    """Collectives, one per config or pair of layouts.
+    """Collectives of one kind, one per config or per pair of layouts.
 
-    axes, nbytes: as in CostModel.collective. times: how often in a step.
-    bucketed: a parameter's gather or its gradient's sum. No op waits for it alone, and it is sent in a bucket with
-    others, unless it is a lone gather (``Machine.lone_gather_bytes``).
-    rounds: the number of collectives that follow each other, each time. behind: work in turns + 1 equal parts, one of
-    which overlaps with each collective. Only the rest of a collective is waited for.
-    within: inside a node, the op and the read or write that it is for. None: of an edge, or of the whole node.
-    during: of one pair of layouts, the products whose pieces run beside it (``Flow.overlapping``); none: it is waited
-    for.
-    whole: bytes of the whole tensor, where it is bucketed or has products. back: of the gradient.
+    axes, nbytes: as in CostModel.collective. times: how often they run in a step.
+    bucketed: whether this is a parameter's gather or its gradient's sum. No op waits for such a collective alone. It is
+    sent in a bucket with others, unless it is a lone gather (``Machine.lone_gather_bytes``).
+    rounds: the number of collectives that follow each other each time. behind: the compute that overlaps with them, in
+    rounds + 1 equal parts. One part overlaps with each collective, and only the rest of the collective's time is paid.
+    within: for a collective inside a node, the op and the access that it serves; None for an edge or a whole node.
+    during: for a single pair of layouts, the products that the collective overlaps with piece by piece
+    (``Flow.overlapping``); if empty, compute waits for it.
+    whole: bytes of the whole tensor, if the collective is bucketed or has products. back: whether it is for a gradient.
     """
 
     kind: CollectiveKind
@@ -80,14 +80,14 @@ class Charge:
 
 @dataclass(frozen=True)
 class OpAccess:
-    """One access of an op: the op's number in its node, and which of its reads or writes it is."""
+    """One access of an op. op: the op's index in its node. access: the index among its reads or its writes."""
 
     op: int
     access: int
 
 
 def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Collectives inside the node: sums that its own ops need at once, halos, and the ring of an attention."""
+    """Collectives inside the node: sums that its own ops need at once, halos, and the rounds of ring attention."""
     for i in state_index(node):
         a = node.ops[0].writes[0]
         yield Charge(
@@ -110,7 +110,7 @@ def node_charges(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Itera
 def _op_charges(
     graph: Graph, node: Node, at: int, consumed: Collection[str], cfg: np.ndarray, mesh: Mesh
 ) -> Iterator[Charge]:
-    """The sums and halos of one op of a node. at: its number there; consumed: the tensors that the node's ops read."""
+    """The sums and halos of one op of a node. at: the op's index. consumed: the tensors that the node's ops read."""
     op = node.ops[at]
     times = runs_of(op, node.name)
     itself: tuple[Phase, float] = phase_of(op), times * (2 if op.remat else 1)
@@ -124,7 +124,7 @@ def _op_charges(
         when: tuple[Phase, float],
         part: np.ndarray | float = 1.0,
     ) -> Charge:
-        """A collective over the axes of some dims, for the i-th access: this part of a device's share of its tensor."""
+        """A collective over the axes of some dims, for the i-th access. part: the fraction of the local tensor sent."""
         return Charge(
             kind=kind,
             axes=axis_bits(cfg, dim_index(node, over), mesh),
@@ -146,9 +146,8 @@ def _op_charges(
             tensor = graph.tensors[a.tensor]
             wider = _summed_itemsize(graph, op, tensor) / tensor.itemsize
             yield charge("all_reduce", i, a, other, gradient, wider)
-        grown = np.ones(
-            len(cfg)
-        )  # rows of a later dim are longer by those of the earlier ones: corners come along
+        # Rows of a later dim include the halos of the earlier dims, so that corners are sent as well.
+        grown = np.ones(len(cfg))
         for walk, extent in zip(a.map.walks, graph.tensors[a.tensor].shape, strict=True):
             if walk.window is None or not walk.window.halo or len(walk.dims) != 1:
                 continue
@@ -160,10 +159,12 @@ def _op_charges(
 
 
 def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Keys and values go around the ring while attention works on those that have arrived. In backward, the sums of
-    their gradients (float32) go around as well, and then return to their device. Liu et al. 2023 (arXiv 2310.01889).
+    """The collectives of ring attention (Liu et al. 2023, arXiv 2310.01889).
 
-    With a causal mask, half of each part is exchanged before and after, so that all devices have the same work
+    Keys and values go around the ring while attention works on those that have arrived. In backward, the sums of their
+    gradients (float32) go around as well, and then return to their device.
+
+    With a causal mask, half of each part is exchanged before and after, so that all devices have equal work
     (``RingDim.balanced``).
     """
     op = node.main
@@ -199,12 +200,13 @@ def _ring_charges(graph: Graph, node: Node, ring: RingDim, cfg: np.ndarray, mesh
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """A tensor, or its gradient, that is sent along an edge: bytes of the whole tensor, and how often in a step,
-    including recomputation.
+    """A tensor, or its gradient, that is sent along an edge.
 
-    sum_nbytes: the bytes where it is a sum that devices add up, of a gradient in another dtype than the tensor's.
-    back: it is the gradient, which comes from the reader. repeats: 2 if recomputation needs it once more. read, made:
-    the products that read the tensor, and that make it, where their pieces may run beside its gather or its scatter.
+    nbytes: bytes of the whole tensor. times: how often it is sent in a step, including recomputation.
+    sum_nbytes: the bytes in a collective that reduces; they differ if a gradient has another dtype than its tensor.
+    back: whether this is the gradient, which comes from the reader. repeats: 2 if recomputation sends it a second time.
+    read, made: the products that read the tensor, and those that make it, if its gather or scatter may be decomposed
+    to overlap with them.
     """
 
     phase: Phase
@@ -222,23 +224,23 @@ class Flow:
         return self.sum_nbytes if kind in SUMS else self.nbytes
 
     def ends(self, src: np.ndarray, dst: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The layouts before and after. src: from write_states. dst: from read_states."""
+        """The layouts before and after the reshard. src: from write_states. dst: from read_states."""
         if not self.back:
             return forward_states(src), np.where(dst == PARTIAL, REPLICATED, dst)
         return dst, gradient_states(src)
 
     def overlapping(self, kind: CollectiveKind) -> Products:
-        """The products whose pieces may run beside a collective of this kind that is the whole way of the tensor."""
+        """The products that may overlap, piece by piece, with a collective of this kind if it is the whole reshard."""
         if kind not in TAKEN_APART:
             return ()
         return self.read if self.of_reader(kind) else self.made
 
     def of_reader(self, kind: CollectiveKind) -> bool:
-        """Is a gather or a scatter next to the tensor's reader, rather than to its maker?"""
+        """Whether a gather or a scatter is next to the tensor's reader, rather than next to its producer."""
         return (kind == "all_gather") != self.back
 
     def during(self, kind: CollectiveKind, src: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """From which of the layouts written (write_states, [S, axes]) it may run beside them; bool [S]."""
+        """bool [S]: whether the products may overlap, for each written layout (write_states, [S, axes])."""
         products = self.overlapping(kind)
         if not products or self.of_reader(kind):
             return np.full(len(src), bool(products))
@@ -246,11 +248,11 @@ class Flow:
 
 
 def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
-    """The tensor to its reader and, if it has a gradient, the gradient back.
+    """The flow of the tensor to its reader and, if the tensor has a gradient, the flow of the gradient back.
 
     A parameter for a reader that runs in backward counts as forward, like its second gather in a rematerialised
-    region. If a loop reads a slice of a stack at each turn, the whole stack is moved before the loop.
-    What a step does once (``pase.ir.blocks.Hoisted``) is not repeated by micro-batches or by recomputation.
+    region. If a loop reads a slice of a stack in each iteration, the whole stack is resharded before the loop.
+    Hoisted collectives (``pase.ir.blocks.Hoisted``) are not repeated for each micro-batch or for recomputation.
     """
     tensor = graph.tensors[edge.tensor]
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
@@ -290,10 +292,11 @@ def edge_flows(graph: Graph, edge: Edge) -> tuple[Flow, ...]:
 
 
 def _summed_itemsize(graph: Graph, op: Op, tensor: Tensor) -> int:
-    """Bytes of an element of the tensor's gradient while devices add their parts of it, if this op reads the tensor.
+    """Bytes per element of the tensor's gradient while devices sum their partial gradients, if this op reads the
+    tensor.
 
-    A product makes the gradient of an operand in the dtype of its result. XLA rounds it to the operand's dtype only
-    after the sum. Steps that are lowered by hand round before it, except in eight bits, where products are left to XLA
+    A product computes the gradient of an operand in the dtype of its result. XLA rounds it to the operand's dtype only
+    after the sum. The manual lowering rounds before the sum, except in eight bits, where it leaves products to XLA
     (``backends/jax/spmd/rules.check_sums``).
     """
     if tensor.itemsize > 1 or not is_floating(tensor.dtype):
@@ -306,7 +309,7 @@ def _summed_itemsize(graph: Graph, op: Op, tensor: Tensor) -> int:
 
 
 def edge_charges(graph: Graph, edge: Edge, src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> Iterator[Charge]:
-    """Collectives of an edge for every pair of layouts; src from write_states, dst from read_states."""
+    """Collectives of an edge for every pair of layouts. src: from write_states. dst: from read_states."""
     for flow in edge_flows(graph, edge):
         steps = reshard(*flow.ends(src, dst), mesh)
         single = len(src) == len(dst) == len(steps) == 1

@@ -1,16 +1,16 @@
-"""Gathers and scatters that run during the products beside them, piece by piece.
+"""Gathers and scatters that are decomposed to overlap with the adjacent products, piece by piece.
 
-This is collective matmul (Wang et al., ASPLOS 2023) or asynchronous tensor parallelism. A gather of n parts is n - 1
-hops: each part of the rows is multiplied while the next one is on its way. A scatter of sums is the same backwards:
-each part is made while the sum of the one before is on its way. With pieces of rows,
+This is collective matmul (Wang et al., ASPLOS 2023) or asynchronous tensor parallelism. A gather of n parts becomes
+n - 1 hops: each part of the rows is multiplied while the next part is in transit. A reduce-scatter is the reverse: each
+part is computed while the sum of the previous part is in transit. With pieces of rows,
 
-    seconds = (n - 1) * max(piece + slow * hop, hop) + piece,
+    seconds = (n - 1) * max(piece + slow * hop, hop) + piece.
 
-of which the product alone takes its own seconds, and the rest is waited for. A collective is taken apart only where
-that rest is shorter than the collective. So the price of any strategy is at most what it is without.
+The product alone accounts for its own seconds, and compute waits for the rest. A collective is decomposed only if that
+rest is shorter than the collective itself, so this never raises the price of a strategy.
 
-No compute has two collectives beside it: a product's result has its scatter beside it only if the product splits
-nothing but rows and contraction, over all devices. Then what it reads is split over all of them, and was not gathered.
+No compute overlaps with two collectives. A product overlaps with the scatter of its result only if it splits nothing
+but rows and the contraction, over all devices. In that case its operand is split over all devices and was not gathered.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ __all__ = [
 ]
 
 Decompose = Literal["none", "products"]
-"""Which collectives an executor takes apart: none, or gathers and scatters beside products with weights."""
+"""Which collectives an executor decomposes: none, or gathers and scatters adjacent to products with weights."""
 
 _REMARK = (
-    "gathers and scatters beside products with weights are priced as running during them, piece by piece: the executor "
-    "has to take them apart (XLA's windowed einsum, Transformer Engine, PyTorch's async tensor parallelism); programs "
-    "that pase lowers by hand wait for them"
+    "gathers and scatters next to products with weights are priced as overlapping with them, piece by piece: the "
+    "executor has to decompose them (XLA's windowed einsum, Transformer Engine, PyTorch's async tensor parallelism); "
+    "programs from pase's manual lowering wait for them"
 )
 
 
 def decomposed(graph: Graph) -> Graph:
-    """The simplified graph, for an executor that takes collectives beside products apart."""
+    """The graph for an executor that decomposes collectives next to products. graph: the simplified graph."""
     return replace(
         graph,
         meta={**graph.meta, "decompose": "products"},
@@ -61,21 +61,21 @@ def decomposed(graph: Graph) -> Graph:
 
 
 def slowed(machine: Machine) -> float:
-    """The part of the device's compute units that collectives occupy while they run."""
+    """The fraction of the device's compute units that collectives occupy while they run."""
     units = machine.device.compute_units
     return machine.collective_units / units if units else 0.0
 
 
 TAKEN_APART: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
-"""Kinds of collectives that run piece by piece."""
+"""Kinds of collectives that can be decomposed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecomposedProduct:
-    """A product with a weight, of whole extents: rows × depth with depth × columns.
+    """A product with a weight, rows × depth by depth × columns, with global extents.
 
-    read_bytes, weight_bytes, made_bytes: of one element of what it reads, of the weight, of its result. weighted: the
-    dims of the result's tensor that walk the weight's.
+    read_bytes, weight_bytes, made_bytes: bytes per element of the operand, the weight and the result. weighted: the
+    dims of the result's tensor that come from the weight.
     """
 
     rows: int
@@ -88,7 +88,7 @@ class DecomposedProduct:
     weighted: frozenset[int] = frozenset()
 
     def seconds(self, rows: ArrayLike, columns: ArrayLike, depth: ArrayLike, model: CostModel) -> np.ndarray:
-        """Seconds of the product, or of the one for its operand's gradient, with local extents."""
+        """Seconds of the product, or of the product for its operand's gradient, with these local extents."""
         m, n, k = (np.maximum(x, 1.0) for x in (rows, columns, depth))
         nbytes = m * k * self.read_bytes + k * n * self.weight_bytes + m * n * self.made_bytes
         return model.compute("matmul", self.dtype, 2.0 * m * n * k, nbytes, mnk=(m, n, k))
@@ -98,8 +98,11 @@ Products = tuple[DecomposedProduct, ...]
 
 
 def read_by(graph: Graph, edge: Edge) -> Products:
-    """The products that read an edge's tensor, itself or through the copy at its end; none where nothing is taken
-    apart. What a copy hands on was gathered before it."""
+    """The products that read an edge's tensor, directly or through the copy node at the edge's end.
+
+    Empty if nothing is decomposed. It is also empty for edges from a copy node: its tensor was gathered before the
+    copy.
+    """
     if graph.meta.get("decompose") != "products" or graph.node[edge.src].kind == "copy":
         return ()
     reader = graph.node[edge.dst]
@@ -113,7 +116,7 @@ def read_by(graph: Graph, edge: Edge) -> Products:
 
 @once
 def _of_copies(graph: Graph) -> dict[str, list[tuple[Node, Op, Access]]]:
-    """Who reads what each copy hands on."""
+    """For each copy node, the accesses that read its tensor."""
     out: dict[str, list[tuple[Node, Op, Access]]] = {n.name: [] for n in graph.nodes if n.kind == "copy"}
     for n in graph.nodes:
         for op, a in n.reads:
@@ -124,7 +127,7 @@ def _of_copies(graph: Graph) -> dict[str, list[tuple[Node, Op, Access]]]:
 
 
 def made_by(graph: Graph, edge: Edge) -> Products:
-    """The product that makes an edge's tensor, or none; none where nothing is taken apart."""
+    """The product that makes an edge's tensor. Empty if another op makes it, or if nothing is decomposed."""
     maker, _ = graph.node[edge.src].write_of(edge.tensor)
     if graph.meta.get("decompose") != "products" or maker.kind != "matmul":
         return ()
@@ -133,7 +136,7 @@ def made_by(graph: Graph, edge: Edge) -> Products:
 
 
 def _product(graph: Graph, node: Node, op: Op, rows: Access) -> DecomposedProduct | None:
-    """The product of what an access reads with a weight. None: the op is another, or is products by groups."""
+    """The product of an operand with a weight. rows: the operand's access. None for other ops and grouped products."""
     if op.kind != "matmul" or op.backward or len(op.reads) != 2:
         return None
     (weight,) = (a for a in op.reads if a is not rows)
@@ -163,8 +166,10 @@ def _product(graph: Graph, node: Node, op: Op, rows: Access) -> DecomposedProduc
 
 
 def sums_apart(product: DecomposedProduct, written: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Whether a product that writes in these layouts (write_states, int64 [S, axes]) splits nothing but rows and
-    contraction, over all devices; bool [S]."""
+    """bool [S]: whether a product that writes in these layouts splits only rows and the contraction, over all devices.
+
+    written: from write_states, int64 [S, axes].
+    """
     rows = (written >= 0) & ~np.isin(tensor_dim(np.maximum(written, 0)), sorted(product.weighted))
     return ((written == PARTIAL) | rows | (np.array(mesh.sizes) == 1)).all(axis=1)
 
@@ -179,11 +184,12 @@ def decomposed_times(
     mesh: Mesh,
     model: CostModel,
 ) -> np.ndarray:
-    """What is waited for of a gather or a scatter that runs during these products, in seconds.
+    """Seconds that compute waits for a gather or a scatter that overlaps with these products.
 
-    kind, axes, nbytes: as of CostModel.collective. back: it is of the gradient, beside the products that make the
-    operand's gradient. whole: bytes of the whole tensor. The devices that do not share rows share the columns if the
-    tensor is read, and the contraction if it is made: no product of the strategy is shorter.
+    kind, axes, nbytes: as in CostModel.collective. back: whether the collective is for a gradient and overlaps with the
+    products that compute the operand's gradient. whole: bytes of the whole tensor. Devices that do not split the rows
+    are assumed to split the columns if the tensor is read, and the contraction if it is made. This is the shortest that
+    the product can be in any strategy.
     """
     ways = np.array([mesh.ways(bits) for bits in range(1 << len(mesh.sizes))], dtype=float)[axes]
     parts = whole / np.where(nbytes > 0, nbytes, np.inf)
@@ -199,6 +205,8 @@ def decomposed_times(
         piece = piece + p.seconds(rows / ways, outer, inner, model)
     hop = model.collective("permute", mesh, axes, nbytes / ways)
     work = piece + slowed(model.machine) * hop
-    if kind == "reduce_scatter":  # what has arrived is read, and added to the next part: read and written
+    if (
+        kind == "reduce_scatter"
+    ):  # an arrived piece is read, added to the next part (another read), and written
         work = work + model.compute("memory", products[0].dtype, 0.0, 3 * nbytes / ways)
     return np.asarray(np.maximum((ways - 1) * np.maximum(work, hop) + piece - full, 0.0))

@@ -1,4 +1,4 @@
-"""Equal whole numbers, numbered: by sorting, and once numba is loaded by a compiled hash table."""
+"""Numbers equal integer keys: by sorting or, once numba is loaded, with a compiled hash table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ __all__ = ["distinct", "numbered"]
 
 
 def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(the first place of each distinct key, int64 [U]; the number of each key's, int32 [N]). The order of the distinct
-    keys is any. keys: int64 [N], below 2^62 and not negative.
+    """Returns (index of the first occurrence of each distinct key, int64 [U]; number of each key, int32 [N]).
+
+    The distinct keys may be in any order. keys: int64 [N], not negative and below 2^62.
 
     >>> first, index = distinct(np.array([7, 3, 7]))
     >>> np.array([7, 3, 7])[first][index].tolist()
@@ -21,18 +22,21 @@ def distinct(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def in_order(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``distinct`` by its definition."""
+    """Reference implementation of ``distinct``, by sorting."""
     _, first, index = np.unique(keys, return_index=True, return_inverse=True)
     return first, index.reshape(-1).astype(np.int32)
 
 
 def hashed(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``distinct`` by the kernel."""
+    """``distinct`` with the compiled kernel."""
     return numbered(np.ascontiguousarray(keys, dtype=np.int64).view(np.uint64).reshape(-1, 1))
 
 
 def numbered(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``distinct`` rows, by the kernel; they are numbered by their first place. rows: uint64 [R, C]."""
+    """Numbers distinct rows by their first occurrence, with the compiled kernel; returns as ``distinct``.
+
+    rows: uint64 [R, C].
+    """
     from pase.tables.kernels_distinct import number_rows
 
     many = len(rows)

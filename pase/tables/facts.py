@@ -1,5 +1,5 @@
-"""What of a graph the tables depend on, found once for all meshes; equal nodes and edges of repeated layers have
-equal numbers, whatever their names."""
+"""Everything that the cost tables need from a graph, extracted once for all meshes. Equal nodes and edges of repeated
+layers have equal numbers, whatever their names are."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = ["EdgeFacts", "Facts", "facts"]
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeFacts:
-    """src, dst: places in ``graph.nodes``; write, read: numbers of layout rules; flows: number of its flows."""
+    """One edge. src, dst: indices into ``graph.nodes``. write, read: numbers of layout rules. flows: the number of its
+    flows."""
 
     src: int
     dst: int
@@ -36,7 +37,11 @@ class EdgeFacts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
-    """space, cost: per node a number; nodes with one number have the same configs, the same cost of each."""
+    """The facts of a graph.
+
+    space, cost: a number per node. Nodes with the same ``space`` number have the same configs; nodes with the same
+    ``cost`` number have the same cost for each config. rules, flows: what the numbers in ``edges`` refer to.
+    """
 
     space: tuple[int, ...]
     cost: tuple[int, ...]
@@ -47,7 +52,7 @@ class Facts:
 
 @once
 def facts(graph: Graph) -> Facts:
-    """The graph's facts; kept with it, since a search builds tables for many meshes."""
+    """The facts of a graph. They are kept with the graph, because a search builds tables for many meshes."""
     spaces: dict[object, int] = {}
     costs: dict[object, int] = {}
     rules: dict[LayoutRule, int] = {}
@@ -76,7 +81,7 @@ def facts(graph: Graph) -> Facts:
 
 
 def _space_key(n: Node) -> object:
-    """All that a node's configs depend on."""
+    """Key of everything that a node's configs depend on."""
     place = {d.name: i for i, d in enumerate(n.space)}
     windows = [
         (tuple(place[d] for d in w.dims), w.window) for op in n.ops for a in op.reads for w in a.map.walks
@@ -93,12 +98,12 @@ def _space_key(n: Node) -> object:
 
 
 def _cost_key(graph: Graph, n: Node) -> object:
-    """All that a node's price depends on."""
+    """Key of everything that a node's price depends on."""
     place = {d.name: i for i, d in enumerate(n.space)}
     order: dict[str, int] = {}
 
     def stored(a: Access) -> str | None:
-        """The dtype in which a parameter is stored."""
+        """The dtype in which a parameter is stored; None for other tensors."""
         source = graph.producer.get(a.tensor)
         if source is None or source.kind != "parameter":
             return None

@@ -1,4 +1,4 @@
-"""The configs of a stored tensor that lay it out as the user's array lies (``Graph.fixed``)."""
+"""Finds the configs of a stored tensor that match the layout of the user's array (``Graph.fixed``)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["as_fixed", "fixed_layout", "why_not"]
 
 
 def fixed_layout(graph: Graph, node: Node) -> FixedLayout | None:
-    """The layout that the user fixed for the tensor that the node stores, if any."""
+    """The layout that the user fixed for the tensor that the node stores; None if there is none."""
     if not graph.fixed or node.kind not in ("parameter", "input"):
         return None
     return graph.fixed.get(node.ops[0].writes[0].tensor)
 
 
 def as_fixed(node: Node, cfg: np.ndarray, mesh: Mesh, layout: FixedLayout) -> np.ndarray:
-    """bool [K]: the configs that store the tensor in this layout. None does on a mesh that cannot hold it."""
+    """bool [K]: whether each config stores the tensor in this layout. All False if the mesh cannot hold the layout."""
     parts = layout.mesh.parts(mesh.sizes)
     if parts is None:
         return np.zeros(len(cfg), dtype=bool)
@@ -49,7 +49,7 @@ def as_fixed(node: Node, cfg: np.ndarray, mesh: Mesh, layout: FixedLayout) -> np
 
 
 def why_not(graph: Graph, mesh: Mesh) -> str | None:
-    """Why no strategy on this mesh keeps the layouts that the user fixed; None if there is one for each tensor."""
+    """Why no strategy on this mesh keeps the layouts that the user fixed; None if every layout can be kept."""
     for n in graph.nodes:
         layout = fixed_layout(graph, n)
         if layout is None:
@@ -73,7 +73,5 @@ def _reason(node: Node, mesh: Mesh, layout: FixedLayout) -> str:
             return f"{split} devices do not divide the {size} elements of its dim {dim}"
         if axes and list(axes) != sorted(axes, key=place.__getitem__):
             ordered = tuple(sorted(axes, key=place.__getitem__))
-            return f"axes that split one dim stand in the mesh's order here, as in P({ordered})"
-    return (
-        "an op that reads it needs one of these dims whole, or views it as dims that these axes do not divide"
-    )
+            return f"axes that split one dim must be in the mesh's order, as in P({ordered})"
+    return "an op that reads it needs one of these dims whole, or views it as dims that these axes do not divide evenly"

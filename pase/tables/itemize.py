@@ -1,4 +1,5 @@
-"""A strategy item by item: every collective, every second, every byte; sums to what the tables priced."""
+"""Itemizes a strategy: every collective and every piece of local work. The items sum to the price in the cost
+tables."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class Collective:
     """One collective of a step, derived from (node, config).
 
     nbytes: the larger local buffer on one device, as in CostModel.collective. times: how often in a step.
-    cost: of all times, in the cost model's unit. node: where it is paid (for an edge, the reader).
+    cost: of all runs, in the cost model's unit. node: the node that pays for it (for an edge, the reader).
     """
 
     kind: CollectiveKind
@@ -49,7 +50,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCost:
-    """One node's share, in the cost model's unit."""
+    """The cost of one node, in the cost model's unit."""
 
     compute: float
     communication: float
@@ -62,10 +63,10 @@ class NodeCost:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWork:
-    """A piece of a node's work on one device, for one run; it runs ``times`` a step.
+    """A piece of a node's work on one device, for one run. It runs ``times`` times in a step.
 
-    flops: a multiply-add is two. nbytes: read and written. mnk: local extents of a product. cost: of all times, in the
-    cost model's unit. late: the part of times, of a forward's work, that recomputation runs in backward.
+    flops: a multiply-add counts as two. nbytes: bytes read and written. mnk: local extents of a product. cost: of all
+    runs, in the cost model's unit. late: the fraction of a forward's runs that recomputation executes in backward.
     """
 
     phase: Phase
@@ -80,7 +81,7 @@ class LocalWork:
 
 
 def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, float]]:
-    """Charges of one config that move something: (charge, bit set of axes, bytes, turns)."""
+    """Charges of one config that send something: (charge, bit set of axes, bytes, rounds)."""
     for charge in charges:
         axes = int(np.ravel(charge.axes)[0])
         nbytes = float(np.ravel(charge.nbytes)[0])
@@ -90,7 +91,7 @@ def _moving(charges: Iterable[Charge]) -> Iterator[tuple[Charge, int, float, flo
 
 
 def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Collective, ...]:
-    """Charges of one config as collectives, without a node yet."""
+    """Charges of one config as collectives, without their nodes."""
     return tuple(
         Collective(
             kind=charge.kind,
@@ -109,8 +110,7 @@ def _priced(charges: Iterable[Charge], model: CostModel, mesh: Mesh) -> tuple[Co
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KnownCharges:
-    """Collectives of edges and of nodes that were priced already, by what makes them equal: of one graph, mesh and cost
-    model."""
+    """Cache of priced collectives of edges and nodes, for one graph, mesh and cost model. Equal charges share a key."""
 
     edges: dict[object, tuple[Collective, ...]] = field(default_factory=dict)
     nodes: dict[object, tuple[Node, tuple[Collective, ...]]] = field(default_factory=dict)
@@ -118,8 +118,8 @@ class KnownCharges:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ChosenConfigs:
-    """Configs of a graph's nodes, and which of its nodes and edges have equal charges. These are nodes and edges of
-    repeated layers with equal configs."""
+    """The chosen configs of a graph's nodes. It finds nodes and edges with equal charges, which are those of repeated
+    layers with equal configs."""
 
     graph: Graph
     mesh: Mesh
@@ -132,17 +132,17 @@ class _ChosenConfigs:
         return cls(graph=graph, mesh=mesh, chosen=chosen, marks=[c.tobytes() for c in chosen])
 
     def edges(self) -> Iterator[tuple[Edge, int, object]]:
-        """(edge, index of its reader, a key that is equal for equal charges)."""
+        """Yields (edge, index of its reader, key that is equal for equal charges)."""
         for e, f in zip(self.graph.edges, facts(self.graph).edges, strict=True):
             yield e, f.dst, (f.flows, f.write, f.read, self.marks[f.src], self.marks[f.dst])
 
     def nodes(self) -> Iterator[tuple[Node, object]]:
-        """(node, a key that is equal for equal charges)."""
+        """Yields (node, key that is equal for equal charges)."""
         for n, number, mark in zip(self.graph.nodes, facts(self.graph).cost, self.marks, strict=True):
             yield n, (number, mark)
 
     def along(self, i: int) -> Iterator[Charge]:
-        """Charges of the graph's ith edge."""
+        """Charges of the graph's i-th edge."""
         known = facts(self.graph)
         f = known.edges[i]
         have = known.rules[f.write].states(self.chosen[f.src][None, :], self.mesh)
@@ -150,7 +150,7 @@ class _ChosenConfigs:
         return edge_charges(self.graph, self.graph.edges[i], have, want, self.mesh)
 
     def inside(self, v: int) -> Iterator[Charge]:
-        """Charges of the graph's vth node."""
+        """Charges of the graph's v-th node."""
         return node_charges(self.graph, self.graph.nodes[v], self.chosen[v][None, :], self.mesh)
 
 
@@ -162,10 +162,10 @@ def collectives(
     only: Container[str] | None = None,
     known: KnownCharges | None = None,
 ) -> tuple[Collective, ...]:
-    """Every collective of a training step, in the order of the graph; or of some nodes and the edges into them.
+    """Every collective of a training step, in the order of the graph.
 
-    configs: node name -> int8 [axes]. Equal nodes and edges of repeated layers are priced once for each config, and
-    those that are ``known`` from other configs not again.
+    configs: node name -> int8 [axes]. only: if given, the nodes to itemize, with the edges into them. known: a cache
+    that may be reused for other configs. Equal nodes and edges of repeated layers are priced once per config.
     """
     strategy = _ChosenConfigs.of(graph, mesh, configs)
     known = KnownCharges() if known is None else known
@@ -189,7 +189,7 @@ def collectives(
 
 
 def largest_buffer(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> float:
-    """Bytes of the largest local buffer of a strategy's collectives. This needs no prices."""
+    """Bytes of the largest local buffer of a strategy's collectives. Needs no cost model."""
     strategy = _ChosenConfigs.of(graph, mesh, configs)
     edges = {like: i for i, (_, _, like) in enumerate(strategy.edges())}
     nodes = {like: v for v, (_, like) in enumerate(strategy.nodes())}
@@ -201,8 +201,8 @@ def largest_buffer(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) 
 def local_work(
     graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray], model: CostModel, optimizer: str = "adam"
 ) -> dict[str, tuple[LocalWork, ...]]:
-    """What one device does for each node in a step, piece by piece; configs: node name -> int8 [axes]."""
-    made: dict[object, tuple[LocalWork, ...]] = {}  # equal nodes of repeated layers do the same work
+    """The work of one device for each node in a step. configs: node name -> int8 [axes]."""
+    made: dict[object, tuple[LocalWork, ...]] = {}  # equal nodes of repeated layers share the same work
     out: dict[str, tuple[LocalWork, ...]] = {}
     for n, number in zip(graph.nodes, facts(graph).cost, strict=True):
         at = (number, configs[n.name].tobytes())
@@ -233,7 +233,7 @@ def _worked(w: Work, model: CostModel) -> LocalWork:
 def node_costs(
     work: Mapping[str, tuple[LocalWork, ...]], sent: tuple[Collective, ...]
 ) -> dict[str, NodeCost]:
-    """Per node: compute, communication and optimizer update; work: what each does, ``local_work``."""
+    """Compute, communication and optimizer update per node. work: from ``local_work``. sent: from ``collectives``."""
     communication: dict[str, float] = {}
     for c in sent:
         communication[c.node] = communication.get(c.node, 0.0) + c.cost
@@ -247,7 +247,7 @@ def node_costs(
 
 
 def split_of(node: Node, config: np.ndarray, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """dim -> the mesh axes that split it, major to minor; a copy's 'pending' axes included."""
+    """Dim -> the mesh axes that split it, major to minor, including the axes of a copy's 'pending' dim."""
     out: dict[str, tuple[str, ...]] = {}
     for axis, d in zip(mesh.names, config, strict=True):
         if d >= 0:
@@ -257,7 +257,7 @@ def split_of(node: Node, config: np.ndarray, mesh: Mesh) -> dict[str, tuple[str,
 
 
 def config_of(node: Node, split: Mapping[str, tuple[str, ...]], mesh: Mesh) -> np.ndarray:
-    """The inverse of ``split_of``; KeyError for a dim or an axis that does not exist."""
+    """The inverse of ``split_of``. KeyError if a dim or an axis does not exist."""
     dims = {d.name: i for i, d in enumerate(node.space)}
     axes = {a: i for i, a in enumerate(mesh.names)}
     config = np.full(len(mesh.names), -1, dtype=np.int8)

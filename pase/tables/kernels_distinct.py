@@ -1,4 +1,4 @@
-"""Compiled kernel: equal rows numbered alike, without sorting."""
+"""Compiled kernel that gives equal rows the same number, without sorting."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["number_rows"]
 
 @jit("int64(uint64[:,::1], int32[::1], int32[::1], int64[::1])")
 def number_rows(rows, slots, index, first):
-    """Number distinct rows by their first place. Returns how many there are.
+    """Numbers distinct rows by their first occurrence. Returns how many there are.
 
-    rows: uint64 [R, C]. slots: int32, -1 everywhere, a power of two above R of them: an open hash table.
-    index: int32 [R], the number of each row; first: int64 [R], the first place of each number; results.
+    rows: uint64 [R, C]. slots: int32, all -1, an open hash table whose size is a power of two above R.
+    index: int32 [R], receives the number of each row. first: int64 [R], receives the first row of each number.
     """
     mask = slots.size - 1
     many = 0
     for r in range(rows.shape[0]):
-        # Any hash will do, since equality is checked. A key's high bits have to reach the low ones.
+        # Any hash will do, because equality is checked. The high bits of a key must reach the low ones.
         h = np.uint64(1469598103934665603)
         for c in range(rows.shape[1]):
             h = (h ^ rows[r, c]) * np.uint64(1099511628211)

@@ -1,15 +1,15 @@
-"""Compiled: the state of a walk from one layout to another, and spans of digits. For ``kernels_walk``.
+"""Compiled helpers of ``kernels_walk``: the state of a walk from one layout to another, and spans of digits.
 
-A walk's state is two arrays of integers, with loops over them, because that compiles and loads ten times as fast as
-arrays made on the way.
+The state of a walk is two integer arrays, processed with loops, because this compiles and loads ten times as fast as
+code that allocates arrays.
 
-``w``, int64 [rows, axes]: ``NOW`` on its way to ``GOAL``; the ``SIZE`` of each axis; ``HELD``, which axes hold a
-part of what it wants (a bit set, as all sets of axes are). ``CHANGE``, ``TRIAL`` and ``LEFT`` are what axes change
-to, ``KEEP`` for those that keep theirs. ``ORDER`` and ``TAKEN`` are lists of axes. ``TURN``: when each takes what it
-changes to. ``BEFORE`` the last move, and its kind in the slot ``LAST``.
+``w``, int64 [rows, axes]: ``NOW`` is the current layout and ``GOAL`` the final one. ``SIZE`` is the size of each axis.
+``HELD`` is the set of axes that hold a part of an axis's goal (a bit set, like all sets of axes). ``CHANGE``, ``TRIAL``
+and ``LEFT`` are new digits of axes, or ``KEEP`` for an axis that keeps its digit. ``ORDER`` and ``TAKEN`` are lists of
+axes. ``TURN`` is the round in which each axis takes its new digit. ``BEFORE`` is the layout before the last step.
 
 ``s``, int64 [slots, places, 3]: lists of spans (tensor dim, low, high). The slot ``LENGTH`` has the length of each
-list, the number of moves and the last one's kind, ``EXTENT`` the extent of each tensor dim.
+list, the number of steps, and the kind of the last step (``LAST``). ``EXTENT`` has the extent of each tensor dim.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ KEEP = -1 << 60
 BITS, MASK = _DIM.bit_length() - 1, _DIM - 1  # a digit is a tensor dim and a stride
 NOW, GOAL, SIZE, HELD, CHANGE, TRIAL, LEFT, ORDER, TAKEN, TURN, BEFORE, ROWS = range(12)
 HAS, WANTS, CUT, EXTENT, TANGLES, LENGTH, SLOTS = range(7)
-MOVES, ORDERED, TOOK, EVEN, LAST = 3, 4, 5, 6, 7  # places in LENGTH behind those of the lists of spans
+MOVES, ORDERED, TOOK, EVEN, LAST = 3, 4, 5, 6, 7  # indices into LENGTH after those of the lists of spans
 
 
 @jit()
@@ -88,7 +88,8 @@ def put(s, slot, t, low, high):
 
 @jit()
 def add_spans(w, s, slot, row, axes):
-    """Add the spans of the axes' states in a row to a list; what a row keeps is ``NOW``'s."""
+    """Append the spans of the axes' states in a row to a list. An axis that keeps its digit has its state in
+    ``NOW``."""
     for a in range(w.shape[1]):
         state = w[row, a] if w[row, a] != KEEP else w[NOW, a]
         if axes >> a & 1 and state >= 0:
@@ -133,7 +134,7 @@ def joined(w, s, slot, row, axes):
 
 @jit()
 def minus(s, slot, other):
-    """Leave in one list what lies outside of another."""
+    """Reduce one list to what lies outside of the other list."""
     for o in range(s[LENGTH, other, 0]):
         t, low, high = s[other, o, 0], s[other, o, 1], s[other, o, 2]
         s[LENGTH, CUT, 0] = 0
@@ -154,7 +155,7 @@ def minus(s, slot, other):
 
 @jit()
 def nested(s):
-    """Do all bounds of ``HAS`` and ``WANTS`` within a dim divide one another?"""
+    """Whether all bounds of ``HAS`` and ``WANTS`` within a dim divide one another."""
     s[LENGTH, CUT, 0] = 0
     for slot in (HAS, WANTS):
         for i in range(s[LENGTH, slot, 0]):
@@ -169,7 +170,7 @@ def nested(s):
 
 @jit()
 def in_order(w, s, first, then):
-    """``ORDER``: the axes of one set, and then those of another."""
+    """Write the axes of one set to ``ORDER``, followed by the axes of another set."""
     k = 0
     for axes in (first, then):
         for a in range(w.shape[1]):
@@ -181,8 +182,8 @@ def in_order(w, s, first, then):
 
 @jit()
 def tile(w, s, slot, begin, whole, row):
-    """Whether axes of ``ORDER`` can take exactly the list's spans from ``begin`` on. ``TAKEN``: those that do, and
-    their digits in a row. whole: if not, digits that begin at the spans' tops will do."""
+    """Whether axes of ``ORDER`` can take exactly the list's spans from ``begin`` on. Writes these axes to ``TAKEN`` and
+    their digits to the row. whole: if False, digits that begin at the tops of the spans are enough."""
     clear(w, row)
     s[LENGTH, TOOK, 0] = 0
     for i in range(begin, s[LENGTH, slot, 0]):
@@ -207,7 +208,7 @@ def tile(w, s, slot, begin, whole, row):
 
 @jit()
 def apart(w, a, x, b, y, even):
-    """Whether axes a and b can hold the digits x and y together: as ``reshard_path._beside``, or ``_disjoint``."""
+    """Whether axes a and b can hold the digits x and y together, as ``reshard_path._compatible`` or ``_disjoint``."""
     if x < 0 or y < 0 or x >> BITS != y >> BITS:
         return True
     low, high = x & MASK, (x & MASK) * w[SIZE, a]
@@ -231,7 +232,7 @@ def fit_together(w, row, even):
 
 @jit()
 def hold(w, s):
-    """What follows from ``NOW``."""
+    """Update ``HELD`` from ``NOW``."""
     n, even = w.shape[1], s[LENGTH, EVEN, 0] != 0
     for a in range(n):
         held = 0
@@ -243,7 +244,7 @@ def hold(w, s):
 
 @jit()
 def hanging(w, s, row):
-    """A bit set, as ``_LayoutWalk._hanging``; row ``NOW``: without a change."""
+    """A bit set, as ``_LayoutWalk._hanging``. row: the change; ``NOW`` for no change."""
     n, out = w.shape[1], 0
     for a in range(n):
         state = w[row, a] if w[row, a] != KEEP else w[NOW, a]

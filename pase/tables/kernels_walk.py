@@ -1,6 +1,7 @@
-"""Compiled: the moves of many canonical cases at once. ``pase.tables.reshard_path`` defines them and says why.
+"""Compiled kernel for the reshard steps of many canonical cases. ``pase.tables.reshard_path`` is the reference and
+explains each step.
 
-Their state is that of ``kernels_spans``.
+The state of a walk is defined in ``kernels_spans``.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ _ALL_GATHER = COLLECTIVES.index("all_gather")
 
 @jit()
 def walk_cases(cases, first, last, done, count):
-    """Walk cases[first:last]: int64 [cases, 3, axes] (ways, src, dst), digits in blocks.
+    """Walk cases[first:last]: int64 [cases, 3, axes] (ways, src, dst), with digits in blocks.
 
-    done: int32 [cases, moves, 3], written: (kind as in COLLECTIVES, axes, split), -1 behind the last move; free moves
-    are left out. count: int64 [cases], the moves of each case, which may be more than there is room for.
+    done: int32 [cases, steps, 3], receives (kind as in COLLECTIVES, axes, split), padded with -1; free steps are left
+    out. count: int64 [cases], receives the number of steps of each case, which may exceed the room in ``done``.
     """
     n = cases.shape[2]
     w, s = np.zeros((ROWS, n), np.int64), np.zeros((SLOTS, 8 * n + 8, 3), np.int64)
@@ -82,8 +83,8 @@ def walk_cases(cases, first, last, done, count):
 
 @jit()
 def _step(w, s, done, step):
-    """Make the moves of a step of ``reshard_path._walked``, if there are any. Each kind is called in one place, because
-    calls are compiled inline."""
+    """Make one kind of step of ``reshard_path._walked``; return whether there was any. Each function is called in one
+    place only, because calls are compiled inline."""
     if step in (0, 1, 7, 8):
         kind, state = (_SLICE, REPLICATED) if step in (0, 7) else (_REDUCE_SCATTER, PARTIAL)
         return _enter(w, s, done, kind, state, step < 7)
@@ -102,7 +103,7 @@ def _step(w, s, done, step):
 
 @jit()
 def _begin(w, s, case):
-    """Blocks become strides."""
+    """Initialise the state of a case. Blocks become strides."""
     n = w.shape[1]
     s[LENGTH, MOVES, 0], s[LENGTH, LAST, 0] = 0, _NONE
     for t in range(2 * n):
@@ -160,7 +161,7 @@ def _reshard_step(w, s, done, kind, row):
     if changed(w, row) == 0:
         return False
     at, split, axes = s[LENGTH, MOVES, 0], _split(w), 0
-    if kind == s[LENGTH, LAST, 0] and kind in (_SLICE, _REDUCE_SCATTER, _PERMUTE):  # two in a row are one
+    if kind == s[LENGTH, LAST, 0] and kind in (_SLICE, _REDUCE_SCATTER, _PERMUTE):  # two in a row are merged
         if kind != _SLICE:
             at -= 1
             split = done[at, 2] if at < done.shape[0] else 0
@@ -250,7 +251,8 @@ def _place_on_top(w, s, a):
 
 @jit()
 def _departing(w, first):
-    """``CHANGE``: digits of the axes that are free to move as axis ``first`` is; whether it is the first of them."""
+    """Write to ``CHANGE`` the digits of the free axes that make the same change of tensor dims as axis ``first``.
+    Return whether ``first`` is the first of these axes."""
     clear(w, CHANGE)
     for a in range(w.shape[1]):
         leaves = w[NOW, a] >= 0 and w[GOAL, a] >= 0 and w[NOW, a] != w[GOAL, a] and w[HELD, a] == 0
@@ -300,7 +302,7 @@ def _sink(w, s, done):
 
 @jit()
 def _tangles(w, s):
-    """As ``_LayoutWalk._tangles``: bit sets, in the slot ``TANGLES``; how many there are."""
+    """Write the groups of ``_LayoutWalk._tangles`` to the slot ``TANGLES``, as bit sets; return how many there are."""
     n, k = w.shape[1], 0
     for a in range(n):
         s[TANGLES, a, 1] = 1 << a if w[NOW, a] != w[GOAL, a] else 0
@@ -354,7 +356,8 @@ def _exchange(w, s, done, group, movers):
 
 @jit()
 def _rounds(w, s):
-    """As ``_LayoutWalk._rounds``: ``TURN`` of the axes ``TAKEN``, -1 for others, 0 for those that hold nothing."""
+    """As ``_LayoutWalk._rounds``. Writes the round of each axis to ``TURN``: -1 for axes that take nothing, 0 for those
+    that hold nothing."""
     left, group, round = 0, 0, 0
     clear(w, TRIAL)
     for a in range(w.shape[1]):
@@ -364,7 +367,7 @@ def _rounds(w, s):
         elif w[CHANGE, a] != KEEP:
             group |= 1 << a
     hung, moves, tried = hanging(w, s, TRIAL), left != 0, 0
-    while True:  # those that enter, then group after group of those that move
+    while True:  # first the axes that hold nothing, then group by group those that change their dim
         for a in range(w.shape[1]):
             if group >> a & 1:
                 w[TURN, a], w[TRIAL, a] = round, w[CHANGE, a]
@@ -390,7 +393,7 @@ def _rounds(w, s):
 
 @jit()
 def _together(w, first, axes):
-    """Those of the axes that ``CHANGE`` as ``first`` does: from one tensor dim to one."""
+    """The axes that change between the same two tensor dims in ``CHANGE`` as ``first``."""
     group = 0
     for a in range(w.shape[1]):
         alike = (
@@ -403,7 +406,7 @@ def _together(w, first, axes):
 
 @jit()
 def _take(w, s, done):
-    """Axes take what ``CHANGE`` says: those that hold nothing together, the others by turns."""
+    """Axes take the digits in ``CHANGE``: those that hold nothing together, the others round by round."""
     for round in range(-1, w.shape[1] + 1):
         kind = _SLICE if round < 0 else _REDUCE_SCATTER if round == 0 else _ALL_TO_ALL
         for a in range(w.shape[1]):
@@ -414,7 +417,7 @@ def _take(w, s, done):
 
 @jit()
 def _unwanted(w, s, a):
-    """Does the axis hold only what is not in ``WANTS``?"""
+    """Whether the axis holds only what is not in ``WANTS``."""
     state = w[NOW, a]
     for i in range(s[LENGTH, WANTS, 0]):
         meets = s[WANTS, i, 1] < (state & MASK) * w[SIZE, a] and (state & MASK) < s[WANTS, i, 2]
@@ -452,7 +455,8 @@ def _relabel(w, s, done, group):
 
 @jit()
 def _permute(w, s, done, group, fixed):
-    """Of the group's axes, those settled take their goals and others what is ``LEFT``; the rest give theirs up."""
+    """Of the group's axes, those in ``fixed`` take their goals, others take the digits in ``LEFT``, and the rest give
+    their digits up."""
     summed = 0
     for a in range(w.shape[1]):
         if group >> a & 1 and w[NOW, a] == PARTIAL:

@@ -1,15 +1,17 @@
-"""Configs and the layouts that they give tensors, as integer arrays.
+"""Configs, and the layouts that they give tensors, as integer arrays.
 
-A config assigns each mesh axis to an iteration dim of the node, or to none (the axis replicates). Axes on
+A config assigns each mesh axis to an iteration dim of the node, or to none (the axis replicates). Several axes on
 one dim split it in mesh order, major to minor.
 
-A layout is, per mesh axis, a *state*: which digit of which tensor dim the axis selects, ``REPLICATED``,
-``PARTIAL`` (the shards still have to be summed), ``PENDING`` (a copy whose gradient may stay partial), or a
-parameter's *state digit* (below ``PENDING``): the parameter is whole over the axis, and its gradient and optimizer
-state are split there. ``forward_states`` and ``gradient_states`` say what either sees.
-A digit is (tensor dim, blocks): index * blocks // extent % size of the axis, with the dim cut into that many blocks.
-Two layouts place elements alike exactly where their states are equal, however dims were merged or split; counts
-alone cannot say that.
+A layout has one *state* per mesh axis. The state is one of: the digit of a tensor dim that the axis selects;
+``REPLICATED``; ``PARTIAL`` (the shards must still be summed); ``PENDING`` (a copy whose gradient may stay partial); or
+a parameter's *state digit* (below ``PENDING``), which means that the parameter is whole over the axis, but its gradient
+and optimizer state are split there. ``forward_states`` and ``gradient_states`` return the layouts of the tensor and of
+its gradient.
+
+A digit is (tensor dim, blocks). It selects index * blocks // extent % size of the axis, with the dim cut into that many
+blocks. Two layouts place elements alike exactly if their states are equal, however dims were merged or split. The
+number of shards alone cannot tell this.
 """
 
 from __future__ import annotations
@@ -57,25 +59,27 @@ __all__ = [
 
 NOT_SPLIT = -1
 REPLICATED, PARTIAL, PENDING = -1, -2, -3
-_DIM = 1 << 44  # blocks stay below it
-_STATE = -8  # a state digit d is written _STATE - d
+_DIM = 1 << 44  # blocks must stay below this
+_STATE = -8  # a state digit d is stored as _STATE - d
 
 _MAX_CONFIGS = 1 << 17
-_MAX_DIMS = 128  # a config is int8
+_MAX_DIMS = 128  # because a config is int8
 _OneOrMany = TypeVar("_OneOrMany", int, np.ndarray)
 
 
 def concrete_size(size: Size, what: str) -> int:
-    """The size as an integer; a symbolic one is an error that says how to bind it."""
+    """The size as an integer. PaseError if the size is symbolic. what: the name of what has it, for the message."""
     if isinstance(size, int):
         return size
-    raise PaseError(f"{what} has the symbolic size {size}: bind it first, graph.bind({size}=…)")
+    raise PaseError(
+        f"the size {size} is symbolic", where=what, fix=f"bind it first with graph.bind({size}=…)"
+    )
 
 
 def configs(node: Node, mesh: Mesh) -> np.ndarray:
-    """All configs of the node: int8 [K, axes], entries index ``node.space.dims`` or are NOT_SPLIT.
+    """All configs of the node: int8 [K, axes]. Entries are indices into ``node.space.dims`` or NOT_SPLIT.
 
-    A dim is split only evenly, and a windowed one only where the halo comes from the next shard.
+    A dim is split only evenly. A windowed dim is split only if the halo comes entirely from the next shard.
     The first config is the replicated one.
     """
     choices: list[list[int]] = []
@@ -95,7 +99,9 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
         choices.append([NOT_SPLIT, *fits] if size > 1 else [NOT_SPLIT])
     if np.prod([len(c) for c in choices], dtype=float) > _MAX_CONFIGS:
         raise PaseError(
-            f"node '{node.name}' has over {_MAX_CONFIGS} configs on the mesh {mesh.sizes}: use fewer, larger mesh axes"
+            f"the node has over {_MAX_CONFIGS} configs on the mesh {mesh.sizes}",
+            where=f"node '{node.name}'",
+            fix="use fewer, larger mesh axes",
         )
     out = np.array(list(itertools.product(*choices)), dtype=np.int8).reshape(-1, len(mesh.sizes))
     keep = np.ones(len(out), dtype=bool)
@@ -127,21 +133,21 @@ def configs(node: Node, mesh: Mesh) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True)
 class RingDim:
-    """Indices of an attention's 'ring' dim and of the positions that it splits."""
+    """Index of an attention's 'ring' dim, and indices of the two dims of positions that it splits."""
 
     dim: int
     queries: int
     keys: int
 
     def balanced(self, node: Node, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """bool [K]: may each device take two chunks of the positions, one as far from the end as the other is from the
-        beginning? With a causal mask, all devices then have the same work."""
+        """bool [K]: whether each device can take two chunks of the positions, at equal distance from the beginning and
+        from the end. With a causal mask, all devices then have equal work."""
         positions = concrete_size(node.space.dims[self.queries].size, node.name)
         return np.asarray(positions % (2 * shards(cfg, [self.dim], mesh)) == 0)
 
 
 def ring_of(node: Node) -> RingDim | None:
-    """The node's ring, if it has one."""
+    """The node's ring dim; None if it has none."""
     found = [i for i, d in enumerate(node.space) if d.kind == "ring"]
     if not found:
         return None
@@ -152,14 +158,15 @@ def ring_of(node: Node) -> RingDim | None:
 
 
 def state_index(node: Node) -> list[int]:
-    """The index of its 'state' dim, as a list with one entry or none."""
+    """The index of the node's 'state' dim, as a list of one or zero entries."""
     return [i for i, d in enumerate(node.space) if d.kind == "state"]
 
 
 def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
-    """(dim, size) of dims on which a parameter's gradient may be split, the largest first.
+    """(dim, size) of the dims along which a parameter's gradient may be split, largest first.
 
-    Only dims that are outermost in every tensor that the node writes, so that shards are contiguous in all of them.
+    These are the dims that are outermost in every tensor that the node writes, so that shards are contiguous in all of
+    these tensors.
     """
     sizes = {i: concrete_size(d.size, node.name) for i, d in enumerate(node.space) if d.kind == "parallel"}
     for op in node.ops:
@@ -169,9 +176,9 @@ def _state_dims(node: Node) -> tuple[tuple[int, int], ...]:
 
 
 def _state_dim(cfg: np.ndarray, node: Node, mesh: Mesh) -> np.ndarray:
-    """The one dim that all axes of a config's 'state' dim split: int64 [K]; NOT_SPLIT where none divides.
+    """The one dim that all axes of a config's 'state' dim split: int64 [K]; NOT_SPLIT if they divide no dim.
 
-    All splits of the state cost the same if they divide the dim, so the largest such dim represents all of them.
+    All splits of the state that divide a dim evenly cost the same, so the largest such dim represents all of them.
     """
     return _divided_dim(cfg, state_index(node)[0], _state_dims(node), mesh)
 
@@ -185,9 +192,9 @@ def _divided_dim(cfg: np.ndarray, state: int, dims: Sequence[tuple[int, int]], m
 
 
 def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
-    """Per convolution: its windowed dims, and these with its batch dims.
+    """Per convolution: its windowed dims, and the union of its windowed and batch dims.
 
-    If a windowed dim is split, every mesh axis has to split one of the windowed or batch dims. XLA (jaxlib 0.10.2)
+    If a windowed dim is split, every mesh axis must split one of the windowed or batch dims. XLA (jaxlib 0.10.2)
     returns the filter's gradient multiplied by the size of any axis that does not.
     ``tests/backends/jax/ops/test_convolution.py`` tests this.
     """
@@ -207,14 +214,14 @@ def conv_places(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
 
 
 def within_groups(node: Node) -> frozenset[int]:
-    """Dims of channels within a group of a grouped convolution; they are not split.
+    """Dims of channels within a group of a grouped convolution. They must not be split.
 
-    In the tensors, the group is the major part of a dim and these are the minor part, so no sharding can express such a
-    split alone. If XLA's partitioner (jaxlib 0.10.2) reaches one, an internal check fails and ends the process
-    ("new_input_batch_size % new_output_batch_size == 0"), or a convolution does not fit. The groups themselves are not
-    split if the filter is one element wide and a group has one channel on one side and several on the other: XLA
-    treats one of the gradients as an ungrouped product ("Expected output feature dimension …").
-    ``bench/xla_fuzz.py`` tests this.
+    In the tensors, the group is the major part of a dim and these dims are the minor part, so no sharding can express
+    such a split alone. If XLA's partitioner (jaxlib 0.10.2) meets such a split, an internal check fails and ends the
+    process ("new_input_batch_size % new_output_batch_size == 0"), or the shapes of a convolution do not match. The
+    groups themselves must not be split if the filter is one element wide and a group has one channel on one side and
+    several on the other: XLA treats one of the gradients as an ungrouped product ("Expected output feature dimension
+    …"). ``bench/xla_fuzz.py`` tests this.
     """
     out: set[str] = set()
     for op in node.ops:
@@ -230,10 +237,9 @@ def within_groups(node: Node) -> frozenset[int]:
 
 
 def merged_in_storage(node: Node) -> list[tuple[int, int]]:
-    """(major, minor): adjacent dims within one dim of a stored tensor, which its readers view as separate dims.
+    """(major, minor) pairs of adjacent dims within one dim of a stored tensor, which its readers view as separate dims.
 
-    Storage consists of contiguous shards, so the minor dim is split only if the major dim is split into single
-    elements.
+    Stored shards are contiguous, so the minor dim may be split only if the major dim is split into single elements.
     """
     if node.kind not in ("parameter", "input"):
         return []
@@ -263,7 +269,7 @@ def depthwise(node: Node) -> list[tuple[frozenset[int], frozenset[int]]]:
 
 
 def _most_ways(node: Node) -> dict[str, int]:
-    """dim -> the largest number of shards for which each shard holds at least a halo's elements."""
+    """Dim -> the largest number of shards for which each shard still holds at least a halo of elements."""
     out: dict[str, int] = {}
     for op in node.ops:
         for a in op.reads:
@@ -277,7 +283,7 @@ def _most_ways(node: Node) -> dict[str, int]:
 def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
     """The number of shards into which these dims are split together: int64 [K]."""
     out = np.ones(len(cfg), dtype=np.int64)
-    factor = np.ones(_MAX_DIMS, dtype=np.int64)  # by iteration dim; the last is for NOT_SPLIT
+    factor = np.ones(_MAX_DIMS, dtype=np.int64)  # indexed by iteration dim; the last entry is for NOT_SPLIT
     for a, size in enumerate(mesh.sizes):
         factor[list(dims)] = size
         out *= factor[cfg[:, a]]
@@ -285,7 +291,7 @@ def shards(cfg: np.ndarray, dims: Sequence[int], mesh: Mesh) -> np.ndarray:
 
 
 def local_bytes(node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-    """Bytes of a tensor's part on one device, as the access lays it out under each config: float64 [K]."""
+    """Bytes of a tensor's shard on one device, as the access lays it out under each config: float64 [K]."""
     return concrete_size(tensor.nbytes, tensor.name) / shards(cfg, dim_index(node, access.map.dims), mesh)
 
 
@@ -306,11 +312,12 @@ def dim_index(node: Node, names: Sequence[str]) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutRule:
-    """How a config lays out a tensor. Equal for equal ops of repeated layers, whatever their names.
+    """How a config lays out a tensor. Rules of equal ops of repeated layers are equal, whatever the names are.
 
-    walks: per tensor dim, major to minor, (iteration dim, blocks into which more major ones cut the dim).
+    walks: per tensor dim, major to minor, (iteration dim, number of blocks into which more major ones cut the dim).
     partial, pending: iteration dims whose axes leave the tensor PARTIAL or PENDING.
-    state: the 'state' dim, if any; state_dims: (dim, size) of the dims that its axes may split, the first that divides.
+    state: the 'state' dim, if any. state_dims: (dim, size) of the dims that its axes may split; they split the first
+    one that they divide evenly.
     """
 
     walks: tuple[tuple[tuple[int, int], ...], ...]
@@ -320,15 +327,16 @@ class LayoutRule:
     state_dims: tuple[tuple[int, int], ...] = ()
 
     def states(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """int64 [K, axes]. Read-only for a single config, because equal layers of a strategy share the array."""
+        """The layouts, int64 [K, axes]. The array of a single config is read-only, because equal layers share it."""
         if len(cfg) == 1:
             return _states_of_one(self, tuple(cfg[0].tolist()), mesh)
         return self._states(cfg, mesh)
 
     def by_one_axis(self, cfg: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """bool [K]: does no dim of the tensor, nor of its gradient and optimizer state, lie along two axes?"""
+        """bool [K]: whether each dim of the tensor, of its gradient and of its state is split by at most one axis."""
         states = gradient_states(self.states(cfg, mesh))
-        unsplit = -1 - np.arange(len(mesh.sizes))  # of each axis another
+        # Each axis gets a different value, so that unsplit axes never look equal.
+        unsplit = -1 - np.arange(len(mesh.sizes))
         dims = np.sort(np.where(states >= 0, states // _DIM, unsplit), axis=1)
         return np.asarray((np.diff(dims, axis=1) != 0).all(axis=1))
 
@@ -347,7 +355,8 @@ class LayoutRule:
             dim_of_state = _divided_dim(cfg, self.state, self.state_dims, mesh)
             for t, walk in enumerate(self.walks):
                 for i, _ in walk[:1]:
-                    blocks = shards(cfg, [i], mesh)  # minor to the storage, so that a gather moves no shard
+                    # The state is minor to the stored split, so that a gather moves no shard.
+                    blocks = shards(cfg, [i], mesh)
                     for a, ways in enumerate(mesh.sizes):
                         on = (dim_of_state == i) & (cfg[:, a] == self.state)
                         blocks[on] *= ways
@@ -382,15 +391,16 @@ def _pending(node: Node) -> tuple[int, ...]:
 
 
 def access_rules(node: Node) -> Iterator[LayoutRule]:
-    """How the node lays out each tensor that it reads or writes."""
+    """The layout rules of all tensors that the node reads or writes."""
     for op in node.ops:
         yield from (read_rule(node, op, a) for a in op.reads)
         yield from (write_rule(node, op, a) for a in op.writes)
 
 
 def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
-    """Layout of a written tensor: split dims that the op sums over leave it PARTIAL."""
-    reduced = any(a.tensor == access.tensor for o in node.ops for a in o.reads)  # summed inside the node
+    """The layout of a written tensor. Split dims that the op sums over leave it PARTIAL."""
+    # A tensor that the node itself reads is already summed inside the node.
+    reduced = any(a.tensor == access.tensor for o in node.ops for a in o.reads)
     summed = () if reduced else _not_walked(node, op, access)
     state = state_index(node)
     return LayoutRule(
@@ -403,8 +413,11 @@ def write_rule(node: Node, op: Op, access: Access) -> LayoutRule:
 
 
 def read_rule(node: Node, op: Op, access: Access) -> LayoutRule:
-    """The layout that a read needs. PARTIAL marks the axes over which its gradient must be summed: the axes of split
-    dims that the op works on and the map does not walk."""
+    """The layout that a read needs.
+
+    PARTIAL marks the axes over which the gradient of the read must be summed: the axes of split dims that the op works
+    on but the access's map does not contain.
+    """
     return LayoutRule(walks=_walks(node, access), partial=(*_not_walked(node, op, access), *_pending(node)))
 
 
@@ -423,12 +436,12 @@ def read_states(
 
 
 def forward_states(written: np.ndarray) -> np.ndarray:
-    """The layout of a tensor when it is written, from its ``write_states``."""
+    """The layout of a tensor as it is written, from its ``write_states``."""
     return np.where(written <= PENDING, REPLICATED, written)
 
 
 def gradient_states(written: np.ndarray) -> np.ndarray:
-    """The layout into which its gradient is brought, from its ``write_states``."""
+    """The layout to which a tensor's gradient is resharded, from the tensor's ``write_states``."""
     out = np.where(written == PENDING, PARTIAL, np.where(written == PARTIAL, REPLICATED, written))
     return np.where(written <= _STATE, _STATE - written, out)
 
@@ -439,15 +452,15 @@ def tensor_dim(state: _OneOrMany) -> _OneOrMany:
 
 
 def blocks_of(state: int) -> int:
-    """The number of blocks into which the digit and all more major ones cut its tensor dim."""
+    """The number of blocks into which the digit and all more major digits cut their tensor dim."""
     return state % _DIM
 
 
 def contiguous_axes(digits: Iterable[tuple[int, int]], sizes: Sequence[int]) -> tuple[int, ...] | None:
-    """The mesh axes that split a tensor dim, major to minor. None if a device's part is not contiguous, because a
-    minor factor of the dim is split.
+    """The mesh axes that split a tensor dim, major to minor. None if the shard of a device is not contiguous, because
+    a minor factor of the dim is split.
 
-    digits: (blocks, axis by number) of each axis that splits the dim; sizes: of the mesh's axes.
+    digits: (blocks, axis index) of each axis that splits the dim. sizes: of the mesh's axes.
 
     >>> contiguous_axes([(8, 0), (2, 1)], (4, 2)), contiguous_axes([(8, 0)], (4, 2))
     ((1, 0), None)

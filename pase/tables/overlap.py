@@ -1,28 +1,30 @@
-"""The step time when collectives overlap with compute, by position. The search bounds it and every report reads it.
+"""The step time when collectives overlap with compute, depending on their position in the step.
 
-    step = waited + beside(forward, gathers) + beside(backward, moved)
-    beside(compute, moved) = max(compute + slow * moved, moved)
+The search bounds this time, and every report shows it.
 
-With several micro-batches, parameters that are updated in part are gathered once, during the first one's forward:
+    step = waited + overlapped(forward, gathers) + overlapped(backward, backward_collectives)
+    overlapped(compute, collectives) = max(compute + slow * collectives, collectives)
 
-    step = waited + beside(forward / n, gathers / n + updated) + (n - 1) / n * beside(forward, gathers) + ...
+With n micro-batches, parameters whose update is sharded are gathered once, during the first micro-batch's forward:
+
+    step = waited + overlapped(forward / n, gathers / n + updated) + (n - 1) / n * overlapped(forward, gathers) + ...
 
 Collectives of parameters overlap with the compute of their pass. Parameters are gathered before their readers run,
 gradients are summed during backward, and with recomputation parameters are also gathered in backward. The collectives
-run one after another. While they run, compute is slower by the part of the device that they occupy. Because of their
-position, some collectives and some compute overlap with nothing:
+run one after another. While they run, compute is slower by the fraction of the device that they occupy. Because of
+their position, some collectives and some compute overlap with nothing:
 
 - The gather of the first parameter that is read (nothing runs before it) and the sum of its gradient (nothing runs
   after it). In backward, the first gather that recomputation needs.
 - Compute after the last read of a parameter: in forward all gathers are over, in backward no sum has begun.
 
-On machines whose compiler runs sums alone (``Machine.sums_alone``), all sums of gradients are waited for, and on those
-with lone gathers (``Machine.lone_gather_bytes``) all gathers of small parameters.
+On machines whose compiler runs sums alone (``Machine.sums_alone``), compute waits for all sums of gradients. On
+machines with lone gathers (``Machine.lone_gather_bytes``), compute waits for all gathers of small parameters.
 
-In a loop, this applies to one iteration. This time counts as waited, as do collectives between products and the
-optimizer's update. What is gathered or summed once a step overlaps with one micro-batch only.
+In a loop, this applies to one iteration. This time counts as waited, and so do collectives between products and the
+optimizer's update. Collectives that run once a step overlap with one micro-batch only.
 
-With equal blocks, the result is the makespan of gathers one block ahead and sums one block behind (as in
+With equal blocks, the result is the makespan of a schedule with gathers one block early and sums one block late (as in
 ``pase.stated``). It is also the longest path through the two-machine flow shop of compute and transfers (Johnson 1954).
 """
 
@@ -58,7 +60,7 @@ __all__ = [
 
 
 def overlapped(compute: float, collectives: float, slow: float) -> float:
-    """Time of compute and of collectives that overlap with it. ``slow``: the part of the device that they occupy.
+    """Time of compute and of collectives that overlap with it. slow: the fraction of the device that they occupy.
 
     >>> overlapped(1.0, 0.5, 0.0), overlapped(1.0, 0.5, 0.2), overlapped(1.0, 3.0, 0.2)
     (1.0, 1.1, 3.0)
@@ -70,9 +72,8 @@ def overlapped(compute: float, collectives: float, slow: float) -> float:
 class StepParts:
     """The parts of a step, in the cost model's unit.
 
-    waited: what overlaps with nothing. forward, backward: compute. gathers: collectives that overlap with forward.
-    backward_collectives: collectives that overlap with backward, which are sums of gradients and the gathers for
-    recomputation.
+    waited: time that overlaps with nothing. forward, backward: compute. gathers: collectives that overlap with forward.
+    backward_collectives: collectives that overlap with backward: sums of gradients, and gathers for recomputation.
     updated: gathers of updated parameters, once a step, which overlap with the first micro-batch's forward.
     """
 
@@ -84,8 +85,11 @@ class StepParts:
     updated: float = 0.0
 
     def total(self, slow: float, first: float = 1.0) -> float:
-        """The cost of the step. slow: the part of the device that collectives occupy while they run. first: the part
-        of forward that runs in the first micro-batch."""
+        """The cost of the step.
+
+        slow: the fraction of the device that collectives occupy while they run. first: the fraction of forward that
+        runs in the first micro-batch.
+        """
         forward = overlapped(first * self.forward, first * self.gathers + self.updated, slow)
         rest = (1 - first) * overlapped(self.forward, self.gathers, slow)
         return self.waited + forward + rest + overlapped(self.backward, self.backward_collectives, slow)
@@ -97,7 +101,7 @@ class StepParts:
 
     @property
     def row(self) -> np.ndarray:
-        """float64 [6]"""
+        """The parts as an array, float64 [6]."""
         return np.array(
             [self.waited, self.forward, self.gathers, self.backward, self.backward_collectives, self.updated]
         )
@@ -111,8 +115,8 @@ WAITED, FORWARD, GATHERS, BACKWARD, BACKWARD_COLLECTIVES, UPDATED = range(_PARTS
 class Passes:
     """Which parts of a step overlap: in each pass, compute with collectives.
 
-    slow: the part of the device that collectives occupy while they run. first: the part of forward that runs in the
-    first micro-batch, which is a pass of its own if there are more.
+    slow: the fraction of the device that collectives occupy while they run. first: the fraction of forward that runs in
+    the first micro-batch. If it is below 1, the first micro-batch's forward is a pass of its own.
     """
 
     slow: float
@@ -120,7 +124,8 @@ class Passes:
 
     @cached_property
     def compute_margin(self) -> np.ndarray:
-        """With the parts, by how much compute takes longer than collectives in each pass; float64 [passes, 6]."""
+        """By how much compute takes longer than collectives in each pass, as weights of the parts; float64 [passes,
+        6]."""
         behind = self.slow - 1
         rows = np.zeros((3, _PARTS))
         rows[0, [FORWARD, GATHERS, UPDATED]] = self.first, self.first * behind, behind
@@ -130,31 +135,33 @@ class Passes:
 
     @cached_property
     def least_parts(self) -> np.ndarray:
-        """The parts that a step takes at least: what is waited for and what is sent; float64 [6]."""
+        """Weights of the parts that a step takes at least: waited time and collectives; float64 [6]."""
         out = np.ones(_PARTS)
         out[[FORWARD, BACKWARD]] = 0.0
         return out
 
     @property
     def longest(self) -> tuple[float, ...]:
-        """The weights at which compute is what counts in every pass."""
+        """The weights with which every pass takes as long as its compute."""
         return (1.0,) * len(self.compute_margin)
 
     def between(self, compute: Sequence[float]) -> np.ndarray:
-        """Weights of the parts, float64 [6]. With them, a step's price is linear and never above its real cost,
-        because the larger of two numbers is at least any mean of them. compute: for each pass the weight of compute, in
-        [0, 1]."""
+        """Weights of the parts, float64 [6], with which the price of a step is linear and never above its real cost.
+
+        This holds because the maximum of two numbers is at least any weighted mean of them. compute: the weight of
+        compute in each pass, in [0, 1].
+        """
         return np.asarray(self.least_parts + np.array(compute) @ self.compute_margin)
 
 
 def passes_of(graph: Graph, slow: float) -> Passes:
-    """What is gathered each time before a micro-batch overlaps with all of them, what is sent once with one."""
+    """The passes of a step. Gathers of every micro-batch overlap with all of them, hoisted gathers with one only."""
     return Passes(slow=slow, first=1 / micro_batches_of(graph) if hoisted_of(graph) == "none" else 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
-    """The part, in [0, 1], that overlaps with nothing because of its position, for each node.
+    """Fractions, in [0, 1], of each node's times that overlap with nothing because of their position.
 
     forward, backward: of the node's compute. gathers, regathers, sums: of the collectives of a parameter that the node
     reads, which are its gather for forward, its gather for recomputation and the sum of its gradient.
@@ -169,7 +176,7 @@ class Alone:
 
 @once
 def alone(graph: Graph) -> Alone:
-    """Positions are indices into the graph's list of nodes, which is in execution order."""
+    """The fractions for each node. A node's position is its index in the graph's list, which is in execution order."""
     place = {n.name: i for i, n in enumerate(graph.nodes)}
     turn = [min(micro_batches_of(graph) / max(concrete_size(n.times, n.name), 1), 1.0) for n in graph.nodes]
     reads = [e for e in graph.edges if graph.producer[e.tensor].kind == "parameter"]
@@ -183,7 +190,7 @@ def alone(graph: Graph) -> Alone:
     hoisted = hoisted_of(graph)
 
     def compute(single: bool) -> tuple[float, ...]:
-        """What is sent only once overlaps with the compute of one micro-batch."""
+        """Fractions of compute. single: whether the collectives run once a step and overlap with one micro-batch."""
         beside = 1 / micro_batches_of(graph) if single else 1.0
         return tuple(1 - beside * (1 - (t if i >= last else 0.0)) for i, t in enumerate(turn))
 
@@ -198,11 +205,11 @@ def alone(graph: Graph) -> Alone:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepTables:
-    """The prices on a mesh, by the parts of a step. They give tables at any weights, and the parts of any choice.
+    """The prices on a mesh, by the parts of a step, from which cost tables at any weights are made.
 
-    nodes: float64 [6, K] each. edges: as in cost tables, without overlap. parts: for each edge float64 [6, classes of
-    src, classes of dst], or None if its reader waits for all of it. Equal nodes and edges of repeated layers share
-    arrays.
+    nodes: float64 [6, K] each. edges: as in cost tables, without overlap. parts: for each edge, float64 [6, classes of
+    src, classes of dst], or None if the reader waits for all of its cost. Equal nodes and edges of repeated layers
+    share arrays.
     """
 
     space: Space
@@ -219,8 +226,10 @@ class StepTables:
         optimizer: str,
         configs: Sequence[np.ndarray] | None = None,
     ) -> StepTables:
-        """Price every config of every node and every pair of layouts of every edge. configs: those to price of each
-        node, int8 [K, axes]; None: all."""
+        """Price every config of every node and every pair of layouts of every edge.
+
+        configs: the configs to price for each node, int8 [K, axes]; None for all.
+        """
         among = config_space(graph, mesh, model) if configs is None else tuple(configs)
         edges = list(_parted_edges(graph, among, mesh, model))
         return cls(
@@ -231,7 +240,7 @@ class StepTables:
         )
 
     def at(self, weights: np.ndarray) -> CostTables:
-        """The tables at weights of the parts, float64 [6]."""
+        """The cost tables at these weights of the parts, float64 [6]."""
         at = _Weighing(weights)
         return CostTables(
             node_costs=tuple(map(at.of, self.nodes)),
@@ -245,7 +254,7 @@ class StepTables:
         return self.at(np.ones(_PARTS))
 
     def of_choice(self, choice: np.ndarray) -> StepParts:
-        """The parts of a choice: one config index per node."""
+        """The parts of a choice, which has one config index per node."""
         total = np.sum([n[:, k] for n, k in zip(self.nodes, choice, strict=True)], axis=0)
         for e, p in zip(self.edges, self.parts, strict=True):
             i, j = e.src_class[choice[e.src]], e.dst_class[choice[e.dst]]
@@ -264,9 +273,9 @@ def nodes_at(
     optimizer: str,
     weights: np.ndarray,
 ) -> list[np.ndarray]:
-    """The costs of each node's configs at weights of the parts, float64 [K]; equal nodes share an array.
+    """The costs of each node's configs at these weights of the parts, float64 [K]. Equal nodes share an array.
 
-    among: per node its configs, int8 [K, axes]. weights: float64 [6].
+    among: per node, its configs, int8 [K, axes]. weights: float64 [6].
     """
     parts, at = list(_parted_nodes(graph, mesh, model, optimizer, among)), _Weighing(weights)
     return [at.of(p) for p in parts]
@@ -280,24 +289,24 @@ def edges_at(
     along: Sequence[int],
     weights: np.ndarray,
 ) -> tuple[EdgeTable, ...]:
-    """Tables of some of the edges, if they cost something, with some of the configs, at weights of the parts.
+    """Tables of some of the edges for some of the configs, at these weights of the parts; free edges are left out.
 
-    among: per node the configs, int8 [K, axes]; equal nodes should share an array. along: indices in ``graph.edges``.
-    weights: float64 [6].
+    among: per node, the configs, int8 [K, axes]; equal nodes should share an array. along: indices into
+    ``graph.edges``. weights: float64 [6].
     """
     made = list(_parted_edges(graph, among, mesh, model, along))
     return _weighed([e for e, _ in made], [p for _, p in made], _Weighing(weights))
 
 
 class _Weighing:
-    """Arrays of parts at weights, float64 [6]. What is one array stays one."""
+    """Weighted sums of arrays of parts. weights: float64 [6]. Nodes and edges that share an array share its sum."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self.weights = weights
         self._made: dict[int, np.ndarray] = {}
 
     def of(self, parts: np.ndarray) -> np.ndarray:
-        """parts: float64 [6, …], which the caller keeps."""
+        """The weighted sum. parts: float64 [6, …]; the caller must keep a reference to it."""
         if id(parts) not in self._made:
             self._made[id(parts)] = np.tensordot(self.weights, parts, 1)
         return self._made[id(parts)]
@@ -316,7 +325,7 @@ def _parted_edges(
     model: CostModel,
     along: Sequence[int] | None = None,
 ) -> Iterator[tuple[EdgeTable, np.ndarray | None]]:
-    """Edges that cost something, with their parts. along: indices of the edges; None: all."""
+    """Edges that cost something, with their parts. along: indices of the edges; None for all."""
     at = alone(graph)
     made: dict[tuple[int, float, float, float], tuple[np.ndarray, np.ndarray | None] | None] = {}
     known = facts(graph) if along is None else facts_along(facts(graph), along)
@@ -363,8 +372,10 @@ def _first_readers(graph: Graph) -> dict[int, int]:
 def _parted(
     flows: Sequence[tuple[Flow, np.ndarray]], gathers: float, recompute: float, sums: float, model: CostModel
 ) -> np.ndarray | None:
-    """The parts of a parameter's edge; None for other edges. gathers, recompute, sums: the part of each without
-    overlap."""
+    """The parts of a parameter's edge; None for other edges.
+
+    gathers, recompute, sums: the fraction of each kind of collective that overlaps with nothing.
+    """
     if not any(f.bucketed for f, _ in flows):
         return None
     out = np.zeros((_PARTS, *flows[0][1].shape))

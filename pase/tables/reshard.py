@@ -1,8 +1,8 @@
-"""Many pairs of layouts at once: which collectives, over which axes, on how many bytes.
+"""Reshards for many pairs of layouts at once: which collectives, over which axes, on how many bytes.
 
-What has to move depends only on which digit of which tensor dim each axis selects before and after. Pairs that agree
-in this share a *plan*. It is made once by ``pase.tables.reshard_path.reshard_steps`` and reused across edges, tensors
-and meshes.
+The steps depend only on which digit of which tensor dim each axis selects before and after. Pairs that agree in this
+share a *plan*. ``pase.tables.reshard_path.reshard_steps`` defines the plan. It is computed once and reused across
+edges, tensors and meshes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ __all__ = ["KNOWN_PLANS", "Plans", "ReshardStep", "compare", "reshard"]
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One collective per pair of layouts: axes as bit sets (0: none), and bytes as in CostModel.collective, in units
-    of the whole tensor."""
+    """One collective per pair of layouts.
+
+    axes: bit sets, 0 for no collective. fraction: bytes as in CostModel.collective, as a fraction of the whole tensor.
+    """
 
     kind: CollectiveKind
     axes: np.ndarray
@@ -37,19 +39,21 @@ class ReshardStep:
 class Plans:
     """The plan of every pair of layouts.
 
-    index: int32 [S, D], which plan; codes: int32 [plans, most moves], a plan's moves, 0 where there are fewer:
-    1 + kind (as in COLLECTIVES) << 2 * axes | bit set moved << axes | bit set that splits the larger buffer.
+    index: int32 [S, D], the number of a pair's plan. codes: int32 [plans, most steps], the steps of a plan, padded with
+    0. The code of a step is
+    1 + kind (as in COLLECTIVES) << 2 * axes | bit set of the step's axes << axes | bit set that splits its larger
+    buffer.
     """
 
     index: np.ndarray
     codes: np.ndarray
 
     def cost(self, price: np.ndarray) -> np.ndarray:
-        """[S, D], given the price of each code."""
+        """The cost of each pair, [S, D], given the price of each code."""
         return price[self.codes].sum(axis=1)[self.index]
 
     def cost_of_single(self, price: np.ndarray) -> np.ndarray:
-        """[S, D], where a plan is a single move; 0 elsewhere."""
+        """The cost of each pair whose plan is a single step, [S, D]; 0 for other pairs."""
         single = (self.codes > 0).sum(axis=1) == 1
         return np.where(single, price[self.codes].sum(axis=1), 0.0)[self.index]
 
@@ -59,7 +63,7 @@ def reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
     A dst state of PARTIAL lets the tensor stay (or become) partial over that axis.
     """
-    if len(src) == len(dst) == 1:  # of a strategy: its equal layers ask for the same pair
+    if len(src) == len(dst) == 1:  # a strategy: its equal layers ask for the same pair, so cache it
         return list(_reshard_one(tuple(src[0].tolist()), tuple(dst[0].tolist()), mesh))
     return _reshard(src, dst, mesh)
 
@@ -88,7 +92,7 @@ def _reshard(src: np.ndarray, dst: np.ndarray, mesh: Mesh) -> list[ReshardStep]:
 
 
 def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[Plans]:
-    """For each (src [S, axes], dst [D, axes]), the plans of all their pairs of layouts."""
+    """The plans of all pairs of layouts, for each (src [S, axes], dst [D, axes])."""
     n = len(mesh.sizes)
     values = np.unique(
         np.concatenate([REPLICATED, *(rows.ravel() for pair in pairs for rows in pair)], axis=None)
@@ -96,7 +100,9 @@ def compare(pairs: Sequence[tuple[np.ndarray, np.ndarray]], mesh: Mesh) -> list[
     ranked, vocabulary = _ranked(values)
     base = len(vocabulary)
     if base ** (2 * n) >= 1 << 63:
-        raise PaseError(f"mesh {mesh.sizes} has too many layouts to compare: use fewer, larger mesh axes")
+        raise PaseError(
+            "too many layouts to compare", where=f"mesh {mesh.sizes}", fix="use fewer, larger mesh axes"
+        )
     weights = base ** np.arange(2 * n, dtype=np.int64)
     found = []
     for src, dst in pairs:
@@ -122,9 +128,9 @@ def _dims(rows: np.ndarray) -> np.ndarray:
 
 
 def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tensor dims renumbered among those that a pair uses: which ones they are does not matter.
+    """Renumber tensor dims among those that a pair uses, because plans do not depend on which dims they are.
 
-    -> places in the vocabulary [values, sets of dims], and the vocabulary.
+    Returns indices into the vocabulary, [values, sets of dims], and the vocabulary.
     """
     dims = np.where(values >= 0, values // _DIM, -1)
     out = np.repeat(values[:, None], 1 << int(dims.max()) + 1, axis=1)
@@ -136,22 +142,22 @@ def _ranked(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _codes(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Plans of pairs of rows [U, axes], as ``Plans.codes``; the same as ``reshard_steps`` of each pair, many at
-    once."""
+    """Plans of pairs of rows [U, axes], as in ``Plans.codes``. Equivalent to ``reshard_steps`` of each pair, but for
+    many pairs at once."""
     cases, order = _canonical(src, dst, sizes)
     n = len(sizes)
     first, which = _distinct(cases)
     kind, moved, split = KNOWN_PLANS.of(cases[first])[:, which]
 
     def named(bits: np.ndarray) -> np.ndarray:
-        """Bit sets of places in the case to bit sets of axes."""
+        """Convert bit sets of positions in the case to bit sets of axes."""
         return sum((bits >> i & 1) << order[:, i : i + 1] for i in range(n)).astype(np.int32)
 
     return np.where(kind < 0, 0, 1 + (kind << 2 * n | named(moved) << n | named(split)))
 
 
 class _KnownPlans:
-    """The plans of canonical cases seen so far. Meshes, tensors and models share them."""
+    """Cache of the plans of canonical cases. Meshes, tensors and models share it."""
 
     def __init__(self) -> None:
         self.number: dict[bytes, int] = {}
@@ -161,7 +167,8 @@ class _KnownPlans:
         self.number.clear()
 
     def of(self, cases: np.ndarray) -> np.ndarray:
-        """Kind, axes and split of each move of distinct cases [U, 3, axes]: int32 [3, U, most moves], -1 for none."""
+        """Kind, axes and split of each step of distinct cases [U, 3, axes]: int32 [3, U, most steps], padded with
+        -1."""
         if len(self.number) > _MOST_PLANS:
             self.forget()
         packed, size = np.ascontiguousarray(cases).tobytes(), cases[0].nbytes if len(cases) else 1
@@ -178,7 +185,7 @@ class _KnownPlans:
         return np.ascontiguousarray(found[:, :, :most])
 
     def _keep(self, first: int, plans: np.ndarray) -> None:
-        """Plans [3, new, moves] from row ``first`` on."""
+        """Store plans [3, new, steps] from row ``first`` on."""
         _, new, steps = plans.shape
         _, rows, most = self.parts.shape
         if first + new > rows or steps > most:
@@ -194,9 +201,9 @@ KNOWN_PLANS = _KnownPlans()
 
 
 def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The first index of each distinct case [U, 3, axes], and the number of the distinct case for each.
+    """The index of the first occurrence of each distinct case [U, 3, axes], and the number of each case.
 
-    Cases are packed into one integer, axis by axis, because sorting rows takes ten times as long.
+    Each case is packed into one integer, axis by axis, because sorting rows takes ten times as long.
     """
     one = np.zeros(cases[:, 0].shape, dtype=np.int64)
     for k in range(3):
@@ -213,8 +220,8 @@ def _distinct(cases: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _canonical(src: np.ndarray, dst: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``pase.tables.reshard_path``'s canonical cases of pairs of rows: [U, 3, axes] (ways, src, dst), and the axis
-    in each place [U, axes]."""
+    """Canonical cases (see ``pase.tables.reshard_path``) of pairs of rows: [U, 3, axes] (ways, src, dst), and the axis
+    at each position, [U, axes]."""
     goal = np.where((dst == PARTIAL) & (src >= 0), REPLICATED, dst)
     idle = (src < 0) & ((dst == src) | (dst == PARTIAL))
     ways = np.where(idle, 1, sizes[None, :])

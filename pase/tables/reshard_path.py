@@ -1,12 +1,12 @@
-"""The order in which one layout becomes another: possible collectives, each as small as it gets.
+"""Finds the order of collectives that turns one layout into another, each on as few bytes as possible.
 
-Everything moves while the local buffer is smallest: slices (free) and reduce-scatters first, then moves
-from one tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, all-gather last.
-An axis can take a digit only if no other axis holds a part of it, or a digit that does not go beside it (halves beside
-thirds: devices would hold parts of different sizes). Axes that block each other exchange what they hold
-in one permute if that is enough. Otherwise the holder moves away or is gathered first.
+Data is sent while the local buffer is smallest: slices (free) and reduce-scatters come first, then changes from one
+tensor dim to another (all-to-all) and relabelled axes (permute), then all-reduce, and all-gather last.
+An axis can take a digit only if no other axis holds a part of it or holds an incompatible digit (halves and thirds of
+the same dim, for example, would give devices shards of different sizes). Axes that block each other exchange what they
+hold in one permute if that is enough. Otherwise the blocking axis changes its dim or is gathered first.
 
-This is the definition, for one pair of layouts; ``pase.tables.reshard`` prices many pairs at once.
+This module is the reference for one pair of layouts; ``pase.tables.reshard`` prices many pairs at once.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ ReshardKind = CollectiveKind | Literal["slice"]
 
 @dataclass(frozen=True, kw_only=True)
 class ReshardStep:
-    """One collective (or a free slice) over ``axes`` (a bit set); ``after``: the layout that it leaves.
+    """One collective (or a free slice). axes: a bit set. after: the layout after the step.
 
-    split: the axes (a bit set) that split the larger of its local buffers: the tensor over their ways.
+    split: the axes (a bit set) that split the larger of its local buffers, which is the tensor divided by their ways.
     """
 
     kind: ReshardKind
@@ -41,10 +41,10 @@ class ReshardStep:
 
 
 def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, ...]]:
-    """The layouts to lead a partitioner through, src and dst included: one collective between neighbours.
+    """The layouts through which a partitioner is led, including src and dst, with one collective between neighbours.
 
-    All-to-alls stand alone (axes that leave one tensor dim for another together are one), as do permutes;
-    slices come first and gathers last. Rows that hold PARTIAL cannot be written down in JAX: skip them.
+    All-to-alls and permutes are separate steps (axes that leave one tensor dim for another together are one step).
+    Slices come first and gathers last. Layouts with PARTIAL cannot be written in JAX, so callers must skip them.
     """
     start, end = tuple(int(s) for s in src), tuple(int(s) for s in dst)
     rows = [start] + [m.after for m in reshard_steps(start, end, mesh.sizes)]
@@ -52,15 +52,15 @@ def path(src: Sequence[int], dst: Sequence[int], mesh: Mesh) -> list[tuple[int, 
 
 
 def overlap(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Do two digits (by strides, see ``_LayoutWalk``) select from the same part of the same tensor dim?"""
+    """Whether two digits (given by strides, see ``_LayoutWalk``) select from the same part of the same tensor dim."""
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return False
     return a % _DIM < b % _DIM * ways_b and b % _DIM < a % _DIM * ways_a
 
 
 def _compatible(a: int, ways_a: int, b: int, ways_b: int) -> bool:
-    """Can two axes hold these digits together, and every device as much as every other? Within a dim the upper one has
-    to step over whole digits of the lower one."""
+    """Whether two axes can hold these digits together so that all devices have shards of equal size. Within a dim, the
+    stride of the upper digit must be a multiple of the whole lower digit."""
     if a < 0 or b < 0 or a // _DIM != b // _DIM:
         return True
     low, high = (a % _DIM, b % _DIM * ways_b) if a > b else (b % _DIM, a % _DIM * ways_a)
@@ -72,13 +72,13 @@ def _disjoint(a: int, ways_a: int, b: int, ways_b: int) -> bool:
 
 
 def _even(states: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Does every device hold as much as every other?"""
+    """Whether all devices hold shards of equal size."""
     held = zip(states, sizes, strict=True)
     return all(_compatible(s, n, t, m) for (s, n), (t, m) in combinations(held, 2))
 
 
 def reshard_steps(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) -> list[ReshardStep]:
-    """The collectives from layout src to layout dst, in order.
+    """The collectives that turn layout src into layout dst, in order.
 
     A dst state of PARTIAL lets the tensor stay, or become, partial over that axis.
     """
@@ -101,15 +101,15 @@ def reshard_steps(src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]) 
 
 
 AxisChanges = tuple[tuple[int, int, int], ...]
-"""What decides the moves: per axis (ways, src, dst), sorted, tensor dims numbered as they appear."""
+"""All that the steps depend on: (ways, src, dst) per axis, sorted, with tensor dims numbered in order of appearance."""
 
 
 def _canonical(
     src: Sequence[int], dst: Sequence[int], sizes: Sequence[int]
 ) -> tuple[AxisChanges, list[int], list[int]]:
-    """The case, the axis in each of its places, and the tensor dim of each of its numbers.
+    """The canonical case, the axis at each of its positions, and the tensor dim for each of its dim numbers.
 
-    Axes that have nothing to do count as having one way.
+    Axes that need no step count as having one way.
     """
     rows = []
     for a, (s, d, ways) in enumerate(zip(src, dst, sizes, strict=True)):
@@ -133,7 +133,7 @@ def _blocks(state: int) -> int:
 
 @lru_cache(maxsize=1 << 14)
 def canonical_steps(case: AxisChanges) -> tuple[ReshardStep, ...]:
-    """``reshard_steps`` of a case."""
+    """``reshard_steps`` of a canonical case."""
     w, extent = _walked(case)
     return tuple(
         ReshardStep(kind=kind, axes=axes, split=split, after=tuple(_turned(after, extent)))
@@ -142,18 +142,18 @@ def canonical_steps(case: AxisChanges) -> tuple[ReshardStep, ...]:
 
 
 def canonical_collectives(case: AxisChanges) -> tuple[tuple[CollectiveKind, int, int], ...]:
-    """(kind, axes, split) of its moves but the free ones."""
+    """(kind, axes, split) of its steps, without the free ones."""
     w, _ = _walked(case)
     return tuple((kind, axes, split) for kind, axes, split, _ in w.done if kind != "slice")
 
 
 def _turned(states: Sequence[int], extent: Mapping[int, int]) -> list[int]:
-    """Blocks to strides and back."""
+    """Convert blocks to strides, or strides to blocks."""
     return [s if s < 0 else s - s % _DIM + extent[s // _DIM] // (s % _DIM) for s in states]
 
 
 def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
-    """The case's walk, done, and per tensor dim the extent of which every digit is a whole stride."""
+    """The finished walk of a case, and per tensor dim an extent that every digit divides into whole strides."""
     sizes, src, dst = zip(*case, strict=True)
     extent: dict[int, int] = {}
     for s in (*src, *dst):
@@ -180,16 +180,18 @@ def _walked(case: AxisChanges) -> tuple[_LayoutWalk, dict[int, int]]:
 
 
 _ONE = ("slice", "reduce_scatter", "permute")
-"""Of these, two in a row are one."""
+"""Two steps in a row of one of these kinds are merged into one."""
 
 Span = tuple[int, int, int]
-"""What digits select from: (tensor dim, low, high); a digit of stride s and n ways is (dim, s, s * n)."""
+"""The range that digits select from: (tensor dim, low, high). A digit of stride s and n ways is (dim, s, s * n)."""
 
 
 class _LayoutWalk:
-    """``now`` on its way to ``goal``; a method makes its kind of moves, if there are any, and tells.
+    """Moves the layout ``now`` step by step to ``goal``. Each method adds the steps of its kind and returns whether
+    there were any.
 
-    Digits are (tensor dim, stride) here: the neighbour below one of stride s has n ways and stride s / n.
+    Digits are (tensor dim, stride) here. The digit right below one of stride s, with n ways, has stride s / n. A digit
+    hangs if it is neither the topmost of its dim nor right below another; then shards are not contiguous.
     """
 
     def __init__(
@@ -197,14 +199,14 @@ class _LayoutWalk:
     ) -> None:
         self.now, self.goal, self.sizes = now, goal, sizes
         self.axes = range(len(sizes))
-        self.done: list[tuple[ReshardKind, int, int, tuple[int, ...]]] = []  # the fields of each Move
+        self.done: list[tuple[ReshardKind, int, int, tuple[int, ...]]] = []  # the fields of each ReshardStep
         self.extent = extent
-        # Ends whose digits do not go beside each other, though each device has as much (halves beside thirds of other
-        # digits), keep only whole digits apart.
+        # If one end already has digits that are not compatible, although all devices hold equal shards (halves beside
+        # thirds of other digits), only overlapping digits are kept apart.
         self._apart = _compatible if _even(now, sizes) and _even(goal, sizes) else _disjoint
         self._last: ReshardKind | None = None
-        self._before = now  # the last of them
-        # What follows from ``now``, until the next move.
+        self._before = now  # the layout before the last step
+        # Derived from ``now``; cleared by each step.
         self._holders: list[list[int]] | None = None
         self._tangled: list[list[int]] | None = None
         self._hung: set[int] | None = None
@@ -215,7 +217,7 @@ class _LayoutWalk:
     def enter(self, kind: ReshardKind, state: int, *, solid: bool = True) -> bool:
         """All free axes in this state (REPLICATED: slice, PARTIAL: reduce-scatter) take their digits.
 
-        solid: where one would hang in the air, it takes the topmost place in its tensor dim instead.
+        solid: an axis whose digit would hang takes the topmost free place in its tensor dim instead.
         """
         free = [a for a in self.axes if self.now[a] == state and self.goal[a] >= 0 and self._free(a)]
         if not free:
@@ -233,14 +235,14 @@ class _LayoutWalk:
         return self._reshard_step(kind, change)
 
     def _fits(self, change: dict[int, int]) -> bool:
-        """Can all axes hold their digits together after the change?"""
+        """Whether all axes can hold their digits together after the change."""
         after = [(change.get(a, self.now[a]), self.sizes[a]) for a in self.axes]
         return all(self._apart(s, n, t, m) for (s, n), (t, m) in combinations(after, 2))
 
     def all_to_all(self, *, solid: bool) -> bool:
-        """All free axes that leave one tensor dim for another together.
+        """All free axes that leave one tensor dim for another one together.
 
-        solid: only where a partitioner can say so: the dims differ, and shards stay contiguous.
+        solid: only if a partitioner can express it: the dims differ, and shards stay contiguous.
         """
         for (t, u), change in self._departures().items():
             if not solid or (t != u and self._solid(change)):
@@ -248,29 +250,30 @@ class _LayoutWalk:
         return False
 
     def _departures(self) -> dict[tuple[int, int], dict[int, int]]:
-        """Axes that are free to move, and their digits, by the tensor dims they leave and go to."""
+        """The free axes that change their digit, with their new digits, by the tensor dims that they leave and
+        enter."""
         return self._together(
             {a: self.goal[a] for a in self.axes if 0 <= self.now[a] != self.goal[a] >= 0 and self._free(a)}
         )
 
     def _together(self, digits: dict[int, int]) -> dict[tuple[int, int], dict[int, int]]:
-        """Digits that axes move to, by the tensor dims they leave and go to."""
+        """Groups the new digits of axes by the tensor dims that the axes leave and enter."""
         out: dict[tuple[int, int], dict[int, int]] = {}
         for a, s in digits.items():
             out.setdefault((self.now[a] // _DIM, s // _DIM), {})[a] = s
         return out
 
     def exchange(self, *, movers: bool) -> bool:
-        """A permute among axes that block each other, after which each has what it wants.
+        """A permute among axes that block each other, after which each axis has its goal.
 
-        What no axis holds yet is first taken by axes that hold nothing (a slice, a reduce-scatter) and, if
-        ``movers``, by axes that hold what no axis wants (an all-to-all). What no axis wants goes to axes that
-        will be gathered.
+        Digits that no axis holds yet are first taken by axes that hold nothing (a slice or a reduce-scatter) and, if
+        ``movers``, by axes whose own digit no axis wants (an all-to-all). Digits that no axis wants go to axes that are
+        gathered later.
         """
         return any([self._exchange(g, movers) for g in list(self._tangles())])
 
     def sink(self) -> bool:
-        """A permute within a tensor dim that brings down the axes which are free to leave it."""
+        """A permute within a tensor dim that gives the lowest digits to the axes that are free to leave the dim."""
         for (t, u), change in self._departures().items():
             inside = [a for a in self.axes if self.now[a] // _DIM == t and self.now[a] >= 0]
             held = _joined(self._spans(self.now, inside))
@@ -280,11 +283,11 @@ class _LayoutWalk:
         return False
 
     def relabel(self) -> bool:
-        """A permute that gives blocked axes what they want; those who held it take what is left."""
+        """A permute that gives blocked axes their goals. The axes that held these digits take what is left."""
         return any([self._relabel(g) for g in list(self._tangles())])
 
     def _tangles(self) -> list[list[int]]:
-        """Sets of axes, linked where one holds what another wants; in each, one cannot move freely."""
+        """Groups of axes, linked if one holds what another wants. In each group, at least one axis is blocked."""
         if self._tangled is None:
             holders = self._held_by()
             group = {a: {a} for a in self.axes if self.now[a] != self.goal[a]} if any(holders) else {}
@@ -299,7 +302,7 @@ class _LayoutWalk:
         return self._tangled
 
     def _held_by(self) -> list[list[int]]:
-        """Per axis, the other axes that hold a part of what it wants, or a digit that does not go beside it."""
+        """Per axis, the other axes that hold a part of its goal or a digit that is not compatible with it."""
         if self._holders is None:
             self._holders = [
                 [b for b in self.axes if b != a and not self._apart(g, n, self.now[b], self.sizes[b])]
@@ -316,7 +319,7 @@ class _LayoutWalk:
         enter = [a for a in group if self.now[a] < 0 <= self.goal[a]]
         if movers:
             more = [a for a in group if self.goal[a] >= 0 and self._unwanted(a, wanted)]
-            if not more:  # as without movers, which was of no use
+            if not more:  # the same as without movers, which was already tried
                 return False
             enter += more
         taken = _tile(_minus(wanted, held), enter, self.sizes)
@@ -337,8 +340,8 @@ class _LayoutWalk:
         return True
 
     def _rounds(self, taken: dict[int, int]) -> list[dict[int, int]] | None:
-        """All-to-alls by which axes take their digits, after those that hold nothing; None where shards would not stay
-        as contiguous as they are all the way."""
+        """The all-to-alls by which axes take their digits, after those of axes that hold nothing. None if shards would
+        become less contiguous on the way."""
         left = self._together({a: digit for a, digit in taken.items() if self.now[a] >= 0})
         done = {a: digit for a, digit in taken.items() if self.now[a] < 0}
         if left and not self._solid(done):
@@ -364,9 +367,8 @@ class _LayoutWalk:
         if not _nested(held + wanted) or _minus(wanted, held):
             return False
         others = [a for a in group if a not in stuck and self.now[a] >= 0]
-        others.sort(
-            key=lambda a: self.goal[a] >= 0
-        )  # those that move on go below, so that none hangs in the air
+        # Axes that change again later get the lower digits, so that no digit hangs after they leave.
+        others.sort(key=lambda a: self.goal[a] >= 0)
         left = _tile(_minus(held, wanted), others, self.sizes)
         if left is None:
             return False
@@ -374,19 +376,19 @@ class _LayoutWalk:
         return True
 
     def _permute(self, group: list[int], digits: dict[int, int]) -> None:
-        """Axes of the group take these digits, the others give theirs up; none may be partial."""
+        """Axes of the group take these digits, and the others give theirs up. Partial axes are reduced first."""
         self.all_reduce([a for a in group if self.now[a] == PARTIAL])
         after = {a: digits.get(a, REPLICATED) for a in group}
         self._reshard_step("permute", {a: state for a, state in after.items() if state != self.now[a]})
 
     def _solid(self, change: dict[int, int]) -> bool:
-        """Does the change leave shards as contiguous as they are?"""
+        """Whether shards stay as contiguous as they are."""
         if self._hung is None:
             self._hung = self._hanging({})
         return self._hanging(change) <= self._hung - change.keys()
 
     def _hanging(self, change: dict[int, int]) -> set[int]:
-        """Axes whose digit, after the change, is neither topmost in its dim nor right below another."""
+        """Axes whose digit hangs after the change: it is neither topmost in its dim nor right below another."""
         lows = {t * _DIM + extent for t, extent in self.extent.items()}
         highs = {}
         for a, s in enumerate(self.now):
@@ -397,7 +399,7 @@ class _LayoutWalk:
         return {a for a, high in highs.items() if high not in lows}
 
     def unblock(self) -> bool:
-        """Gather one axis that blocks another: one that ends unsplit, otherwise the smallest."""
+        """Gather one axis that blocks another: one that is unsplit in the goal if possible, otherwise the smallest."""
         blocked = [a for a in self.axes if self.now[a] != self.goal[a] >= 0]
         holders = {b for a in blocked for b in self._held_by()[a]}
         if not holders:
@@ -410,7 +412,7 @@ class _LayoutWalk:
         self._reshard_step("all_reduce", dict.fromkeys(axes, REPLICATED))
 
     def gather(self, axes: list[int]) -> None:
-        """One tensor dim after the other, as XLA does."""
+        """Gather one tensor dim after the other, as XLA does."""
         for t in sorted({self.now[a] // _DIM for a in axes}, reverse=True):
             self._reshard_step("all_gather", {a: REPLICATED for a in axes if self.now[a] // _DIM == t})
 
@@ -450,7 +452,7 @@ def _bits(axes: Iterable[int]) -> int:
 
 
 def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
-    """What of the spans lies outside of the others."""
+    """The parts of the spans that lie outside of the other spans."""
     for t, low, high in other:
         cut: list[Span] = []
         for s in spans:
@@ -463,7 +465,7 @@ def _minus(spans: list[Span], other: list[Span]) -> list[Span]:
 
 
 def _joined(spans: list[Span]) -> list[Span]:
-    """The same spans, neighbours as one."""
+    """The same spans, with adjacent ones merged."""
     if len(spans) < 2:
         return list(spans)
     out: list[Span] = []
@@ -475,7 +477,7 @@ def _joined(spans: list[Span]) -> list[Span]:
 
 
 def _nested(spans: list[Span]) -> bool:
-    """Do all bounds within a dim divide one another? Else digits of 2 and 3 ways cut across each other."""
+    """Whether all bounds within a dim divide one another. If not, digits of 2 and 3 ways cut across each other."""
     bounds = sorted({(t, edge) for t, low, high in spans for edge in (low, high)})
     return all(t != u or high % low == 0 for (t, low), (u, high) in pairwise(bounds))
 
@@ -483,9 +485,9 @@ def _nested(spans: list[Span]) -> bool:
 def _tile(
     spans: list[Span], axes: list[int], sizes: Sequence[int], whole: bool = True
 ) -> dict[int, int] | None:
-    """Digits for some of the axes that are together exactly these spans, first axes major; else None.
+    """Digits for some of the axes that together are exactly these spans, with the first axes major. None if impossible.
 
-    whole: if not, digits that begin at the spans' tops will do.
+    whole: if False, digits that begin at the tops of the spans are enough.
     """
     out: dict[int, int] = {}
     for t, low, high in spans:

@@ -1,7 +1,9 @@
-"""Arrays in tiles: on a TPU an array lies in memory in tiles of 8 rows by 128 lanes, and its extents along both are
-rounded up. What is rounded up is moved, and multiplied, like the rest.
+"""Padding of arrays that are stored in tiles.
 
-Which two dims lie along rows and lanes is the compiler's choice (XLA for TPU: whichever pads least). A head of 64
+On a TPU, an array lies in memory in tiles of 8 rows by 128 lanes, and its extents along both are rounded up. The
+padding is moved and multiplied like the rest.
+
+The compiler chooses which two dims lie along rows and lanes (XLA for TPU: those with the least padding). A head of 64
 values would fill half of the lanes, so queries of 197 tokens lie with the tokens along the lanes, 197 in 256.
 """
 
@@ -15,16 +17,16 @@ __all__ = ["padding", "rounded"]
 
 
 def rounded(extent: np.ndarray, step: np.ndarray | float) -> np.ndarray:
-    """How much larger an extent is once rounded up to a multiple of ``step``, as a factor."""
+    """The factor by which an extent grows when it is rounded up to a multiple of ``step``."""
     extent = np.maximum(np.asarray(extent, dtype=float), 1.0)
     return np.ceil(extent / step) * step / extent
 
 
 def padding(extents: Sequence[np.ndarray], tile: tuple[int, ...]) -> np.ndarray:
-    """Elements that an array takes over elements that it has, at least 1.
+    """The number of elements that an array occupies per element that it holds, at least 1.
 
-    extents: per dim, the local extents under each config, float [configs]; tile: rows, lanes. Arrays of one dim lie
-    densely. Few rows take a lower tile (XLA's T(4,128), T(2,128)).
+    extents: per dim, the local extents under each config, float [configs]. tile: (rows, lanes). One-dimensional arrays
+    are dense. Arrays with few rows use a lower tile (XLA's T(4,128), T(2,128)).
 
     >>> padding([np.array([32.0]), np.array([197.0]), np.array([16.0]), np.array([64.0])], (8, 128)).round(3).tolist()
     [1.299]

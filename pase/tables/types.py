@@ -1,4 +1,4 @@
-"""Cost tables: what the search sees. Arrays only, no ops and no meshes."""
+"""Cost tables, the input of the search: arrays only, without ops or meshes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["CostTables", "EdgeTable"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EdgeTable:
-    """Cost of an edge, priced on classes of configs that lay the tensor out alike.
+    """Cost of an edge, stored per pair of layout classes: configs that give the tensor the same layout share a class.
 
     The cost of (config i of ``src``, config j of ``dst``) is ``cost[src_class[i], dst_class[j]]``.
-    Equal edges of repeated layers share the same array objects, so that ``is`` finds repetition.
+    Equal edges of repeated layers share the same array objects, so repetition can be found with ``is``.
 
     cost: float64 [classes of src, classes of dst]; np.inf forbids a pair.
     src_class: int32 [K_src]; dst_class: int32 [K_dst].
@@ -28,7 +28,7 @@ class EdgeTable:
     dst_class: np.ndarray
 
     def between(self, src: int, dst: int) -> EdgeTable:
-        """The same costs between other nodes. (``dataclasses.replace`` takes three times as long.)"""
+        """Returns the same costs between other nodes. (``dataclasses.replace`` takes three times as long.)"""
         return EdgeTable(src=src, dst=dst, cost=self.cost, src_class=self.src_class, dst_class=self.dst_class)
 
     def dense(self) -> np.ndarray:
@@ -38,12 +38,12 @@ class EdgeTable:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CostTables:
-    """Minimise sum of node costs + sum of edge costs over one config index per node.
+    """Minimise the sum of node costs and edge costs over one config index per node.
 
-    node_costs: per node a float64 [K_v] vector (np.inf forbids a config).
-    edges: parallel edges are allowed; a self-loop is refused.
+    node_costs: per node, a float64 [K_v] vector; np.inf forbids a config.
+    edges: parallel edges are allowed; self-loops are refused.
     names: one name per node, for messages.
-    memory: per node an optional float64 [K_v] vector of bytes.
+    memory: optionally, per node, a float64 [K_v] vector of bytes.
     """
 
     node_costs: tuple[np.ndarray, ...]
@@ -52,46 +52,47 @@ class CostTables:
     memory: tuple[np.ndarray, ...] | None = None
 
     def __post_init__(self) -> None:
-        sound: set[tuple[int, int]] = (
-            set()
-        )  # (classes, length of the axis) seen to fit: layers share their arrays
+        # (id of the class array, length of the axis) pairs already checked: repeated layers share their arrays.
+        sound: set[tuple[int, int]] = set()
         for e in self.edges:
             if e.src == e.dst:
-                raise ValueError(f"edge {self.name(e.src)} -> itself: fold its cost into the node's vector")
+                raise ValueError(
+                    f"edge {self.name(e.src)} -> itself: add its cost to the node's vector instead"
+                )
             for end, cls, axis in ((e.src, e.src_class, 0), (e.dst, e.dst_class, 1)):
                 if not 0 <= end < len(self.node_costs):
                     raise ValueError(
-                        f"edge ({e.src}, {e.dst}) names node {end}; there are {len(self.node_costs)}"
+                        f"edge ({e.src}, {e.dst}) refers to node {end}, but there are {len(self.node_costs)} nodes"
                     )
                 if cls.shape != self.node_costs[end].shape:
                     raise ValueError(
-                        f"edge ({e.src}, {e.dst}): {cls.size} classes for the {self.node_costs[end].size} "
-                        f"configs of node {self.name(end)}"
+                        f"edge ({e.src}, {e.dst}) has {cls.size} classes, but node {self.name(end)} has "
+                        f"{self.node_costs[end].size} configs"
                     )
                 if (id(cls), e.cost.shape[axis]) in sound:
                     continue
                 if cls.size and (cls.min() < 0 or cls.max() >= e.cost.shape[axis]):
-                    raise ValueError(f"edge ({e.src}, {e.dst}): a class index lies outside the cost matrix")
+                    raise ValueError(f"edge ({e.src}, {e.dst}): a class index is outside the cost matrix")
                 sound.add((id(cls), e.cost.shape[axis]))
 
     @property
     def entries(self) -> int:
-        """Entries of all distinct matrices together."""
+        """The total number of entries of all distinct edge matrices."""
         return sum({id(e.cost): e.cost.size for e in self.edges}.values())
 
     @property
     def least_sum(self) -> float:
-        """No choice costs less: the least of every node and edge by itself."""
+        """A lower bound on the cost of any choice: the sum of each node's and each edge's own minimum."""
         least = {id(c): c.min() for c in (*self.node_costs, *(e.cost for e in self.edges))}
         return float(sum(least[id(c)] for c in self.node_costs) + sum(least[id(e.cost)] for e in self.edges))
 
     def restricted(self, keep: Mapping[int, np.ndarray]) -> CostTables:
-        """The same problem with fewer configs: node -> indices of those to keep, in the order to have them in."""
+        """The same problem with fewer configs. keep: node -> indices of the configs to keep, in the new order."""
         made: dict[tuple[int, bytes], np.ndarray] = {}
         marks = {id(k): k.tobytes() for k in keep.values()}
 
         def kept(array: np.ndarray, v: int) -> np.ndarray:
-            """Equal arrays of repeated layers stay one object."""
+            """Selects the kept entries. An array that is shared by repeated layers stays one object."""
             if v not in keep:
                 return array
             key = (id(array), marks[id(keep[v])])

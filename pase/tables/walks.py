@@ -1,4 +1,4 @@
-"""The moves of many canonical cases: one by one in Python until numba has paid for its import, compiled after that."""
+"""Reshard steps of many canonical cases: in Python until importing numba pays off, then with a compiled kernel."""
 
 from __future__ import annotations
 
@@ -15,31 +15,38 @@ __all__ = ["expect_alike", "walked"]
 
 _KIND = {kind: k for k, kind in enumerate(COLLECTIVES)}
 _IMPORT_CASES = 12_000
-"""Python walks so many cases in the time that numba takes to import and load its kernel (0.8 s, at 30 to 110 us)."""
+"""Python handles this many cases in the time numba takes to import and load its kernel (0.8 s, at 30 to 110 us)."""
 _CHUNK = 1 << 12
-"""Cases that a thread walks at a time."""
+"""Cases per task of a thread."""
 
 _ROOM = 3
-"""Moves for each axis, to begin with."""
+"""The initial number of steps per axis for which there is room."""
 
 
 class _Walked:
-    """cases: that Python has walked in this process. alike: how many times as many as are asked for next will follow.
-    Either way gives the same moves."""
+    """Counters that decide when to import numba. Both implementations give the same steps.
+
+    cases: the cases that Python has handled in this process. alike: how many more calls of the same size are expected
+    after the next one.
+    """
 
     cases = 0
     alike = 0
 
 
 def expect_alike(times: int) -> None:
-    """Say how many meshes of the same graph come after the next one, each with about as many new cases: where they
-    are worth numba's import together, it does not wait until Python has walked most of them."""
+    """Announce how many meshes of the same graph follow the next one, each with about as many new cases.
+
+    If all of them together justify the import of numba, it is imported right away.
+    """
     _Walked.alike = times
 
 
 def walked(cases: np.ndarray) -> np.ndarray:
-    """Kind (as in COLLECTIVES), axes and split of each move of cases [U, 3, axes] (ways, src, dst): int32
-    [3, U, most moves], -1 behind the last; free moves are left out."""
+    """The steps of cases [U, 3, axes] (ways, src, dst): kind (as in COLLECTIVES), axes and split of each step.
+
+    Returns int32 [3, U, most steps], padded with -1. Free steps (slices) are left out.
+    """
     loaded = "pase.tables.kernels_walk" in sys.modules
     if not loaded and _Walked.cases + len(cases) * (1 + _Walked.alike) < _IMPORT_CASES:
         _Walked.cases += len(cases)
@@ -48,7 +55,7 @@ def walked(cases: np.ndarray) -> np.ndarray:
 
 
 def one_by_one(cases: np.ndarray) -> np.ndarray:
-    """``walked`` by its definition."""
+    """Reference implementation of ``walked``, in Python."""
     plans = [canonical_collectives(tuple(zip(*case, strict=True))) for case in cases.tolist()]
     out = np.full((3, len(cases), max(map(len, plans), default=0)), -1, dtype=np.int32)
     for u, plan in enumerate(plans):
@@ -58,7 +65,7 @@ def one_by_one(cases: np.ndarray) -> np.ndarray:
 
 
 def compiled(cases: np.ndarray) -> np.ndarray:
-    """``walked`` by the kernel, on all cores."""
+    """``walked`` with the compiled kernel, on all cores."""
     cases = np.ascontiguousarray(cases, dtype=np.int64)
     room = _ROOM * cases.shape[2]
     while True:
@@ -69,7 +76,7 @@ def compiled(cases: np.ndarray) -> np.ndarray:
 
 
 def _compiled(cases: np.ndarray, room: int) -> tuple[np.ndarray, int]:
-    """The moves, int32 [U, room, 3], as far as there is room, and the most of one case."""
+    """The steps, int32 [U, room, 3], cut off after ``room`` steps, and the largest number of steps of any case."""
     from pase.tables.kernels_walk import walk_cases
 
     done, count = np.empty((len(cases), room, 3), np.int32), np.empty(len(cases), np.int64)

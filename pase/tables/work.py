@@ -1,8 +1,9 @@
 """Local work, forward and backward, of a node under each of its configs.
 
-Work is an op's points over the shards of the dims it works on; backward has one product for each differentiable operand
-of a matmul or conv, and as much traffic again for the rest. A derivative rule that the user wrote is ops that run in
-backward. Everything is an array over configs; with one config it is the plan's own list.
+The work of an op is its number of points, divided by the number of shards of the dims that it works on. Backward has
+one product for each differentiable operand of a matmul or conv; for other ops it has twice the FLOPs and the traffic of
+forward. A derivative rule that the user wrote consists of ops that run in backward. Everything is an array over
+configs. With a single config, the result is the plan's own list.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ Phase = Literal["forward", "backward", "update"]
 WorkKind = Literal["matmul", "conv", "attention", "memory"]
 
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2, "adam_master": 3, "lion": 1, "adafactor": 0}
-"""Optimizer -> float32 values of state it keeps per parameter (adafactor's factored rows are below a percent)."""
+"""Optimizer -> float32 values of state per parameter (the factored rows of adafactor are below one percent)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """Local work of one op (or of all light ops of a node together), one entry per config; see CostModel.compute.
 
-    nbytes: with what the arrays are padded with; padding: of a product, work with the rows that are padded over
-    ``flops`` (the columns and the contraction are rounded up by the cost model's own tiles).
-    windowed: of the FLOPs of light ops, those of windows that slide over an operand (pools).
-    casts: it turns operands of a product into the type that the product runs in.
-    recompute: recomputation repeats it, so that ``times`` counts it twice.
+    nbytes: includes the padding of arrays. padding: for a product, the factor by which padded rows increase ``flops``.
+    (The cost model's own tiles round up the columns and the contraction.)
+    windowed: the FLOPs of light ops that slide a window over an operand (pools).
+    casts: whether this work casts operands of a product to the type in which the product runs.
+    recompute: whether recomputation repeats this work, so that ``times`` counts it twice.
     """
 
     kind: WorkKind
@@ -69,21 +70,21 @@ class Work:
 
     @property
     def late(self) -> float:
-        """The part of ``times`` that recomputation runs in backward, of work that otherwise runs in forward."""
+        """The fraction of ``times`` that recomputation runs in backward, for work that otherwise runs in forward."""
         return 0.5 if self.recompute and self.phase == "forward" else 0.0
 
 
 TileShape = tuple[int, int]
-"""Rows and lanes of the tiles that a device stores arrays in."""
+"""Rows and lanes of the tiles in which a device stores arrays."""
 
 
 def phase_of(op: Op) -> Phase:
-    """When the op itself runs."""
+    """The phase in which the op itself runs."""
     return "backward" if op.backward else "forward"
 
 
 def runs_of(op: Op, what: str) -> float:
-    """How often the op runs in a step, on average."""
+    """How often the op runs in a step, on average. what: the name for an error message."""
     return float(concrete_size(op.times, what)) * op.chance
 
 
@@ -98,7 +99,7 @@ def _local_points(node: Node, dims: tuple[str, ...], cfg: np.ndarray, mesh: Mesh
 def _padded(
     node: Node, tensor: Tensor, access: Access, cfg: np.ndarray, mesh: Mesh, tile: TileShape | None
 ) -> np.ndarray | float:
-    """The factor by which tiles pad the local part of a tensor, under each config; 1 where nothing is padded."""
+    """The factor by which tiles pad the local shard of a tensor, under each config; 1 without padding."""
     if tile is None or len(tensor.shape) < 2:
         return 1.0
     extents = [
@@ -109,7 +110,7 @@ def _padded(
 
 
 def has_gradient(graph: Graph, op: Op, tensor: str) -> bool:
-    """Does backward find the gradient of this tensor, which the op reads?"""
+    """Whether backward computes the gradient of this tensor, which the op reads."""
     return op.differentiable and graph.tensors[tensor].needs_grad
 
 
@@ -121,14 +122,14 @@ def node_work(
     optimizer: str = "adam",
     tile: TileShape | None = None,
 ) -> Iterator[Work]:
-    """The node's local work under each config; tile: what the device stores arrays in, if it pads them."""
+    """The node's local work under each config. tile: the tiles in which the device stores arrays, if it pads them."""
     if node.kind == "parameter":
         yield from _parameter_work(graph, node, cfg, mesh, optimizer)
         return
     yield from _added_unsummed(graph, node, cfg, mesh)
     internal = node.internal
     zero = np.zeros(len(cfg))
-    flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # of light ops together
+    flops_of: dict[Phase, np.ndarray] = {"forward": zero, "backward": zero}  # sums over all light ops
     bytes_of, windowed = dict(flops_of), dict(flops_of)
     seen: set[str] = set()
     for op in node.ops:
@@ -186,7 +187,7 @@ def node_work(
 def _traffic(
     dtype: str, flops: np.ndarray, nbytes: np.ndarray, phase: Phase, times: float, recompute: bool = False
 ) -> Work:
-    """Work that is no product."""
+    """Work other than a product."""
     return Work(
         kind="memory",
         dtype=dtype,
@@ -209,8 +210,10 @@ def _products(
     mesh: Mesh,
     tile: TileShape | None,
 ) -> Iterator[Work]:
-    """A matmul or conv forward, and one product for each operand that has a gradient; by groups of rows, where they
-    are said to be there, each is a product of its own."""
+    """The forward product of a matmul or conv, and one product for each operand with a gradient.
+
+    In a product by groups of rows (a ragged product), each group is a product of its own.
+    """
     x, w = (set(a.map.dims) for a in op.factors)
     out = set(op.writes[0].map.dims)
     ends = {d for a in op.reads[2:] for d in a.map.dims}
@@ -253,13 +256,15 @@ def _products(
 
 
 SCALE_PASSES = 1
-"""How often a tensor is read for the scale with which it is turned into fp8: its own maximum (dynamic scaling)."""
+"""How often a tensor is read to find its scale for fp8, which is its own maximum (dynamic scaling)."""
 
 
 def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
-    """Operands, and in backward the result's gradient, turned into eight or four bits: each is read for its scale and
-    to be cast, and written twice, as it is and transposed, since two of the three products read either (Transformer
-    Engine's cast_transpose; torchao, roofline_utils.py)."""
+    """Casts of operands, and in backward of the result's gradient, to eight or four bits.
+
+    Each tensor is read twice, for its scale and for the cast. It is written twice, as it is and transposed, because two
+    of the three products each read one of these (Transformer Engine's cast_transpose; torchao, roofline_utils.py).
+    """
     if op.product_dtype is None:
         return
     backward = op.writes if any(has_gradient(graph, op, a.tensor) for a in op.reads) else ()
@@ -277,19 +282,23 @@ def _casts(graph: Graph, node: Node, op: Op, cfg: np.ndarray, mesh: Mesh) -> Ite
 
 
 BACKWARD_PRODUCTS = 5 / 2
-"""Of a fused attention: the scores again, and a product for each of four gradients (scores', values', queries' and
-keys'), where forward has two. Dao et al. 2022 (arXiv 2205.14135), algorithm 4."""
+"""FLOPs of backward relative to forward in fused attention. Backward computes the scores again and has one product for
+each of four gradients (of scores, values, queries and keys); forward has two products. Dao et al. 2022 (arXiv
+2205.14135), algorithm 4."""
 
 
 def _attention(
     graph: Graph, node: Node, op: Op, flops: np.ndarray, nbytes: np.ndarray, cfg: np.ndarray, mesh: Mesh
 ) -> Iterator[Work]:
-    """A fused attention forward, and backward, which reads once more what forward read and wrote, the result's
-    gradient in place of the result, and writes the operands' gradients.
+    """A fused attention forward, and backward.
 
-    Causal: of n contiguous parts of the queries the last sees most keys, and the others wait for it: it has
-    1 - 1/2n of a part's whole work, all of them together have half. In a ring each takes two chunks, where they divide,
-    and has half, too. What a device reads and writes of it, it does at each turn of the ring.
+    Backward reads again what forward read and wrote, with the result's gradient in place of the result, and writes the
+    gradients of the operands.
+
+    With a causal mask and n contiguous parts of the queries, the last part sees the most keys, and the others wait for
+    it. It has 1 - 1/2n of the work of a part without a mask; all parts together have half. In a ring, each device takes
+    two chunks, if the positions divide evenly, and has half as well. A device reads and writes its shards in each round
+    of the ring.
     """
     q, k = (set(a.map.dims) for a in op.reads[:2])
     queries = op.writes[1].map.walks[1].dims
@@ -328,7 +337,7 @@ def _attention(
 
 
 def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optimizer: str) -> Iterator[Work]:
-    """Casts at each use, and the optimizer's reads and writes of what this device updates."""
+    """Casts at each use, and the optimizer's reads and writes of the shard that this device updates."""
     for op in node.ops[1:]:
         if op.kind == "elementwise":
             accesses = (*op.reads, *op.writes)
@@ -338,7 +347,7 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
             dtype = graph.tensors[op.writes[0].tensor].dtype
             runs = runs_of(op, node.name) * (2 if op.remat else 1)
             recompute = op.remat
-            if hoisted_of(graph) != "none":  # what is read stays, cast as it is
+            if hoisted_of(graph) != "none":  # the cast value is kept, like the gathered parameter
                 runs, recompute = runs_of(op, node.name) / micro_batches_of(graph), False
             yield _traffic(dtype, np.zeros(len(cfg)), moved, "forward", runs, recompute)
     write = node.ops[0].writes[0]
@@ -350,20 +359,20 @@ def _parameter_work(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh, optim
     state = elements * 4 * OPTIMIZERS[optimizer]
     flops = (2 + 5 * OPTIMIZERS[optimizer]) * elements
     yield _traffic(tensor.dtype, flops, 3 * stored + 2 * state, "update", 1.0)
-    if (
-        micro_batches_of(graph) > 1 and hoisted_of(graph) != "all"
-    ):  # each micro-batch's gradient is added to the sum
+    # Each micro-batch's gradient is added to the sum.
+    if micro_batches_of(graph) > 1 and hoisted_of(graph) != "all":
         yield _traffic(tensor.dtype, elements, 3 * stored, "update", float(micro_batches_of(graph)))
 
 
 def _added_unsummed(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> Iterator[Work]:
-    """Where gradients of parameters are summed over devices once a step: each micro-batch's, added where it is made."""
+    """Additions of each micro-batch's gradient to the local sum, if gradients are reduced over devices once a step."""
     if hoisted_of(graph) != "all" or micro_batches_of(graph) == 1:
         return
     for ops, a, stored in parameter_reads(graph, node):
         tensor = graph.tensors[a.tensor]
         if any(has_gradient(graph, op, a.tensor) for op in ops):
-            micro_batches = micro_batches_of(graph)  # a loop's are added all at once
+            # The gradients of a loop's iterations are added all at once.
+            micro_batches = micro_batches_of(graph)
             new = local_bytes(node, tensor, a, cfg, mesh) * runs_of(ops[0], node.name) / micro_batches
             elements = new / tensor.itemsize
             moved = new + 2 * elements * stored.itemsize
@@ -371,7 +380,7 @@ def _added_unsummed(graph: Graph, node: Node, cfg: np.ndarray, mesh: Mesh) -> It
 
 
 def parameter_reads(graph: Graph, node: Node) -> Iterator[tuple[list[Op], Access, Tensor]]:
-    """The parameters that a node reads from others: (its ops that read one, how, the tensor as it is stored)."""
+    """The parameters that a node reads from other nodes: (the ops that read it, the access, the tensor as stored)."""
     found: dict[str, tuple[list[Op], Access, Tensor]] = {}
     for op, a in node.reads:
         source = graph.producer.get(a.tensor)

@@ -1,7 +1,7 @@
-"""What the kernels that walk a state return on seeded instances; `python -m tests.kernels.cases` prints it as JSON.
+"""Results of the stateful kernels on seeded instances; `python -m tests.kernels.cases` prints them as JSON.
 
-With NUMBA_DISABLE_JIT=1 numba hands back the Python source as it is. It then runs with numpy's checks of every index,
-and must come to the same bits.
+With NUMBA_DISABLE_JIT=1, numba returns the Python source unchanged. It then runs with numpy's index checks, and must
+produce the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEEDS = range(6)
 
 
 def flat_instance(rng: np.random.Generator, nodes: int = 12, edges: int = 20) -> Flat:
-    """A random pairwise problem; some entries are forbidden, but each config keeps a finite partner."""
+    """A random pairwise problem. Some entries are forbidden, but each config keeps at least one finite partner."""
     costs = [rng.random(rng.integers(2, 6)) for _ in range(nodes)]
     pairs = sorted({tuple(map(int, sorted(rng.choice(nodes, 2, replace=False)))) for _ in range(edges)})
     matrices = []
@@ -33,7 +33,7 @@ def flat_instance(rng: np.random.Generator, nodes: int = 12, edges: int = 20) ->
 
 
 def limit_of(rng: np.random.Generator, flat: Flat, points: int) -> Limit:
-    """Each config of a node holds bytes over the node's interval."""
+    """Each config of a node holds some bytes over the node's interval."""
     ptr, point, change = [0], list[int](), list[float]()
     for k in np.diff(flat.slot):
         a, b = sorted(rng.choice(points + 1, 2, replace=False).tolist())
@@ -129,7 +129,7 @@ def _walks(seed: int) -> Iterator[Any]:
 
 
 def results() -> dict[str, list[str]]:
-    """Every number that the kernels return or write, as bits."""
+    """Every number that the kernels return or write, as hex bits."""
     runs: tuple[Callable[[int], Iterator[Any]], ...] = (_search, _depth, _schedule, _walks)
     return {
         f"{run.__name__} {seed}": [np.asarray(x, float).tobytes().hex() for x in run(seed)]

@@ -1,4 +1,4 @@
-"""Kernels that walk a state: compiled and interpreted alike, their parts against their definitions."""
+"""Stateful kernels: compiled and interpreted runs agree, and their parts match their definitions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_compiled_and_interpreted_come_to_the_same_bits() -> None:
 
 
 def test_a_kernel_is_compiled_once_for_all_numbers() -> None:
-    """And not once for each number that a caller writes out."""
+    """It is not compiled again for each literal that a caller passes."""
     import numba
 
     from pase.compiled import jit
@@ -50,7 +50,8 @@ def test_a_kernel_is_compiled_once_for_all_numbers() -> None:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 2), st.integers(2, 12))
 def test_moves_keep_a_plan_sound_and_its_cost_is_the_evaluators(seed: int, links: int, n: int) -> None:
-    """Any moves: each tensor keeps its bytes, a message one group, an order of all messages; copy undoes them."""
+    """After any move, each tensor keeps its bytes, a message has one group, and all messages are ordered; copy undoes
+    moves."""
     from pase.schedule import kernels_search as k
 
     problem = random_problem(n, seed % 1000, links=links)
@@ -91,7 +92,7 @@ def cost_by_definition(flat: Flat, choice: np.ndarray, nodes: np.ndarray) -> flo
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6))
 def test_a_tree_move_is_the_best_on_the_tree(seed: int) -> None:
-    """tree_cost is its definition; forest_move beats every other choice on the tree; usage follows the move."""
+    """``tree_cost`` matches its definition, ``forest_move`` is the best choice on the tree, and usage follows it."""
     from pase.search.bounded import kernels_flat, kernels_memory
 
     rng = np.random.default_rng(seed)

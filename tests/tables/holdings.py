@@ -1,8 +1,8 @@
-"""What every device holds, element by element, on tensors small enough to enumerate.
+"""An oracle for layouts and collectives: what every device holds, element by element, for small tensors.
 
-The oracle for layouts and collectives: no strides, no spans, only sets. A *holding* says which elements a
-device has, and of each which summands (a tensor that is partial over an axis is a sum, of which each device
-along the axis has its own part): bool [devices, summands, elements].
+It uses only sets, without strides or spans. A *holding* says which elements a device has and, for each of them, which
+summands (a tensor that is partial over an axis is a sum, and each device along the axis has its own summand): bool
+[devices, summands, elements].
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def coordinates(mesh: Mesh) -> np.ndarray:
 def held(
     states: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh, sums: tuple[int, ...] = ()
 ) -> np.ndarray:
-    """The holding that a layout means. sums: the axes over which the tensor was once partial; one summand for
-    each of their coordinates."""
+    """The holding of a layout. sums: the axes over which the tensor was partial at first; each combination of their
+    coordinates is one summand."""
     index = np.indices(shape).reshape(len(shape), -1)
     out = []
     summands = list(itertools.product(*(range(mesh.sizes[a]) for a in sums)))
@@ -44,7 +44,7 @@ def held(
 
 
 def groups(mesh: Mesh, axes: int) -> list[list[int]]:
-    """The devices that each collective over these axes joins."""
+    """The groups of devices that take part in each collective over these axes."""
     found: dict[tuple[int, ...], list[int]] = {}
     for i, coord in enumerate(coordinates(mesh)):
         rest = tuple(c for a, c in enumerate(coord) if not axes >> a & 1)
@@ -53,9 +53,10 @@ def groups(mesh: Mesh, axes: int) -> list[list[int]]:
 
 
 def check(kind: str, mesh: Mesh, axes: int, before: np.ndarray, after: np.ndarray, even: bool = True) -> None:
-    """Can this collective, over these axes, turn one holding into the other? By the definition of each.
+    """Assert that this collective, over these axes, can turn one holding into the other, by the collective's
+    definition.
 
-    even: all parts are of one size. Digits of 2 and of 3 ways may cut across each other; then they are not.
+    even: whether all shards have one size. They do not if digits of 2 and of 3 ways cut across each other.
     """
     for members in groups(mesh, axes):
         b, a = before[members], after[members]

@@ -1,4 +1,4 @@
-"""Hypothesis: meshes, and layouts of small tensors."""
+"""Hypothesis strategies for meshes and for layouts of small tensors."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def meshes(draw: st.DrawFn, max_axes: int = 4) -> Mesh:
 def layouts(
     draw: st.DrawFn, mesh: Mesh, shape: tuple[int, ...], partial: bool, contiguous: bool = False
 ) -> tuple[int, ...]:
-    """A layout of the shape: axes in any order on any dim, in strides that divide it, major digits left out
-    now and then (a dim merged from several, of which only a minor one is split); contiguous: never."""
+    """A layout of the shape: axes in any order on any dim, in strides that divide the dim.
+
+    Major digits are sometimes left out, as in a dim merged from several of which only a minor one is split. With
+    ``contiguous`` they never are.
+    """
     out = [REPLICATED] * len(mesh.sizes)
     left = list(shape)
     for a in draw(st.permutations(range(len(mesh.sizes)))):
@@ -42,7 +45,7 @@ def layouts(
 
 
 def random_layout(rng: Random, sizes: tuple[int, ...], dims: int, partial: float) -> tuple[int, ...]:
-    """A contiguous layout of a tensor whose dims all divide; partial: how often an axis is."""
+    """A contiguous layout of a tensor whose dims divide evenly. partial: the probability that an axis is PARTIAL."""
     out, blocks = [REPLICATED] * len(sizes), [1] * dims
     for a in rng.sample(range(len(sizes)), len(sizes)):
         t = rng.randrange(-1, dims)
@@ -55,7 +58,7 @@ def random_layout(rng: Random, sizes: tuple[int, ...], dims: int, partial: float
 
 
 def nested(mesh: Mesh, *rows: tuple[int, ...]) -> bool:
-    """Do the digits of all these layouts fall into one mixed radix?"""
+    """Whether the digits of all these layouts belong to one mixed radix."""
     spans = [
         (s // _DIM, s % _DIM // n, s % _DIM)
         for r in rows

@@ -1,4 +1,4 @@
-"""The tables, which price in classes and batches, against the rule applied to each config and each pair."""
+"""The cost tables, which price classes in batches, agree with pricing each config and each pair separately."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_tables_are_the_rule(unrolled: Graph, sizes: tuple[int, ...]) -> None:
 
 
 def drawn(graph: Graph, mesh: Mesh, seed: int) -> dict[str, np.ndarray]:
-    """A strategy in which equal layers have equal configs here and there: node -> int8 [axes]."""
+    """A random strategy in which equal layers sometimes have equal configs: node -> int8 [axes]."""
     rng = np.random.default_rng(seed)
     return {
         n.name: cfg[min(int(rng.geometric(0.4)), len(cfg)) - 1]
@@ -69,8 +69,8 @@ def drawn(graph: Graph, mesh: Mesh, seed: int) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> None:
-    """Priced once for equal nodes and edges, they are those of each by itself, under its own names; with the work they
-    sum to what the tables say."""
+    """Collectives that are priced once for equal nodes and edges equal those of each node and edge priced separately,
+    under its own names. With the local work, they sum to the cost in the tables."""
     mesh = Mesh(names=("a", "b"), sizes=(4, 2))
     strategy = drawn(unrolled, mesh, seed)
     moved = collectives(unrolled, mesh, strategy, MODEL)
@@ -97,7 +97,7 @@ def test_a_strategys_collectives_are_the_rule(unrolled: Graph, seed: int) -> Non
 
 
 def test_sums_of_gradients_in_eight_bits_are_those_of_the_product() -> None:
-    """XLA adds the gradient of an fp8 operand in the dtype of the product's result, through copies of it, too."""
+    """XLA sums the gradient of an fp8 operand in the dtype of the product's result, also through copies of it."""
     low = jnp.float8_e4m3fn
 
     def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -126,7 +126,7 @@ def test_sums_of_gradients_in_eight_bits_are_those_of_the_product() -> None:
 
 
 def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
-    """What the search looks for with ``is``: six layers cost what one does, and its neighbours."""
+    """The search finds repetition with ``is``: six layers share the arrays of one layer and its neighbours."""
     tables, space = build(unrolled, Mesh(names=("a", "b"), sizes=(4, 2)), MODEL)
     blocks = [n.name for n in unrolled.nodes if n.name.startswith("blocks.1.")]
     at = {n.name: v for v, n in enumerate(unrolled.nodes)}
@@ -145,7 +145,7 @@ def test_repeated_layers_share_their_arrays(unrolled: Graph) -> None:
 
 
 def test_equal_nodes_may_keep_different_configs(unrolled: Graph) -> None:
-    """A proof over meshes drops configs of each node by itself: what is left of a node is priced as its own."""
+    """A proof over meshes drops configs of each node separately. The rest are priced as before."""
     mesh, model = Mesh(names=("a", "b"), sizes=(2, 4)), costmodels.get("analytic", machine.load("h100x8"))
     space = config_space(unrolled, mesh, model)
     some = [cfg[v % 3 :: 3] if len(cfg) > 3 else cfg for v, cfg in enumerate(space)]

@@ -1,4 +1,4 @@
-"""Gathers and scatters that run during products: against a hop by hop simulation, item by item, and in plans."""
+"""Decomposed gathers and scatters: against a hop-by-hop simulation, item by item, and in plans."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ def apart(written: Graph) -> Graph:
 
 
 def simulated(n: int, piece: float, added: float, hop: float, slow: float) -> float:
-    """Compute and a link, hop by hop. While the link is busy, compute has the rest of the device. added: work to take
-    in what has arrived."""
+    """Simulate compute and a link, hop by hop. While the link is busy, compute has the rest of the device.
+
+    added: the work to read and add what has arrived.
+    """
     now = 0.0
     for _ in range(n - 1):
         done = hop * (1 - slow)
@@ -65,7 +67,7 @@ def test_the_price_is_that_of_pieces_hop_by_hop(
     p = DecomposedProduct(
         rows=rows, columns=8192, depth=4096, dtype="bfloat16", read_bytes=2, weight_bytes=2, made_bytes=2
     )
-    made = (kind == "all_gather") == back  # it is next to the maker of the tensor
+    made = (kind == "all_gather") == back  # the collective is next to the tensor's producer
     whole = 2.0 * rows * (8192 if made else 4096)
     got = float(decomposed_times((p,), kind, back, np.array(1), np.array(whole), whole, mesh, MODEL))
     n, k = (8192, 4096 / ways) if made else (8192 / ways, 4096)
@@ -85,7 +87,7 @@ def test_the_price_is_that_of_pieces_hop_by_hop(
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tables_are_the_items(written: Graph, apart: Graph, mesh: Mesh) -> None:
-    """And no strategy costs more than where everything is waited for; some cost less."""
+    """Tables equal the sum of items. No strategy costs more than without decomposition, and some cost less."""
     tables, space = build(apart, mesh, MODEL)
     waited, _ = build(written, mesh, MODEL)
     rng, less = np.random.default_rng(0), 0
@@ -106,7 +108,7 @@ def test_tables_are_the_items(written: Graph, apart: Graph, mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_no_product_has_two_collectives_beside_it(apart: Graph, mesh: Mesh) -> None:
-    """Where a product's result may be scattered beside it, nothing that it reads can have been gathered."""
+    """If the scatter of a product's result may overlap with it, none of its operands can have been gathered."""
     checked = 0
     for e in apart.edges:
         found = made_by(apart, e)
@@ -127,7 +129,7 @@ def test_no_product_has_two_collectives_beside_it(apart: Graph, mesh: Mesh) -> N
 
 
 def test_which_products_are_taken_apart(apart: Graph, written: Graph) -> None:
-    """q, k, v together behind their copy, gate and up behind theirs; products without a weight never."""
+    """q, k and v share a copy, and so do gate and up; products without a weight are never decomposed."""
     shared = [len(read_by(apart, e)) for e in apart.edges if apart.node[e.dst].kind == "copy"]
     assert {2, 3} <= set(shared)
     assert not any(read_by(written, e) or made_by(written, e) for e in written.edges)
@@ -141,8 +143,8 @@ def test_a_plan_says_who_has_to_take_them_apart() -> None:
     waited = pase.compile(f"zoo:{LLAMA}", **options)
     plan = pase.compile(f"zoo:{LLAMA}", decompose="products", **options)
     assert plan.bound <= plan.cost <= waited.cost * (1 + 1e-9)
-    assert "the executor has to take them apart" in str(plan)
-    assert "take them apart" not in str(waited)
+    said = [any("decompose" in r.what for r in p.noted) for p in (plan, waited)]
+    assert said == [True, False]
     assert all(plan.cost <= c * (1 + 1e-9) for c in plan.baselines.values())
     name = (
         "megatron_sp"
@@ -152,14 +154,14 @@ def test_a_plan_says_who_has_to_take_them_apart() -> None:
     assert plan.baselines[name] <= waited.baselines[name]
     node = next(n.name for n in plan.nodes if n.cost.communication > 0)
     assert explain(plan, node)
-    with pytest.warns(UserWarning, match="this program waits for them: with lowering='annotated' XLA takes"):
+    with pytest.warns(UserWarning, match="xla_gpu_threshold_for_windowed_einsum_mib"):
         assert plan.jax
 
 
 def test_what_cannot_be_asked_for() -> None:
-    with pytest.raises(PaseError, match="decompose is 'none' or 'products', not 'all'"):
+    with pytest.raises(PaseError, match="'all'"):
         pase.compile("zoo:mlp", devices=2, decompose="all")
-    with pytest.raises(PaseError, match="overlap='none' runs nothing beside it: leave out one of them"):
+    with pytest.raises(PaseError, match="overlap"):
         pase.compile("zoo:mlp", devices=2, decompose="products", overlap="none")
-    with pytest.raises(PaseError, match="which machine 'cpu_host' under cost model 'analytic' does not"):
+    with pytest.raises(PaseError, match="'cpu_host'"):
         pase.compile("zoo:mlp", devices=2, machine="cpu_host", decompose="products")

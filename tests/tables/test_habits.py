@@ -1,4 +1,4 @@
-"""What a machine's file says of its compiler: collectives sent one by one, gradients reduced reader by reader."""
+"""A machine file's facts about its compiler: collectives without buckets, and gradients reduced per reader."""
 
 from dataclasses import replace
 
@@ -21,9 +21,9 @@ CPU = replace(HERE, bucket_bytes=0.0, sums_readers=False, sources={**HERE.source
 def test_they_are_kept_in_the_file_and_priced_by() -> None:
     assert parse(dumps(CPU), "again") == CPU
     assert CPU.digest != HERE.digest
-    # Files and layouts from before these habits were known keep their digests.
+    # Files and layouts from before these fields existed keep their digests.
     assert replace(HERE, bucket_bytes=float(25 << 20)).digest == HERE.digest
-    with pytest.raises(pase.errors.PaseError, match="at sums_readers: must be true or false, got 1"):
+    with pytest.raises(pase.errors.PaseError, match="sums_readers"):
         parse("sums_readers = 1\n" + dumps(HERE), "a file")
 
 
@@ -57,8 +57,7 @@ def test_no_gradient_waits_for_another_reader() -> None:
 
 
 def test_the_plan_moves_what_the_compiler_will() -> None:
-    """A tied table has two readers: bytes as XLA's CPU pipeline sends them, to the byte (its own witness says how
-    many)."""
+    """A tied table has two readers. The plan's bytes equal those that XLA's CPU pipeline sends."""
     m = reduced("gpt2")
     plans = {
         x: dict(pase.compare(m.loss_fn, m.params, m.batch, devices=4, machine=x, max_axes=1))
@@ -71,4 +70,4 @@ def test_the_plan_moves_what_the_compiler_will() -> None:
 
 
 NOTHING = "HloModule nothing\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(0)\n}\n"
-"""A compiled program without collectives: the plan's own columns are what is looked at."""
+"""A compiled program without collectives, because the test compares only the plan's own columns."""

@@ -1,4 +1,4 @@
-"""Layouts and pending sums against the definition: which device holds which elements, and numpy's own sums."""
+"""Layouts and partial sums against their definition: the elements that each device holds, and numpy's own sums."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.tables.strategies import meshes
 
 
 def points(node: Node, config: np.ndarray, mesh: Mesh) -> list[dict[str, np.ndarray]]:
-    """Per device, the indices of each iteration dim that it works on: the dim cut in even blocks, axis by axis
-    in mesh order."""
+    """Per device, the indices of each iteration dim that it works on. The dim is cut into even blocks, axis by axis in
+    mesh order."""
     out = []
     for coord in coordinates(mesh):
         mine = {d.name: np.arange(int(d.size)) for d in node.space}
@@ -66,7 +66,7 @@ def node_of(einsum: str, sizes: dict[str, int], reduced: str = "") -> tuple[Node
 
 @st.composite
 def nodes(draw: st.DrawFn) -> tuple[Node, Op, list[Tensor]]:
-    """Two operands and a result over up to four dims, in any order, neighbours merged now and then."""
+    """Two operands and a result over up to four dims in any order, with neighbouring dims merged at times."""
     sizes = {d: draw(st.sampled_from([1, 2, 4, 4, 6, 8])) for d in "bmnk"[: draw(st.integers(1, 4))]}
 
     def walked() -> str:
@@ -82,7 +82,7 @@ def nodes(draw: st.DrawFn) -> tuple[Node, Op, list[Tensor]]:
 @given(meshes(max_axes=3), nodes(), st.randoms(use_true_random=False))
 @settings(max_examples=150, deadline=None)
 def test_states_say_what_every_device_holds(mesh: Mesh, case: tuple[Node, Op, list[Tensor]], rng) -> None:  # type: ignore[no-untyped-def]
-    """And two configs' states are equal exactly where every device holds the same elements."""
+    """The states of two configs are equal exactly if every device holds the same elements."""
     node, op, tensors = case
     cfg = configs(node, mesh)
     cfg = cfg[rng.sample(range(len(cfg)), min(len(cfg), 8))]
@@ -114,7 +114,7 @@ def sums_needed(
 ) -> set[int]:
     """Axes along which devices that own the same elements of the result compute different numbers for them.
 
-    Every device works on its own points of the whole loop nest, a dim that no operand walks included.
+    Every device works on its own points of the whole loop nest, including dims that no operand uses.
     """
     left, right = einsum.split("->")
     names = "".join(d.name for d in node.space)
@@ -144,7 +144,7 @@ def sums_needed(
 @given(meshes(max_axes=2), st.sampled_from(EINSUMS), st.randoms(use_true_random=False))
 @settings(max_examples=80, deadline=None)
 def test_partial_is_where_numbers_differ(mesh: Mesh, case: tuple[str, str, str], rng) -> None:  # type: ignore[no-untyped-def]
-    """Forward: the result; backward: each operand's gradient, which is an einsum of the result's."""
+    """Forward, this is the result. Backward, it is each operand's gradient, an einsum of the result's gradient."""
     text, reduced, einsum = case
     left, right = einsum.split("->")
     one, two = left.split(",")
@@ -192,12 +192,12 @@ def test_halo_bytes_are_those_that_a_shard_lacks() -> None:
         lacking = len(needed - set(range(own, 2 * own)))
         inner = 2 if ways > 2 else 1
         assert lacking == inner
-        # The middle shards' two rows, which set the pace, are charged for all.
+        # All shards are charged the two rows of the middle shards, which take longest.
         assert [float(c.nbytes[0]) for c in charges] == [2 * 5 * 4]
 
 
 def test_what_is_stored_is_split_in_contiguous_shards():
-    """A stored dim that its readers view as two: the minor one is split behind the whole major one alone."""
+    """A stored dim that its readers view as two dims: the minor dim may be split only behind the whole major dim."""
     sizes = {"b": 8, "d": 2, "h": 4}
     space = IterationSpace(tuple(Dim(name=d, size=n, kind="parallel") for d, n in sizes.items()))
     stored = Op(

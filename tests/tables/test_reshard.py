@@ -1,4 +1,4 @@
-"""Many pairs at once against one by one."""
+"""Reshards of many pairs at once agree with one pair at a time."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_compiled_walks_of_six_axes_are_those_of_the_definition() -> None:
 
 
 def test_walks_of_many_moves_find_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A permutation of six dims, in which each axis is blocked by the next one."""
+    """A permutation of six dims, in which each axis is blocked by the next."""
     case = np.array([[[2] * 6, [k * _DIM + 2 for k in range(6)], [(k + 1) % 6 * _DIM + 2 for k in range(6)]]])
     want = walks.one_by_one(case)
     monkeypatch.setattr(walks, "_ROOM", 0)

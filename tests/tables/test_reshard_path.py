@@ -1,4 +1,4 @@
-"""Every sequence of collectives between two layouts, run element by element."""
+"""Every sequence of collectives between two layouts, executed element by element."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_collective_is_possible_and_ends_where_it_should(case: Any) -> Non
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 3), (4, 2)], ids=str)
 def test_devices_hold_equal_parts_on_the_way(sizes: tuple[int, ...]) -> None:
-    """All pairs of layouts of a dim of 24: where the ends are even, every layout between them is."""
+    """For all pairs of layouts of a dim of 24: if both ends are even, so is every layout between them."""
     mesh = Mesh(names=("x", "y"), sizes=sizes)
 
     def even(row: tuple[int, ...]) -> bool:
@@ -80,7 +80,7 @@ def test_nothing_moves_where_every_device_has_what_it_needs(case: Any) -> None:
 @given(pairs(contiguous=True))
 @settings(max_examples=300, deadline=None)
 def test_a_path_is_made_of_single_collectives(case: Any) -> None:
-    """Each leg of the path is, taken alone, the one collective that it was in the whole."""
+    """Each leg of a path, resharded separately, is the same single collective as in the whole path."""
     mesh, _, src, dst = case
     whole = reshard_steps(src, dst, mesh.sizes)
     rows = path(src, dst, mesh)
@@ -109,7 +109,7 @@ def test_axes_that_part_are_two() -> None:
 
 
 def test_a_new_major_axis_is_a_slice_and_a_permute() -> None:
-    """P('b') -> P(('a', 'b')), which a gather would make full size."""
+    """P('b') -> P(('a', 'b')). A gather would make a full-size buffer."""
     assert kinds([REPLICATED, at(0, 2)], [at(0, 4), at(0, 1)], 2, 4) == [("slice", 1), ("permute", 3)]
 
 
@@ -122,7 +122,7 @@ def test_a_sum_is_scattered_before_it_is_handed_over() -> None:
 
 
 def test_shards_stay_contiguous_on_the_way() -> None:
-    """P('a', 'b') -> P(None, ('a', 'b')): 'b' does not slide down its dim, it trades places with 'a'."""
+    """P('a', 'b') -> P(None, ('a', 'b')): 'b' does not move down in its dim; it swaps with 'a'."""
     assert kinds([at(0, 4), at(1, 4)], [at(1, 4), at(1, 2)], 2, 2) == [("all_to_all", 1), ("permute", 3)]
     assert kinds([at(0, 4), at(0, 1)], [at(1, 4), at(0, 2)], 2, 4) == [("permute", 3), ("all_to_all", 1)]
 
@@ -133,8 +133,10 @@ def test_tensor_dims_are_gathered_one_by_one() -> None:
 
 
 def test_legs_of_random_pairs_are_single_collectives() -> None:
-    """Many more pairs than hypothesis draws, up to six axes, with sums left standing: paths whose axes leave a dim one
-    by one, that move axes in two circles, or that sum in two steps were once other collectives alone than on the way.
+    """Many more pairs than hypothesis draws, with up to six axes and remaining partial sums.
+
+    In earlier versions, paths whose axes leave a dim one by one, that move axes in two cycles, or that reduce in two
+    steps gave other collectives leg by leg than in the whole path.
     """
     rng = random.Random(0)
 

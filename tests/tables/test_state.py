@@ -1,4 +1,4 @@
-"""ZeRO's split of gradients and optimizer state, against collectives and bytes counted by hand."""
+"""ZeRO's split of gradients and optimizer state, against collectives and bytes computed independently."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def parameter(shape: tuple[int, ...]) -> Node:
 @settings(max_examples=150)
 @given(st.data(), meshes(), st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=3))
 def test_shards_of_the_state_cover_the_parameter_once(data, mesh: Mesh, shape: list[int]) -> None:
-    """Element by element: devices that differ on a state axis hold other parts of the gradient, those that differ on
-    a storage axis other parts of both; the parameter's own part is made of whole parts of the gradient."""
+    """Element by element: devices that differ on a state axis hold different shards of the gradient, and devices that
+    differ on a storage axis hold different shards of both. A parameter shard consists of whole gradient shards."""
     node = parameter(tuple(shape))
     (state,) = state_index(node)
     cfg = configs(node, mesh)
@@ -83,7 +83,8 @@ def test_an_axis_that_divides_no_dim_cannot_split_the_state() -> None:
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])
 def test_every_config_of_a_parameter_costs_what_its_parts_do(model: str) -> None:
-    """Independent pricing on one axis: whole, stored apart, or its state apart, with the batch split by that axis."""
+    """Independent prices on one axis, which also splits the batch: replicated, stored split, or only its state
+    split."""
     graph, mesh = simple(model), Mesh(names=("a",), sizes=(8,))
     tables, space = build(graph, mesh, MODEL)
     at = {n.name: v for v, n in enumerate(graph.nodes)}
@@ -93,7 +94,7 @@ def test_every_config_of_a_parameter_costs_what_its_parts_do(model: str) -> None
         def one(n: float) -> float:
             return float(MODEL.collective(kind, mesh, np.array([1]), np.array([n]))[0])
 
-        sent = max(nbytes, 8 * GRANULE_BYTES)  # each device's part in whole granules
+        sent = max(nbytes, 8 * GRANULE_BYTES)  # each device's shard is padded to whole granules
         return one(nbytes) if sent >= BUCKET_BYTES else one(BUCKET_BYTES) * sent / BUCKET_BYTES
 
     for e in graph.edges:
@@ -114,9 +115,8 @@ def test_every_config_of_a_parameter_costs_what_its_parts_do(model: str) -> None
         vector, (s,) = tables.node_costs[at[e.src]], state_index(src)
         whole = float(graph.tensors[src.ops[0].writes[0].tensor].nbytes)
         by = {int(c): float(v) for (c,), v in zip(space.configs[at[e.src]], vector, strict=True)}
-        casts = by[s] - seconds(
-            "all_gather", whole
-        )  # the update of an eighth, and what the whole parameter costs
+        # The update of an eighth, and the casts of the whole parameter.
+        casts = by[s] - seconds("all_gather", whole)
         assert casts < by[NOT_SPLIT]
         checked += 1
     assert checked > 1

@@ -1,4 +1,4 @@
-"""What a tiled memory pads, against arrays laid out one order at a time, and what it does to prices."""
+"""Padding of tiled memory, against arrays laid out in every order of dims, and its effect on prices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TILE = (8, 128)
 
 
 def laid_out(shape: tuple[int, ...], tile: tuple[int, int]) -> int:
-    """Elements of the array in the order of dims that takes least, by laying out each order."""
+    """Elements that the array occupies in the smallest order of dims, found by trying every order."""
     best = math.inf
     for order in itertools.permutations(shape):
         *outer, rows, lanes = order
@@ -69,8 +69,8 @@ def untiled() -> machine.Machine:
 
 @pytest.mark.parametrize(("seq", "factor"), [(128, 1.0), (197, 256 / 197)])
 def test_queries_are_made_over_padded_tokens(seq: int, factor: float) -> None:
-    """A head of 64 leaves the tokens to the lanes: the products that make queries, keys and values work on all of them;
-    those of the feed-forward layer have lanes of their own."""
+    """A head of 64 puts the tokens along the lanes, so the products that make queries, keys and values work on padded
+    tokens. The products of the feed-forward layer have other dims along the lanes."""
     graph = block(seq)
     tiled, dense = priced(graph, TPU), priced(graph, untiled())
     (query,) = (n for n in tiled if n.endswith("attention.wq:dot"))
