@@ -1,8 +1,8 @@
-"""Measuring a machine: tasks, a timer, a journal, fits that refuse nonsense; ``pase calibrate`` runs them.
+"""Measures a machine and fits the tables of its machine file. ``pase calibrate`` is the command.
 
-suite(...)      what to measure, coarse before fine
-session(...)    measures it within a budget, through anything that answers ``Bench``
-fit(...)        samples -> Machine, or Refused
+suite(...)      returns the tasks to measure, coarse before fine
+session(...)    measures them within a time budget, through an implementation of ``Bench``
+fit(...)        fits the samples to a Machine, or raises Refused if they are implausible
 """
 
 from __future__ import annotations

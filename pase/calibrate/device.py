@@ -1,4 +1,4 @@
-"""Tasks as JAX programs: one op over and over inside a loop, on every device at once, as in training."""
+"""Runs tasks as JAX programs: each repeats one op in a loop, on every device at the same time, as in training."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _SHARED = 64
 _VECTOR_DEPTH = 64
 _LAUNCHES = 16
 _PASSED_BYTES, _MOST_SETS = 1 << 24, 16
-"""What passes at least between two uses of an operand, where so many sets come to that: more than a core's own caches
-hold, and no more than even a small step touches."""
+"""The bytes touched between two uses of an operand, unless that needs more than _MOST_SETS sets of operands. This
+exceeds a core's private caches, and even a small training step touches as much."""
 
 
 _OpOperands = list[tuple[tuple[int, ...], str]]
 """Shapes and dtypes of a program's operands on one device."""
 OpProgram: TypeAlias = "tuple[_OpOperands, Callable[..., Tree], int]"
-"""Operands, the op (an array, or several), and the number of ops it represents."""
+"""Operands, the op (a function that returns one or several arrays), and the number of ops that one call represents."""
 
 
 def _matmul(task: Task) -> OpProgram:
@@ -68,8 +68,8 @@ def _convolution(task: Task, on_cpu: bool) -> OpProgram:
     which = 0 if task.op == "conv.input" else 1
     other = (w_shape, x_shape)[which]
     if on_cpu:
-        # XLA's CPU compiler brings convolutions into the one form that its kernels know only where they are not inside
-        # of a loop (ConvCanonicalization). In a step they are not, so here they are written in that form.
+        # XLA's CPU compiler rewrites convolutions into the form of its fast kernels (ConvCanonicalization), but not
+        # inside loops. Convolutions of a training step are not in a loop but these are, so write that form directly.
         if which == 0:
             return (
                 [(y_shape, task.dtype), (w_shape, task.dtype)],
@@ -94,7 +94,7 @@ def _convolution(task: Task, on_cpu: bool) -> OpProgram:
 
 
 def _window(task: Task) -> OpProgram:
-    """A pool's maximum and its gradient."""
+    """Returns max pooling and its gradient."""
     import jax
     import jax.numpy as jnp
     from jax import lax
@@ -114,7 +114,10 @@ def _window(task: Task) -> OpProgram:
 
 
 def local_program(task: Task, on_cpu: bool = False) -> OpProgram:
-    """What a task runs on one device. on_cpu: as XLA's CPU compiler runs it in a step."""
+    """Returns the program that a task runs on one device.
+
+    on_cpu: use the form into which XLA's CPU compiler rewrites the op in a training step.
+    """
     import jax.numpy as jnp
 
     if task.op.startswith("matmul"):
@@ -124,7 +127,7 @@ def local_program(task: Task, on_cpu: bool = False) -> OpProgram:
     if task.op == "window":
         return _window(task)
     elements = max(task.nbytes // 4, 1)
-    if task.op == "elementwise":  # half of the bytes are read, half are written
+    if task.op == "elementwise":  # reads half of the bytes and writes the other half
         return [((max(elements // 2, 1),), "float32")], lambda x: x * 0.5 + 1.0, 1
     if task.op == "reduction":
         width = min(elements, 1024)
@@ -136,7 +139,7 @@ def local_program(task: Task, on_cpu: bool = False) -> OpProgram:
                 x = x * 0.999 + 0.001 * (i + 1)
             return x
 
-        # A task's work is its bytes: as many FLOPs are done in one of these.
+        # The task's work is its number of bytes, and one op counts as that many FLOPs.
         return [((elements,), "float32")], deep, 2 * _VECTOR_DEPTH * elements // task.nbytes
     if task.op == "light":
         narrow, wide = LIGHT_SHAPES
@@ -155,10 +158,11 @@ def local_program(task: Task, on_cpu: bool = False) -> OpProgram:
 
 
 def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
-    """f(turns, sets of operands, results of each) -> (sets, results): the op on each set, one turn after another.
+    """Returns f(iterations, operand sets, results) -> (sets, results), which applies the op to each set in every
+    iteration.
 
-    Before each op one element that depends on the results before it is written into the set's first operand: so no op
-    can be skipped, hoisted or merged with another, and nothing is copied for it.
+    Before each op, one element of the set's first operand is overwritten by a value that depends on the previous
+    results. So the compiler cannot skip, hoist or merge any op, and nothing needs to be copied.
     """
     import jax
     from jax import lax
@@ -185,10 +189,12 @@ def _in_turns(op: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def sets_of(task: Task, arrays: _OpOperands) -> int:
-    """How many sets of operands an op takes in turn, from one set's operands and results. In a step, other arrays pass
-    between two uses of one: of weights above all. What is measured on one set alone finds them in the core's own cache,
-    and takes half as long where it is small. Collectives and ops that are about something else than operands have
-    one."""
+    """Returns the number of operand sets that an op cycles through, from one set's operands and results.
+
+    In a training step, other arrays are used between two uses of an operand, weights in particular. A measurement on a
+    single set would find small operands in the core's private cache and take half as long. Collectives, and ops whose
+    time does not depend on reading operands, have one set.
+    """
     if task.ways or task.op in ("vector", "launch", "dispatch"):
         return 1
     nbytes = sum(math.prod(shape) * (4 if dtype == "float32" else 2) for shape, dtype in arrays)
@@ -211,7 +217,7 @@ def _cross_entropy(logits: Array) -> Array:
 
 
 def block_loss(x: Array, up: Array, down: Array, out: Array) -> Array:
-    """A transformer's feed-forward part on a batch, behind a norm, and the cross entropy of what it reads out."""
+    """Returns the loss of a transformer's normalized feed-forward block, with an output projection."""
     import jax
     import jax.numpy as jnp
 
@@ -223,9 +229,10 @@ def block_loss(x: Array, up: Array, down: Array, out: Array) -> Array:
 def _light(
     x: Array, beside: Array, to_norm: Array, to_sum: Array, hidden: Array, to_hidden: Array, logits: Array
 ) -> Tree:
-    """All of a step of ``block_loss`` but its products, forward and backward: what these would make is given.
+    """Runs a step of ``block_loss``, forward and backward, without its matrix products, whose results are arguments.
 
-    beside: what is added to x; to_…: the gradients that products of backward make.
+    beside: the result that is added to x.
+    to_norm, to_sum, to_hidden: the gradients that the products of backward return.
     """
     import jax
 
@@ -257,12 +264,12 @@ def _collective_program(
                 return lax.ppermute(x, axes, [(i, (i + 1) % total) for i in range(total)])
             case "broadcast" if (
                 on_cpu
-            ):  # XLA's CPU runtime has none: its partitioner sums one part with zeros
+            ):  # XLA's CPU runtime has no broadcast; its partitioner all-reduces one shard with zeros
                 return lax.psum(x * (lax.axis_index(axes) == 0), axes)
             case "broadcast":
                 return lax.pbroadcast(x, axes, 0)
             case "reduce_scatter" if on_cpu:
-                # XLA's CPU partitioner forms none: it is an all-reduce there, of which each keeps its part.
+                # XLA's CPU partitioner makes no reduce-scatter, but an all-reduce and a slice.
                 return lax.dynamic_slice(
                     lax.psum(x, axes), (lax.axis_index(axes) * (n // total),), (n // total,)
                 )
@@ -274,7 +281,7 @@ def _collective_program(
 
 
 class Devices:
-    """A Bench on the devices of ``Here``: every device does the same at once, every group talks at once."""
+    """A Bench on the devices of ``Here``. All devices run the same op, and all groups communicate, at the same time."""
 
     def __init__(self, here: Here) -> None:
         self.here = here
@@ -299,8 +306,11 @@ class Devices:
         return [[float(x) for x in r[: len(values)]] for r in rows]
 
     def _launches(self, task: Task) -> Callable[[int], float]:
-        """What the host needs for a launch while it runs ahead of the device: of a compiled program on all of this
-        process's devices, or of one op outside of any program, as a framework that runs op by op launches it."""
+        """Returns a timer for the host's launches, while the host runs ahead of the devices.
+
+        It launches either a compiled program on all devices of this process ("host.program"), or a single op outside
+        of any program, as an eager framework does ("host.op").
+        """
         import jax
         import jax.numpy as jnp
 
@@ -328,7 +338,8 @@ class Devices:
         return run
 
     def _mesh(self, ways: tuple[int, ...]) -> tuple[JaxMesh, tuple[str, ...]]:
-        """Axes, outermost level first, each level as (groups side by side, members): (mesh, members' axes)."""
+        """Returns (mesh, axes of the group members). The mesh has two axes per level, outermost level first: the
+        groups of that level, and the members of a group."""
         from jax.sharding import Mesh
 
         sizes, names, members = [], [], []
@@ -358,7 +369,7 @@ class Devices:
             shapes, op, ops = local_program(task, on_cpu)
         spec = PartitionSpec(mesh.axis_names)
         sharding = NamedSharding(mesh, spec)
-        # check_vma: the values are of no interest, and where they vary neither.
+        # No check_vma: neither the values nor the axes along which they vary matter here.
         program = jax.jit(
             jax.shard_map(
                 _in_turns(op),

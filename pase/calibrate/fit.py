@@ -1,4 +1,4 @@
-"""Samples -> Machine: tables smoothed within their spread, links fitted, nonsense refused."""
+"""Fits a Machine to samples: smooths tables within their spread, fits links, and rejects implausible measurements."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _FASTEST_CONV = 8.0
 _SLOWEST_LAUNCH_S = 0.1
 _TOO_FAST = 10.0
 _SMALL_PRODUCT_SLACK = 1.0
-"""Of matmuls: kernels for thin shapes are a library's own choice, and a larger product may truly be up to
-twice as fast as a thin one. Beyond that it is no choice of kernel."""
+"""The largest relative change by smoothing that a matmul may need. A library chooses special kernels for thin shapes,
+so a larger product may really take down to half the time of a thin one. More than that is a measurement error."""
 
 
 class Refused(PaseError):
-    """What was measured makes no sense; each problem says which measurement and what to do.
+    """The measurements are implausible. Each problem names a measurement and says what to do.
 
-    doubtful: keys of samples that, measured again, may settle it.
+    doubtful: keys of the samples to measure again, which may resolve the problems.
     """
 
     def __init__(self, problems: Sequence[str], doubtful: Sequence[str]) -> None:
@@ -51,7 +51,7 @@ class Refused(PaseError):
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What physics allows one device: refused above."""
+    """Upper limits of one device's rates. Measurements above them are rejected. source: where the limits come from."""
 
     flops_per_s: float = 1e17
     memory_bytes_per_s: float = 1e14
@@ -60,10 +60,11 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The machine, and what was done to the samples on the way.
+    """The fitted machine, and a report on the fit.
 
-    smoothed: table -> largest relative change of a point; checks: witness key -> predicted / measured;
-    notes: what a reader should know.
+    smoothed: table -> largest relative change of a point by smoothing.
+    checks: witness key -> predicted / measured time.
+    notes: remarks for the user.
     """
 
     machine: Machine
@@ -73,7 +74,10 @@ class Fitted:
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """alpha, beta of seconds = alpha + beta·bytes, least squares of the relative error (which small sizes survive)."""
+    """Fits seconds = alpha + beta·bytes by least squares of the relative error, which gives small sizes equal weight.
+
+    Returns (alpha, beta).
+    """
     n, t = np.asarray(nbytes, float), np.asarray(seconds, float)
     rows = np.stack([1 / t, n / t], axis=1)
     scale = np.abs(rows).max(axis=0)
@@ -82,7 +86,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
 
 
 class _Fitting:
-    """The samples by task, and the problems found so far."""
+    """The samples with their tasks, and the problems found so far."""
 
     def __init__(self, tasks: Sequence[Task], samples: Mapping[str, Sample], max_spread: float) -> None:
         self.found = [(t, samples[t.key]) for t in tasks if t.key in samples]
@@ -93,11 +97,11 @@ class _Fitting:
         self.notes: list[str] = []
         for t, s in self.found:
             if not (math.isfinite(s.seconds) and s.seconds > 0):
-                self.problems.append(f"{t.key}: {s.seconds!r} s is not a time; measure again (--fresh)")
+                self.problems.append(f"{t.key}: {s.seconds!r} s is not a valid time; measure again (--fresh)")
             elif s.spread > max_spread and t.op != "dispatch" and not t.witness:
                 self.problems.append(
-                    f"{t.key}: spread {s.spread:.0%} of the median, over {max_spread:.0%}; stop other programs and "
-                    f"run again (only what is doubtful is measured again), or raise --max-spread"
+                    f"{t.key}: the spread is {s.spread:.0%} of the median, over {max_spread:.0%}; stop other programs "
+                    f"and run again (only doubtful samples are measured again), or raise --max-spread"
                 )
                 self.doubtful.append(t.key)
 
@@ -109,7 +113,10 @@ class _Fitting:
         ]
 
     def curve(self, what: str, found: Sequence[tuple[Task, Sample]], each: int | None) -> Curve | None:
-        """A rising curve through the mean of each size's samples, where a size has ``each`` of them (None: any)."""
+        """Returns a non-decreasing curve through the mean of each size's samples; None if there are too few sizes.
+
+        each: the number of samples that a size must have; None accepts any number.
+        """
         by_size: dict[float, list[Sample]] = {}
         for task, sample in found:
             by_size.setdefault(float(task.nbytes), []).append(sample)
@@ -117,7 +124,7 @@ class _Fitting:
         sizes = sorted(points)
         if len(sizes) < 2:
             self.problems.append(
-                f"{what}: {len(sizes)} size measured, a curve needs two; raise --budget and run again"
+                f"{what}: {len(sizes)} size was measured, but a curve needs two; raise --budget and run again"
             )
             return None
         t = np.array([points[n][0] for n in sizes])
@@ -139,7 +146,7 @@ def _mean(samples: Sequence[Sample]) -> tuple[float, float]:
 
 
 def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
-    """The finest grid that was measured but for a few points; the mean of the three forms' times."""
+    """Returns the matmul table on the finest grid that has few missing points; times are means over the three forms."""
     forms: dict[tuple[int, int, int], list[Sample]] = {}
     for t, s in work.of(*FORMS, dtype=dtype):
         if t.extents[0] == 1:
@@ -167,8 +174,8 @@ def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
         return None
     if missing:
         work.notes.append(
-            f"matmul {dtype}: {len(missing)} of {len(cube)} points were too slow to measure and run at the rate of "
-            f"their nearest neighbour"
+            f"matmul {dtype}: {len(missing)} of {len(cube)} points were too slow to measure; they are assumed to run "
+            f"at the rate of their nearest neighbour"
         )
     logs = {p: np.log(p) for p in points}
     seconds, spreads = [], []
@@ -181,7 +188,7 @@ def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
     work.smoothed[f"matmul {dtype}"] = change
     if change > max(2 * spreads[at], _SMALL_PRODUCT_SLACK):
         work.problems.append(
-            f"matmul {dtype}: not monotone at m, n, k = {cube[at]}: {seconds[at]:.3g} s, where "
+            f"matmul {dtype}: not monotone at m, n, k = {cube[at]}: {seconds[at]:.3g} s measured, but "
             f"{best.ravel()[at]:.3g} s would be monotone; run again on a quiet machine with --fresh"
         )
         off = np.abs(np.log(best.ravel() / np.array(seconds))) > math.log1p(_SMALL_PRODUCT_SLACK / 2)
@@ -196,7 +203,7 @@ def _matmul_table(work: _Fitting, dtype: str) -> MatmulTable | None:
         p = cube[int(raw.argmax())]
         work.problems.append(
             f"matmul {dtype}: {raw.max():.3g} FLOP/s at m, n, k = {p}, over {_TOO_FAST:g} times the largest product's "
-            f"{top:.3g}: the timer or the compiler cheated; please report it"
+            f"{top:.3g}: the timer is wrong or the compiler removed the work; please report it"
         )
     return table
 
@@ -214,8 +221,10 @@ def _memory_curve(work: _Fitting) -> Curve | None:
 
 
 def _light_efficiency(work: _Fitting, bytes_per_s: float) -> float | None:
-    """What light ops between products reach of the memory's rate, forward and backward, which has twice as much of
-    them. Never above 1."""
+    """Returns the fraction of the memory bandwidth that light ops between matrix products reach, at most 1.
+
+    Forward and backward are measured together; backward has twice the work of forward.
+    """
     light = [s.seconds for _, s in work.of("light")]
     if not light:
         return None
@@ -223,31 +232,34 @@ def _light_efficiency(work: _Fitting, bytes_per_s: float) -> float | None:
 
 
 def _window_efficiency(work: _Fitting, vector_flops: float) -> float | None:
-    """What windows that slide over an array reach of the vector rate, forward and backward. Never above 1."""
+    """Returns the fraction of the vector rate that sliding windows reach in forward and backward, at most 1."""
     rates = [t.work / s.seconds / vector_flops for t, s in work.of("window")]
     return min(1.0, float(np.exp(np.mean(np.log(rates))))) if rates else None
 
 
 def _host(work: _Fitting) -> Host | None:
-    """What a launch takes of the host's time, where both kinds were measured."""
+    """Returns the host's time per launch, or None unless both kinds of launch were measured."""
     program, op = ([s for _, s in work.of(f"host.{kind}")] for kind in ("program", "op"))
     if not program or not op:
         work.notes.append(
-            "the host's launches were not measured: step times of eager programs take others' figures"
+            "the host's launches were not measured: step times of eager programs use default launch times"
         )
         return None
     for key, s in (("a program", program[0]), ("an op", op[0])):
         if s.seconds > _SLOWEST_LAUNCH_S:
             work.problems.append(
-                f"the host's launch of {key}: {s.seconds:.3g} s, more than any host needs ({_SLOWEST_LAUNCH_S:g} s); "
-                f"run again on a quiet machine with --fresh"
+                f"the host's launch of {key}: {s.seconds:.3g} s, over the limit of {_SLOWEST_LAUNCH_S:g} s; run again "
+                f"on a quiet machine with --fresh"
             )
             work.doubtful.append(s.key)
     return Host(program_s=program[0].seconds, op_s=op[0].seconds)
 
 
 def _collectives(work: _Fitting, joined: bool) -> tuple[CollectiveCurve, ...]:
-    """joined: a reduce-scatter runs as an all-reduce, so that both have the curve through the samples of both."""
+    """Returns the curves of all collectives.
+
+    joined: reduce-scatters run as all-reduces, so both get one curve through the samples of both.
+    """
     found: dict[tuple[str, tuple[int, ...]], list[tuple[Task, Sample]]] = {}
     for t, s in work.of(*COLLECTIVE_OPS):
         found.setdefault((t.op, t.ways), []).append((t, s))
@@ -261,7 +273,7 @@ def _collectives(work: _Fitting, joined: bool) -> tuple[CollectiveCurve, ...]:
 
 
 def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[CollectiveCurve]) -> list[LinkLevel]:
-    """Each level's latency and bandwidth from its all-gather, taken for a ring."""
+    """Returns each level's latency and bandwidth, from its all-gather under the assumption of a ring."""
     out = []
     for i, level in enumerate(levels):
         ways = tuple(l.ways if j == i else 1 for j, l in enumerate(levels))
@@ -271,8 +283,8 @@ def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[Collectiv
         alpha, beta = fit_line(curve.nbytes, curve.seconds)
         if alpha < -0.2 * curve.seconds[0] or beta <= 0:
             work.problems.append(
-                f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s and {beta:.3g} s a byte; "
-                f"neither can be negative; run again on a quiet machine with --fresh"
+                f"link level '{level.name}': its all-gather gives a latency of {alpha:.3g} s and {beta:.3g} s per "
+                f"byte, but neither can be negative; run again on a quiet machine with --fresh"
             )
             work.doubtful += [s.key for t, s in work.of("all_gather") if t.ways == ways]
             continue
@@ -290,9 +302,9 @@ def _links(work: _Fitting, levels: tuple[Level, ...], curves: Sequence[Collectiv
 
 
 def _conv_efficiency(work: _Fitting, table: MatmulTable | None, on_cpu: bool) -> float | None:
-    """How far convolutions stay below the table's matmuls of the same extents.
+    """Returns the rate of convolutions relative to the table's matmuls of the same extents.
 
-    Never above 1, but on a CPU: there direct convolutions are faster than thin matmuls.
+    It is at most 1, except on a CPU, where direct convolutions may be faster than thin matmuls.
     """
     if table is None:
         return None
@@ -310,7 +322,7 @@ def _conv_efficiency(work: _Fitting, table: MatmulTable | None, on_cpu: bool) ->
 
 
 def _checks(work: _Fitting, tables: Sequence[MatmulTable]) -> dict[str, float]:
-    """Predicted over measured, the three forms of a shape together."""
+    """Returns predicted / measured time of each witness; the measured time is the mean over its three forms."""
     sums: dict[tuple[str, tuple[int, ...]], list[float]] = {}
     for t, s in work.found:
         if t.witness:
@@ -338,7 +350,15 @@ def fit(
     ceilings: Ceilings = Ceilings(),
     max_spread: float = 0.5,
 ) -> Fitted:
-    """The machine that the samples describe. Raises Refused with every problem found."""
+    """Fits a machine to the samples.
+
+    tasks: the tasks of the suite. samples: the measured samples by task key.
+    name, device_name, memory_bytes, levels, provenance: fields of the machine file.
+    ceilings: rates above these are rejected.
+    max_spread: a sample whose spread exceeds this fraction of its median is rejected.
+
+    Raises Refused with all problems found.
+    """
     work = _Fitting(tasks, samples, max_spread)
     dtypes = list(dict.fromkeys(t.dtype for t, _ in work.of(*FORMS)))
     tables = [t for t in (_matmul_table(work, d) for d in dtypes) if t is not None]
@@ -356,12 +376,14 @@ def fit(
     rate = memory.nbytes[-1] / memory.seconds[-1]
     efficiency = _efficiency(work, tables[0], rate, vector[0] if vector else None, on_cpu)
     if not links:
-        # One device: nothing joins it to another, but a machine file has a level. Its memory stands in.
+        # A single device has no links, but a machine file must have a level. Its memory stands in for one.
         links = [LinkLevel(name="memory", ways=0, latency_s=launch[0], bandwidth_bytes_per_s=rate)]
-        work.notes.append("one device: no link was measured; the file's one level is the device's own memory")
+        work.notes.append(
+            "there is one device, so no link was measured; the only level is the device's memory"
+        )
     habits, sources = _habits(provenance, host)
     sources = _sources(provenance, bool(curves)) | sources
-    sources["levels.ways"] = "as the devices lay when measured; the last: any number"
+    sources["levels.ways"] = "the layout of the devices when measured; the last level: any number"
     machine = Machine(
         name=name,
         title=f"{device_name}, measured",
@@ -395,9 +417,11 @@ def _check_physics(
     curves: Sequence[CollectiveCurve],
     ceilings: Ceilings,
 ) -> None:
-    """Adds to the problems what was not measured, and rates that no such device reaches."""
+    """Adds a problem for each missing table, and for each rate above the ceilings."""
     if not tables:
-        work.problems.append("no matmul table: nothing of it was measured; raise --budget and run again")
+        work.problems.append(
+            "there is no matmul table, because too few matmuls were measured; raise --budget and run again"
+        )
     for table in tables:
         top = max(table.flops_per_s)
         if top > ceilings.flops_per_s:
@@ -416,18 +440,18 @@ def _check_physics(
         rate = c.curve.nbytes[-1] / c.curve.seconds[-1]
         if rate > ceilings.memory_bytes_per_s:
             work.problems.append(
-                f"{c.kind} over {list(c.ways)}: {rate:.3g} bytes/s, more than the device's memory moves: not physical"
+                f"{c.kind} over {list(c.ways)}: {rate:.3g} bytes/s, above the device's memory bandwidth: not physical"
             )
 
 
 def _efficiency(
     work: _Fitting, table: MatmulTable, rate: float, vector_flops: float | None, on_cpu: bool
 ) -> dict[str, float]:
-    """The parts of the peak that other work reaches. rate: bytes/s of the memory."""
+    """Returns the fractions of the peak rates that other work reaches. rate: memory bandwidth in bytes/s."""
     conv = _conv_efficiency(work, table, on_cpu)
     if conv is None:
         work.notes.append("convolutions were not measured: they are priced as matmuls of the same extents")
-    # Other compilers run light ops inside of kernels; on a CPU each passes through memory by itself.
+    # Other compilers fuse light ops into kernels; on a CPU, each one reads and writes memory separately.
     light = _light_efficiency(work, rate) if on_cpu else None
     window = _window_efficiency(work, vector_flops) if vector_flops else None
     found = {"conv": conv, "memory": light, "window": window}
@@ -439,9 +463,9 @@ def _measured(provenance: Mapping[str, str]) -> str:
 
 
 def _sources(provenance: Mapping[str, str], collectives: bool) -> dict[str, str]:
-    """Where the numbers are from that every machine has."""
+    """Returns the sources of the numbers that every machine has."""
     measured = _measured(provenance)
-    sources = {"device": measured, "levels": f"{measured}; from all-gather, taken for a ring"}
+    sources = {"device": measured, "levels": f"{measured}; from all-gather, assumed to be a ring"}
     sources["device.memory_bytes"] = provenance.get("memory", "as the device reports it")
     if collectives:
         sources["collectives"] = measured
@@ -449,19 +473,19 @@ def _sources(provenance: Mapping[str, str], collectives: bool) -> dict[str, str]
 
 
 def _habits(provenance: Mapping[str, str], host: Host | None) -> tuple[dict[str, Any], dict[str, str]]:
-    """(what the platform's compiler and the host do, as fields of the machine; the sources of these)."""
+    """Returns (machine fields that describe the platform's compiler and the host, the sources of these fields)."""
     habits: dict[str, Any] = {}
     sources: dict[str, str] = {}
     if provenance.get("platform") == "cpu":
         habits |= {"bucket_bytes": 0.0, "sums_readers": False}
-        sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as read in what it compiles"
+        sources["bucket_bytes"] = "XLA's CPU pipeline combines no collectives, as seen in compiled programs"
     if provenance.get("platform") == "tpu":
         habits["fuses_products"] = True
         sources["device.memory_tile"] = (
-            "XLA (openxla.org/xla/tiled_layout), as read in what it compiles for TPU"
+            "XLA (openxla.org/xla/tiled_layout), as seen in programs compiled for TPU"
         )
     if host is not None:
         habits["host"] = host
         launches = f"launches from {provenance.get('framework', 'JAX')}"
-        sources["host"] = f"{_measured(provenance)}; the host running ahead of its devices, {launches}"
+        sources["host"] = f"{_measured(provenance)}; while the host runs ahead of its devices, {launches}"
     return habits, sources

@@ -1,4 +1,4 @@
-"""Where we are: the devices, how they are joined, and all that a measurement's reader should know of them."""
+"""Describes the devices that are measured: their link levels, a fingerprint, and the provenance of a measurement."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ __all__ = ["Here", "busy_s", "ceilings", "find", "level_layout", "others_s", "pa
 
 _CPU_HZ_AT_MOST = 7e9
 _CPU_FLOP_A_CYCLE = 4096  # two matrix units of 1,024 multiply-adds
-_CPU_MEMORY_BYTES_PER_S = 2e12  # a socket's, caches far out
+_CPU_MEMORY_BYTES_PER_S = 2e12  # well above one socket's memory bandwidth
 _NVIDIA = "driver_version,clocks.max.sm,clocks.max.mem,clocks.sm,power.limit,name"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Here:
-    """devices: in the order in which ``levels`` numbers them, innermost level fastest.
+    """The devices to measure, and facts about them.
 
-    fingerprint: what must be equal for a journal to be taken up; provenance: for the machine file.
+    devices: in the order in which ``levels`` numbers them, innermost level fastest.
+    fingerprint: a journal can be resumed only if it has the same fingerprint.
+    provenance: facts for the machine file.
     """
 
     devices: tuple[JaxDevice, ...]
@@ -51,7 +53,10 @@ class Here:
 def start(
     *, host_devices: int | None, coordinator: str | None, processes: int | None, process_id: int | None
 ) -> None:
-    """Before JAX looks for devices: how many host devices, and who else takes part."""
+    """Configures JAX before it looks for devices: the number of CPU devices, and the processes that take part.
+
+    Raises PaseError if the options of several processes are incomplete, or the process cannot join.
+    """
     import jax
 
     if host_devices:
@@ -61,23 +66,30 @@ def start(
         return
     if coordinator is None or processes is None or process_id is None:
         raise PaseError(
-            "several processes need all of --coordinator HOST:PORT, --processes N and --process-id I"
+            "an option for several processes is missing",
+            where="--coordinator, --processes, --process-id",
+            fix="give all of --coordinator HOST:PORT, --processes N and --process-id I",
         )
     if not 0 <= process_id < processes:
-        raise PaseError(f"--process-id {process_id} is not among 0..{processes - 1}")
-    # Without it, the CPU's devices of different processes could not talk; other platforms ignore it.
+        raise PaseError(
+            f"{process_id} is out of range",
+            where="--process-id",
+            fix=f"give a number from 0 to {processes - 1}",
+        )
+    # CPU devices of different processes need it to communicate; other platforms ignore it.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
         jax.distributed.initialize(coordinator, processes, process_id, initialization_timeout=120)
     except RuntimeError as e:
         raise PaseError(
-            f"process {process_id} of {processes} cannot join at {coordinator} ({str(e).splitlines()[0]}); "
-            f"start all processes within two minutes, each able to reach that address"
+            f"process {process_id} of {processes} cannot join at {coordinator} ({str(e).splitlines()[0]})",
+            where="--coordinator",
+            fix="start all processes within two minutes, and make sure that each can reach that address",
         ) from e
 
 
 def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
-    """ "host=2,rack=2" innermost first; the product is the number of devices.
+    """Parses link levels such as "host=2,rack=2", innermost first. Their product must be the number of devices.
 
     >>> parse_levels("gpu=8,node=2", 16)[1]
     Level(name='node', ways=2, topology='switch')
@@ -86,16 +98,28 @@ def parse_levels(text: str, devices: int) -> tuple[Level, ...]:
     for part in text.split(","):
         name, eq, ways = part.partition("=")
         if not eq or not ways.strip().isdigit() or int(ways) < 1 or not name.strip():
-            raise PaseError(f"--levels '{text}': write NAME=WAYS, innermost first, as in gpu=8,node=2")
+            raise PaseError(
+                f"'{text}' is not a list of levels",
+                where="--levels",
+                fix="write NAME=WAYS, innermost first, as in gpu=8,node=2",
+            )
         out.append(Level(name=name.strip(), ways=int(ways)))
         product *= int(ways)
     if product != devices:
-        raise PaseError(f"--levels '{text}' joins {product} devices, but there are {devices}")
+        raise PaseError(
+            f"'{text}' is for {product} devices, but there are {devices}",
+            where="--levels",
+            fix=f"give levels whose product is {devices}",
+        )
     return tuple(out)
 
 
 def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], tuple[Level, ...]]:
-    """Devices in order, and their levels: a torus by its coordinates, else devices of a process, then processes."""
+    """Returns the devices in order, and their levels.
+
+    The levels are the dims of a torus if the devices have torus coordinates, or else the devices of a process and the
+    processes. Raises PaseError if processes have different numbers of devices.
+    """
     coords = [c for d in devices if (c := chip_coords(d)) is not None]
     if len(coords) == len(devices) > 1 and len({d.core_on_chip for d in devices}) == 1:
         extents = [sorted({c[i] for c in coords}) for i in range(len(coords[0]))]
@@ -113,7 +137,9 @@ def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], t
     processes = len({d.process_index for d in devices})
     inside = len(devices) // processes
     if inside * processes != len(devices):
-        raise PaseError("the processes have different numbers of devices; give each the same")
+        raise PaseError(
+            "the processes have different numbers of devices", fix="give each process the same number"
+        )
     levels = []
     if inside > 1 or processes == 1:
         levels.append(Level(name="device", ways=inside))
@@ -123,7 +149,10 @@ def level_layout(devices: Sequence[JaxDevice]) -> tuple[tuple[JaxDevice, ...], t
 
 
 def find(levels: str | None = None) -> Here:
-    """What JAX sees; ``levels`` as ``parse_levels`` reads it, where the process layout is not the whole truth."""
+    """Describes the devices that JAX finds.
+
+    levels: text for ``parse_levels``, if the link levels differ from devices and processes.
+    """
     import jax
     import jaxlib
 
@@ -142,7 +171,7 @@ def find(levels: str | None = None) -> Here:
         "devices": len(ordered),
         "processes": jax.process_count(),
         "levels": [[l.name, l.ways] for l in found],
-        "operands": "sets in turn",  # what was measured otherwise is not taken up again
+        "operands": "sets in turn",  # journals from before operand sets were cycled must not be resumed
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "runtime": str(getattr(first.client, "platform_version", "")).strip().splitlines()[0:1],
@@ -152,7 +181,7 @@ def find(levels: str | None = None) -> Here:
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "platform": first.platform,
         "device": kind,
-        "devices": f"{len(ordered)} in {jax.process_count()} processes, all at work at once",
+        "devices": f"{len(ordered)} in {jax.process_count()} processes, all busy at the same time",
         "links": ", ".join(f"{l.name} x{l.ways}" for l in found),
         "framework": f"jax {jax.__version__}, jaxlib {jaxlib.__version__}",
         "host": f"{platform.system()} {platform.release()}, {os.cpu_count()} cores, {_cpu_name()}",
@@ -183,8 +212,8 @@ def _memory(device: JaxDevice, local: int) -> tuple[int, str]:
 
 
 def busy_s() -> float:
-    """Seconds that all programs have had of this host's cores since it started, what its hypervisor took among them;
-    NaN where the host does not say (it is not Linux)."""
+    """Returns the core-seconds that all programs have used on this host since boot, including time stolen by the
+    hypervisor; NaN if the host does not report it (it is not Linux)."""
     try:
         with open("/proc/stat", encoding="ascii") as f:
             user, nice, system, _, _, irq, soft, steal, *_ = map(int, f.readline().split()[1:])
@@ -194,7 +223,7 @@ def busy_s() -> float:
 
 
 def others_s() -> float:
-    """Seconds that all programs but this process have had of this host's cores; 0 where the host does not say."""
+    """Returns the core-seconds that all other processes have used on this host; 0 if the host does not report it."""
     busy = busy_s()
     return 0.0 if math.isnan(busy) else busy - time.process_time()
 
@@ -213,11 +242,11 @@ def _cpu_name() -> str:
 
 def _cpu_clock() -> str:
     mhz = _proc("cpu MHz")
-    return f"{mhz} MHz when asked" if mhz else "unknown"
+    return f"{mhz} MHz at the time of measurement" if mhz else "unknown"
 
 
 def _nvidia() -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where there is none."""
+    """Returns what nvidia-smi reports of the first GPU; empty if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
@@ -231,7 +260,10 @@ def _nvidia() -> dict[str, str]:
 
 
 def ceilings(here: Here) -> Ceilings:
-    """Of the datasheet where a machine file knows the device, with a fifth to spare; of any CPU; else of nothing."""
+    """Returns rate limits: the datasheet's plus 20% if a machine file has the device, or generous limits of a CPU.
+
+    Other devices get limits that no known device reaches.
+    """
     from pase.machine import load, names
 
     if here.platform == "cpu":
@@ -248,6 +280,6 @@ def ceilings(here: Here) -> Ceilings:
             return Ceilings(
                 flops_per_s=1.2 * max(device.peak_flops.values()),
                 memory_bytes_per_s=1.2 * device.memory_bandwidth_bytes_per_s,
-                source=f"the datasheet in {name}, with a fifth to spare,",
+                source=f"the datasheet in {name} plus 20%",
             )
     return Ceilings()

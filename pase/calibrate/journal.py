@@ -1,4 +1,4 @@
-"""The journal of a calibration: one line a sample, appended as it is measured, so that a stop loses nothing."""
+"""The journal of a calibration. Each sample is appended as soon as it is measured, so an interruption loses none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ SCHEMA = "pase.calibration/1"
 
 
 class Journal:
-    """Samples by key, kept in a file. The first line is the fingerprint of what was measured.
+    """Samples by key, stored in a file. The first line of the file has the fingerprint of the measured devices.
 
-    Raises PaseError where the file is of another machine, or is no journal.
+    path: the file; None keeps the samples in memory only.
+    fingerprint: identifies the devices and versions that are measured.
+    fresh: discard an existing file.
+
+    Raises PaseError if the file has another fingerprint, or is not a journal.
     """
 
     def __init__(self, path: Path | None, fingerprint: JsonObject, *, fresh: bool = False) -> None:
@@ -46,22 +50,24 @@ class Journal:
         except (ValueError, KeyError, TypeError):
             known, there = False, {}
         if not known:
-            raise PaseError(f"{path} is not a journal of pase calibrate ({SCHEMA}); {remedy}")
+            raise PaseError(f"not a journal of pase calibrate ({SCHEMA})", where=str(path), fix=remedy)
         for key in sorted({*there, *fingerprint}):
             if there.get(key) != fingerprint.get(key):
                 raise PaseError(
-                    f"{path} was measured elsewhere: its {key} is {there.get(key)!r}, here it is "
-                    f"{fingerprint.get(key)!r}; {remedy}"
+                    f"it was measured elsewhere: its {key} is {there.get(key)!r}, but here it is "
+                    f"{fingerprint.get(key)!r}",
+                    where=str(path),
+                    fix=remedy,
                 )
         kept = lines[:1]
         for number, line in enumerate(lines[1:], 2):
             try:
                 sample = Sample(**json.loads(line))
             except (ValueError, TypeError) as e:
-                # A stop may tear the last line; anywhere else it is damage.
+                # An interruption may leave an incomplete last line. Any other unreadable line means a damaged file.
                 if number == len(lines):
                     break
-                raise PaseError(f"{path}:{number} cannot be read ({e}); {remedy}") from e
+                raise PaseError(f"the line cannot be read ({e})", where=f"{path}:{number}", fix=remedy) from e
             self.samples[sample.key] = sample
             kept.append(line)
         self.resumed = len(self.samples)
@@ -70,7 +76,7 @@ class Journal:
             path.write_text(whole, encoding="utf-8")
 
     def add(self, sample: Sample) -> None:
-        """Keeps it, in the file first. A later sample of a key replaces the earlier one."""
+        """Stores a sample, first in the file. It replaces an earlier sample of the same key."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as f:
                 f.write(json.dumps(dataclasses.asdict(sample)) + "\n")

@@ -1,4 +1,4 @@
-"""Measuring a suite within a budget: warm-up, repeats, median and spread, doubtful points once more."""
+"""Measures a suite within a time budget: warm-up, repeats, median and spread; measures doubtful points again."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ _SLOWER_THAN_BUDGET, _SLOWER_AT_ALL = 1 / 30, 1 / 6
 _BEYOND_STARTUP = 8.0
 _MESSAGE_THAT_TELLS = 1 << 20
 _DISTURBED, _TRIES = 0.2, 5
-"""Cores that other programs may take while a sample is measured (a host's ticks tell no less), and tries."""
+"""The number of cores that other programs may use while a sample is measured (the resolution of the host's accounting
+is no finer), and the number of tries."""
 _LOOKS, _GROWTH, _MOST_TRIPS = 3, 100.0, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How long and how carefully.
+    """How long and how carefully to measure.
 
-    budget_s: what all tasks may take together; tasks of rank 0 are measured even beyond it, but in one try.
-    program_s: an op is repeated inside one program until that takes so long: dispatch is then no part of it.
-    repeats: (fewest, most) timed programs. steady: a spread above this asks for more repeats.
-    max_spread: a sample that is wider is measured again in a resumed session, and refused by the fit.
+    budget_s: the time budget for all tasks. Tasks of rank 0 are measured even beyond it, but with a single try.
+    program_s: an op is repeated inside one program until the program takes this long, so that dispatch is negligible.
+    repeats: (fewest, most) timed runs of a program.
+    steady: if the spread is above this, the program is run more often.
+    max_spread: a sample with a larger spread is measured again in a resumed session, and rejected by the fit.
     """
 
     budget_s: float = 300.0
@@ -43,8 +45,12 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionResult:
-    """measured: now; resumed: from the journal; too_slow: keys left out since one would eat the budget;
-    beyond: how many tasks the budget did not reach."""
+    """The outcome of a session.
+
+    measured: number of tasks measured now. resumed: number of tasks taken from the journal.
+    too_slow: keys of tasks left out because each would use too much of the budget.
+    beyond: number of tasks that the budget did not reach.
+    """
 
     measured: int
     resumed: int
@@ -54,7 +60,7 @@ class SessionResult:
 
 
 def spread(times: Iterable[float]) -> float:
-    """Interquartile range over the median.
+    """Returns the interquartile range divided by the median.
 
     >>> spread([1.0, 1.0, 1.0, 1.0]), spread([1.0, 2.0, 3.0])
     (0.0, 0.5)
@@ -64,8 +70,11 @@ def spread(times: Iterable[float]) -> float:
 
 
 def measure(task: Task, bench: Bench, settings: Settings, tries: int = _TRIES) -> Sample:
-    """One task, compiled and warm. Where other programs took some of the host's cores meanwhile it is measured again,
-    up to so many tries; the sample that had most of them to itself counts."""
+    """Measures one task, compiled and warmed up.
+
+    If other programs used the host's cores meanwhile, it is measured again, up to ``tries`` times. The sample with the
+    least use of cores by other programs is returned.
+    """
     run = bench.prepare(task)
     run(1)
     found: list[Sample] = []
@@ -78,9 +87,9 @@ def measure(task: Task, bench: Bench, settings: Settings, tries: int = _TRIES) -
 
 
 def _sampled(task: Task, run: Callable[[int], float], bench: Bench, settings: Settings) -> Sample:
-    """Choose how often, and time; the slowest process's time counts."""
+    """Chooses the number of repetitions, and times the program. The time of the slowest process counts."""
     inner = 1
-    # A short program is mostly dispatch, and one that was interrupted says nothing: the best of three, growing.
+    # Grow the program until its ops dominate dispatch. Take the best of three runs, in case one is interrupted.
     while task.op != "dispatch":
         took = min(max(v) for v in zip(*bench.share([run(inner) for _ in range(_LOOKS)]), strict=True))
         if took >= settings.program_s / 2 or inner == _MOST_TRIPS:
@@ -99,7 +108,7 @@ def _sampled(task: Task, run: Callable[[int], float], bench: Bench, settings: Se
 
 
 class _Forecast:
-    """Seconds that a task will take at least, from the best rate of smaller ones of its family."""
+    """Forecasts a lower bound of a task's time, from the best rate of smaller tasks of its family."""
 
     def __init__(self) -> None:
         self.seen: dict[tuple[str, str, tuple[int, ...]], list[tuple[float, float]]] = {}
@@ -108,15 +117,19 @@ class _Forecast:
         self.seen.setdefault(task.family, []).append((task.work, seconds))
 
     def too_slow(self, task: Task, settings: Settings) -> bool:
-        """A curve needs two points, however slow; and one at which bytes tell, not the startup alone, since beyond
-        its last point it goes on at that point's rate: for that one a task may take longer."""
+        """Whether a task would use too much of the budget.
+
+        A curve needs two points, however slow they are. It also needs a point at which the bytes dominate the startup,
+        because beyond the last point the curve continues at that point's rate. Until there is one, a task may take
+        longer.
+        """
         known = self.seen.get(task.family, [])
         if len(known) < 2:
             return False
         seconds = [s for _, s in known]
         tells = max(seconds) > _BEYOND_STARTUP * min(seconds)
         if task.op in COLLECTIVE_OPS:
-            # Stragglers make a small message last as long as a large one: its own size must be large.
+            # Stragglers can make a small message as slow as a large one, so the size itself must be large.
             tells = tells and max(w for w, _ in known) >= _MESSAGE_THAT_TELLS
         share = _SLOWER_THAN_BUDGET if tells else _SLOWER_AT_ALL
         one = min(s / w for w, s in known) * task.work
@@ -130,9 +143,12 @@ def session(
     settings: Settings,
     say: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> SessionResult:
-    """Measures in order, until the budget is spent; what the journal holds is not measured again.
+    """Measures tasks in order until the budget is spent. Samples in the journal are not measured again.
 
-    One process (the first) looks at clock and journal, and shares what it decides.
+    tasks: in the order in which to measure them.
+    say: called with (task key, number of tasks done, number of tasks) before each measurement.
+
+    The first process decides from its clock and journal, and shares its decisions with the others.
     """
     tasks = list(tasks)
     began = bench.now()
@@ -141,7 +157,7 @@ def session(
     measured = resumed = beyond = 0
     for number, task in enumerate(tasks):
         known = journal.samples.get(task.key)
-        # "dispatch" is small and jumpy by nature; only the op's own time is held to the limit.
+        # "dispatch" is short and noisy by nature, so its spread has no limit.
         usable = known is not None and (known.spread <= settings.max_spread or task.op == "dispatch")
         spent = bench.now() - began
         if usable:
@@ -163,7 +179,7 @@ def session(
             slow.append(task.key)
         else:
             say(task.key, number, len(tasks))
-            # Beyond the budget, which what must be measured may exceed, no sample waits for a quiet moment.
+            # Beyond the budget, only required tasks are measured, and without waiting for other programs to finish.
             sample = measure(task, bench, settings, _TRIES if spent <= settings.budget_s else 1)
             journal.add(sample)
             forecast.saw(task, sample.seconds)
@@ -185,12 +201,15 @@ def remeasured(
     settings: Settings,
     say: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> int:
-    """Measures what the first process doubts once more (it alone knows the keys); how many that were."""
+    """Measures doubtful tasks again. Returns their number.
+
+    doubtful: task keys; only those of the first process count.
+    """
     place = {task.key: i for i, task in enumerate(tasks)}
     mine = [float(place[key]) for key in doubtful if key in place][:_MOST_REMEASURED]
     shared = bench.share([float(len(mine)), *mine, *[0.0] * (_MOST_REMEASURED - len(mine))])[0]
     chosen = [tasks[int(i)] for i in shared[1 : 1 + int(shared[0])]]
     for number, task in enumerate(chosen):
-        say(f"once more: {task.key}", number, len(chosen))
+        say(f"again: {task.key}", number, len(chosen))
         journal.add(measure(task, bench, settings))
     return len(chosen)

@@ -1,4 +1,4 @@
-"""The rising table nearest to a measured one: more work never takes less time."""
+"""Smooths a measured table so that more work never takes less time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["smoothed"]
 
 
 def smoothed(seconds: np.ndarray) -> tuple[np.ndarray, float, int]:
-    """Seconds that rise weakly along every axis; the largest relative change; where (flat index).
+    """Returns (times that do not decrease along any axis, the largest relative change, its flat index).
 
-    The geometric mean of the smallest rising table above and the largest one below, so a fall of x between
-    two points moves each by about x/2. What rises already stays as it is.
+    The result is the geometric mean of the smallest non-decreasing table above the measured one and the largest one
+    below it. So a decrease by x between two points changes each by about x/2. A non-decreasing table is unchanged.
 
     >>> smoothed(np.array([1.0, 4.0, 1.0, 8.0]))
     (array([1., 2., 2., 8.]), 1.0, 1)

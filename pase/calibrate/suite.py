@@ -1,4 +1,4 @@
-"""Which tasks: coarse before fine, so that a budget may end anywhere and still leave whole tables."""
+"""Lists the tasks to measure, coarse before fine: wherever the time budget ends, the measured tables are complete."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _CONVS = ((8, 32, 32, 64, 3), (8, 16, 128, 128, 3), (8, 16, 64, 256, 1), (8, 24,
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What the sizes follow from.
+    """The parameters that determine the sizes of the tasks.
 
-    largest_extent: of a matmul's m, n and k; largest_traffic: bytes of a memory-bound op. ``budgeted``
-    picks both from a first look at the device's speed.
+    largest_extent: of a matmul's m, n and k. largest_traffic: bytes of a memory-bound op. ``budgeted`` chooses both
+    from a first measurement of the device's speed.
     """
 
     levels: tuple[Level, ...]
@@ -34,7 +34,7 @@ class Target:
 
 
 def ladder(low: int, high: int, factor: int) -> list[int]:
-    """low, low·factor, … up to high, and high itself.
+    """Returns low, low·factor, … up to high, and high itself.
 
     >>> ladder(8, 2048, 16)
     [8, 128, 2048]
@@ -46,10 +46,10 @@ def ladder(low: int, high: int, factor: int) -> list[int]:
 
 
 def ways_of(levels: tuple[Level, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """(ways, rank) of the groups to measure: each level alone and in parts, and whole levels together.
+    """Returns (ways, rank) of the groups to measure: each level alone and in parts, and combinations of whole levels.
 
-    All levels together are as needed as each alone: a plain data-parallel step sums over all devices, and which
-    algorithm a library takes across levels (one ring through all, or level by level) no level alone tells.
+    All levels together have the same rank as each level alone. A plain data-parallel step reduces over all devices, and
+    single levels do not show which algorithm a library uses across levels (one ring through all, or level by level).
 
     >>> ways_of((Level(name="host", ways=4), Level(name="rack", ways=2)))
     [((4, 1), 0), ((1, 2), 0), ((4, 2), 0), ((2, 1), 2)]
@@ -84,7 +84,7 @@ def _matmuls(t: Target) -> list[Task]:
                 if point not in seen:
                     seen.add(point)
                     out += [Task(op=f, dtype=dtype, extents=(1, *point), rank=rank) for f in FORMS]
-        # Off the grid and batched: what the table is asked for in earnest, and never fitted to.
+        # Witnesses: extents off the grid, and batched products, as real programs have. The table is not fitted to them.
         side = max(t.largest_extent // 8, 16)
         for batch, m, n, k in (
             (1, 3 * side // 2, side // 2 + 8, 2 * side - 16),
@@ -115,7 +115,7 @@ def _collectives(t: Target) -> list[Task]:
         seen = set()
         for rank, factor in ((0, 64), (1, 4), (4, 2)):
             for size in ladder(SMALLEST_MESSAGE, LARGEST_MESSAGE, factor):
-                # Whole float32 elements on every device of the group.
+                # Round up to a whole number of float32 elements per device of the group.
                 nbytes = -(-size // (4 * total)) * 4 * total
                 if nbytes in seen:
                     continue
@@ -126,7 +126,7 @@ def _collectives(t: Target) -> list[Task]:
 
 
 def suite(target: Target) -> list[Task]:
-    """All tasks, by rank and, within one, from small to large."""
+    """Returns all tasks, sorted by rank and, within a rank, from small to large."""
     tasks = [
         Task(op="launch"),
         Task(op="dispatch"),
@@ -134,7 +134,7 @@ def suite(target: Target) -> list[Task]:
         Task(op="host.op"),
         Task(op="vector", nbytes=1 << 17),
         Task(op="light"),
-        # Of their kind these are the coarsest: a short budget must not end before them.
+        # These come first within their rank, so that a short budget does not end before them.
         *(Task(op="window", extents=w, rank=1) for w in _WINDOWS),
         *(Task(op=op, extents=c, rank=1) for c in _CONVS for op in CONV_OPS),
         *_memory(target),
@@ -155,7 +155,10 @@ def budgeted(
     dtypes: tuple[str, ...],
     memory_bytes: int,
 ) -> Target:
-    """A first look at the device (kept in the journal like everything else), and the sizes that follow."""
+    """Returns the target whose sizes suit the budget, from a first measurement of the device.
+
+    The first samples are kept in the journal like all others.
+    """
     looks = (
         Task(op="matmul.nn", dtype=dtypes[0], extents=(1, 128, 128, 128)),
         Task(op="elementwise", nbytes=1 << 21),

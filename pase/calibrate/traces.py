@@ -1,4 +1,4 @@
-"""Collective tables from a run's traces: what a collective cost once its last rank had come."""
+"""Makes collective tables from a run's traces. A collective's cost counts from the arrival of its last rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FEWEST = 3
 
 
 def _ways(ranks: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Ways of a group at each level, of ranks numbered with the innermost level fastest; None: no box of them.
+    """Returns a group's number of ranks along each level (innermost level fastest); None if it does not span a box.
 
     >>> _ways((0, 2), (2, 2)), _ways((0, 1, 2, 3), (2, 2)), _ways((0, 3), (2, 2))
     ((1, 2), (2, 2), None)
@@ -35,10 +35,10 @@ def _ways(ranks: tuple[int, ...], full: tuple[int, ...]) -> tuple[int, ...] | No
 
 
 def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCurve, ...], JsonObject]:
-    """Median seconds by kind, ways and bytes of an aligned timeline's collectives, and what was left out.
+    """Returns the curves of an aligned timeline's collectives, by kind and ways, and counts of what was left out.
 
-    A collective costs from its last rank's start to its last rank's end: waiting for a late rank is the
-    step's affair, not the link's. A size needs three instances, a curve two sizes.
+    A collective's cost counts from its last rank's start to its last rank's end, because waiting for a late rank is not
+    a cost of the link. Each size has the median of at least three instances, and a curve has at least two sizes.
     """
     from pase.replay.measurement.clocks import collective_costs
     from pase.replay.measurement.matching import match_collectives
@@ -74,7 +74,7 @@ def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCur
         )
         if len(kept) > 1:
             order = sorted(kept)
-            # A run's own traffic blurs its collectives: a fall between two sizes is noise here.
+            # Other traffic of the run disturbs its collectives, so a decrease between two sizes is noise.
             seconds = np.maximum.accumulate([float(np.median(kept[n])) for n in order])
             curve = Curve(nbytes=tuple(map(float, order)), seconds=tuple(map(float, seconds)))
             curves.append(CollectiveCurve(kind=kind, ways=ways, curve=curve))  # type: ignore[arg-type]
@@ -82,15 +82,20 @@ def curves_of(timeline: Timeline, machine: Machine) -> tuple[tuple[CollectiveCur
 
 
 def with_traces(machine: Machine, traces: Path, name: str) -> tuple[Machine, JsonObject]:
-    """The machine with the collectives of these traces in place of its own of the same kind and ways."""
+    """Returns the machine with its collectives replaced by those of the traces that have the same kind and ways.
+
+    Raises PaseError if the traces do not give any curve.
+    """
     from pase.replay import align, load
 
     timeline = align(load(traces))
     curves, told = curves_of(timeline, machine)
     if not curves:
         raise PaseError(
-            f"{traces}: no kind of collective was seen by all of its ranks at two sizes, three times each; left "
-            f"out: {told['left_out'] or 'nothing, there was none'}. Trace more ranks and iterations"
+            "no kind of collective was traced on all of its ranks at two sizes, three times each (left out: "
+            f"{told['left_out'] or 'nothing, because there are no collectives'})",
+            where=str(traces),
+            fix="trace more ranks and iterations",
         )
     taken = {(c.kind, c.ways) for c in curves}
     kept = tuple(c for c in machine.collectives if (c.kind, c.ways) not in taken)

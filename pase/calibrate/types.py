@@ -1,4 +1,4 @@
-"""What is measured (Task), what came out (Sample), and what anything that measures answers (Bench)."""
+"""The types of a calibration: what to measure (Task), its result (Sample), and the interface that measures (Bench)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MeasuredOp = Literal[
     "broadcast",
 ]
 FORMS: tuple[MeasuredOp, ...] = ("matmul.nn", "matmul.nt", "matmul.tn")
-"""[m,k]x[k,n] of forward, [m,k]x[n,k] of the input's gradient, [k,m]x[k,n] of the weight's."""
+"""[m,k]x[k,n] as in forward, [m,k]x[n,k] as for the input's gradient, [k,m]x[k,n] as for the weight's gradient."""
 CONV_OPS: tuple[MeasuredOp, ...] = ("conv.forward", "conv.input", "conv.filter")
 COLLECTIVE_OPS: tuple[MeasuredOp, ...] = (
     "all_reduce",
@@ -56,15 +56,15 @@ COLLECTIVE_OPS: tuple[MeasuredOp, ...] = (
 )
 
 LIGHT_SHAPES: tuple[tuple[int, ...], ...] = ((64, 32, 128), (64, 32, 512))
-"""Activations of "light": as wide as the model, and as the hidden layer and the logits."""
+"""Activations of the op "light": with the model's width, and with the width of the hidden layer and the logits."""
 LIGHT_BYTES = 13_632_004.0
-"""Bytes of its light work forward, joined as ``pase.ir.simplify`` joins it; backward has twice of each. A test holds
-this against the graph."""
+"""Bytes of the forward part of "light", with ops fused as ``pase.ir.simplify`` fuses them. Backward has twice as many.
+A test compares this with the graph."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """A link level as it lies here, innermost first: ``ways`` units of the level below."""
+    """A link level of the measured devices: it connects ``ways`` units of the next inner level."""
 
     name: str
     ways: int
@@ -73,14 +73,16 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One thing to time.
+    """One op to time.
 
-    extents: matmul: (batch, m, n, k); conv: (images, side, channels in, channels out, window); window: (images, side,
-    channels, window), which moves by two.
-    nbytes: memory ops: bytes moved; collectives: the larger local buffer, as in ``CostModel.collective``.
-    ways: collectives: devices joined at each level, innermost first; all such groups talk at once.
-    rank: 0: needed for any machine file; then in the order in which a budget is spent.
-    witness: never fitted; the fit is checked against it.
+    extents: for a matmul (batch, m, n, k); for a conv (images, side, channels in, channels out, window); for a window
+    (images, side, channels, window), with a stride of 2.
+    nbytes: for a memory op the bytes read and written; for a collective the larger local buffer, as in
+    ``CostModel.collective``.
+    ways: for a collective the number of devices in a group at each level, innermost first. All groups run at the same
+    time.
+    rank: 0 for tasks that every machine file needs; the budget is spent in ascending order of rank.
+    witness: not used for the fit; the fit is checked against it.
     """
 
     op: MeasuredOp
@@ -93,7 +95,7 @@ class Task:
 
     @property
     def key(self) -> str:
-        """The same for the same measurement, whatever its rank.
+        """Identifies the measurement. It does not depend on the rank.
 
         >>> Task(op="matmul.nn", extents=(1, 8, 32, 128)).key
         'matmul.nn float32 1x8x32x128'
@@ -109,13 +111,13 @@ class Task:
 
     @property
     def family(self) -> tuple[str, str, tuple[int, ...]]:
-        """Tasks whose time grows with ``work`` alone, so that one foretells the next."""
+        """Identifies tasks whose times differ only by ``work``, so that smaller ones predict larger ones."""
         return self.op, self.dtype, self.ways
 
     @property
     def work(self) -> float:
-        """FLOPs of a product (a multiply-add is two) or a window (one for each element that it meets, and two in
-        backward), else bytes; 1 for what has no size."""
+        """The amount of work: FLOPs of a product (two per multiply-add) or of a window (one per element that it covers,
+        and two in backward); bytes of any other op; 1 if it has no size."""
         if self.op.startswith("conv"):
             images, side, c_in, c_out, window = self.extents
             return 2.0 * images * side * side * c_in * c_out * window * window
@@ -129,38 +131,38 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """What one task took. seconds: the median; spread: interquartile range over the median."""
+    """The measured time of one task. seconds: the median. spread: the interquartile range divided by the median."""
 
     key: str
     seconds: float
     spread: float
     repeats: int
     inner: int
-    """How often the op ran within one timed program."""
+    """How often the op runs within one timed program."""
     others: float = 0.0
-    """Cores of this host that other programs took meanwhile, as far as that can be told."""
+    """The mean number of cores that other programs used meanwhile; 0 if the host does not report it."""
 
 
 class Bench(Protocol):
-    """Measures tasks, on one process or on several that act alike.
+    """Measures tasks, in one process or in several.
 
-    In a team of processes each calls the same methods in the same order; ``share`` is what keeps
-    their decisions equal.
+    If there are several processes, all call the same methods in the same order, and ``share`` keeps their decisions
+    equal.
     """
 
     def prepare(self, task: Task) -> Callable[[int], float]:
-        """run(inner): seconds that the op takes ``inner`` times over, everything compiled before."""
+        """Compiles the task. Returns run(inner), which returns the seconds for ``inner`` repetitions of the op."""
         ...
 
     def share(self, values: list[float]) -> list[list[float]]:
-        """Every process's values, process 0's first; at most 64 of them."""
+        """Returns the values of every process, in the order of the processes. There may be at most 64 values."""
         ...
 
     def others_s(self) -> float:
-        """Seconds that other programs have had of this host's cores so far; always the same where the devices are not
-        these cores, or where it cannot be told."""
+        """Returns the core-seconds that other programs have used on this host so far. It is constant if the devices are
+        not these cores, or if the host does not report it."""
         ...
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back."""
+        """Returns the seconds of a monotonic clock."""
         ...

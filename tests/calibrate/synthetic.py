@@ -1,4 +1,4 @@
-"""A machine whose truth is known, timed by a clock that only moves when it works."""
+"""A simulated machine with known times, and a clock that advances only while it works."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pase.calibrate.types import LIGHT_BYTES
 
 @dataclass(kw_only=True)
 class Fake:
-    """Answers ``Bench``. Rooflines with a launch; collectives as rings of a latency and a bandwidth by level.
+    """Implements ``Bench``: rooflines plus a launch, and ring collectives with a latency and a bandwidth per level.
 
-    noise: sigma of a log-normal factor on every program; broken: key -> seconds, wrong on purpose.
+    noise: sigma of a log-normal factor on every program. broken: key -> seconds, for deliberately wrong times.
     """
 
     levels: tuple[Level, ...]
@@ -28,7 +28,7 @@ class Fake:
     launch: float = 2e-6
     host: tuple[float, float] = (2e-5, 5e-5)
     window: float = 0.02
-    """Of the vector rate, what pools reach."""
+    """The fraction of the vector rate that pooling reaches."""
     latency: tuple[float, ...] = (5e-6, 5e-5)
     bandwidth: tuple[float, ...] = (1e10, 1e9)
     broken: dict[str, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Fake:
         self.random = np.random.default_rng(self.seed)
 
     def truth(self, t: Task) -> float:
-        """Seconds, by formulas of its own (not those of pase.calibrate or the cost models)."""
+        """The true seconds, by formulas that are independent of pase.calibrate and the cost models."""
         if t.op.startswith(("matmul", "conv")):
             factor = {"matmul.nt": 0.9, "matmul.tn": 1.1, "matmul.nn": 1.0}.get(t.op, 2.0)
             return self.launch + factor * t.work / self.peak

@@ -1,4 +1,4 @@
-"""Tables against a truth that is known; nonsense is refused by name."""
+"""Fitted tables agree with known true times; implausible measurements are rejected by name."""
 
 import dataclasses
 import math
@@ -52,7 +52,7 @@ def test_the_truth_comes_back(levels):
         assert level.latency_s == pytest.approx(latency, rel=1e-6)
         assert level.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=1e-6)
     model = costmodels.get("analytic", machine)
-    # On a point of the table and between points: the three forms' mean is 1 launch + work / peak.
+    # On and between points of the table, the mean of the three forms is a launch plus work / peak.
     for m, n, k in ((8, 32, 128), (512, 512, 512), (100, 300, 200)):
         flops = 2.0 * m * n * k
         want = bench.launch + flops / bench.peak
@@ -62,7 +62,7 @@ def test_the_truth_comes_back(levels):
         want = bench.launch + nbytes / bench.memory
         assert float(model.compute("memory", "float32", 0.0, nbytes)) == pytest.approx(want, rel=0.03)
     assert machine.device.efficiency["window"] == pytest.approx(bench.window, rel=0.15)
-    # Conv takes twice what a matmul of the same extents does, but for the launch.
+    # Apart from the launch, a conv takes twice as long as a matmul of the same extents.
     assert machine.device.efficiency["conv"] == pytest.approx(0.5, rel=0.12)
     names = [level.name for level in reversed(levels)]
     mesh = Mesh(names=tuple(names), sizes=tuple(level.ways for level in reversed(levels)))
@@ -119,7 +119,7 @@ def test_a_cpu_has_the_habits_of_its_compiler():
 
 
 def test_the_light_ops_are_what_the_graph_of_their_block_says():
-    """Their bytes are written down; the frontend and the rule of local work find the same beside its products."""
+    """LIGHT_BYTES equals the bytes that the frontend and the rule of local work find for the block without products."""
     import jax
 
     from pase.frontends.jax.frontend import trace
@@ -142,7 +142,7 @@ def test_the_light_ops_are_what_the_graph_of_their_block_says():
 
 
 def test_the_light_ops_are_those_of_the_blocks_own_step():
-    """Given what the products of that step make, they come to its values and gradients."""
+    """Given the results of the step's matrix products, they compute its values and gradients."""
     import jax
     import jax.numpy as jnp
 
@@ -182,7 +182,7 @@ def test_gradients_of_convolutions_as_a_cpu_runs_them_are_the_gradients(op, exte
     rng = np.random.default_rng(0)
     operands = [rng.normal(size=shape).astype(np.float32) for shape, _ in shapes]
     want, got = np.asarray(plain(*operands)), np.asarray(on_cpu(*operands))
-    if op == "conv.filter":  # stored as the compiler makes it: channels in, rows, columns, channels out
+    if op == "conv.filter":  # in the compiler's layout: channels in, rows, columns, channels out
         got = got.transpose(1, 2, 0, 3)
     assert same == shapes and np.allclose(got, want, atol=1e-4)
 
@@ -233,7 +233,7 @@ def test_noise_moves_the_tables_by_no_more_than_itself(seed, noise):
     bench = Fake(levels=ONE, noise=noise, seed=seed)
     samples = measured(bench, tasks)
     machine = fitted(samples, tasks, ONE, max_spread=math.inf).machine
-    # A median of five or more; the worst of some three hundred samples lies within five sigma of one program.
+    # Each sample is a median of at least five. The worst of about 300 samples is within five sigma of one program.
     by_size = {(t.op, float(t.nbytes)): bench.truth(t) for t in tasks if t.ways == (4,)}
     assert machine.collectives
     for c in machine.collectives:
@@ -281,14 +281,14 @@ def refusal(clean, changes, **more):
 def test_a_wide_spread_is_refused_and_doubted(clean):
     key = "all_reduce float32 65536B over [4]"
     error = refusal(clean, {key: {"spread": 0.9}})
-    assert f"{key}: spread 90% of the median, over 50%; stop other programs" in str(error)
+    assert key in str(error) and "90%" in str(error) and "--max-spread" in str(error)
     assert error.doubtful == (key,)
 
 
 def test_a_falling_curve_is_refused_and_both_sides_doubted(clean):
     key = "all_gather float32 4194304B over [4]"
     error = refusal(clean, {key: {"seconds": 1e-6}})
-    assert "all_gather over [4]: not monotone beyond its spread at" in str(error)
+    assert "all_gather over [4]: not monotone" in str(error)
     assert key in error.doubtful and len(error.doubtful) > 1
     assert all(d.startswith("all_gather") for d in error.doubtful)
 
@@ -305,14 +305,14 @@ def test_a_falling_matmul_is_refused(clean):
     error = refusal(
         clean, {f"matmul.{f} float32 1x512x512x512": {"seconds": 1e-9} for f in ("nn", "nt", "tn")}
     )
-    assert "matmul float32: not monotone at m, n, k = (" in str(error)
+    assert "matmul float32: not monotone" in str(error)
     assert "matmul.nn float32 1x512x512x512" in error.doubtful
 
 
 def test_rates_above_physics_are_refused(clean):
     slow = Ceilings(flops_per_s=1e11, memory_bytes_per_s=1e9, source="the datasheet")
     error = str(refusal(clean, {}, ceilings=slow))
-    assert "matmul float32: 9.93e+11 FLOP/s, but the datasheet gives at most 1e+11: not physical" in error
+    assert "matmul float32: 9.93e+11 FLOP/s" in error and "the datasheet gives at most 1e+11" in error
     assert "memory-bound ops:" in error and "all_gather over [4]" in error
 
 
@@ -324,34 +324,34 @@ def test_small_products_faster_than_large_ones_are_refused(clean):
         if k.startswith("matmul") and "512x512x512" in k
     }
     error = str(refusal(clean, large))
-    assert "over 10 times the largest product's" in error and "the timer or the compiler cheated" in error
+    assert "over 10 times the largest product's" in error and "please report it" in error
 
 
 def test_no_time_is_refused(clean):
-    assert "nan s is not a time" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
+    assert "launch float32: nan s" in str(refusal(clean, {"launch float32": {"seconds": math.nan}}))
 
 
 def test_a_negative_latency_is_refused_and_doubted(clean):
     tasks, _ = clean
-    # Superlinear from the first byte: the line through it starts below zero.
+    # The times are superlinear from the first byte, so the fitted line starts below zero.
     gathers = {t.key: t for t in tasks if t.op == "all_gather" and t.ways == (4,)}
     bent = {k: {"seconds": 1e-12 * t.nbytes**1.5} for k, t in gathers.items()}
     error = refusal(clean, bent)
-    assert "link level 'device': its all-gather gives a latency of -" in str(error)
+    assert "link level 'device'" in str(error) and "a latency of -" in str(error)
     assert set(error.doubtful) == set(gathers)
 
 
 def test_too_little_is_refused():
     tasks = suite(target(ONE))
     one = [t for t in tasks if t.op in ("launch", "vector")]
-    with pytest.raises(Refused, match="no matmul table: nothing of it was measured; raise --budget"):
+    with pytest.raises(Refused, match="no matmul table"):
         fitted(measured(Fake(levels=ONE), one), tasks, ONE)
 
 
 def test_a_hosts_launch_that_no_host_needs_is_refused():
     tasks = suite(target(ONE))
     bench = Fake(levels=ONE, host=(2e-5, 0.5))
-    with pytest.raises(Refused, match=r"the host's launch of an op: 0.5 s, more than any host needs") as e:
+    with pytest.raises(Refused, match=r"the host's launch of an op: 0.5 s") as e:
         fitted(measured(bench, tasks), tasks, ONE)
     assert e.value.doubtful == ("host.op float32",)
 
