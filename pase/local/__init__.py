@@ -1,1 +1,1 @@
-"""Local programs: what one device does in a step of a plan, and what it sends; the same for every backend."""
+"""Local programs: what one device computes and sends in a step of a plan. All backends run the same local program."""

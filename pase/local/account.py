@@ -1,4 +1,4 @@
-"""The collectives that a local program sends: the same list as the plan's, without prices."""
+"""Lists the collectives that a local program sends. The list equals the plan's, without prices."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ __all__ = ["ProgramCollective", "program_collectives"]
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramCollective(NodeCollective):
-    """A collective of a step. node: the node that pays for it (for a transfer, the reader). source: its origin."""
+    """A collective of a training step.
+
+    node: the node that the plan charges for it (for a transfer, the reader). source: the node that its data comes from.
+    """
 
     node: str
     source: str
 
 
 def program_collectives(program: LocalProgram) -> Iterator[ProgramCollective]:
-    """Every collective of a step, in the order of ``pase.tables.itemize.collectives``."""
+    """Every collective of a training step, in the order of ``pase.tables.itemize.collectives``."""
     arriving: dict[str, list[LocalTransfer]] = {}
     for t in program.transfers:
         arriving.setdefault(t.dst, []).append(t)

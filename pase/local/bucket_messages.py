@@ -1,12 +1,12 @@
-"""A bucket plan as messages of a local program.
+"""Turns a bucket plan into messages of a local program.
 
-A bucket plan lists every run of a step; a program says once what all turns of a loop do. So a loop's messages are those
-of the turn in its middle, and a message that joins several turns, or what is inside of a loop with what is outside, is
-cut between them. A second gather for backward is part of the rematerialised region, which runs the first one again;
-what backward needs not again is in messages of its own.
+A bucket plan lists each iteration of a loop separately; a local program has one loop body for all iterations. So a
+loop's messages are those of its middle iteration. A message that joins several iterations, or a transfer inside of a
+loop with one outside, is cut between them. A second gather for backward belongs to the recomputed region, which runs
+the first gather again. What backward does not gather again is in separate messages.
 
-If gradients are sent or applied in later steps, they wait outside of loops. Messages are then sent before and behind a
-step's computation, as the bucket plan joins and cuts them, for each turn of a loop.
+If gradients are sent or applied in later steps, they wait outside of loops. Messages are then sent before and after a
+step's computation, joined and cut as in the bucket plan, for each iteration of a loop.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ __all__ = ["ProgramSchedule", "iterations_late", "outside_messages", "with_updat
 class ProgramSchedule:
     """A plan's communication schedule.
 
-    origins: for each tensor of the problem, which collective of the step it is. nodes: block of forward -> its node, in
-    the middle turn of a loop. micro_batches: of the step.
+    origins: for each tensor of the problem, the collective of the step that it stands for. nodes: name of a forward
+    compute block -> its node; of a loop, only the middle iteration is listed. micro_batches: number per step.
     """
 
     problem: ScheduleProblem
@@ -46,7 +46,7 @@ class ProgramSchedule:
 
     @classmethod
     def of(cls, plan: PlanData) -> ProgramSchedule | None:
-        """The schedule that a plan holds; None if it holds none."""
+        """The schedule of a plan; None if the plan has none."""
         if plan.buckets is None:
             return None
         made = schedule_of(plan)
@@ -72,23 +72,23 @@ class ProgramSchedule:
         return not any(self.origins[p.tensor].gradient for p in message.pieces)
 
     def later(self) -> str:
-        """What to know of a step with delayed updates: that it computes other numbers, and whether they are expected to
-        train as well."""
+        """The warning about a step with delayed updates: that its parameters differ from those of the synchronous step,
+        and whether it is expected to train equally well."""
         p = self.plan
         verdict = p.detail.get("preserver") or judge(TrainingState(), [u.batches for u in p.updates])
         late, steps = _counted(p.staleness, "step"), _counted(p.period, "step")
         return (
             f"the bucket plan '{p.policy}' applies gradients up to {late} late, in "
-            f"{_counted(len(p.updates), 'update')} every {steps}: by design the parameters are not those of the "
+            f"{_counted(len(p.updates), 'update')} every {steps}: by design, the parameters differ from those of the "
             f"synchronous step. {verdict}"
         )
 
     def placed(self, program: LocalProgram) -> LocalProgram:
-        """The program with this schedule's messages; as it is, with a warning, under delayed updates."""
+        """The program with this schedule's messages. If updates are delayed, it warns and returns the program as is."""
         if self.delayed:
             warnings.warn(
-                f"the bucket plan '{self.plan.policy}' applies gradients in later steps, and this step applies "
-                f"its own, each sent by itself",
+                f"the bucket plan '{self.plan.policy}' applies gradients in later steps, but this step applies its "
+                f"own gradients and sends each of them by itself",
                 stacklevel=2,
             )
             return program
@@ -120,8 +120,11 @@ class ProgramSchedule:
         self, program: LocalProgram, waits: Callable[[int], bool], across: bool = False
     ) -> LocalProgram:
         """The program with messages that are sent outside of its computation: those of parameters before it, those of
-        gradients behind it, in the iterations of ``iterations_late``. waits: whether the gradient on a transfer can
-        wait; others are summed in their own step, each by itself, and then wait."""
+        gradients after it, as many steps later as ``iterations_late`` returns.
+
+        waits: whether the gradient of a transfer can wait unreduced. Other gradients are reduced in their own step,
+        each by itself, and then wait. across: as in ``iterations_late``.
+        """
         late = iterations_late(self.problem, self.plan, across=across)
         found = self._transfers(program).items()
         outside = {key: number for key, (number, _) in found if waits(number)}
@@ -144,10 +147,11 @@ class ProgramSchedule:
     def _transfers(
         self, program: LocalProgram
     ) -> Mapping[tuple[str, str, str], tuple[int, tuple[Scope, ...]]]:
-        """(reader, parameter, tensor) -> the number of the transfer and the loops around what it brings.
+        """(reader, parameter, tensor) -> (number of the transfer, the loops around its readers).
 
-        Two transfers of one tensor to one node are a chain of collectives in the problem, and two programs in the
-        step; they are sent as they are, and so is what is read in several loops or by a user's derivative rule.
+        Left out, and so sent by themselves: tensors with two transfers to one node (a chain of collectives in the
+        schedule problem, but two programs in the step), and tensors that are read in several loops or by a user's
+        derivative rule.
         """
         found: dict[tuple[str, str, str], list[int]] = {}
         for k, t in enumerate(program.transfers):
@@ -162,8 +166,8 @@ class ProgramSchedule:
         return out
 
     def _starts(self) -> Mapping[int, str]:
-        """Message -> the node of forward during whose run the steady step starts it. Without those that start before
-        the step does, or in backward."""
+        """Message -> the forward node that is running when the message starts, in the steady state. Messages that start
+        before the step, or in backward, are left out."""
         from pase.schedule.simulate import evaluate
 
         timeline = evaluate(self.problem, self.plan, check=False).timeline
@@ -179,9 +183,12 @@ class ProgramSchedule:
 
 
 def iterations_late(problem: ScheduleProblem, plan: BucketPlan, *, across: bool) -> list[int]:
-    """How many iterations after its update's last one each message is sent: where the plan has it or the steady run
-    starts it, and before its update is applied. across: what a plan without delays sends during the next forward is
-    sent in the next iteration, and not at the end of its own."""
+    """For each message, how many training steps after the last step of its update it is sent.
+
+    This is the later of the plan's step and the step in which the message starts in the steady state, and at the latest
+    the step in which its update is applied. across: messages that a plan without delays sends during the next forward
+    pass are sent in the next step instead of at the end of their own.
+    """
     from pase.schedule.simulate import evaluate
 
     late = evaluate(problem, plan, timeline=False, check=False).late
@@ -199,8 +206,8 @@ def outside_messages(
     late: int,
     ways: Mapping[TransferDirection, Sequence[MessageChunk]],
 ) -> Iterator[LocalMessage]:
-    """A bucket plan's message where messages are sent outside of a step's computation. What parameters send does not
-    depend on updates; it is that of the first."""
+    """The local program's messages for one message of a bucket plan, if messages are sent outside of a step's
+    computation. Gathers of parameters do not depend on the update, so only those of the first update are taken."""
     link = problem.links[message.link].name
     for way, chunks in ways.items():
         if chunks and (way == "back" or message.update == 0):
@@ -211,8 +218,10 @@ def outside_messages(
 
 
 def with_updates(program: LocalProgram, plan: BucketPlan) -> LocalProgram:
-    """The program with a bucket plan's updates, counted from its first batch, and its messages in the order in which
-    they are sent."""
+    """The program with a bucket plan's updates and with its messages in the order in which they are sent.
+
+    Training steps are counted from the plan's first batch.
+    """
     begin = plan.updates[0].first
     updates = tuple(Update(first=u.first - begin, last=u.last - begin, at=u.at - begin) for u in plan.updates)
     messages = tuple(sorted(program.messages, key=lambda m: m.late))

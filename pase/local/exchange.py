@@ -1,9 +1,9 @@
-"""Moves whose parts do not nest, as permutes that together carry each element once.
+"""Reshard steps whose parts do not nest, as permutes that together carry each element once.
 
-Most moves hand on whole digits, and are one collective (``pase.local.parts``). Where a mesh axis gets another part of
-a dim that overlaps with what it has, a device sends to some of the others only, and to each of them another amount.
-Each device still sends as much as it receives. So the table of who sends how much to whom is a sum of permutations
-(Birkhoff, 1946), and each of them is a permute of equal parts.
+Most reshard steps pass on whole digits, and are one collective (``pase.local.parts``). If a mesh axis gets a part of a
+dim that overlaps with the part that it had, a device sends only to some of the others, and a different amount to each.
+Each device still sends as much as it receives. So the table of amounts by source and target is a sum of permutations
+(Birkhoff, 1946), and each permutation is a permute of equal parts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ __all__ = ["ExchangeRound", "UnitExchange", "exchange", "nests"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRound:
-    """One permute. pairs: (source, target), positions along the move's axes, row-major. units: per position, which of
-    its units it sends, int64 [positions, units]."""
+    """One permute.
+
+    pairs: (source, target), positions along the step's axes, row-major. units: which of its units each position sends,
+    int64 [positions, units].
+    """
 
     pairs: tuple[tuple[int, int], ...]
     units: np.ndarray
 
     @property
     def stays(self) -> bool:
-        """Whether every device only hands on to itself."""
+        """Whether every device sends only to itself."""
         return all(a == b for a, b in self.pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class UnitExchange:
-    """A move in units, the largest blocks of the dims that change which no digit cuts.
+    """A reshard step in units: the largest blocks of the changing dims that no digit cuts.
 
-    before, after: how many units a device has along each dim, row-major (1: a dim that does not change).
-    rounds: the permutes. order: per position, where the units that it receives, round by round, belong: int64
-    [positions, units], so that unit i afterwards is the order[position, i]-th to arrive.
+    before, after: how many units a device has along each dim; 1 for a dim that does not change. rounds: the permutes.
+    order: int64 [positions, units]. Afterwards, a position's unit i is the order[position, i]-th unit that it received,
+    counted over all rounds.
     """
 
     before: tuple[int, ...]
@@ -53,7 +56,7 @@ class UnitExchange:
 
 
 def nests(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    """Whether a move is one collective of whole digits; otherwise ``exchange`` says how it is sent."""
+    """Whether a reshard step is one collective of whole digits. If not, ``exchange`` gives the permutes to send."""
     try:
         if step.kind == "permute":
             pairs(step, shape, mesh)
@@ -66,10 +69,12 @@ def nests(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> bool:
 
 @lru_cache(maxsize=1 << 12)
 def exchange(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> UnitExchange:
-    """An all-to-all or a permute of a tensor of this whole shape, as permutes. NotNested if devices do not send as much
-    as they receive."""
+    """An all-to-all or a permute as permutes of units. shape: of the whole tensor.
+
+    Raises NotNested if a device does not send as much as it receives.
+    """
     if step.kind not in ("all_to_all", "permute"):
-        raise NotNested(f"a {step.kind} over {', '.join(step.axes)} does not move whole digits")
+        raise NotNested("it does not move whole digits", where=f"{step.kind} over {', '.join(step.axes)}")
     axes = [mesh.names.index(name) for name in step.axes]
     units = tuple(_units(dim, step, axes) for dim in range(len(shape)))
     group = [
@@ -85,7 +90,9 @@ def exchange(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> Unit
         left[pair] = len(some)
     sizes = {x.size for x in (*had, *has)}
     if len(sizes) > 1 or {int(n) for n in (*left.sum(0), *left.sum(1))} != sizes:
-        raise NotNested(f"a {step.kind} over {', '.join(step.axes)} is between parts of different sizes")
+        raise NotNested(
+            "devices hold parts of different sizes", where=f"{step.kind} over {', '.join(step.axes)}"
+        )
     rounds, arrived = [], [list[int]() for _ in group]
     while left.any():
         targets, amount = _matching(left)
@@ -109,8 +116,11 @@ def exchange(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> Unit
 def _handed(
     had: Sequence[np.ndarray], has: Sequence[np.ndarray], units: int
 ) -> dict[tuple[int, int], list[int]]:
-    """(source, target) -> the units that go from one to the other: what a device keeps stays, and of a unit that
-    several have and several others want, the first goes to the first."""
+    """(source, target) -> the units that go from one to the other.
+
+    A device keeps the units that it already has. If several devices have a unit and several others need it, they are
+    paired in order.
+    """
     sources, targets = ([set[int]() for _ in range(units)] for _ in range(2))
     for sets, held_by in ((sources, had), (targets, has)):
         for device, some in enumerate(held_by):
@@ -128,7 +138,7 @@ def _handed(
 
 
 def _units(dim: int, step: LocalReshardStep, axes: Sequence[int]) -> int:
-    """Into how many units a whole dim is cut: 1 if no axis of the move changes what it holds of it."""
+    """The number of units into which a whole dim is cut: 1 if no axis of the step changes what it holds of the dim."""
     if not any(
         s != t and dim in {x[0] for x in (s, t) if isinstance(x, tuple)} for s, t in _states(step, axes)
     ):
@@ -141,13 +151,16 @@ def _states(step: LocalReshardStep, axes: Sequence[int]) -> list[tuple[object, o
 
 
 def _within(units: tuple[int, ...], layout: Layout) -> Layout:
-    """The layout of the dims that are cut into units."""
+    """The layout, restricted to the dims that are cut into units."""
     return tuple(None if not isinstance(s, tuple) or units[s[0]] == 1 else s for s in layout)
 
 
 def _numbers(units: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh) -> np.ndarray:
-    """The numbers, row-major, of the units that a device has, in order. What axes that do not move hold of them is the
-    same for all of a group, and shifts no unit within a device's part."""
+    """The row-major numbers of the units that a device holds, in order.
+
+    Other axes than those of the step may split these dims too. Their share is the same for all devices of a group, and
+    does not change the position of a unit within a device's part.
+    """
     along = held(units, _within(units, layout), place, mesh)
     return np.ravel_multi_index(np.ix_(*along), units).reshape(-1)
 
@@ -157,8 +170,11 @@ def _extents(units: tuple[int, ...], layout: Layout, mesh: Mesh) -> tuple[int, .
 
 
 def _matching(amounts: np.ndarray) -> tuple[list[int], int]:
-    """A target for each source, all different, and how much each of them sends: what stays first, then as much as one
-    permute can take. amounts: int [sources, targets], whose rows and columns all have the same sum."""
+    """The next permute: (a different target for each source, how many units each of them sends).
+
+    Units that stay on their device come first, then permutes in the order of decreasing size. amounts: int [sources,
+    targets], whose rows and columns all have the same sum.
+    """
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_bipartite_matching
 
@@ -168,4 +184,4 @@ def _matching(amounts: np.ndarray) -> tuple[list[int], int]:
         found = maximum_bipartite_matching(csr_array(amounts >= least), perm_type="column")
         if (found >= 0).all():
             return [int(x) for x in found], least
-    raise AssertionError("rows and columns with one sum have a perfect matching (Hall)")
+    raise AssertionError("a table whose rows and columns have equal sums has a perfect matching (Hall)")

@@ -1,8 +1,8 @@
-"""A strategy derived from the layouts of the inputs, for a program that was not searched, such as a derivative rule.
+"""Derives a strategy from the layouts of the inputs, for a program that was not searched, such as a derivative rule.
 
-Each node is sharded like its operands: a mesh axis splits the iteration dim that the first operand split by that axis
-has it on. Partial sums are reduced for the next reader, and layouts that do not match are resharded;
-``local_program`` finds the moves.
+Each node is sharded like its operands: a mesh axis splits the iteration dim that it splits in the first operand that is
+split by it. Partial sums are reduced for the next reader, and layouts that do not match are resharded;
+``local_program`` finds the reshard steps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ __all__ = ["followed"]
 
 
 def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str, np.ndarray]:
-    """Node -> config, int8 [axes]. leaves: tensor -> layout, of the graph's parameters and inputs.
+    """The strategy: node -> config, int8 [axes].
 
-    A config can only express layouts whose axes split a leaf's dims into contiguous parts, in the order of the mesh.
+    leaves: tensor -> layout, for the graph's parameters and inputs. A config can only express layouts whose axes split
+    a leaf's dims into contiguous parts, in the order of the mesh.
     """
     held: dict[str, np.ndarray] = {}
     out: dict[str, np.ndarray] = {}
@@ -53,7 +54,7 @@ def followed(graph: Graph, mesh: Mesh, leaves: Mapping[str, Layout]) -> dict[str
 
 
 def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], mesh: Mesh) -> np.ndarray:
-    """The config under which these accesses read their tensors in place, as far as one exists."""
+    """The config under which these accesses read their tensors without resharding, as far as one exists."""
     config = np.full(len(mesh.sizes), NOT_SPLIT, np.int8)
     ways = dict.fromkeys(range(len(node.space.dims)), 1)
     for a in accesses:
@@ -67,7 +68,7 @@ def _config(node: Node, accesses: list[Access], held: Mapping[str, np.ndarray], 
 
 
 def _splits(node: Node, a: Access, held: Mapping[str, np.ndarray], mesh: Mesh) -> Iterator[tuple[int, int]]:
-    """(axis, iteration dim) for each split dim of a tensor; dims under a window stay whole."""
+    """(axis, number of the iteration dim) for each split dim of a tensor. Dims under a window are left out."""
     sizes = {d.name: concrete_size(d.size, node.name) for d in node.space}
     for axis, state in enumerate(map(int, held.get(a.tensor, ()))):
         walk = a.map.walks[tensor_dim(state)] if state >= 0 else None

@@ -1,9 +1,10 @@
-"""The form of each move: one collective over all of its axes, or some axes after the others, whichever is cheaper.
+"""Chooses the form of each reshard step: one collective over all of its axes, or two, over some axes each.
 
-A plan lists a move over several axes as one collective. What a compiler makes of it is in the machine file
-(``Machine.forms``): XLA for TPU turns a scattered sum over all chips of a square torus into an all-reduce of all of it.
-In two stages it stays what it is. Each form is priced as what runs, and the cheapest is taken; the layouts at both ends
-stay the same. On machines of which nothing is known, every move is one collective.
+A plan lists a reshard step over several axes as one collective. The machine file says what a compiler makes of it
+(``Machine.forms``): XLA for TPU turns a reduce-scatter over all chips of a square torus into an all-reduce of the whole
+tensor. In two stages it remains a reduce-scatter. Each form is priced as the collectives that run, and the cheapest
+form is taken; the layouts at both ends stay the same. If the machine file has no such entries, every reshard step is
+one collective.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ __all__ = ["form_of", "in_forms", "price_of"]
 
 
 def in_forms(program: LocalProgram, model: CostModel) -> LocalProgram:
-    """The program with its moves in their cheapest forms. Moves that messages carry stay as they are: a bucket plan
-    says what they are."""
+    """The program with its reshard steps in their cheapest forms. Those that messages carry stay unchanged, because the
+    bucket plan determines their form."""
     if not model.machine.forms:
         return program
     carried = {(p.transfer, m.way) for m in program.messages for p in m.chunks}
@@ -43,12 +44,12 @@ def in_forms(program: LocalProgram, model: CostModel) -> LocalProgram:
 
 
 def form_of(step: LocalReshardStep, mesh: Mesh, model: CostModel) -> tuple[LocalReshardStep, ...]:
-    """The move in its cheapest form; of equals, the one with the fewest collectives, and then the plan's order."""
+    """The reshard step in its cheapest form. Ties are broken by the number of collectives, then by the plan's order."""
     return min(_forms(step, mesh), key=lambda form: (price_of(form, mesh, model), len(form)))
 
 
 def price_of(form: Sequence[LocalReshardStep], mesh: Mesh, model: CostModel) -> float:
-    """What these collectives cost as the machine's compiler runs them, in the model's unit."""
+    """The cost of these collectives as the machine's compiler runs them, in the unit of the cost model."""
     levels, total = axis_levels(mesh, model.machine), 0.0
     for m in form:
         if m.kind == "slice" or m.kind == "own":
@@ -62,7 +63,7 @@ def price_of(form: Sequence[LocalReshardStep], mesh: Mesh, model: CostModel) -> 
 
 
 def _forms(step: LocalReshardStep, mesh: Mesh) -> Iterator[tuple[LocalReshardStep, ...]]:
-    """The move at once, and in two stages: some of its axes, and then the others."""
+    """All forms of the step: as one collective, and in two stages, over some of its axes and then over the others."""
     yield (step,)
     wide = [a for a in step.axes if mesh.sizes[mesh.names.index(a)] > 1]
     if step.kind not in ("reduce_scatter", "all_gather") or len(wide) < 2:
@@ -75,8 +76,8 @@ def _forms(step: LocalReshardStep, mesh: Mesh) -> Iterator[tuple[LocalReshardSte
 def _staged(
     step: LocalReshardStep, first: tuple[str, ...], then: tuple[str, ...], mesh: Mesh
 ) -> Iterator[LocalReshardStep]:
-    """Two stages. The larger buffer of one of them is smaller by the ways of the scattered sum before it, or of the
-    gather behind it."""
+    """The step in two stages. The smaller stage's buffer is divided by the ways of the reduce-scatter before it, or of
+    the all-gather after it."""
     done = [mesh.names.index(a) for a in first]
     other = done if step.kind == "reduce_scatter" else [mesh.names.index(a) for a in then]
     less = step.nbytes // math.prod(mesh.sizes[a] for a in other)

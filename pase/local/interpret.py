@@ -1,11 +1,13 @@
-"""A whole local program in numpy, forward and backward, on all devices in one process: the oracle for the backends.
+"""Runs a whole local program in numpy, forward and backward, on all devices in one process: an oracle for the backends.
 
 Each op is computed from its maps, without any framework (``pase.local.nests``). A loop runs as many iterations as the
-graph says, starting at the first element of a stack; of a conditional, the branch runs that its index selects.
-Rematerialised regions recompute the same values, so they are computed only once here. What an op does may be given
-beside the graph where the graph does not say it (a sort, where a slice begins, attention): it is then applied to each
-device's parts, because no split cuts a dim that such an op works along; one that does, as a ring of keys and values, is
-refused. So is what is neither in the graph nor given (the end of a while loop, an op with several results).
+graph says, starting at the first element of a stack. Of a conditional, only the branch that its index selects runs.
+Recomputed regions have the same values as the first time, so they are computed only once here.
+
+The graph does not determine what some ops compute (a sort, where a slice begins, attention). Their rules can be passed
+in addition to the graph. A rule is applied to each device's part, because no split cuts a dim that such an op works
+along; if a split does, as in a ring of keys and values, the op is refused. Ops that neither the graph nor a rule
+determines are refused, too (the end of a while loop, an op with several results).
 """
 
 from __future__ import annotations
@@ -38,15 +40,17 @@ __all__ = ["OpRule", "OpRules", "loss_and_gradients", "mean_over_micro_batches"]
 
 PartsKey = TypeVar("PartsKey", bound=Hashable)
 LoopIndices = tuple[int, ...]
-"""Of each loop around it, the outermost first, which turn it is."""
+"""The iteration of each surrounding loop, outermost first."""
 TurnedTensor = tuple[str, LoopIndices]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpRule:
-    """What an op does that the graph does not say. made: its result from its operands. pulled: from the operands and
-    the result's gradient to the operands' gradients. Both for parts of any size along the dims that the op does not
-    work along."""
+    """The function of an op that the graph does not determine.
+
+    made: the result, from the operands. pulled: the operands' gradients, from the operands and the result's gradient.
+    Both must accept parts of any size along the dims that the op does not work along.
+    """
 
     made: Callable[[Sequence[np.ndarray]], np.ndarray]
     pulled: Callable[[Sequence[np.ndarray], np.ndarray], Sequence[np.ndarray]]
@@ -63,8 +67,10 @@ def mean_over_micro_batches(
     numbers: OpNumbers | None = None,
     rules: OpRules | None = None,
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """``loss_and_gradients`` of a step in micro-batches: the means over them. given: for each, the values of parameters
-    and inputs."""
+    """``loss_and_gradients`` of a step in micro-batches: the means over the micro-batches.
+
+    given: the values of parameters and inputs, for each micro-batch.
+    """
     every = [loss_and_gradients(program, graph, each, loss, numbers, rules) for each in given]
     trained = dict.fromkeys(t for _, grads in every for t in grads)
     total = {t: np.sum([grads[t] for _, grads in every if t in grads], axis=0) for t in trained}
@@ -81,9 +87,9 @@ def loss_and_gradients(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the tensor ``loss``, its gradient by each trained parameter), unsharded.
 
-    graph: the graph that the program was lowered from. given: the values of its parameters and inputs, and of
-    what it reads that depends on no data. numbers: the numbers written into its ops. rules: by the ops' places. Raises
-    PaseError where an op is not determined.
+    graph: the graph that the program was lowered from. given: the values of its parameters, inputs and constants.
+    numbers: the literal operands of its ops. rules: place of an op -> its rule. Raises PaseError if the graph, the
+    numbers and the rules do not determine what an op computes.
     """
     run = _NumpyRun(program=program, graph=graph, given=given, numbers=numbers or {}, rules=rules or {})
     r = program.result(loss)
@@ -98,7 +104,7 @@ def loss_and_gradients(
 
 
 def _output_steps(program: LocalProgram, tensor: str) -> Sequence[LocalReshardStep]:
-    """The moves that bring it to the layout in which the model returns it."""
+    """The reshard steps that bring the tensor to the layout in which the model returns it."""
     op = program.outputs[program.original(tensor)]
     number = op.operands[0].transfer
     return () if number is None else program.transfers[number].forward
@@ -106,9 +112,12 @@ def _output_steps(program: LocalProgram, tensor: str) -> Sequence[LocalReshardSt
 
 @dataclass(kw_only=True)
 class _NumpyRun:
-    """values: tensors in the layout in which they are made. tape: what made them, in order. gradients: of tensors, in
-    the layout in which they arrive. resharded: values after the forward moves of a transfer. arriving: gradients on a
-    transfer, in the layout in which they leave the reader."""
+    """One run of a program.
+
+    values: tensors in the layout in which they are made. tape: the ops that made them, in order. gradients: gradients
+    of tensors, in the layout in which they arrive. resharded: values after the forward steps of a transfer. arriving:
+    gradients on a transfer, in the layout in which they leave the reader.
+    """
 
     program: LocalProgram
     graph: Graph
@@ -132,7 +141,7 @@ class _NumpyRun:
     # Which iteration of which loop.
 
     def _end(self, op: LocalOp) -> LocalOp:
-        """The op that takes a carry's next value."""
+        """The op at the end of a loop's body that reads a carry's next value."""
         return self.program.takers[op.op.eqn][0]
 
     def _length(self, op: LocalOp) -> int:
@@ -142,7 +151,7 @@ class _NumpyRun:
         return times // (concrete_size(outer[0].op.times, op.op.name) if outer else 1)
 
     def key(self, tensor: str, indices: LoopIndices, loops: Sequence[Scope]) -> TurnedTensor:
-        """Which of a tensor's values a reader gets in these iterations of these loops."""
+        """The key of the value of a tensor that a reader gets in these iterations of these loops."""
         op = self.program.maker[tensor]
         if op.op.kind == "carry":
             inner = self._end(op).op.loops
@@ -152,7 +161,7 @@ class _NumpyRun:
         made = op.op.loops[:-1] if op.op.name == "stack" else op.op.loops
         if any(s.kind == "program" for s in op.op.loops) or tuple(loops[: len(made)]) != made:
             raise PaseError(
-                f"'{op.op.name}' at {op.op.source} is not determined by the graph alone: it may not run"
+                "the graph does not determine whether it runs", where=f"'{op.op.name}' at {op.op.source}"
             )
         return tensor, indices[: len(made)]
 
@@ -171,7 +180,9 @@ class _NumpyRun:
         """An operand in the layout in which its op reads it."""
         if o.constant:
             if o.tensor not in self.given:
-                raise PaseError(f"'{o.tensor}' is a constant, and the graph does not hold its value")
+                raise PaseError(
+                    f"the value of the constant '{o.tensor}' is not in the graph", fix="pass it in `given`"
+                )
             return self._parts(o.tensor, o.layout)
         if o.transfer is None:
             return self.value(o.tensor, indices, loops)
@@ -185,21 +196,21 @@ class _NumpyRun:
         return self.resharded[o.transfer, key[1]]
 
     def _source(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
-        """Where a carry's value in an iteration comes from: (what is read, in which iterations of which loops)."""
+        """The source of a carry's value in an iteration: (operand, in which iterations, of which loops)."""
         if indices[-1] == 0:
             return op.operands[0], indices[:-1], op.op.loops
         end = self._end(op)
         return end.operands[0], (*indices[:-1], indices[-1] - 1), end.op.loops
 
     def _taken(self, op: LocalOp, indices: LoopIndices) -> tuple[LocalOperand, LoopIndices, Sequence[Scope]]:
-        """The result of the branch that a conditional takes: (what is read, in which iterations of which loops)."""
+        """The result of the branch that a conditional takes: (operand, in which iterations, of which loops)."""
         *branches, index = op.operands
         chosen = int(next(iter(self.read(index, indices, op.op.loops).values())))
         o = branches[min(max(chosen, 0), len(branches) - 1)]
         return o, (*indices, 0), self.program.maker[o.tensor].op.loops
 
     def _parts(self, tensor: str, layout: Layout) -> DeviceParts:
-        """Each device's part of a value that is given."""
+        """Each device's part of a value of ``given``."""
         mesh = self.program.mesh
         return {at: part_of(self.given[tensor], layout, at, mesh) for at in places(mesh)}
 
@@ -218,9 +229,12 @@ class _NumpyRun:
         if op.op.function.name == "unstack":
             return {at: x[indices[-1]] for at, x in read[0].items()}
         if (rule := self.rules.get(op.op.eqn)) is not None:
-            if op.sent:  # as a ring of keys and values: no part can be computed by itself
+            if op.sent:  # such as a ring of keys and values: no part can be computed by itself
                 kinds = ", ".join(dict.fromkeys(c.kind for c in op.sent))
-                raise PaseError(f"'{op.op.name}' at {op.op.source} sends within its nest ({kinds})")
+                raise PaseError(
+                    f"it sends data while it computes ({kinds}), so its rule cannot be applied part by part",
+                    where=f"'{op.op.name}' at {op.op.source}",
+                )
             return {at: rule.made([x[at] for x in read]) for at in places(mesh)}
         nest, (r,) = self._nest(op, False), op.results
         read[0] = self._widened(nest, op.operands[0], read[0])
@@ -234,7 +248,7 @@ class _NumpyRun:
         return LocalNest.of(op, self.graph.node[op.node], self.program.mesh.sizes, self.numbers, back)
 
     def _where(self, nest: LocalNest, op: LocalOp, at: tuple[int, ...]) -> np.ndarray | None:
-        """For a lookup or an update by index: the index of each of the nest's points on this device."""
+        """For a lookup or an update by index, the index of each of the nest's points on this device; otherwise None."""
         if nest.looked is None:
             return None
         table: tuple[LocalOperand | LocalResult, Access] = (op.operands[0], op.op.reads[0])
@@ -269,11 +283,14 @@ class _NumpyRun:
         return None if place else tuple(out)
 
     def _slides(self, nest: LocalNest, o: LocalOperand) -> Sequence[tuple[int, SlidingDim]]:
-        """The windowed dims; PaseError where one reads a neighbour's rows and the program sends none."""
+        """The dims under a window. PaseError if a window reads a neighbour's rows that the program does not send."""
         for dim, s in nest.sliding.items():
             split = any(self.program.mesh.sizes[axis] > 1 for axis, _ in digits_of(o.layout, dim))
             if split and max(s.before, s.behind) > (s.rows if o.halo else 0):
-                raise PaseError(f"'{nest.op.name}' at {nest.op.source} reads rows that no device sends")
+                raise PaseError(
+                    "its window reads rows that no device sends",
+                    where=f"'{nest.op.name}' at {nest.op.source}",
+                )
         return list(nest.sliding.items())
 
     def _widened(self, nest: LocalNest, o: LocalOperand, parts: DeviceParts) -> DeviceParts:
@@ -345,8 +362,8 @@ class _NumpyRun:
             self._pulled(op, g, indices)
 
     def _at(self, op: LocalOp, indices: LoopIndices) -> list[DeviceParts]:
-        """The operands where the derivative is taken: as they are read, or in the layout in which the gradient of a
-        parameter's view is kept (``Carrier``)."""
+        """The operands at which the derivative is taken: as they are read, or in the layout in which the gradient of a
+        parameter's view is kept (``GradientCarrier``)."""
         read = [self.read(o, indices, op.op.loops) for o in op.operands]
         r = op.results[0]
         if self.local(r.shape, r.layout) == self.local(r.shape, r.gradient):
@@ -389,7 +406,7 @@ class _NumpyRun:
             self._hand(o, self._narrowed(nest, o, found) if i == 0 else found, indices, op.op.loops)
 
     def _shares(self, nest: LocalNest, op: LocalOp, x: DeviceParts, top: DeviceParts) -> DeviceParts:
-        """For a maximum or minimum: each point's share of the gradient. All points that attain it share equally."""
+        """For a maximum or minimum, each point's share of the gradient. All points that attain it share equally."""
         (r,), mesh, write = op.results, self.program.mesh, op.op.writes[0]
         over = r.summed or tuple(n for n, s in zip(mesh.names, r.layout, strict=True) if s == "partial")
         top = self.joined(top, () if r.summed else over, nest)

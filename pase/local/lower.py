@@ -1,5 +1,8 @@
-"""From a graph and its strategy to the local program. The states of accesses, and the moves between and inside nodes,
-are the same ones that the tables price (``pase.tables``)."""
+"""Lowers a graph and its strategy to the local program.
+
+The states of accesses, and the collectives between and inside nodes, are the ones that the tables price
+(``pase.tables``).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ __all__ = ["between", "layout_of", "local_program", "program_of", "states_of"]
 
 
 def local_program(graph: Graph, mesh: Mesh, configs: Mapping[str, np.ndarray]) -> LocalProgram:
-    """What one device does under a strategy; configs: node name -> int8 [axes]."""
+    """The local program of a strategy. configs: node name -> int8 [axes]."""
     lower = _Lower(graph, mesh, configs)
     edges = {shared_edge(graph.node[e.dst], e.op, e.access): k for k, e in enumerate(graph.edges)}
     return LocalProgram(
@@ -64,7 +67,11 @@ def program_of(
     """``local_program`` of a plan's strategy: node name -> iteration dim -> mesh axes. Raises PaseError if the strategy
     belongs to another graph."""
     if other := sorted({n.name for n in graph.nodes} ^ set(strategy)):
-        raise PaseError(f"the strategy is not one of this model: they differ at {other[0]}")
+        raise PaseError(
+            f"the strategy belongs to another model: only one of the two has the node '{other[0]}'",
+            where=f"strategy for '{graph.name}'",
+            fix="pass the model that the strategy was compiled for, or compile again",
+        )
     return local_program(graph, mesh, {n.name: config_of(n, strategy[n.name], mesh) for n in graph.nodes})
 
 
@@ -77,7 +84,7 @@ _COMBINES: dict[str, Combine] = {
     "reduce_and": "min",
     **dict.fromkeys(("reduce_prod", "scatter_mul", "reduce", "reduce_xor"), "other"),
 }
-"""Function -> how partial results of it become one; of all others they are summed."""
+"""Function -> how its partial results are reduced. Those of all other functions are summed."""
 
 
 def _combine(op: Op) -> Combine:
@@ -103,7 +110,7 @@ class _Lower:
         return tuple(name for i, name in enumerate(self.mesh.names) if bits >> i & 1)
 
     def transfer(self, edge: Edge) -> LocalTransfer:
-        """An edge's moves in order, forward and backward."""
+        """An edge's reshard steps in order, forward and backward."""
         src, dst = self.graph.node[edge.src], self.graph.node[edge.dst]
         maker, write = src.write_of(edge.tensor)
         have, want = self._write(src, maker, write), self._read(dst, edge.op, edge.access)
@@ -183,7 +190,7 @@ class _Lower:
         )
 
     def _sent(self, c: Charge) -> NodeCollective | None:
-        """The charge, if it sends anything under this strategy."""
+        """The charge as a collective; None if it sends nothing under this strategy."""
         axes, nbytes, rounds = (np.ravel(x)[0] for x in (c.axes, c.nbytes, c.rounds))
         if not axes or not nbytes or not rounds:
             return None
@@ -198,8 +205,8 @@ class _Lower:
 
 
 def _without_partial(states: np.ndarray) -> np.ndarray:
-    """The layout in which a tensor is read, from its ``read_states``. The tensor is whole along the axes over which its
-    gradient will be partial."""
+    """The layout in which a tensor is read, from its ``read_states``. The tensor is replicated along the axes over
+    which its gradient will be partial."""
     return np.where(states < 0, REPLICATED, states)
 
 
@@ -214,16 +221,16 @@ def states_of(layout: Layout) -> tuple[int, ...]:
 
 
 def between(have: Layout, want: Layout, mesh: Mesh, nbytes: int = 0) -> tuple[LocalReshardStep, ...]:
-    """The moves from one layout to another. nbytes: of the whole tensor; 0: the moves have none."""
+    """The reshard steps from one layout to another. nbytes: of the whole tensor; if it is 0, each step has 0 bytes."""
     return tuple(_path(states_of(have), states_of(want), lambda _: nbytes, mesh))
 
 
 def _path(
     have: tuple[int, ...], want: tuple[int, ...], bytes_of: Callable[[CollectiveKind], int], mesh: Mesh
 ) -> Iterator[LocalReshardStep]:
-    """The moves between two rows of states. bytes_of: the tensor's bytes in a collective of a kind.
+    """The reshard steps from one row of states to another. The step that makes axes partial comes last.
 
-    Axes that become partial come last.
+    bytes_of: the tensor's bytes in a collective of a given kind.
     """
     for m in reshard_steps(have, want, mesh.sizes):
         yield LocalReshardStep(

@@ -1,8 +1,8 @@
-"""An op of a local program as a loop nest in numpy, on one device: its result, and its derivative in reverse mode.
+"""One op of a local program as a loop nest in numpy, on one device: its result, and its derivative in reverse mode.
 
-Operands are broadcast over the op's iteration dims, its function is applied pointwise, and dims that the result does
-not walk are summed (or reduced by a maximum). An op with a sliding window has the window's elements as extra dims. A
-lookup is a product with a one-hot row.
+Operands are broadcast over the op's iteration dims, the op's function is applied pointwise, and dims that the result
+does not walk are summed (or reduced by a maximum or minimum). An op with a sliding window has the window's elements as
+extra dims. A lookup is a product with a one-hot row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pase.tables.layouts import concrete_size
 __all__ = ["LocalNest", "OpNumbers", "SlidingDim", "coordinates"]
 
 OpNumbers = Mapping[Place, tuple[float | None, ...]]
-"""Place of an op -> the operands that are numbers written into it, and None for each that the op reads."""
+"""Place of an op -> one entry per operand: the number, if it is a literal of the program; None, if the op reads it."""
 
 PointValues: TypeAlias = "np.ndarray | float"
 """What a function is applied to: an array over iteration dims, or a number."""
@@ -31,7 +31,7 @@ Pointwise = Callable[..., PointValues]
 
 
 def _half(a: PointValues, b: PointValues, above: PointValues) -> PointValues:
-    """The derivative of the larger of two numbers; equal numbers get half each."""
+    """The derivative of a maximum or minimum of two numbers; equal numbers get half each."""
     return np.where(a == b, 0.5, above)
 
 
@@ -72,7 +72,7 @@ _FUNCTIONS: dict[str, tuple[Pointwise, tuple[Pointwise, ...]]] = {
         (lambda a: a, (lambda a, y: 1.0,)),
     ),
 }
-"""Function -> itself, and its derivative by each operand: of the operands and the result."""
+"""Function -> (how to compute it, its derivatives by each operand). A derivative takes the operands and the result."""
 
 _POOLED: dict[str, Combine] = {"reduce_window_max": "max", "reduce_window_min": "min"}
 _REDUCED: dict[str, Callable[..., np.ndarray]] = {"sum": np.sum, "max": np.max, "min": np.min}
@@ -84,7 +84,8 @@ class SlidingDim:
     """A tensor dim under a window, on one device.
 
     dim: the iteration dim. tap: the iteration dim of the window's elements; there are ``taps`` of them, ``dilation``
-    apart. before: rows read before the shard. rows: of the shard. reach: rows read in all.
+    apart. before: number of rows read before the shard. rows: number of rows of the shard. reach: number of rows read
+    in total.
     """
 
     dim: str
@@ -98,21 +99,21 @@ class SlidingDim:
 
     @property
     def behind(self) -> int:
-        """Rows read after the shard."""
+        """Number of rows read after the shard."""
         return self.reach - self.rows - self.before
 
     def index(self, points: int) -> np.ndarray:
-        """The rows that each point reads: [points, taps]."""
+        """The row numbers that each point reads, [points, taps]."""
         return np.arange(points)[:, None] * self.stride + np.arange(self.taps)[None, :] * self.dilation
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalNest:
-    """An op as a loop nest on one device. sizes: of its iteration dims on this device, in order.
+    """An op as a loop nest on one device.
 
-    combine: how points are reduced. joins: how partial results of several devices are reduced.
-    sliding: dims of the first operand that are under a window. numbers: its operands that are numbers. looked: for a
-    lookup or an update by index, the dim that the index selects from.
+    combine: how points are reduced. joins: how partial results of several devices are reduced. sizes: iteration dim ->
+    its size on this device, in order. numbers: the literal operands (``OpNumbers``). sliding: the dims of the first
+    operand that are under a window. looked: for a lookup or an update by index, the dim that the index selects from.
     """
 
     op: Op
@@ -127,14 +128,22 @@ class LocalNest:
     def of(
         cls, local: LocalOp, node: Node, ways_of: Sequence[int], numbers: OpNumbers, back: bool = False
     ) -> LocalNest:
-        """ways_of: the sizes of the mesh. back: the layout of its result's gradient. PaseError if there is none."""
+        """The nest of an op on one device.
+
+        ways_of: the sizes of the mesh. back: use the layout of the result's gradient instead of the result's layout.
+        Raises PaseError if the graph does not determine what the op computes.
+        """
         op, space = local.op, node.space
         given = numbers.get(op.eqn, (None,) * len(op.reads))
         if given.count(None) != len(op.reads):
             given = (None,) * len(op.reads)
         arity = 3 if op.kind == "scatter" else len(_FUNCTIONS.get(op.function.name, ((), ()))[1])
         if arity != len(given) or not arity or len(op.writes) > 1:
-            raise PaseError(f"'{op.name}' at {op.source} is not determined by the graph alone")
+            raise PaseError(
+                "the graph does not determine what it computes",
+                where=f"'{op.name}' at {op.source}",
+                fix="pass its literals as `numbers` or its function as `rules`",
+            )
         whole = {d: concrete_size(space[d].size, op.name) for d in op.dims}
         values: Sequence[LocalOperand | LocalResult] = (*local.operands, *local.results)
         ways = dict.fromkeys(whole, 1)
@@ -148,9 +157,17 @@ class LocalNest:
         for position, (a, v) in enumerate(zip((*op.reads, *op.writes), values, strict=True)):
             for dim, (n, walk) in enumerate(zip(v.shape, a.map.walks, strict=True)):
                 if not (position == 0 and dim in sliding) and n != math.prod(whole[d] for d in walk.dims):
-                    raise PaseError(f"'{op.name}' at {op.source} takes a part of '{v.tensor}'")
+                    raise PaseError(
+                        f"it takes a part of '{v.tensor}', and the graph does not determine which",
+                        where=f"'{op.name}' at {op.source}",
+                        fix="pass its function as `rules`",
+                    )
         if op.kind == "view" and set(op.reads[0].map.dims) - set(op.writes[0].map.dims):
-            raise PaseError(f"'{op.name}' at {op.source} takes a part of '{values[0].tensor}'")
+            raise PaseError(
+                f"it takes a part of '{values[0].tensor}', and the graph does not determine which",
+                where=f"'{op.name}' at {op.source}",
+                fix="pass its function as `rules`",
+            )
         return cls(
             op=op,
             combine=_POOLED.get(op.function.name, local.combine),
@@ -175,7 +192,7 @@ class LocalNest:
         return out
 
     def spread(self, x: np.ndarray, a: Access) -> np.ndarray:
-        """An array with a dim for each iteration dim; dims that its map does not walk have one element."""
+        """The array with one dim per iteration dim; dims that its map does not walk have one element."""
         if a is self.op.reads[0]:
             for i, s in self.sliding.items():
                 index = s.index(self.sizes[s.dim])
@@ -186,7 +203,10 @@ class LocalNest:
         return x.transpose(order).reshape([n if d in names else 1 for d, n in self.sizes.items()])
 
     def collected(self, values: PointValues, a: Access, combine: str) -> np.ndarray:
-        """The inverse, for an array over all iteration dims: dims that the map does not walk are reduced."""
+        """The accessed array, from values over all iteration dims: dims that its map does not walk are reduced.
+
+        This is the inverse of ``spread``.
+        """
         full = np.broadcast_to(values, tuple(self.sizes.values()))
         names = self._names(a)
         full = _REDUCED[combine](full, axis=tuple(i for i, d in enumerate(self.sizes) if d not in names))
@@ -207,7 +227,7 @@ class LocalNest:
         return full
 
     def _wide(self, xs: Sequence[np.ndarray], where: np.ndarray | None) -> list[PointValues]:
-        """All operands over the iteration dims, numbers included; an index becomes one-hot."""
+        """All operands over the iteration dims, including literals; an index becomes one-hot."""
         read = iter(self.spread(x, a) for x, a in zip(xs, self.op.reads, strict=True))
         out = [next(read) if n is None else n for n in self.numbers]
         if where is not None:
@@ -217,15 +237,18 @@ class LocalNest:
     def made(
         self, xs: Sequence[np.ndarray], where: np.ndarray | None = None, first: bool = True
     ) -> np.ndarray:
-        """The op's result from its operands. where: for a lookup, the index of each point. first: whether this device
-        contributes the array that updates are added to."""
+        """The op's result from its operands.
+
+        where: for a lookup, the index of each point. first: whether this device contributes the array that updates are
+        added to.
+        """
         wide, write = self._wide(xs, where), self.op.writes[0]
         if self.op.kind == "scatter":
             return self.collected(wide[1] * wide[2], write, "sum") + first * xs[0]
         return self.collected(_FUNCTIONS[self.op.function.name][0](*wide), write, self.combine)
 
     def reached(self, x: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """1 at the points that attain the maximum or minimum, over all iteration dims."""
+        """1 at each point that attains the maximum or minimum and 0 elsewhere, over all iteration dims."""
         return (self.spread(x, self.op.reads[0]) == self.spread(top, self.op.writes[0])).astype(float)
 
     def pulled(
@@ -237,8 +260,10 @@ class LocalNest:
         where: np.ndarray | None = None,
         first: bool = True,
     ) -> np.ndarray:
-        """The gradient of the i-th operand, from the result's gradient. shares: for a maximum or minimum, the share of
-        each point."""
+        """The gradient of the i-th operand, from the result's gradient ``g``.
+
+        shares: for a maximum or minimum, each point's share of the gradient. where, first: as in ``made``.
+        """
         wide, spread = self._wide(xs, where), self.spread(g, self.op.writes[0])
         if self.op.kind == "scatter":
             return g * first if i == 0 else self.collected(spread * wide[1], self.op.reads[i], "sum")
@@ -254,7 +279,7 @@ def _looked_up(op: Op) -> str:
     others = {d for a in (*op.reads[1:], *(op.writes if op.kind == "gather" else ())) for d in a.map.dims}
     found = [d for d in table.map.dims if d not in others]
     if len(found) != 1:
-        raise PaseError(f"'{op.name}' at {op.source} does not look up single elements of one dim")
+        raise PaseError("it does not look up single elements of one dim", where=f"'{op.name}' at {op.source}")
     return found[0]
 
 
@@ -266,7 +291,10 @@ def _sliding(
     ways: Mapping[str, int],
     sizes: dict[str, int],
 ) -> dict[int, SlidingDim]:
-    """Dims of the first operand under a window; the windows' elements are added as dims to ``whole`` and ``sizes``."""
+    """The dims of the first operand that are under a window, by number.
+
+    Adds the dims of the windows' elements to ``whole`` and ``sizes``.
+    """
     taps = [d for d in op.dims if node.space[d].kind == "window"]
     found: dict[int, SlidingDim] = {}
     for i, walk in enumerate(op.reads[0].map.walks if op.kind in ("conv", "window") else ()):
@@ -275,7 +303,9 @@ def _sliding(
             continue
         w = w or Window(extent=1)
         if len(walk.dims) != 1:
-            raise PaseError(f"'{op.name}' at {op.source} slides a window over a single place")
+            raise PaseError(
+                "its window is not along exactly one iteration dim", where=f"'{op.name}' at {op.source}"
+            )
         (dim,), n = walk.dims, local.operands[0].shape[i]
         if op.kind == "conv":
             tap = taps.pop(0) if w.extent > 1 else f"{dim}@"
@@ -283,7 +313,9 @@ def _sliding(
         else:
             tap, count = f"{dim}@", w.extent
         if count > 1 and (w.extent - 1) % (count - 1):
-            raise PaseError(f"'{op.name}' at {op.source} has a window that the graph does not determine")
+            raise PaseError(
+                "the graph does not determine the dilation of its window", where=f"'{op.name}' at {op.source}"
+            )
         whole.setdefault(tap, count)
         sizes.setdefault(tap, count)
         found[i] = SlidingDim(
@@ -313,7 +345,7 @@ def _splits(a: Access, layout: Layout, sizes: Mapping[str, int], ways: Sequence[
 
 
 def coordinates(shape: Extents, a: Access, dim: str, sizes: Mapping[str, int]) -> np.ndarray:
-    """An unsharded tensor that holds, at each element, its index along an iteration dim."""
+    """An unsharded tensor in which each element is its own index along an iteration dim."""
     i = next(k for k, w in enumerate(a.map.walks) if dim in w.dims)
     dims = a.map.walks[i].dims
     minor = math.prod(sizes[d] for d in dims[dims.index(dim) + 1 :])

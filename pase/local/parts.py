@@ -1,9 +1,9 @@
-"""How a tensor's shards lie on the devices: the digits of its dims, and a move as reshape, transfer, reshape.
+"""How a tensor's shards lie on the devices: the digits of its dims, and a reshard step as reshape, collective, reshape.
 
 The index along a split tensor dim is a number in mixed radix, major to minor: each mesh axis holds one digit, and the
-digits that no axis holds are local to a device. A move changes which axis holds which digit. So every backend does the
-same: reshape the local array to its digits, bring the digits that leave to the front, send, and put the digits that
-arrive in their places.
+digits that no axis holds are local to a device. A reshard step changes which axis holds which digit. So every backend
+does the same: it reshapes the local array to its digits, brings the leaving digits to the front, sends, and puts the
+arriving digits in their places.
 """
 
 from __future__ import annotations
@@ -38,12 +38,15 @@ __all__ = [
 
 
 class NotNested(PaseError):
-    """Why layouts cannot be compared digit by digit. ``held`` compares them element by element."""
+    """Two layouts cannot be compared digit by digit. ``held`` compares them element by element."""
 
 
 @dataclass(frozen=True)
 class RadixDigit:
-    """A digit of a tensor dim: its size, and the axes (by number) that hold it before and after a move, or None."""
+    """A digit of a tensor dim: its size, and the numbers of the axes that hold it before and after a reshard step.
+
+    None: no axis holds the digit, so it is local to a device.
+    """
 
     dim: int
     size: int
@@ -62,7 +65,7 @@ def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) ->
         for high, low in itertools.pairwise(cuts):
             if high % low:
                 raise NotNested(
-                    f"a dim of {extent} elements is cut in parts of {low} and of {high} elements, which do not nest"
+                    f"a dim of {extent} elements is cut into parts of {low} and of {high} elements, which do not nest"
                 )
             holders = [_holder(held, low, high, extent) for held in spans]
             out.append(RadixDigit(dim, high // low, low, holders[0], holders[1]))
@@ -73,8 +76,9 @@ def digits(shape: tuple[int, ...], before: Layout, after: Layout, mesh: Mesh) ->
 def held(
     shape: tuple[int, ...], layout: Layout, place: tuple[int, ...], mesh: Mesh
 ) -> tuple[np.ndarray, ...]:
-    """For each dim, the elements of it that a device has, int64 [elements], in order. place: the device's index along
-    each mesh axis.
+    """For each dim, the indices of the elements that a device holds, int64 [elements], in order.
+
+    place: the device's index along each mesh axis.
 
     >>> held((8,), ((0, 2), (0, 4)), (1, 0), Mesh(names=("a", "b"), sizes=(2, 2)))
     (array([4, 5]),)
@@ -91,7 +95,7 @@ def held(
 
 
 def _spans(extent: int, dim: int, layout: Layout, mesh: Mesh) -> dict[tuple[int, int], int]:
-    """(stride, stride times ways) of each digit that an axis holds -> the axis. Digits of one way are left out."""
+    """(stride, stride times ways) of each digit that an axis holds -> the axis. Axes of size 1 are left out."""
     return {
         (extent // blocks, extent // blocks * mesh.sizes[axis]): axis
         for axis, blocks in digits_of(layout, dim)
@@ -104,8 +108,7 @@ def _holder(held: dict[tuple[int, int], int], low: int, high: int, extent: int) 
         if bottom <= low and high <= top:
             if (bottom, top) != (low, high):
                 raise NotNested(
-                    f"a part of what one mesh axis holds of a dim of {extent} elements goes to another axis, the rest "
-                    f"does not"
+                    f"only some of what one mesh axis holds of a dim of {extent} elements goes to another axis"
                 )
             return axis
     return None
@@ -113,14 +116,14 @@ def _holder(held: dict[tuple[int, int], int], low: int, high: int, extent: int) 
 
 @dataclass(frozen=True, kw_only=True)
 class WireView:
-    """A move over the wire, of an array of this local shape.
+    """How a reshard step sends the local array of one device.
 
-    seen: the local array's shape with one dim for each digit. leaving: positions in it of the digits that are sent, in
-    the order of the axes; they are brought to the front and form the first dim. ways: of the axes.
-    arriving: the permutation for received digits: the first dim of the received array is reshaped to ``ways``, then
-    the permutation puts all dims in their places; None: no digits arrive. shape: of the local array afterwards.
-    along: set where all digits that leave are the outermost of one dim, and all that arrive the outermost of one dim:
-    these two dims of the local array. A backend can then skip the permutations.
+    seen: the local array's shape with one dim for each digit. leaving: the positions in ``seen`` of the digits that are
+    sent, in the order of the axes. They are brought to the front and form the first dim. ways: the sizes of the axes.
+    arriving: the permutation for received digits. The first dim of the received array is reshaped to ``ways``, then the
+    permutation puts all dims in their places. None: no digits arrive. shape: of the local array afterwards.
+    along: (dim whose digits leave, dim whose digits arrive) of the local array, if these digits are the outermost ones
+    of one dim each. A backend can then skip the permutations. None otherwise.
     """
 
     seen: tuple[int, ...]
@@ -138,7 +141,10 @@ class WireView:
 
 @lru_cache(maxsize=1 << 14)
 def view(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> WireView:
-    """A move of a tensor of this whole shape, seen from one device. A permute does not change the local shape."""
+    """How one device sends its part in a reshard step. shape: of the whole tensor.
+
+    A permute has no digits that leave or arrive, because it does not change the local shape.
+    """
     every = digits(shape, step.before, step.after, mesh)
     axes = [a for name in step.axes if mesh.sizes[a := mesh.names.index(name)] > 1]
     had = [d for d in every if d.before is None]
@@ -147,7 +153,7 @@ def view(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> WireView
     coming = [next((d for d in has if d.before == a), None) for a in axes]
     gone, received = [d for d in leaving if d is not None], [d for d in coming if d is not None]
     if {len(gone), len(received)} - {0, len(axes)}:
-        raise PaseError(f"a {step.kind} over {', '.join(step.axes)} does not move whole digits")
+        raise PaseError("it does not move whole digits", where=f"{step.kind} over {', '.join(step.axes)}")
     on_wire = [*received, *(d for d in had if d not in gone)]
     return WireView(
         seen=tuple(d.size for d in had),
@@ -169,7 +175,7 @@ def _along(
     has: Sequence[RadixDigit],
     received: Sequence[RadixDigit],
 ) -> tuple[int | None, int | None] | None:
-    """(dim whose outermost digits leave, dim whose outermost digits arrive), the digits in order."""
+    """(dim whose outermost digits leave, dim whose outermost digits arrive); None if there are no such two dims."""
     out: list[int | None] = []
     for moved, held in ((gone, had), (received, has)):
         if not moved:
@@ -183,12 +189,15 @@ def _along(
 
 
 def pairs(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> list[tuple[int, int]]:
-    """(source, target) pairs of a permute: positions along the move's axes, row-major. Each device gets its shard."""
+    """The (source, target) pairs of a permute after which each device has its shard.
+
+    Devices are numbered along the step's axes, row-major.
+    """
     axes = [mesh.names.index(name) for name in step.axes]
     places = list(itertools.product(*(range(mesh.sizes[a]) for a in axes)))
 
     def held(layout: Layout) -> Iterator[tuple[tuple[int, int, int], ...]]:
-        """For each position, which parts of which digits the device there holds."""
+        """For each device, the parts of digits that it holds."""
         for place in places:
             found: list[tuple[int, int, int]] = []
             for a, index in zip(axes, place, strict=True):
@@ -209,15 +218,14 @@ def pairs(step: LocalReshardStep, shape: tuple[int, ...], mesh: Mesh) -> list[tu
     for i, part in enumerate(have):
         left.setdefault(part, []).append(i)
     if sorted(have) != sorted(want):
-        raise NotNested(f"a permute over {', '.join(step.axes)} does not hand on whole parts")
+        raise NotNested("it does not pass on whole parts", where=f"permute over {', '.join(step.axes)}")
     return [(left[part].pop(0), i) for i, part in enumerate(want)]
 
 
 def _parts(
     extent: int, state: tuple[int, int], ways: int, index: int, edges: Sequence[int]
 ) -> Iterator[tuple[int, int, int]]:
-    """The index of a digit, as indices of the finer digits that other digits' boundaries cut it into: (dim, stride,
-    index)."""
+    """A digit's index as indices of finer digits, each as (dim, stride, index). ``edges`` cuts the digit into these."""
     dim, blocks = state
     bottom = extent // blocks
     cuts = sorted({bottom, bottom * ways, *(e for e in edges if bottom < e < bottom * ways)}, reverse=True)
@@ -226,7 +234,7 @@ def _parts(
 
 
 def placement(layout: Layout, rank: int, mesh: Mesh) -> tuple[tuple[str, ...], ...] | None:
-    """The axes that split each tensor dim, major to minor; None if the tensor is partial or its parts not contiguous.
+    """The axes that split each tensor dim, major to minor. None if the tensor is partial or a part is not contiguous.
 
     >>> mesh = Mesh(names=("a", "b"), sizes=(2, 4))
     >>> placement(((0, 2), (0, 8)), 2, mesh), placement(((0, 4), None), 1, mesh)
@@ -255,8 +263,10 @@ def axes_of(layout: Layout, dim: int, mesh: Mesh) -> tuple[str, ...]:
 
 
 def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, ways: int) -> str | None:
-    """Which of the iteration dims that a tensor dim walks, major to minor, an axis splits. blocks: that it and the more
-    major axes cut the tensor dim in. None: no single one.
+    """The iteration dim that an axis splits, of those that walk a tensor dim. None if it is no single one.
+
+    dims: the iteration dims, major to minor. blocks: the number of blocks into which this axis and the more major ones
+    cut the tensor dim. ways: the size of the axis.
 
     >>> [iteration_dim(("h", "k"), {"h": 4, "k": 8}, blocks, 4) for blocks in (4, 16, 8)]
     ['h', 'k', None]
@@ -270,7 +280,7 @@ def iteration_dim(dims: Sequence[str], sizes: Mapping[str, int], blocks: int, wa
 
 
 def to_whole(layout: Layout, mesh: Mesh) -> list[LocalReshardStep]:
-    """The moves that replicate a tensor on every device."""
+    """The reshard steps that replicate a tensor on every device."""
     out: list[LocalReshardStep] = []
     now = layout
 

@@ -1,4 +1,7 @@
-"""All devices of a mesh in one process, in numpy: what a layout means and what a move does. The backends' oracle."""
+"""Simulates all devices of a mesh in one process, in numpy: what a layout means and what a reshard step does.
+
+This is an oracle for the backends.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,11 @@ from pase.machine import Mesh
 __all__ = ["DeviceParts", "part_of", "places", "resharded", "whole_of"]
 
 DeviceParts = dict[tuple[int, ...], np.ndarray]
-"""Place of a device on the mesh -> what it holds."""
+"""Place of a device on the mesh (its index along each axis) -> what the device holds."""
 
 
 def places(mesh: Mesh) -> list[tuple[int, ...]]:
-    """The devices, by their index along each axis."""
+    """The places of all devices, row-major: the index along each axis."""
     return list(itertools.product(*map(range, mesh.sizes)))
 
 
@@ -32,7 +35,7 @@ def part_of(x: np.ndarray, layout: Layout, place: tuple[int, ...], mesh: Mesh) -
 
 
 def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> np.ndarray:
-    """The tensor from its shards, partial sums added up. Replicas of a shard must hold the same numbers."""
+    """The whole tensor, from its shards; partial sums are added up. Raises ValueError if replicas of a shard differ."""
     out = np.zeros(shape)
     filled = np.zeros(shape, bool)
     numbers = np.arange(math.prod(shape)).reshape(shape)
@@ -46,7 +49,7 @@ def whole_of(parts: DeviceParts, shape: Extents, layout: Layout, mesh: Mesh) -> 
         total = sum(parts[p] for p in along)
         at = part_of(numbers, layout, place, mesh)
         if filled.flat[at].any() and not np.array_equal(out.flat[at], total):
-            raise ValueError(f"device {place} holds other numbers than one that should hold the same")
+            raise ValueError(f"device {place} and a replica of it hold different numbers")
         out.flat[at], filled.flat[at] = total, True
     return out
 
@@ -58,17 +61,19 @@ def resharded(
     mesh: Mesh,
     combine: Combine = "sum",
 ) -> DeviceParts:
-    """What all devices hold after the moves of a tensor of this whole shape. combine: reduces partial values."""
+    """What all devices hold after these reshard steps. shape: of the whole tensor. combine: reduces partial values."""
     for step in steps:
         parts = _after_step(parts, step, shape, mesh, combine)
     return parts
 
 
 def _join(combine: Combine) -> Callable[[list[np.ndarray]], np.ndarray]:
-    """The reduction of partial values; PaseError where no collective does it."""
+    """The reduction of partial values. PaseError if no collective does it."""
     by = {"sum": np.add, "max": np.maximum, "min": np.minimum}
     if combine not in by:
-        raise PaseError("no collective joins partial results but sums, maxima and minima")
+        raise PaseError(
+            "no collective reduces these partial results: only sums, maxima and minima can be reduced"
+        )
     return lambda values: functools.reduce(by[combine], values)
 
 
@@ -95,7 +100,7 @@ def _on_one(
     group: list[tuple[int, ...]],
     joined: Callable[[list[np.ndarray]], np.ndarray],
 ) -> np.ndarray:
-    """What one device holds after a move among the devices of its group, which are in row-major order."""
+    """What one device holds after a reshard step. group: the places of the devices that take part, row-major."""
     mine = group.index(place)
     if step.kind not in ("all_reduce", "own") and not nests(step, shape, mesh):
         return _by_definition(parts, step, shape, mesh, place, group)
@@ -128,7 +133,8 @@ def _by_definition(
     place: tuple[int, ...],
     group: list[tuple[int, ...]],
 ) -> np.ndarray:
-    """Each element that the device is to hold, from one of its group that holds it."""
+    """What one device holds afterwards, by the definition of a layout: each element is copied from a device of the
+    group that holds it."""
     numbers = np.arange(math.prod(shape)).reshape(shape)
     whole = np.empty(numbers.size, next(iter(parts.values())).dtype)
     there = np.zeros(numbers.size, dtype=bool)
@@ -137,5 +143,8 @@ def _by_definition(
         whole[had], there[had] = parts[p], True
     wanted = part_of(numbers, step.after, place, mesh)
     if not there[wanted].all():
-        raise PaseError(f"a {step.kind} over {', '.join(step.axes)} brings what none of its devices has")
+        raise PaseError(
+            "a device needs elements that no device of its group holds",
+            where=f"{step.kind} over {', '.join(step.axes)}",
+        )
     return whole[wanted]

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline each piece of a program belongs to."""
+"""Assigns each segment of a program to a stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ P = TypeVar("P", bound=Hashable)
 
 
 class PinnedSegment(NamedTuple):
-    """The values that a piece reads and makes, and its block (or unit): -1 before the first, their number behind the
-    last."""
+    """A segment of a program.
+
+    reads, makes: the values that it reads and makes. block: the number of its block (or unit); -1 if it is before the
+    first block, and the number of blocks if it is after the last.
+    """
 
     reads: Collection[Hashable]
     makes: Collection[Hashable]
@@ -25,10 +28,13 @@ def pinned(
     batch: Collection[Hashable],
     cuts: Sequence[int],
 ) -> dict[P, int]:
-    """Pieces that work on activations, which depend on parameters and on the batch -> their stage: that of their block,
-    and none before what they read. Any other piece runs wherever it is read.
+    """The stage of each segment that computes activations: values that depend on both parameters and the batch.
 
-    segments: in the order of the program. cuts: the number of blocks of each stage.
+    This is the stage of the segment's block, or a later one if the segment reads something that a later stage makes.
+    Other segments are left out: they run in every stage that reads their results.
+
+    segments: in the order of the program. weights, batch: the values that are parameters and those that are the batch.
+    cuts: the number of blocks of each stage.
 
     >>> blocks = [PinnedSegment({"w", "x"}, {"y"}, 0), PinnedSegment({"w"}, {"v"}, 1), PinnedSegment({"v", "y"}, {"z"},
     ... 2)]

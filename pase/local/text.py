@@ -1,4 +1,4 @@
-"""A local program as text, for people and for ``program_from_text``, which reads an equal program back.
+"""Writes a local program as text, for people to read, and reads an equal program back (``program_from_text``).
 
     local program mlp on data=2 model=4
     copy t9 of t3
@@ -12,19 +12,23 @@
         make t3[4:data/2 8:model/4]
         send all_reduce data 512 t3 forward 1
 
-Each op has a line in the form of ``pase.ir.text``. The lines below it say what one device reads, makes and sends for
+Each op has a line in the form of ``pase.ir.text``. The lines below it list what one device reads, makes and sends for
 the op (``joined``: how partial results are reduced, if not by a sum). A tensor is written with its local sizes. Each
-size is followed by the axes that split the dim (``a/4``: into four blocks in all); ``+a`` marks a tensor that is
-partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``zeros``: what the gradient of
-a parameter is taken at, if it is not the parameter's value. ``move`` is a transfer, written
-before the first op that reads it, with its moves there and back (``stays``: no gradient comes back; ``once``: for the
-whole step). Under a schedule, messages are at the end, in the order in which each link sends them:
+size is followed by the axes that split the dim (``a/4``: into four blocks in total); ``+a`` marks a tensor that is
+partial over an axis. A layout without sizes gives the dim and the blocks of each axis. ``zeros``: the gradient of this
+parameter is taken at zeros instead of the parameter's value.
+
+``move`` is a transfer. It is written before the first op that reads it, with its reshard steps there and back
+(``stays``: no gradient comes back; ``once``: it is hoisted out of the loop over micro-batches). The two numbers are how
+often a training step runs it forward and backward.
+
+Under a schedule, messages are at the end, in the order in which each link sends them:
 
     message back network of 0.0[0+512] 3.0[0+1024]
     message there network after up of 5.0[512+512]
 
-A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun. ``pase.local.text_messages``
-says how messages are written whose gradients are applied in later steps.
+A chunk is TRANSFER.STAGE[FIRST BYTE+BYTES]. ``after``: the message does not start before that node has begun.
+``pase.local.text_messages`` describes messages whose gradients are applied in later steps.
 """
 
 from __future__ import annotations
@@ -68,12 +72,14 @@ _MAX_AXES = 32
 
 
 def program_text(program: LocalProgram) -> str:
-    """The whole program, in the order of the graph. PaseError where a name of an axis cannot be written."""
+    """The program as text, in the order of the graph. PaseError if the name of an axis cannot be written."""
     mesh = program.mesh
     for name in mesh.names:
         if not _AXIS.fullmatch(name):
             raise PaseError(
-                f"local program of '{program.name}': an axis called '{name}' cannot be written as text"
+                f"the axis name '{name}' cannot be written as text",
+                where=f"local program of '{program.name}'",
+                fix="use a name of at most 64 ASCII letters, digits and underscores that starts with no digit",
             )
     axes = " ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
     out = [f"local program {word_text(program.name)} on {axes}"]
@@ -151,19 +157,21 @@ class _Writer:
 
 
 def program_from_text(text: str) -> LocalProgram:
-    """Read ``program_text``'s form. PaseError names the line and column of what cannot be read.
+    """The program from the text that ``program_text`` writes. PaseError names the line and column of an error.
 
-    Only the form is checked here; ``verify_program`` checks what it says.
+    Only the syntax is checked here; ``verify_program`` checks whether the program is sound.
     """
     if len(text) > MAX_CHARACTERS:
-        raise PaseError(f"local program text of {len(text)} characters; at most {MAX_CHARACTERS} are read")
+        raise PaseError(
+            f"it has {len(text)} characters; at most {MAX_CHARACTERS} are read", where="local program text"
+        )
     reader: _Reader | None = None
     for number, raw in enumerate(text.split("\n"), start=1):
         line = TextLine(raw, number, of="local program text")
         if line.at_end() or raw.lstrip().startswith("#"):
             continue
         if len(raw) > MAX_LINE:
-            line.fail(f"a line of {len(raw)} characters; at most {MAX_LINE} are read")
+            line.fail(f"the line has {len(raw)} characters; at most {MAX_LINE} are read")
         if reader is None:
             reader = _begun(line)
         else:
@@ -171,7 +179,9 @@ def program_from_text(text: str) -> LocalProgram:
         line.end()
     if reader is None:
         raise PaseError(
-            "local program text line 1, column 1: nothing here; the first line is 'local program NAME on AXIS=SIZE'"
+            "the text is empty",
+            where="local program text line 1, column 1",
+            fix="begin it with 'local program NAME on AXIS=SIZE'",
         )
     return reader.program()
 
@@ -186,12 +196,12 @@ def _begun(line: TextLine) -> _Reader:
         at = line.position
         axis = line.match(_AXIS)
         if axis is None or axis in sizes or len(sizes) == _MAX_AXES:
-            line.fail(f"expected one of at most {_MAX_AXES} axes, each once, found {line.next_shown()}", at)
+            line.fail(f"expected a new axis, of at most {_MAX_AXES}, found {line.next_shown()}", at)
         line.expect("=")
         at = line.position
         sizes[axis] = _number(line, "its size")
         if sizes[axis] < 1:
-            line.fail("an axis has at least one device", at)
+            line.fail("an axis must have at least one device", at)
     return _Reader(name=name, mesh=Mesh(names=tuple(sizes), sizes=tuple(sizes.values())))
 
 
@@ -232,7 +242,7 @@ class _TransferRead:
 
 @dataclass(kw_only=True)
 class _Reader:
-    """What was read so far. Indented lines belong to the last op or transfer."""
+    """What has been read so far. Indented lines belong to the last op or transfer."""
 
     name: str
     mesh: Mesh
@@ -246,16 +256,18 @@ class _Reader:
     period: int = 1
     updates: tuple[Update, ...] = (Update(),)
     asked: list[tuple[TextLine, int]] = field(default_factory=list)
-    """Where a transfer is read by its number."""
+    """(line, number) for each reference to a transfer by its number."""
 
     def program(self) -> LocalProgram:
         for line, number in self.asked:
             if number not in self.transfers:
-                line.fail(f"there is no move {number}", 0)
+                line.fail(f"there is no 'move {number}'", 0)
         numbers = range(len(self.transfers))
         if missing := sorted(set(numbers) - set(self.transfers)):
             raise PaseError(
-                f"local program text: moves are numbered from 0 on, and there is no move {missing[0]}"
+                f"there is no 'move {missing[0]}'",
+                where="local program text",
+                fix="number moves consecutively, from 0",
             )
         return LocalProgram(
             name=self.name,
@@ -288,7 +300,7 @@ class _Reader:
         at = line.position
         word = line.match(_AXIS) or ""
         if word not in known:
-            expected = ", ".join(known) or "a node first"
+            expected = ", ".join(known) or "a node before it"
             line.fail(f"expected {expected}, found '{line.text[at:][:20]}'", at)
         known[word](line)
         return None
@@ -299,7 +311,7 @@ class _Reader:
         self.originals[name] = line.word("the tensor that it is a copy of")
 
     def _hoisted(self, line: TextLine) -> None:
-        self.hoisted = line.choice(Hoisted, "what is sent once a step")
+        self.hoisted = line.choice(Hoisted, "something that can be hoisted")
 
     def _node(self, line: TextLine) -> None:
         self.node, self.last = line.word("the node's name"), None
@@ -315,13 +327,13 @@ class _Reader:
         at = line.position
         number = _number(line, "the move's number")
         if number in self.transfers:
-            line.fail(f"move {number} stands twice", at)
+            line.fail(f"'move {number}' is given twice", at)
         tensor = line.word("a tensor")
         line.expect("of")
         src = line.word("a node")
         line.expect("for")
         dst = line.word("a node")
-        combine, phase = line.choice(Combine, "how it becomes one"), line.choice(Phase, "a phase")
+        combine, phase = line.choice(Combine, "a reduction"), line.choice(Phase, "a phase")
         runs = (self._times(line), self._times(line))
         head = LocalTransfer(
             tensor=tensor,
@@ -349,11 +361,14 @@ class _Reader:
     def _back(self, line: TextLine) -> None:
         assert isinstance(self.last, _TransferRead)
         if self.last.head.backward is None:
-            line.fail("no gradient comes back of a move that 'stays'", 0)
+            line.fail("a move that 'stays' has no steps back", 0)
         self.last.back.append(self._reshard_step(line))
 
     def _reshard_step(self, line: TextLine) -> LocalReshardStep:
-        kind, axes = line.choice(LocalReshardKind, "a move"), self._axes(line, lambda: line.accept("["))
+        kind, axes = (
+            line.choice(LocalReshardKind, "a reshard step"),
+            self._axes(line, lambda: line.accept("[")),
+        )
         line.position -= 1
         before, after = self._layout(line), self._layout(line)
         return LocalReshardStep(
@@ -362,14 +377,14 @@ class _Reader:
 
     def _op(self, line: TextLine) -> None:
         if self.node is None:
-            line.fail("an op stands before the first node", 0)
+            line.fail("an op is before the first node", 0)
         head = LocalOp(node=self.node, op=read_op(line), operands=(), results=(), combine="sum")
         self.last = _OpRead(head=head)
         self.ops.append(self.last)
 
     def _joined(self, line: TextLine) -> None:
         assert isinstance(self.last, _OpRead)
-        self.last.head = replace(self.last.head, combine=line.choice(Combine, "how it becomes one"))
+        self.last.head = replace(self.last.head, combine=line.choice(Combine, "a reduction"))
 
     def _operand(self, line: TextLine) -> None:
         assert isinstance(self.last, _OpRead)
@@ -440,14 +455,14 @@ class _Reader:
 
     def _held(self, line: TextLine, states: list[AxisState], axis: int, state: AxisState) -> None:
         if states[axis] is not None:
-            line.fail(f"{self.mesh.names[axis]} stands twice")
+            line.fail(f"axis {self.mesh.names[axis]} is given twice")
         states[axis] = state
 
     def _blocks(self, line: TextLine) -> int:
         line.expect("/")
         at = line.position
         if (blocks := _number(line, "a number of blocks")) < 1:
-            line.fail("a dim has at least one block", at)
+            line.fail("a dim must have at least one block", at)
         return blocks
 
     def _layout(self, line: TextLine) -> Layout:
@@ -462,7 +477,7 @@ class _Reader:
         return tuple(states)
 
     def _split_entries(self, line: TextLine, states: list[AxisState]) -> Iterator[None]:
-        """One for each entry in brackets that the caller is to read; those of partial axes are read here."""
+        """Yields once for each entry in brackets that the caller must read. Entries of partial axes are read here."""
         line.expect("[")
         while not line.accept("]"):
             if line.accept("+"):

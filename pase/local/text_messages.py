@@ -1,11 +1,12 @@
-"""Messages of a local program as lines of its text.
+"""Reads and writes the messages of a local program as lines of its text.
 
     message back network of 0.0[0+512] 3.0[0+1024]
     message there network after up of 5.0[512+512]
 
-A piece is TRANSFER.STAGE[FIRST BYTE+BYTES]; ``after``: not before that node has begun. If gradients are applied in
-later steps, a line before the nodes says when, in iterations of a period (FIRST-LAST@APPLIED), and a message whose
-gradients it carries and how late; of a loop a piece then says the turn, TRANSFER@TURN:
+A chunk is TRANSFER.STAGE[FIRST BYTE+BYTES]. ``after``: the message does not start before that node has begun. If
+gradients are applied in later steps, a line before the nodes gives the period and its updates, in training steps
+(FIRST-LAST@APPLIED). A message then names its update and how many steps late it is sent, and a chunk of a transfer in a
+loop names the iteration, TRANSFER@ITERATION:
 
     updates every 3 0-0@1 1-2@3
     message back network update 1 late 1 of 0@2.0[0+512]
@@ -27,15 +28,15 @@ _COUNT = re.compile(r"\d{1,9}(?![\w.])", re.ASCII)
 
 
 def updates_text(program: LocalProgram) -> str:
-    """The line that says when gradients are applied."""
+    """The line with the period and its updates."""
     each = " ".join(f"{u.first}-{u.last}@{u.at}" for u in program.updates)
     return f"updates every {program.period} {each}"
 
 
 def read_updates(line: TextLine) -> tuple[int, tuple[Update, ...]]:
-    """(period, updates), behind the line's first word. Fails with the column of what is none."""
+    """Reads (period, updates), after the line's first word. Raises PaseError with line and column if it cannot."""
     line.expect("every")
-    period, updates = _count(line, "how many iterations"), list[Update]()
+    period, updates = _count(line, "how many steps"), list[Update]()
     while not line.at_end():
         if (found := line.match(_UPDATE)) is None:
             line.fail(f"expected FIRST-LAST@APPLIED, found {line.next_shown()}")
@@ -45,7 +46,7 @@ def read_updates(line: TextLine) -> tuple[int, tuple[Update, ...]]:
 
 
 def message_text(m: LocalMessage) -> str:
-    """A message's line."""
+    """The line of a message."""
     after = f" after {word_text(m.after)}" if m.after else ""
     when = f" update {m.update} late {m.late}" if m.update or m.late else ""
     return f"message {m.way} {word_text(m.link)}{after}{when} of {' '.join(map(_chunk, m.chunks))}"
@@ -57,13 +58,19 @@ def _chunk(p: MessageChunk) -> str:
 
 
 def read_message(line: TextLine) -> LocalMessage:
-    """A message, behind the line's first word. Fails with the column of what is none."""
-    way, link, chunks, update, late = line.choice(TransferDirection, "a way"), line.word("a link"), [], 0, 0
+    """Reads a message, after the line's first word. Raises PaseError with line and column if it cannot."""
+    way, link, chunks, update, late = (
+        line.choice(TransferDirection, "a direction"),
+        line.word("a link"),
+        [],
+        0,
+        0,
+    )
     after = line.word("a node") if line.accept("after ") else ""
     if line.accept("update "):
         update = _count(line, "an update's number")
         line.expect("late")
-        late = _count(line, "how many iterations later")
+        late = _count(line, "how many steps later")
     line.expect("of")
     while not line.at_end():
         if (found := line.match(_CHUNK)) is None:

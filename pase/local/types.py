@@ -1,12 +1,12 @@
-"""A local program: for each op, what one device holds and computes; for each edge, the moves forward and backward.
+"""A local program: for each op, what one device holds and computes; for each edge, the reshard steps forward and back.
 
-Layouts are written per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. If a
-value is *partial* over an axis, the devices along it hold summands (or, for a maximum, candidates).
+A layout has one entry per mesh axis, as in ``pase.plan.accesses``: which digit of which tensor dim the axis selects. If
+a value is *partial* over an axis, the devices along it hold summands (or, for a maximum, candidates).
 
 Gradients follow one rule. An operand's gradient is partial over the axes that split iteration dims of the op which the
 operand does not walk. It is replicated over the axes that split nothing of the op. The gradient of a partial sum is
 the same on all its summands. So a backward pass needs only plain differentiation of the local computation and the
-moves listed here.
+reshard steps listed here.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
 ]
 
 AxisState: TypeAlias = "tuple[int, int] | Literal['partial'] | None"
-"""What a mesh axis selects of a tensor: (dim, blocks that this and the more major axes cut it in); its devices hold
-summands; or (None) all hold the same."""
+"""What a mesh axis selects of a tensor: (dim, number of blocks into which this axis and the more major ones cut it);
+``"partial"``: the devices along the axis hold summands; None: they all hold the same."""
 Layout: TypeAlias = tuple[AxisState, ...]
 """A state for each axis of the mesh."""
 
@@ -53,13 +53,13 @@ Extents: TypeAlias = tuple[int, ...]
 """A shape in numbers."""
 
 Combine = Literal["sum", "max", "min", "other"]
-"""How partial values become one. other: by no collective that there is."""
+"""How partial values are reduced. other: no collective can reduce them."""
 
 GradientCarrier = Literal["value", "zeros"]
-"""What a parameter's gradient is taken at on a device, where the gradient is split further than the parameter (ZeRO-2):
-the device's part of the parameter, which is a slice of what it holds; or zeros of the same shape, if that part lies on
-other devices. Zeros are right only in front of ops that are linear: the derivative of any other op depends on the
-operand's value (``pase.ir.recompute.linear``)."""
+"""The array at which a device takes the gradient of a parameter whose gradient is split further than itself (ZeRO-2).
+value: the device's part of the parameter, a slice of what the device holds. zeros: zeros of the same shape, because
+that part is on other devices. Zeros are correct only if the ops that follow are linear: the derivative of any other op
+depends on the operand's value (``pase.ir.recompute.linear``)."""
 
 LocalReshardKind = Literal[CollectiveKind, "slice", "own"]
 
@@ -67,9 +67,10 @@ LocalReshardKind = Literal[CollectiveKind, "slice", "own"]
 @dataclass(frozen=True, kw_only=True)
 class LocalReshardStep:
     """One collective, or a free step: a slice, or *own*, which makes a replicated value partial (the first device along
-    each axis keeps it, the others take zero).
+    each axis keeps the value, the others take zero).
 
-    axes: the mesh axes that it runs over, in the order of the mesh. nbytes: the larger local buffer; 0 for a free step.
+    axes: the mesh axes that it runs over, in the order of the mesh. nbytes: size of the larger local buffer; 0 for a
+    free step.
     """
 
     kind: LocalReshardKind
@@ -80,19 +81,19 @@ class LocalReshardStep:
 
     @property
     def free(self) -> bool:
-        """Does it send nothing?"""
+        """Whether it sends nothing."""
         return self.kind in ("slice", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTransfer:
-    """The moves of a tensor from the node that makes it to the ops of another node that read it in the same layout, and
-    the moves of its gradient back.
+    """The reshard steps of a tensor from the node that makes it to the ops of another node that read it in the same
+    layout, and the reshard steps of its gradient back.
 
-    backward: None where no gradient comes back. combine: how its partial values are reduced. phase: the phase in which
-    it is read; ops of a user's derivative rule read it in the backward phase. runs: how often a step runs the forward
-    and the backward moves. hoisted: it carries a parameter, in a step that gathers these once
-    (``LocalProgram.hoisted``).
+    backward: None if no gradient comes back. combine: how partial values of the tensor are reduced. phase: the phase in
+    which it is read; ops of a user's derivative rule read in the backward phase. runs: how often a training step runs
+    the forward and the backward steps. hoisted: the tensor is a parameter, and parameters are gathered outside of the
+    loop over micro-batches (``LocalProgram.hoisted``).
     """
 
     tensor: str
@@ -108,7 +109,7 @@ class LocalTransfer:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTensor:
-    """A tensor as one device holds it: shape is the whole tensor's."""
+    """A tensor as one device holds it. shape: of the whole tensor."""
 
     tensor: str
     shape: Extents
@@ -117,12 +118,12 @@ class LocalTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOperand(LocalTensor):
-    """What an op reads. transfer: the number of the transfer that brings it; None: an op of the same node makes it, or
-    it is constant.
+    """A tensor that an op reads.
 
-    gradient: the layout in which its gradient leaves the op. constant: known without data, so each device makes its
-    shard. summed: the axes over which its gradient is all-reduced immediately. halo: the axes along which neighbours
-    exchange the rows that a window needs.
+    transfer: the number of the transfer that brings the tensor; None if an op of the same node makes it, or if it is
+    constant. gradient: the layout in which its gradient leaves the op. constant: the value depends on no data, so each
+    device makes its own shard. summed: the axes over which its gradient is all-reduced immediately. halo: the axes
+    along which neighbours exchange the rows that a window needs.
     """
 
     gradient: Layout
@@ -134,9 +135,12 @@ class LocalOperand(LocalTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalResult(LocalTensor):
-    """What an op makes. summed: the axes over which it is all-reduced immediately, because its own node reads it.
-    layout: after that sum. gradient: the layout in which its gradient arrives. gradient_carrier: of a parameter whose
-    gradient has another layout."""
+    """A tensor that an op makes.
+
+    summed: the axes over which it is all-reduced immediately, because its own node reads it. layout: the layout after
+    that sum. gradient: the layout in which its gradient arrives. gradient_carrier: what the gradient of a parameter is
+    taken at if it has another layout than the parameter.
+    """
 
     gradient: Layout
     summed: tuple[str, ...] = ()
@@ -145,7 +149,7 @@ class LocalResult(LocalTensor):
 
 @dataclass(frozen=True, kw_only=True)
 class NodeCollective:
-    """A collective inside a node: it belongs to one of its ops, or (the gather of an updated parameter) to none."""
+    """A collective inside a node. It belongs to one of the node's ops; the gather of an updated parameter to none."""
 
     kind: CollectiveKind
     axes: tuple[str, ...]
@@ -157,8 +161,11 @@ class NodeCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOp:
-    """One op on one device. sent: the collectives inside it, which follow from ``summed`` and ``halo`` of its operands
-    and results, or from its kind (a ring). combine: how its partial results are reduced."""
+    """One op on one device.
+
+    combine: how partial results of the op are reduced. sent: the collectives inside the op. They follow from ``summed``
+    and ``halo`` of its operands and results, or from its kind (a ring).
+    """
 
     node: str
     op: Op
@@ -169,17 +176,20 @@ class LocalOp:
 
 
 TransferDirection = Literal["there", "back"]
-"""A transfer's moves forward, or those of the gradient."""
+"""there: a transfer's forward reshard steps; back: those of its gradient."""
 
 TransferPart: TypeAlias = "tuple[int, int | None]"
-"""What messages carry: the number of a transfer, and of which turn of the loops around its readers it is."""
+"""What messages carry: the number of a transfer, and the iteration of the loops around its readers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MessageChunk:
-    """Bytes [begin, begin + nbytes) of what a move sends. transfer: its number. stage: which of the moves that send
-    anything, from 0. iteration: of which turn of the loops around its readers, counted through, where gradients wait
-    for a later step; None: of the turn that sends it, or there is no loop."""
+    """Bytes [begin, begin + nbytes) of what a reshard step sends.
+
+    transfer: the number of the transfer. stage: which of the transfer's steps that send anything, counted from 0.
+    iteration: if gradients wait for a later training step, the iteration of the loops around the readers (one count for
+    all nested loops); None for the iteration that sends the chunk, or if there is no loop.
+    """
 
     transfer: int
     stage: int
@@ -189,18 +199,19 @@ class MessageChunk:
 
     @property
     def part(self) -> TransferPart:
-        """What it is a piece of."""
+        """The part that it is a chunk of."""
         return self.transfer, self.iteration
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalMessage:
-    """Pieces that are sent as one collective, all equally often. A link sends the messages of a body that run equally
+    """Chunks that are sent as one collective, all equally often. A link sends the messages of a body that run equally
     often one after another, in the order of the program.
 
-    way: of all its pieces. after: the node that must have begun before the message starts; "": none. update: whose
-    gradients it carries; late: how many iterations after the last of them was made (``LocalProgram.updates``), at most
-    in the one after that in which they are applied.
+    way: the direction of all its chunks. after: the node that must have begun before the message starts; "" for none.
+    update: the number of the update (``LocalProgram.updates``) whose gradients it carries. late: how many training
+    steps after the last of these gradients was made the message is sent; at the latest, it is sent in the step after
+    the one at whose end the update is due.
     """
 
     way: TransferDirection
@@ -213,15 +224,16 @@ class LocalMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalProgram:
-    """What each device of the mesh does in a step; ops are in the order of the graph.
+    """What each device of the mesh does in a training step. Ops are in the order of the graph.
 
-    originals: copy -> the tensor that it is a copy of. hoisted: which moves of parameters run once a step. messages:
-    how transfers of parameters are joined, cut and ordered. A transfer that is in none is sent by itself, where it is
-    read.
+    originals: copy -> the tensor that it is a copy of. hoisted: which reshard steps of parameters run outside of the
+    loop over micro-batches. messages: how transfers of parameters are joined, cut and ordered. A transfer that no
+    message carries is sent by itself, where it is read.
 
-    updates: which gradients are applied when, in iterations of a period that repeats. Unless each step sends and
-    applies its own (``delayed``), the gradients in messages wait on their devices, unsummed, and messages are sent in
-    later steps, outside of all loops; so are those of parameters, at the begin of each step.
+    period, updates: which gradients are applied when, in training steps of a period that repeats. If a gradient is sent
+    or applied later than in its own step (``delayed``), the gradients that messages carry wait on their devices,
+    unreduced. All messages are then sent outside of loops: those of gradients in later steps, those of parameters at
+    the beginning of each step.
     """
 
     name: str
@@ -241,27 +253,27 @@ class LocalProgram:
         return late or self.period > 1 or any(u.staleness for u in self.updates)
 
     def behind(self, update: int) -> bool:
-        """Whether some of an update's messages are sent in the step after the one that it follows. It is then applied
-        there, before that step's forward."""
+        """Whether some of an update's messages are sent in the step after the one at whose end the update is due. The
+        update is then applied in that later step, before its forward pass."""
         u = self.updates[update]
         return any(m.update == update and m.late > u.at - u.last for m in self.messages)
 
     def reshard_steps(self, transfer: int, way: TransferDirection) -> tuple[LocalReshardStep, ...]:
-        """A transfer's moves there, or those of its gradient back."""
+        """A transfer's forward reshard steps, or those of its gradient."""
         t = self.transfers[transfer]
         return t.forward if way == "there" else t.backward or ()
 
     def stages(self, transfer: int, way: TransferDirection) -> tuple[LocalReshardStep, ...]:
-        """The moves that send anything, as a plan lists them."""
+        """A transfer's reshard steps that send anything, as a plan lists them."""
         return tuple(m for m in self.reshard_steps(transfer, way) if m.nbytes and not m.free)
 
     def runs(self, transfer: int, way: TransferDirection) -> float:
-        """How often a step runs a transfer's moves there, or back."""
+        """How often a training step runs a transfer's forward reshard steps, or those of its gradient."""
         return self.transfers[transfer].runs[way == "back"]
 
     @cached_property
     def parameters(self) -> frozenset[str]:
-        """The nodes of parameters, with their views and casts."""
+        """The nodes of parameters. Views and casts of a parameter belong to its node."""
         return frozenset(op.node for op in self.ops if op.op.kind == "parameter")
 
     @cached_property
@@ -270,8 +282,8 @@ class LocalProgram:
         return {op.node: i for i, op in reversed(list(enumerate(self.ops)))}
 
     def can_wait(self, i: int, node: str) -> bool:
-        """Whether a message can wait until a node begins: the node runs as often, and begins before whatever reads what
-        the message or a later one of its link brings."""
+        """Whether a message can wait until a node begins: the node runs equally often, and begins before all readers of
+        what this message or a later one on its link brings."""
         m = self.messages[i]
         later = [x for x in self.messages[i:] if (x.way, x.link) == (m.way, m.link)]
         readers = [op for x in later for p in x.chunks for op in self.users(p.transfer)]
@@ -315,7 +327,7 @@ class LocalProgram:
 
     @cached_property
     def takers(self) -> Mapping[Place, tuple[LocalOp, ...]]:
-        """Place -> its ops that make nothing: they mark what leaves a loop's body, or the model."""
+        """Place -> its ops without a result. They mark the values that leave a loop's body, or the model."""
         found: dict[Place, list[LocalOp]] = {}
         for op in self.ops:
             if not op.results:

@@ -1,5 +1,5 @@
-"""Moves in the form that the machine's compiler runs best: the same values, the cheapest of all forms, in the program
-that XLA compiles."""
+"""Reshard steps take the form that the machine's compiler runs fastest: values stay the same, the form is the cheapest,
+and the program that XLA compiles has it."""
 
 import itertools
 import re
@@ -28,7 +28,7 @@ MESH = mesh_from("8x8", 64)
 
 
 def scattered(nbytes, mesh=MESH):
-    """A whole gradient that is summed and scattered over all axes, along one dim."""
+    """A reduce-scatter of a whole gradient over all axes, along one dim."""
     blocks = [int(np.prod(mesh.sizes[: k + 1])) for k in range(len(mesh.sizes))]
     after = tuple((0, b) for b in blocks)
     before = ("partial",) * len(after)
@@ -36,14 +36,14 @@ def scattered(nbytes, mesh=MESH):
 
 
 def gathered(nbytes, mesh=MESH):
-    """The way back."""
+    """The all-gather that reverses ``scattered``."""
     there = scattered(nbytes, mesh)
     return replace(there, kind="all_gather", before=there.after, after=(None,) * len(mesh.sizes))
 
 
 def test_a_sum_over_all_chips_of_a_square_goes_in_two_stages():
-    """At once it would be an all-reduce of the whole buffer. The first stage joins as many as it can, over links of
-    both dims of the torus. Over all chips of 4 x 8 it is one scattered sum."""
+    """As one collective it would be compiled to an all-reduce of the whole buffer. The first stage takes as many chips
+    as it can, over links of both dims of the torus. Over all chips of 4 x 8, one reduce-scatter is enough."""
     form = form_of(scattered(32 << 20), MESH, V5E)
     assert [(m.kind, len(m.axes), m.nbytes) for m in form] == [
         ("reduce_scatter", 1, 32 << 20),
@@ -60,7 +60,8 @@ def test_a_sum_over_all_chips_of_a_square_goes_in_two_stages():
 
 
 def test_wide_gathers_of_small_tensors_go_in_stages():
-    """Over 64 chips and below 20 MB; the last stage brings all of it. Over 32 chips, and above, it is one gather."""
+    """Gathers over 64 chips and below 20 MB take two stages; the last one receives the whole tensor. Gathers over 32
+    chips, and larger ones, are one collective."""
     form = form_of(gathered(4 << 20), MESH, V5E)
     assert [(m.kind, m.nbytes) for m in form] == [("all_gather", 512 << 10), ("all_gather", 4 << 20)]
     assert len(form_of(gathered(64 << 20), MESH, V5E)) == 1
@@ -70,7 +71,7 @@ def test_wide_gathers_of_small_tensors_go_in_stages():
 
 @given(cases())
 def test_every_form_brings_the_same(case):
-    """In numpy on all devices, exactly: stages in every order, on dims that several axes split."""
+    """All forms bring exactly the same elements, in numpy on all devices, also for dims that several axes split."""
     mesh, src, dst, x = case
     for move in chain(src, dst, mesh):
         parts = held(x, move.before, mesh)
@@ -83,7 +84,7 @@ def test_every_form_brings_the_same(case):
             assert (form[0].before, form[-1].after) == (move.before, move.after)
             got = resharded(parts, form, SHAPE, mesh)
             assert all((got[p] == wanted[p]).all() for p in wanted)
-            if len(form) > 1:  # the largest buffer is the move's
+            if len(form) > 1:  # the largest buffer is that of the whole step
                 assert max(m.nbytes for m in form) == move.nbytes
 
 
@@ -100,7 +101,9 @@ def test_only_what_the_compiler_changes_is_asked_for_otherwise():
         changed = (kind, levels, ways, nbytes) == ("all_gather", 2, 16, 99)
         at = (ways,) if levels == 1 else (ways // 2, 2)
         assert (m.as_compiled(kind, at, 64, nbytes) == "all_reduce") == changed
-    assert m.digest == machine.load("tpu_v5e").digest  # a plan's price is that of the collectives it lists
+    assert (
+        m.digest == machine.load("tpu_v5e").digest
+    )  # forms do not change a plan's price, so not the digest either
 
 
 def step_of(params, x):
@@ -124,7 +127,7 @@ def stored_over_two():
 
 
 def test_the_step_sends_the_stages(stored_over_two):
-    """Where sums over two link levels go one level at a time, XLA's text has a reduce-scatter for each stage, and the
+    """If sums over two link levels are staged level by level, XLA's text has a reduce-scatter for each stage, and the
     gradients stay the same."""
     plan, params, x = stored_over_two
     plain = plan.jax
@@ -149,7 +152,7 @@ def test_the_step_sends_the_stages(stored_over_two):
 
 
 def test_parts_of_forms_are_whole(stored_over_two):
-    """What arrives is the tensor."""
+    """After every form, the devices hold the whole tensor."""
     mesh = mesh_from("2x4", 8)
     move = gathered(1024, mesh)
     x = np.arange(16 * 8.0).reshape(16, 8)

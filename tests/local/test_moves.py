@@ -1,4 +1,4 @@
-"""Moves of a local program, in numpy over all devices and in JAX, against the definition of a layout."""
+"""Reshard steps of a local program, in numpy over all devices and in JAX, against the definition of a layout."""
 
 import functools
 from dataclasses import replace
@@ -27,8 +27,8 @@ SHAPE = (16, 8)
 
 @st.composite
 def states(draw, mesh, partial):
-    """A layout: axes on dims of the tensor, each dim split in the order of the mesh, below a digit of a merged dim or
-    not; or partial."""
+    """A layout. Each axis splits a dim (in the order of the mesh, possibly below a digit that no axis holds), or is
+    replicated or partial."""
     out, blocks = [], [draw(st.sampled_from([1, 2])), 1]
     for ways in mesh.sizes:
         dim = draw(st.sampled_from([None, 0, 1] + ["partial"] * partial))
@@ -43,7 +43,7 @@ def states(draw, mesh, partial):
 
 
 def chain(src, dst, mesh):
-    """The plan's moves between two layouts."""
+    """The reshard steps between two layouts."""
     return between(layout_of(src), layout_of(dst), mesh)
 
 
@@ -56,7 +56,7 @@ def cases(draw):
 
 
 def held(x, layout, mesh):
-    """Parts whose sum over the partial axes is x, and differs from device to device there."""
+    """Parts whose sum over the partial axes is x; the summands differ from device to device."""
     out = {}
     for place in places(mesh):
         partial = [place[i] for i, s in enumerate(layout) if s == "partial"]
@@ -81,7 +81,7 @@ def test_moves_bring_every_device_what_it_is_to_hold(case):
 
 @functools.cache
 def in_jax(src, dst, mesh):
-    """The moves compiled for all devices, from parts stacked by device to parts stacked by device."""
+    """The reshard steps compiled for all devices: takes and returns parts stacked by device."""
     devices = jax.sharding.Mesh(np.array(jax.devices()[: mesh.devices]).reshape(mesh.sizes), mesh.names)
     steps = chain(src, dst, mesh)
 
@@ -135,7 +135,7 @@ UNNESTED = [
     ((2, 3), (48, 8), ((0, 2), (0, 6)), ((0, 6), (0, 3))),
     ((2, 3), (48, 8), (None, (0, 3)), (None, (0, 48))),
 ]
-"""Mesh, shape, layout before and after: moves in which an axis gets a part that overlaps with what it has."""
+"""(mesh sizes, shape, layout before, layout after): an axis gets a part that overlaps with the part that it has."""
 
 
 @pytest.mark.parametrize(("sizes", "shape", "before", "after"), UNNESTED)
@@ -172,7 +172,7 @@ def test_parts_that_do_not_nest_are_sent_once_and_no_more_than_the_plan_says(siz
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rounds_bring_every_device_what_it_is_to_hold(seed):
-    """Of random layouts on meshes of two and three ways, with digits below digits that no axis holds."""
+    """Random layouts on meshes with ways of 2 and 3, with digits below digits that no axis holds."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(48, 24))
 
@@ -200,7 +200,7 @@ def test_rounds_bring_every_device_what_it_is_to_hold(seed):
 
 
 def in_rounds(parts, move, shape, mesh):
-    """The rounds of an exchange in numpy, over all devices."""
+    """What each device holds after the rounds of an exchange, in numpy."""
     how, axes = exchange(move, shape, mesh), [mesh.names.index(a) for a in move.axes]
     ways = [mesh.sizes[a] for a in axes]
 
@@ -229,7 +229,7 @@ def in_rounds(parts, move, shape, mesh):
 
 @given(st.integers(2, 6), st.integers(0, 2**20))
 def test_what_goes_from_whom_to_whom_is_a_sum_of_permutations(n, seed):
-    """Any table with equal sums: all of it is sent, to a different target from each source at a time."""
+    """For any table with equal sums, everything is sent, and in each round all targets differ."""
     rng = np.random.default_rng(seed)
     left = sum(int(rng.integers(1, 5)) * np.eye(n, dtype=int)[rng.permutation(n)] for _ in range(4))
     while left.any():
@@ -240,7 +240,7 @@ def test_what_goes_from_whom_to_whom_is_a_sum_of_permutations(n, seed):
 
 
 def test_of_replicas_each_sends_to_one():
-    """Where an element is on several devices and several others want it, each of them gets it once."""
+    """If several devices hold an element and several others need it, each of these gets it once."""
     for count in (2, 3):
         had = [np.array([k // count]) for k in range(2 * count)]
         has = [np.array([1 - k // count]) for k in range(2 * count)]
@@ -252,5 +252,6 @@ def test_of_replicas_each_sends_to_one():
 def test_parts_of_different_sizes_are_refused():
     mesh = Mesh(names=("a",), sizes=(2,))
     move = LocalReshardStep(kind="all_to_all", axes=("a",), before=((0, 2),), after=((1, 2),))
-    with pytest.raises(PaseError, match="different sizes"):
+    with pytest.raises(PaseError, match="different sizes") as e:
         exchange(replace(move, after=(None,)), (4, 4), mesh)
+    assert e.value.where == "all_to_all over a"

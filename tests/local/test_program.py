@@ -1,8 +1,7 @@
-"""The local program of a strategy: what it sends is the plan's own list; what makes it unsound is noticed."""
+"""The local program of a strategy: it sends exactly what the plan lists, and the verifier finds what is unsound."""
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bench.cases.plans import distinct_models, reduced
@@ -16,7 +15,7 @@ STRATEGIES = {
     "mlp": ("data_parallel", "fsdp", "zero2", "owt", "random1@2x4", "random2@2x2x2"),
     "gpt2": ("data_parallel", "fsdp", "zero2", "megatron/megatron_sp_2x4", "random1@2x4", "random2@2x2x2"),
 }
-"""Model -> strategies; of a model that is not listed a blind one, which moves everything."""
+"""Model -> strategies. Any other model gets one random strategy, which reshards almost every tensor."""
 
 
 def program(model, strategy):
@@ -47,15 +46,17 @@ def test_what_is_unsound_is_named():
     k = next(i for i, t in enumerate(local.transfers) if any(m.kind == "all_gather" for m in t.forward))
     t = local.transfers[k]
     for broken, says in (
-        (replace(t, forward=()), "is wanted as"),
+        (replace(t, forward=()), "must arrive as"),
         (replace(t, forward=(*t.forward, t.forward[-1])), "starts from"),
-        (replace(t, forward=tuple(replace(m, kind="all_reduce") for m in t.forward)), "a all_reduce of"),
+        (replace(t, forward=tuple(replace(m, kind="all_reduce") for m in t.forward)), "all_reduce of"),
     ):
-        with pytest.raises(PaseError, match=says):
+        with pytest.raises(PaseError) as e:
             verify_program(with_transfer(local, k, broken))
+        assert says in e.value.what and f"'{t.tensor}'" in e.value.what
+        assert e.value.where == f"local program of '{local.name}'"
     k = next(i for i, t in enumerate(local.transfers) if t.backward)
     t = local.transfers[k]
-    for moves, says in (((), "is wanted as"), (t.backward * 2, "starts from")):
+    for moves, says in (((), "must arrive as"), (t.backward * 2, "starts from")):
         with pytest.raises(PaseError, match=says):
             verify_program(with_transfer(local, k, replace(t, backward=moves)))
 
@@ -65,7 +66,7 @@ def with_transfer(local, k, transfer):
 
 
 def test_a_move_that_hands_on_no_whole_parts_is_named():
-    """What one axis holds of a dim is to become a part of what a wider one holds: no two devices exchange that."""
+    """What one axis holds of a dim becomes a part of what a wider axis holds. No exchange between devices does that."""
     _, local = program("mlp", "random1@2x4")
     k = next(i for i, t in enumerate(local.transfers) if t.forward and not t.forward[0].free)
     t = local.transfers[k]
@@ -77,8 +78,9 @@ def test_a_move_that_hands_on_no_whole_parts_is_named():
         before=((rank - 1, 2), None),
         after=(None, (rank - 1, 4)),
     )
-    with pytest.raises(PaseError, match=r"all_to_all of .*: "):
+    with pytest.raises(PaseError) as e:
         verify_program(with_transfer(local, k, replace(t, forward=(crossed,))))
+    assert f"all_to_all of '{t.tensor}' for {t.dst} over x, y: " in e.value.what
 
 
 def test_it_reads_well():
@@ -90,6 +92,7 @@ def test_it_reads_well():
 
 def test_a_strategy_of_another_model_is_refused():
     _, local = program("mlp", "data_parallel")
-    with pytest.raises(PaseError, match="not one of this model"):
-        program_of(reduced("gpt2").problem.graph, local.mesh, {})
-    assert np.prod(local.mesh.sizes) == 8
+    graph = reduced("gpt2").problem.graph
+    with pytest.raises(PaseError) as e:
+        program_of(graph, local.mesh, {})
+    assert graph.name in e.value.where and min(n.name for n in graph.nodes) in e.value.what

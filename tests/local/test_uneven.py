@@ -1,4 +1,4 @@
-"""Padded programs under any strategy are the unpadded ones on one device: by numpy, and by JAX on 8 host devices."""
+"""Padded programs under any strategy agree with the unpadded program on one device, in numpy and in JAX."""
 
 import functools
 
@@ -25,7 +25,7 @@ from tests.local.test_interpret import numbers_of, rules_of
 
 
 def mixing(p, x):
-    """Norms, a softmax, products over padded dims, a maximum, a bias, a value that two read."""
+    """Norms, a softmax, products over padded dims, a maximum, a bias, a value with two readers."""
     h = x @ p["a"] + p["bias"]
     h = (h - h.mean(-1, keepdims=True)) / jnp.sqrt((h * h).mean((0, -1)) + 1e-3)[:, None]
     weights = jnp.exp(h - h.max(-1, keepdims=True))
@@ -35,7 +35,7 @@ def mixing(p, x):
 
 
 def classing(p, ids):
-    """A table, layers in a loop, and the loss of one of many classes over the same table."""
+    """An embedding table, layers in a loop, and a cross-entropy loss over the same table."""
     h = p["table"][ids]
 
     def layer(h, w):
@@ -49,7 +49,7 @@ def classing(p, ids):
 
 
 def merging(p, x):
-    """Dims that are merged, cut and joined, which run unpadded."""
+    """Dims that are merged, cut and joined; these ops run unpadded."""
     h = jnp.tanh(x.reshape(-1, x.shape[-1]) @ p["a"]).reshape(*x.shape[:2], -1)
     h = jnp.concatenate([h[:, :2], h[:, 1:]], 1)
     return (jax.lax.cumsum(h, axis=2) @ p["b"] * (h.sum(1, keepdims=True) @ p["b"])).mean()
@@ -63,7 +63,7 @@ def shapes_of(fn, b, s, d, e):
 
 @functools.cache
 def padded_case(fn, extents):
-    """(case, values by tensor, loss and gradients of the unpadded function), all dims padded to multiples of 8."""
+    """(case, values by tensor, loss and gradients of the unpadded function). All dims are padded to multiples of 8."""
     b, s, d, e = extents
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
@@ -80,7 +80,7 @@ def padded_case(fn, extents):
 
 
 def constants_of(traced, jaxpr, consts=(), prefix=""):
-    """Tensor -> value, of what depends on no data: positions, masks, fills."""
+    """Tensor -> value, for all tensors that depend on no data: positions, masks, fills."""
     known, out = dict(zip(jaxpr.constvars, consts, strict=False)), {}
     for i, eqn in enumerate(jaxpr.eqns):
         at = f"{prefix}{i}"
@@ -125,11 +125,11 @@ def test_padded_programs_under_any_strategy_are_the_unpadded_ones(fn, extents, s
         inside = tuple(map(slice, want.shape))
         np.testing.assert_allclose(g[inside], want, rtol=0, atol=1e-12 * max(1, np.abs(g).max()))
         g[inside] = 0
-        assert not np.any(g), "a gradient comes back into the padding"
+        assert not np.any(g), "the padding has a gradient"
 
 
 def step_of(fn, b, s, d, e, padding, strategy, lowering):
-    """(how far a step is from the unsharded one, bytes by kind: predicted, compiled)."""
+    """(differences from the unsharded step, kind of collective -> (predicted bytes, compiled bytes))."""
     rng = np.random.default_rng(0)
     params = {k: jnp.asarray(rng.normal(size=n) / np.sqrt(d)) for k, n in shapes_of(fn, b, s, d, e).items()}
     x = jnp.asarray(rng.integers(0, e, (b, s)) if fn is classing else rng.normal(size=(b, s, d)))
@@ -161,7 +161,7 @@ def test_padded_programs_send_what_even_ones_do():
 
 @jax.custom_vjp
 def scored(x, w):
-    """Its rule calls it, and has another gradient than it has."""
+    """A function whose derivative rule calls it and returns other gradients than its true ones."""
     return (x @ w).sum(-1)
 
 
