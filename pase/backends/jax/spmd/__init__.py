@@ -1,1 +1,1 @@
-"""The local program of a plan, run by JAX inside one ``shard_map``."""
+"""The manual lowering for JAX: runs the local program of a plan inside one ``shard_map``."""

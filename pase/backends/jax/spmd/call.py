@@ -1,4 +1,4 @@
-"""One equation on one device: the input of the rules in ``rules``, and the registry of these rules."""
+"""The input of the rules in ``rules``, which run one equation on one device, and the registry of these rules."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["MANUAL_RULES", "ManualCall", "NotLowered", "split_dims"]
 
 
 class NotLowered(Exception):
-    """Why an equation cannot be run on parts. It becomes a PaseError that names the equation."""
+    """An equation cannot run on parts; the message is the reason. It becomes a PaseError that names the equation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManualCall:
     """An equation as one op of the local program.
 
-    operands: for each input; None for a number. results: for each output; None if another op makes it. shapes: shapes
-    of the outputs on this device. devices: JAX's mesh.
+    devices: JAX's mesh. operands: for each input of the equation, the operand of the op; None for a literal. results:
+    for each output, the result of the op; None if another op makes it. shapes: the local shapes of the outputs.
     """
 
     eqn: Eqn
@@ -43,20 +43,20 @@ class ManualCall:
 
     @property
     def shape(self) -> Extents:
-        """The shape of its first result."""
+        """The local shape of the first result."""
         return next(s for s in self.shapes if s is not None)
 
     def whole(self, i: int = 0) -> Extents:
-        """The shape of an input on all devices."""
+        """The unsharded shape of an input."""
         return tuple(self.eqn.invars[i].aval.shape)
 
 
 Rule: TypeAlias = "Callable[[ManualCall, Sequence[Array]], Sequence[Array]]"
 
 MANUAL_RULES: Registry[Rule] = Registry("local rule for JAX primitive")
-"""Primitive -> how it runs on parts, if that differs from the whole."""
+"""Primitive -> how it runs on parts, if that differs from running it on the whole arrays."""
 
 
 def split_dims(call: ManualCall, ins: Sequence[Array], i: int = 0) -> set[int]:
-    """Dims of an input that are split, so that this device has only a part."""
+    """The dims of an input that are split, so that this device has only a part of them."""
     return {d for d, (n, whole) in enumerate(zip(ins[i].shape, call.whole(i), strict=True)) if n != whole}

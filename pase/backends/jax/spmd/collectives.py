@@ -1,5 +1,8 @@
-"""Moves of a local program in JAX, inside ``shard_map``. Each move is exactly one collective, forward and backward, but
-for the few whose parts do not nest (``pase.local.exchange``)."""
+"""Runs the reshard steps of a local program in JAX, inside ``shard_map``.
+
+Each reshard step is exactly one collective, forward and backward, except for the few whose parts do not nest
+(``pase.local.exchange``).
+"""
 
 from __future__ import annotations
 
@@ -37,11 +40,10 @@ def there_and_back(
     there: Callable[[Array], Array],
     back: Callable[[Array], Array] | None,
 ) -> Array:
-    """``there(value)``. Its gradient is ``back`` of the incoming gradient, and goes to ``gradient_carrier`` if given,
-    else to value.
+    """``there(value)``, with the gradient ``back(incoming gradient)``.
 
-    gradient_carrier: an array in the layout in which the gradient arrives, if that is not the value's. back: None means
-    that no gradient passes.
+    The gradient goes to ``gradient_carrier`` if there is one, otherwise to ``value``. gradient_carrier: an array in the
+    layout in which the gradient arrives, if this is not the layout of the value. back: None if no gradient passes.
     """
     import jax
 
@@ -63,7 +65,7 @@ def there_and_back(
 def resharded(
     value: Array, steps: Sequence[LocalReshardStep], shape: Extents, combine: Combine, mesh: Mesh
 ) -> Array:
-    """The value after these moves. shape: the shape of the whole tensor."""
+    """The value after these reshard steps. shape: of the whole tensor. combine: reduces partial values."""
     return reduce(lambda x, step: _step(x, step, shape, combine, mesh), steps, value)
 
 
@@ -91,13 +93,14 @@ def _step(x: Array, step: LocalReshardStep, shape: Extents, combine: Combine, me
 
 
 def summed(x: Array, axes: tuple[str, ...], combine: Combine = "sum") -> Array:
-    """All-reduced over these axes."""
+    """All-reduce over these axes."""
     import jax
 
     by = {"sum": jax.lax.psum, "max": jax.lax.pmax, "min": jax.lax.pmin}
     if combine not in by:
         raise PaseError(
-            f"partial results over {', '.join(axes)} can be combined only by sum, maximum or minimum"
+            f"no collective reduces these partial results over {', '.join(axes)}: only sums, maxima and minima can be "
+            f"reduced"
         )
     return by[combine](x, axes)
 
@@ -123,22 +126,23 @@ def _sliced(x: Array, v: WireView, axes: Sequence[str], mesh: Mesh) -> Array:
 
 
 def _to_front(x: Array, v: WireView) -> Array:
-    """The outgoing digits become the first dim; the rest is unchanged."""
+    """Brings the leaving digits to the front, as one dim; the order of the others is unchanged."""
     x = x.reshape(v.seen).transpose(*v.to_front)
     return x.reshape(math.prod(v.ways), *x.shape[len(v.leaving) :])
 
 
 def _from_front(x: Array, v: WireView) -> Array:
-    """The first dim is distributed to the arriving digits, each in its place."""
+    """Splits the first dim into the arriving digits and puts each in its place."""
     assert v.arriving is not None
     return x.reshape(*v.ways, *x.shape[1:]).transpose(v.arriving).reshape(v.shape)
 
 
 def _scattered(x: Array, v: WireView, axes: Sequence[str], combine: Combine) -> Array:
-    """Sums are scattered by one collective, along a dim of its own: XLA for TPU stores arrays in tiles, and makes an
-    all-reduce of a sum that is scattered along a tiled dim unless the parts are whole tiles.
+    """A reduce-scatter, along a dim that exists only for it.
 
-    For maxima and minima, each device receives all candidates for its part, which takes the same number of bytes.
+    XLA for TPU stores arrays in tiles. It compiles a reduce-scatter along a tiled dim to an all-reduce unless the parts
+    are whole tiles. For maxima and minima, each device receives all candidates for its part by an all-to-all, which
+    sends the same number of bytes.
     """
     import jax
 
@@ -166,14 +170,14 @@ def _exchanged(x: Array, v: WireView, axes: Sequence[str]) -> Array:
 
     if v.along is not None and None not in v.along and 1 not in (x.shape[v.along[1]], v.shape[v.along[0]]):  # type: ignore[index]
         return jax.lax.all_to_all(x, tuple(axes), v.along[0], v.along[1], tiled=True)  # type: ignore[arg-type]
-    # Also where a dim of one element is in it: XLA for CPU gives such slices different layouts, and refuses them.
+    # Dims of one element also go this way: XLA for CPU gives slices along them different layouts, and refuses them.
     front = _to_front(x, v)
     rows = jax.lax.all_to_all(front.reshape(front.shape[0], -1), tuple(axes), 0, 0, tiled=True)
     return _from_front(rows.reshape(front.shape), v)
 
 
 def _exchanged_in_rounds(x: Array, how: UnitExchange, axes: Sequence[str]) -> Array:
-    """Units to the front, sent permute by permute, and each put in its place."""
+    """An exchange of units: brings them to the front, sends them permute by permute, and puts each in its place."""
     import jax
     import jax.numpy as jnp
 
@@ -192,7 +196,10 @@ def _exchanged_in_rounds(x: Array, how: UnitExchange, axes: Sequence[str]) -> Ar
 
 
 def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
-    """What a sum, a scattered sum or a gather sends: [rows, elements]. A scattered sum has a row for each device."""
+    """What an all-reduce, a reduce-scatter or an all-gather sends, [rows, elements].
+
+    A reduce-scatter has a row for each device, the others have one row.
+    """
     if step.kind == "reduce_scatter":
         front = _to_front(x, view(step, shape, mesh))
         return front.reshape(front.shape[0], -1)
@@ -200,8 +207,10 @@ def on_wire(x: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Arr
 
 
 def sent(rows: Array, step: LocalReshardStep) -> Array:
-    """What arrives of ``on_wire``'s rows: [rows, elements]. A gather brings a row from each device. Columns of several
-    moves of this kind over the same axes may stand side by side."""
+    """What arrives after sending the rows of ``on_wire``, [rows, elements]: from an all-gather, a row of each device.
+
+    The columns of several reshard steps of one kind over the same axes may be concatenated.
+    """
     import jax
 
     match step.kind:
@@ -214,7 +223,7 @@ def sent(rows: Array, step: LocalReshardStep) -> Array:
 
 
 def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -> Array:
-    """The local array after the move, from what arrived."""
+    """The local array after the reshard step, from the rows that ``sent`` returns."""
     if step.kind == "all_gather":
         v = view(step, shape, mesh)
         return _from_front(rows.reshape(rows.shape[0], *v.seen), v)
@@ -222,8 +231,11 @@ def from_wire(rows: Array, step: LocalReshardStep, shape: Extents, mesh: Mesh) -
 
 
 def after(x: Array, earlier: Array) -> Array:
-    """x, which is there only once ``earlier`` is: plus the minimum of 0 and one bit of it. The compiler does not know
-    that a bit is never negative, so it cannot move x before it."""
+    """x, but it cannot be computed before ``earlier`` is there.
+
+    It adds the minimum of 0 and one bit of ``earlier``. The compiler does not know that this is always 0, so it cannot
+    move x before ``earlier``.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -252,7 +264,7 @@ def part(x: Array, shape: Extents, layout: Layout, mesh: Mesh) -> Array:
 
 
 def places_of(ids: Array, dim: int, shape: Extents, layout: Layout, mesh: Mesh) -> tuple[Array, Array]:
-    """Translate indices into a whole tensor dim: (indices into this device's part of it, whether they lie in it)."""
+    """Translates indices into a whole tensor dim: (indices into this device's part of it, whether they lie in it)."""
     import jax
     import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""Loops and branches on one device: ``ManualWalk`` walks the bodies; inputs and outputs have the plan's layouts.
+"""Runs loops and branches on one device. ``ManualWalk`` walks the bodies; inputs and outputs have the plan's layouts.
 
-The layouts of what a body reads from outside, carries and stacks are set at its border. If the body reads
-slices of a stack, the whole stack is moved before the loop, in one move.
+Values that a body reads from outside, carries or stacks are resharded at its border. If the body reads slices of a
+stack, the whole stack is resharded at once, before the loop.
 """
 
 from __future__ import annotations
@@ -29,13 +29,17 @@ __all__ = ["manual_cond", "manual_scan", "manual_while"]
 def _in_loop_layouts(
     walk: ManualWalk, at: Place, of: PlacePart, values: Sequence[DeviceValue], cache: Cache, *which: int
 ) -> list[DeviceValue]:
-    """Values in the layouts of this part of a loop's tensors, or of what a branch (which) returns."""
+    """The values in the layouts that the plan has for a loop or a branch.
+
+    of: which part of the equation's tensors they are (constants, carry, stacks, …). which: the number of the branch
+    that returns them.
+    """
     out = []
     for k, h in enumerate(values):
         key = at.its(of, *which, k)
         (name,) = walk.traced.results.get(key, (None,))
         op = walk.program.maker.get(name or "")
-        if op is None:  # of one element, or independent of data
+        if op is None:  # it has one element, or does not depend on data
             out.append(h if name is None else replace(h, tensor=name))
             continue
         r = walk.program.result(op.results[0].tensor)
@@ -47,7 +51,7 @@ def _in_loop_layouts(
 def _closed(
     walk: ManualWalk, at: Place, carried: Sequence[DeviceValue], made: Sequence[DeviceValue], cache: Cache
 ) -> list[Array]:
-    """What a body passes to its next turn, in the layouts of the carry."""
+    """The values that a body passes to its next iteration, in the layouts of the carry."""
     out = []
     for k, (before, h) in enumerate(zip(carried, made, strict=True)):
         takers = walk.program.takers.get(at.its("carry", k), ())
@@ -64,7 +68,7 @@ def _closed(
 def manual_scan(
     walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
-    """A scan on this device."""
+    """Run a scan on this device."""
     import jax
 
     p = eqn.params
@@ -104,7 +108,7 @@ def manual_scan(
 
 
 def _before_slicing(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, cache: Cache) -> DeviceValue:
-    """A stack as the loop slices it, with its first dim not split."""
+    """A stack in the layout in which the loop slices it: its first dim is not split."""
     if stack.layout is None:
         return stack
     (name,) = walk.traced.results[at.its("x", k)]
@@ -113,7 +117,7 @@ def _before_slicing(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, cac
 
 
 def _slice(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, arrays: Array) -> DeviceValue:
-    """One turn's slice of a stack."""
+    """The slice of a stack that one iteration reads."""
     (name,) = walk.traced.results[at.its("x", k)]
     array, gradient_carrier = arrays
     if stack.layout is None:
@@ -124,7 +128,7 @@ def _slice(walk: ManualWalk, at: Place, k: int, stack: DeviceValue, arrays: Arra
 
 
 def _stacked(walk: ManualWalk, name: str, value: DeviceValue, cache: Cache) -> DeviceValue:
-    """One turn's part of a stacked result with this name."""
+    """One iteration's part of the stacked result with this name."""
     op = walk.program.maker.get(name)
     if op is None:
         return replace(value, tensor=name)
@@ -135,10 +139,10 @@ def _stacked(walk: ManualWalk, name: str, value: DeviceValue, cache: Cache) -> D
 def manual_while(
     walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
-    """A while loop on this device. All devices run the same number of turns.
+    """Run a while loop on this device. All devices run the same number of iterations.
 
-    Under vmap (one result for each example), the loop runs as long as any example on any device continues. Examples
-    that have ended keep their values.
+    Under vmap (the condition has one result per example), the loop runs as long as any example on any device continues.
+    Examples that have ended keep their values.
     """
     import jax
 
@@ -185,14 +189,17 @@ def manual_while(
 def _held(
     walk: ManualWalk, at: Place, on: DeviceValue, new: DeviceValue, before: DeviceValue, cache: Cache
 ) -> DeviceValue:
-    """A loop's value after a turn for the examples that continue; for the others, the value before the turn."""
+    """A loop's value after an iteration, under vmap: examples that have ended keep the value from before.
+
+    on: a flag per example, whether it continues. new, before: the values after and before the iteration.
+    """
     import jax
 
     program = walk.program
     (name,) = walk.traced.results[at]
     op, result = program.maker[name], program.result(name)
     wide = program.original(op.operands[0].tensor)
-    if wide != on.tensor:  # the answers, broadcast to the value's shape
+    if wide != on.tensor:  # the plan broadcasts the flags to the value's shape
         spread = program.maker[wide]
         (wanted,) = walk.matched(spread, [on])
         flags = on if wanted is None else walk.received(on, wanted, cache)
@@ -212,7 +219,7 @@ def _held(
 def manual_cond(
     walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> Sequence[DeviceValue]:
-    """A conditional on this device. Every branch brings its results into the common result layout."""
+    """Run a conditional on this device. Every branch reshards its results to the layout in which all of them return."""
     import jax
 
     names = walk.traced.results[at]

@@ -1,9 +1,8 @@
-"""Calls with their own derivative rule on one device: the rule's forward and backward programs, on parts.
+"""Runs calls with their own derivative rule on one device: the rule's forward and backward programs, on parts.
 
 The rule is read as two programs, as ``jax.vjp`` runs it: forward to the results and residuals, and backward to the
-gradients. Each is traced by itself and split according to its operands' layouts (``pase.local.follow``), and is then a
-local program of its own. For such a call, the plan gives the layouts of its operands, its results and the gradients of
-both.
+gradients. Each is traced separately, split according to its operands' layouts (``pase.local.follow``), and lowered to
+its own local program. The plan gives the layouts of the call's operands and results, and of the gradients of both.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = ["call_with_rule"]
 def call_with_rule(
     walk: ManualWalk, eqn: Eqn, ins: Sequence[DeviceValue], at: Place, cache: Cache
 ) -> list[DeviceValue]:
-    """A ``custom_jvp`` or ``custom_vjp`` call on this device, with gradients for some of its results."""
+    """Run a ``custom_jvp`` or ``custom_vjp`` call, some of whose results have gradients, on this device."""
     import jax
 
     call = _RuledCall.of(walk, eqn, ins, at)
@@ -70,16 +69,17 @@ def call_with_rule(
         n: DeviceValue(array=x, tensor=n, layout=call.made_as(n), gradient_carrier=s)
         for n, x, s in zip(call.results, made, gradient_carriers, strict=True)
     }
-    # None where nothing reads it.
+    # A result that nothing reads has no array.
     return [found.get(n, DeviceValue(array=None, tensor=n)) for n in walk.traced.results[at]]  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RuledCall:
-    """What the plan says about such a call. trained: which operands have gradients.
+    """What the plan contains about a call with a derivative rule.
 
-    results: names of the results that are used. reads: for each operand, how the first op inside reads it. hands: for
-    each operand with a gradient, how a rule for vector-Jacobian products returns it.
+    ins: the operands. trained: which of them have gradients. results: the names of the results that are used. reads:
+    for each operand, how the first op inside reads it. hands: for each operand with a gradient, how a rule for
+    vector-Jacobian products returns the gradient.
     """
 
     walk: ManualWalk
@@ -116,14 +116,16 @@ class _RuledCall:
         return self.ins[i] if wanted is None else self.walk.received(self.ins[i], wanted, cache)
 
     def gradient_target(self, i: int, read: DeviceValue, cache: Cache) -> tuple[Array, Layout]:
-        """(what receives the gradient of an operand that has one, the layout in which it is returned)."""
+        """(the array that receives an operand's gradient, the layout in which the gradient is returned)."""
         h, program = self.ins[i], self.walk.program
         handed = next((o for o in self.hands if program.original(o.tensor) == h.tensor), None)
         if handed is not None:
             return self.walk.gradient_carrier(h, handed, cache), handed.gradient
         wanted = self.reads[i]
         if wanted is None:
-            raise self.walk.refusal(self.eqn, f"nothing in it reads '{h.tensor}', which has a gradient")
+            raise self.walk.refusal(
+                self.eqn, f"'{h.tensor}' has a gradient, but nothing in the call reads it"
+            )
         if read.gradient_carrier is not None:
             return read.gradient_carrier, program.result(wanted.tensor).gradient
         return read.array, wanted.gradient
@@ -141,7 +143,7 @@ class _RuledCall:
         return program.result(name).gradient
 
     def gradient_carrier(self, name: str, made: Array) -> Array | None:
-        """The part of a result in the layout in which its gradient arrives, if that splits it further."""
+        """The part of a result in the layout in which its gradient arrives; None if the gradient is split alike."""
         program = self.walk.program
         if name not in program.maker:
             return None
@@ -157,8 +159,9 @@ class _RuledCall:
 def _ran(
     walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], wants: Sequence[Layout]
 ) -> list[DeviceValue]:
-    """Run a program on values in their layouts. Its first results get the layouts ``wants``; the others are only
-    summed.
+    """Run a program on values in their layouts.
+
+    wants: the layouts of its first results. In the other results, partial sums are reduced.
     """
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
     whole: Layout = (None,) * len(mesh.names)
@@ -184,7 +187,10 @@ def _ran(
 def _traced(
     walk: ManualWalk, closed: ClosedJaxpr, values: Sequence[DeviceValue], lie: Sequence[Layout]
 ) -> tuple[ManualWalk, list[DeviceValue]]:
-    """The program as a separate local program, and its results' layouts for values in these layouts."""
+    """Run a program as a separate local program: (the walk that ran it, its results).
+
+    lie: the layouts of the values.
+    """
     import jax
 
     mesh, jaxpr = walk.program.mesh, opened(closed)[0]
@@ -202,8 +208,8 @@ def _traced(
 
 
 def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
-    """Whether it computes pointwise, on arrays of one shape and on numbers. Then it does not matter which points a
-    device has.
+    """Whether a program computes pointwise, on arrays of one shape and on scalars. Then it does not matter which points
+    a device has.
     """
 
     def alike(eqn: Eqn) -> bool:
@@ -217,7 +223,7 @@ def _pointwise(jaxpr: Jaxpr, shape: tuple[int, ...]) -> bool:
 
 
 def _on_parts(closed: ClosedJaxpr, arrays: Sequence[Array], here: tuple[int, ...]) -> list[Array]:
-    """A pointwise program on parts of this shape."""
+    """Run a pointwise program on parts of the shape ``here``."""
     import jax
 
     jaxpr, consts = opened(closed)

@@ -1,7 +1,7 @@
-"""Arrays that are made by position, on one device: only this device's part of them is made.
+"""Makes one device's part of arrays whose elements depend on their position, such as random bits.
 
-Random bits of threefry are a function of the key and of each element's place in the whole array (JAX's
-``jax_threefry_partitionable``, its default). So each device counts the places of its own elements.
+Random bits of threefry are a function of the key and of each element's index in the whole array (JAX's
+``jax_threefry_partitionable``, its default). So each device computes the indices of its own elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["counted", "positions", "random_part"]
 
 
 def positions(call: ManualCall, result: LocalResult, dim: int) -> Array:
-    """Where this device's elements lie along a dim of the whole array: uint32 [its elements along the dim]."""
+    """The indices of this device's elements along a dim of the whole array, uint32 [local size of the dim]."""
     import jax.numpy as jnp
 
     along = tuple(
@@ -33,8 +33,8 @@ def positions(call: ManualCall, result: LocalResult, dim: int) -> Array:
 
 
 def random_part(call: ManualCall, ins: Sequence[Array]) -> Array | None:
-    """This device's part of ``random_bits``. None if its bits are not made by position: another generator than
-    threefry, several keys."""
+    """This device's part of ``random_bits``. None if the bits do not depend on position alone: another generator than
+    threefry, or several keys."""
     import jax
 
     (key,), (result,), params = ins, call.results, call.eqn.params
@@ -54,8 +54,10 @@ _THREEFRY = ("fry", "threefry2x32")
 
 
 def counted(places: Sequence[Array], shape: Sequence[int]) -> tuple[Array, Array]:
-    """The number of each element of an array of this shape, row by row: its high and its low 32 bits. places: where the
-    elements lie along each dim, uint32."""
+    """The row-major index of elements in an array of this shape, as (high, low) 32 bits.
+
+    places: for each dim, the indices of the elements along it, uint32.
+    """
     import jax.numpy as jnp
 
     low = jnp.zeros((1,) * len(shape), jnp.uint32)
@@ -72,7 +74,7 @@ def counted(places: Sequence[Array], shape: Sequence[int]) -> tuple[Array, Array
 
 
 def _product(x: Array, n: int) -> tuple[Array, Array]:
-    """x * n for uint32 x and n < 2**32: high and low 32 bits."""
+    """x * n for uint32 x and n < 2**32, as (high, low) 32 bits."""
     import jax.numpy as jnp
 
     half, mask = jnp.uint32(16), jnp.uint32(0xFFFF)

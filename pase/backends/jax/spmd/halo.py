@@ -1,7 +1,7 @@
-"""Convolutions and pools on one device: halo exchange along split dims, then the window over the local rows.
+"""Runs convolutions and pools on one device: a halo exchange along split dims, then the window over the local rows.
 
 A window that moves along a split dim reads past the border of this device's part. The rows past the border come from
-the neighbouring device by ``ppermute``. Past the ends of the whole array there is the equation's padding.
+the neighbouring device by ``ppermute``. Past the ends of the whole array, the equation's padding applies.
 Differentiation sends the gradients of these rows back the same way, which is the plan's halo exchange of backward.
 """
 
@@ -31,7 +31,7 @@ WINDOWED = (
 """Primitives whose operand may be split along a window."""
 
 WindowPadding = list[tuple[int, int]]
-"""Rows before and after each dim that a window moves along. A negative number leaves out that many."""
+"""For each dim that a window moves along, the rows of padding (before, after). Negative numbers leave out rows."""
 
 
 @MANUAL_RULES.register("conv_general_dilated")
@@ -68,9 +68,10 @@ def _with_neighbours(
     padding: Sequence[tuple[int, int]],
     edge: ArrayLike | None,
 ) -> tuple[Array, WindowPadding]:
-    """(x with the halo rows that its windows read, the padding still to be applied). edge: the value past the ends.
+    """(x with the halo rows that its windows read, the padding that must still be applied).
 
-    None as the edge means zeros. Dims are extended one after the other, so that corners are included.
+    edge: the value past the ends of the whole array; None for zeros. Dims are extended one after the other, so that
+    corners are included.
     """
     split, left = split_dims(call, [x]), [tuple(pad) for pad in padding]
     for k, dim in enumerate(dims):
@@ -85,12 +86,15 @@ def _with_neighbours(
 def _extended(
     call: ManualCall, x: Array, dim: int, before: int, behind: int, edge: ArrayLike | None
 ) -> Array:
-    """x with the last rows of the previous device along a dim, and the first rows of the next device."""
+    """x with the last rows of the previous device along a dim, and the first rows of the next device.
+
+    before, behind: how many rows of each. edge: as in ``_with_neighbours``.
+    """
     import jax
     import jax.numpy as jnp
 
     operand = call.operands[0]
-    assert operand is not None  # a number has no dims
+    assert operand is not None  # a literal has no dims
     axes = axes_of(operand.layout, dim, call.mesh)
     ways = math.prod(call.mesh.sizes[call.mesh.names.index(a)] for a in axes)
     at, rows = jax.lax.axis_index(axes), x.shape[dim]

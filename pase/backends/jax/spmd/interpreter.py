@@ -1,8 +1,8 @@
-"""A local program run by JAX: the user's jaxpr is walked again, and each equation runs on one device's part.
+"""Runs a local program in JAX: walks the user's jaxpr again, and runs each equation on one device's part.
 
 Everything runs inside one ``shard_map`` over the whole mesh. Between equations, each edge of the program is one
-function with its own derivative: forward makes the plan's moves, and backward makes the moves that the plan has for the
-gradient. Nothing else communicates, and nothing is left to a partitioner.
+function with its own derivative: forward, it runs the plan's reshard steps, and backward, those that the plan has for
+the gradient. Nothing else communicates, and nothing is left to a partitioner.
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ __all__ = ["ManualWalk"]
 
 @dataclass(frozen=True, kw_only=True)
 class ManualWalk:
-    """One walk over the jaxpr, on one device, run under ``shard_map``. blocks: equations that backward recomputes.
+    """One walk over the jaxpr on one device, run under ``shard_map``.
 
-    kept: equations in these blocks whose results are kept for backward. devices: JAX's mesh. arrivals: parameters that
-    the step gathers once; None if each is gathered where it is read.
+    blocks: the equations that backward recomputes. kept: the equations in these blocks whose results are residuals.
+    devices: JAX's mesh. arrivals: the parameters that are gathered outside of the loop over micro-batches, or whose
+    gradients wait; None if each parameter is gathered where it is read.
     """
 
     program: LocalProgram
@@ -68,18 +69,21 @@ class ManualWalk:
 
     @property
     def _finds_arrivals(self) -> bool:
-        """Whether this walk only finds the gathered parameters, so that nothing needs to run again."""
+        """Whether this walk only finds the arrivals, so that nothing has to be recomputed."""
         return self.arrivals is not None and self.arrivals.given is None and not self.arrivals.barred
 
     def within(self, what: str) -> ManualWalk:
-        """The walk inside of a construct out of which nothing can be gathered."""
+        """The walk inside of a construct out of which no gather can be hoisted. what: names it in errors."""
         if self.arrivals is None:
             return self
         barred = replace(self.arrivals, given=None, found={}, wide={}, barred=what)
         return replace(self, arrivals=barred)
 
     def _arriving(self, key: str, number: int, make: Callable[[], Tree], value: DeviceValue) -> Tree:
-        """The result of a transfer, or of the gradient's way back through it."""
+        """The result of a transfer: ``make()``, or the arrival if there is one.
+
+        key: of the arrival; the transfer's number, or "NUMBER back" for the carrier of its gradient.
+        """
         if self.arrivals is None or number not in self.arrivals.numbers:
             return make()
         t = self.program.transfers[number]
@@ -99,7 +103,7 @@ class ManualWalk:
         return self.traced.jaxpr.jaxpr.debug_info._replace(arg_names=None, result_paths=None)
 
     def leaf(self, array: Array, tensor: str, gradient_carrier: Array | None = None) -> DeviceValue:
-        """A parameter or an input in its storage layout."""
+        """A parameter or an input, in its storage layout."""
         return DeviceValue(
             array=array,
             tensor=tensor,
@@ -110,7 +114,7 @@ class ManualWalk:
     def run(
         self, jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[DeviceValue], prefix: str, cache: Cache
     ) -> list[DeviceValue]:
-        """Run the equations. cache: of the body that contains them."""
+        """Run the equations of a jaxpr. prefix: of their places. cache: the state of the body that contains them."""
         from jax.ad_checkpoint import checkpoint_name
 
         env: dict[Var, DeviceValue] = {
@@ -146,7 +150,7 @@ class ManualWalk:
     def _recompute(
         self, jaxpr: Jaxpr, block: Block, env: dict[Var, DeviceValue], one: Callable[[int, Cache], None]
     ) -> None:
-        """A rematerialised block of equations."""
+        """Run a block of equations that backward recomputes. one: runs one equation, by its number."""
         import jax
 
         reads, makes = boundary(jaxpr, block)
@@ -179,7 +183,7 @@ class ManualWalk:
         if (taken := on_every_platform(eqn)) is not None:
             return self.run(*taken, ins[1:], f"{at.path}.", cache)
         if by_platform(eqn):
-            self._check_whole(eqn, ins, "each platform has code of its own for it")
+            self._check_whole(eqn, ins, "it has different code for each platform")
         if name == "scan":
             return manual_scan(self, eqn, ins, at, cache)
         if name == "while":
@@ -199,26 +203,26 @@ class ManualWalk:
     def _made(
         self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> list[DeviceValue]:
-        """The results of an equation, all of which depend on data or none."""
+        """The results of an equation. Either all or none of them must depend on data."""
         made: dict[str, DeviceValue] = {}
         for op in self._makers(names):
             made.update(self.op_on_part(op, eqn, names, ins, cache))
         if not made:
             return self._constant(eqn, names, ins)
         if unknown := [n for n in names if n not in made]:
-            raise self.refusal(eqn, f"the plan has no op that makes {', '.join(unknown)}")
+            raise self.refusal(eqn, f"no op of the plan makes {', '.join(unknown)}")
         return [made[n] for n in names]
 
     def _check_whole(self, eqn: Eqn, ins: Sequence[DeviceValue], why: str) -> None:
-        """Refuse an equation that only a whole array may go through if one of its operands is split."""
+        """Refuse an equation that needs whole arrays, if one of its operands is split."""
         for h in ins:
             if h.layout is not None and any(s is not None for s in h.layout):
-                raise self.refusal(eqn, f"{why}, and its operand '{h.tensor}' is split")
+                raise self.refusal(eqn, f"{why}, but its operand '{h.tensor}' is split")
 
     def _by_operand(
         self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> list[DeviceValue]:
-        """Each result from the operand in its place, in that operand's layout; constants may be among them."""
+        """The results of an equation whose i-th result has the layout of its i-th operand. Some may be constants."""
         import jax
 
         made = [
@@ -230,22 +234,22 @@ class ManualWalk:
         return made
 
     def _makers(self, names: Sequence[str]) -> list[LocalOp]:
-        """The ops that make these tensors, each once. Constants have none."""
+        """The ops that make these tensors, without duplicates. No op makes a constant."""
         found = {id(op): op for n in names if (op := self.program.maker.get(n)) is not None}
         return list(found.values())
 
     def _constant(self, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue]) -> list[DeviceValue]:
-        """A value that does not depend on data, whole on every device; each reader takes its part of it."""
+        """Values that do not depend on data. Every device makes the whole value; each reader takes its part."""
         if not names:
             raise self.refusal(eqn, "the plan has no layout for its results")
-        self._check_whole(eqn, ins, "the plan knows no data in it")
+        self._check_whole(eqn, ins, "the plan takes its results for constants")
         outs = rules.plainly(eqn, [h.array for h in ins], self._info)
         return [DeviceValue(array=x, tensor=n) for x, n in zip(outs, names, strict=True)]
 
     def op_on_part(
         self, op: LocalOp, eqn: Eqn, names: Sequence[str], ins: Sequence[DeviceValue], cache: Cache
     ) -> dict[str, DeviceValue]:
-        """Tensor -> what one op of an equation computes."""
+        """Tensor -> its value, for the results of one op of an equation."""
         wanted = self.matched(op, ins)
         self._named(eqn, lambda: rules.check_sums(self.program, ins, wanted))
         read = [
@@ -293,8 +297,11 @@ class ManualWalk:
         }
 
     def _seen(self, op: LocalOp, eqn: Eqn, value: DeviceValue, cache: Cache) -> DeviceValue:
-        """A value that an op does not read directly. The op may read a form of it that another op of the equation
-        made; a stacked value, for example, has one more dim. It is then moved in that form and converted back."""
+        """A value that an op does not read directly.
+
+        The op may read a view of the value that another op of the equation makes; a stacked value, for example, has one
+        more dim. The value is then resharded in that form and converted back.
+        """
         layout = value.layout
         if value.tensor is None or layout is None:
             return value
@@ -321,13 +328,15 @@ class ManualWalk:
             )
         if not any(layout):
             return value
-        raise self.refusal(eqn, f"it reads '{value.tensor}', which is split, and the plan does not say how")
+        raise self.refusal(
+            eqn, f"it reads '{value.tensor}', which is split, but the plan has no layout for that"
+        )
 
     def matched(self, op: LocalOp, ins: Sequence[DeviceValue]) -> list[LocalOperand | None]:
-        """For each value, which operand of the op it is; None for a number."""
+        """For each value, the operand of the op that it is; None for a literal."""
         left = list(op.operands)
         out: list[LocalOperand | None] = [None] * len(ins)
-        for named in (True, False):  # constants of a jaxpr have no names: they are the remaining ones
+        for named in (True, False):  # constants of a jaxpr have no names: they take the remaining operands
             for i, h in enumerate(ins):
                 if (h.tensor is not None) != named:
                     continue
@@ -337,14 +346,14 @@ class ManualWalk:
         return out
 
     def _is(self, operand: LocalOperand, value: DeviceValue) -> bool:
-        """Whether this value is what the op reads there."""
+        """Whether this value can be that operand."""
         if value.tensor is not None:
             return self.program.original(operand.tensor) == value.tensor
         return operand.constant and operand.shape == tuple(getattr(value.array, "shape", ()))
 
     def received(self, value: DeviceValue, wanted: LocalOperand, cache: Cache) -> DeviceValue:
         """The value in the layout in which an op reads it."""
-        if value.layout is None:  # does not depend on data, whole on every device
+        if value.layout is None:  # a constant, whole on every device
             array = part(value.array, wanted.shape, wanted.layout, self.program.mesh)
             return replace(value, array=array, layout=wanted.layout)
         if wanted.transfer is not None:
@@ -352,7 +361,7 @@ class ManualWalk:
             return replace(value, array=array, layout=wanted.layout, gradient_carrier=None)
         if value.layout != wanted.layout:
             raise NotManual(
-                f"'{wanted.tensor}' is made as {value.layout} and read as {wanted.layout} within one node, which is a "
+                f"'{wanted.tensor}' is made as {value.layout} but read as {wanted.layout} within one node; this is a "
                 f"defect of pase.local"
             )
         if not wanted.summed:
@@ -368,9 +377,7 @@ class ManualWalk:
         )
 
     def _transferred(self, value: DeviceValue, number: int, cache: Cache) -> Array:
-        """The value after a transfer, made once in each body. If the op reads a copy made in the same body, it starts
-        from that.
-        """
+        """The value after a transfer, which each body sends once. A transfer of a copy starts from the copy's value."""
         if number in cache.arrived:
             return cache.arrived[number]
         t = self.program.transfers[number]
@@ -386,7 +393,7 @@ class ManualWalk:
         return cache.arrived[number]
 
     def _messages(self, cache: Cache) -> BodyMessages | None:
-        """The messages of a body."""
+        """The messages of a body; None if it has none."""
         if cache.messages is None and cache.body in self._scheduled:
             given = {
                 k: given_form(self, self.program.transfers[k].tensor, cache)
@@ -400,7 +407,7 @@ class ManualWalk:
         return cache.messages
 
     def _out_of_copy(self, value: DeviceValue, t: LocalTransfer, cache: Cache) -> DeviceValue:
-        """The start of a transfer: the value, or the copy of it that the transfer uses."""
+        """The value from which a transfer starts: the value itself, or the copy of it that the transfer sends."""
         if t.tensor not in self.program.originals:
             return value
         (copy,) = self.program.maker[t.tensor].operands
@@ -413,18 +420,18 @@ class ManualWalk:
         import jax
 
         try:
-            # Profiles and compiled programs name what is sent.
-            with jax.named_scope(what), faults_at(lambda _: f"the move of {what}"):
+            # The scope shows in profiles and in compiled programs what is sent.
+            with jax.named_scope(what), faults_at(lambda _: f"the reshard of {what}"):
                 return resharded(x, steps, shape, combine, self.program.mesh)
         except NotManual:
             raise
         except PaseError as e:
-            raise NotManual(f"{what} cannot be moved by hand: {e}") from None
+            raise NotManual(f"it cannot be resharded manually: {e}", where=what) from None
 
     def _sent(
         self, value: DeviceValue, t: LocalTransfer, instead: Callable[[Array], Array] | None = None
     ) -> Array:
-        """Send the value. instead: what the value becomes if it is not moved."""
+        """Run a transfer, with its gradient's way back. instead: replaces the forward reshard steps."""
         shape = self.program.result(t.tensor).shape
 
         def there(x: Array) -> Array:
@@ -442,9 +449,8 @@ class ManualWalk:
         )
 
     def gradient_carrier(self, value: DeviceValue, handed: LocalOperand, cache: Cache) -> Array:
-        """Zeros in the layout in which an op returns the value's gradient. From there, the gradient moves as in the
-        plan.
-        """
+        """Zeros in the layout in which an op returns the gradient of ``value``. Their gradient is resharded as in the
+        plan and becomes that of the value. handed: the operand whose gradient it is."""
         import jax.numpy as jnp
 
         here = self._local(handed.shape, handed.gradient)
@@ -463,7 +469,8 @@ class ManualWalk:
         )
 
     def resharded(self, value: DeviceValue, want: Layout | None, shape: tuple[int, ...]) -> DeviceValue:
-        """A value with this whole shape in another layout; None: the same layout, but summed."""
+        """A value in another layout. want: None for the same layout with partial sums reduced. shape: of the whole
+        value."""
         mesh = self.program.mesh
         have = (None,) * len(mesh.names) if value.layout is None else value.layout
         if want is None:
@@ -479,16 +486,17 @@ class ManualWalk:
 
     def refusal(self, eqn: Eqn, why: str) -> NotManual:
         """The error for an equation that cannot be lowered."""
-        return NotManual(f"{self._named_at(eqn)} cannot be lowered by hand: {why}")
+        return NotManual(f"it cannot be lowered manually, because {why}", where=self._named_at(eqn))
 
     def _named_at(self, eqn: Eqn, at: Place | None = None) -> str:
-        """The equation's primitive and the user's line. at: whose ops know the line if JAX has lost it."""
+        """The equation's primitive and the user's line. at: the equation's place; if JAX has lost the line, the ops at
+        this place have it."""
         ops = () if at is None else self.program.at.get(at, ())
         line = source_line(eqn) or next((op.op.source for op in ops), None) or "an unknown line"
         return f"'{eqn.primitive.name}' at {line}"
 
     def _named(self, eqn: Eqn, run: Callable[[], Tree]) -> Tree:
-        """A rule's reason for refusing an equation, with the equation's name and line."""
+        """The result of ``run``. If a rule refuses the equation, the error gets the equation's name and line."""
         try:
             return run()
         except rules.NotLowered as e:

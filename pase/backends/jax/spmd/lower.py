@@ -1,4 +1,4 @@
-"""A plan's loss and gradients as one ``shard_map`` over the whole mesh: the local program, run on each device."""
+"""A plan's loss and gradients as one ``shard_map`` over the whole mesh, which runs the local program on each device."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ if TYPE_CHECKING:
 __all__ = ["Lowering", "Manual", "lowered", "lowerings", "manual_or_annotated"]
 
 Lowering = Literal["annotated", "manual", "auto"]
-"""What splits the program: XLA's partitioner, with the plan's constraints; pase itself, by ``shard_map``; or pase if it
-can split the whole program, else XLA. On TPUs auto is XLA: which forms of moves its compiler keeps there is not known
-well enough (``docs/tpu-witness.md``)."""
+"""What partitions the program. annotated: XLA's partitioner, with the plan's constraints. manual: pase itself, by
+``shard_map``. auto: pase if it can lower the whole program, otherwise XLA. On TPUs, auto is XLA, because it is not
+known well enough which forms of collectives XLA's compiler keeps there (``docs/tpu-witness.md``)."""
 
 
 def lowerings(lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-    """The ways to lower on these devices, tried in order until one can lower the whole program."""
+    """The lowerings to try on these devices, in order, until one can lower the whole program."""
     if lowering != "auto":
         return (lowering,)
     tpu = mesh.devices.flat[0].platform == "tpu"
@@ -62,7 +62,10 @@ def lowered(
     by_hand: Callable[[], Callable[..., Tree]],
     annotated: Callable[..., Tree],
 ) -> Callable[..., Tree]:
-    """The one of two functions that ``lowering`` asks for on these devices."""
+    """The function that ``lowering`` selects on these devices.
+
+    by_hand: makes the manually lowered function. annotated: the annotated function.
+    """
     first, *rest = lowerings(lowering, mesh)
     if first == "annotated":
         return annotated
@@ -72,19 +75,21 @@ def lowered(
 def manual_or_annotated(
     by_hand: Callable[[], Callable[..., Tree]], annotated: Callable[..., Tree], instead: str = ""
 ) -> Callable[..., Tree]:
-    """The function lowered by hand or, with a warning, by annotations where that is refused or fails.
+    """The manually lowered function, or the annotated one, with a warning, if manual lowering is refused or fails.
 
-    by_hand: makes the first. instead: what the warning says besides.
+    by_hand: makes the manually lowered function. annotated: the annotated function. instead: text that is appended to
+    the warning.
     """
     return _ManualOrAnnotated(manual=by_hand, annotated=annotated, instead=instead)
 
 
 @dataclass(kw_only=True, eq=False)
 class _ManualOrAnnotated:
-    """A function that is lowered by hand if all of it can be, and otherwise by annotations.
+    """A function that is lowered manually if the whole of it can be, and is annotated otherwise.
 
-    Its own tracing finds that out, so nothing is traced twice. A warning says what cannot be lowered, or what failed.
-    manual: makes the function that is. refused: it was found out before. instead: what else is then different.
+    Tracing the function finds this out, so nothing is traced twice. A warning names what cannot be lowered, or what
+    failed. manual: makes the manually lowered function. refused: whether manual lowering has failed in an earlier call.
+    instead: what else differs then; it is appended to the warning.
     """
 
     manual: Callable[[], Callable[..., Tree]]
@@ -105,14 +110,14 @@ class _ManualOrAnnotated:
         except NotManual as e:
             why = e.left
         self.refused = True
-        made = self.annotated(*args)  # an error of the user's program is raised here once more, as it is
+        made = self.annotated(*args)  # an error in the user's program is raised here again, unchanged
         warnings.warn(why + self.instead, stacklevel=2)
         return made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manual:
-    """The functions of a JAX plan that is lowered by hand, on a JAX mesh."""
+    """The functions of a JAX plan that is lowered manually, on a JAX mesh."""
 
     plan: JaxPlan
     mesh: JaxMesh
@@ -124,7 +129,7 @@ class Manual:
             try:
                 verify_program(made)
             except PaseError as e:
-                raise NotManual(f"{e}, which is a defect of pase.local") from None
+                raise NotManual(f"{e.what}; this is a defect of pase.local", where=e.where) from None
         return made
 
     @cached_property
@@ -150,9 +155,8 @@ class Manual:
         def refuse(*_: Tree) -> Never:
             trained = self.plan.traced.mode == "train"
             raise PaseError(
-                "a function that is lowered by hand cannot be differentiated: use "
-                + ("plan.jax.value_and_grad(), or " if trained else "")
-                + "lowering='annotated'"
+                "a manually lowered function cannot be differentiated",
+                fix="use " + ("plan.jax.value_and_grad(), or " if trained else "") + "lowering='annotated'",
             )
 
         run.defvjp(refuse, refuse)
@@ -186,7 +190,7 @@ class Manual:
         return graded
 
     def gradients(self, grads: Sequence[Array]) -> Tree:
-        """Gradients of the trained leaves, as a tree like params."""
+        """The gradients of the trained leaves, as a pytree like params."""
         import jax
 
         found = dict(zip(self.trained, grads, strict=True))
@@ -194,7 +198,7 @@ class Manual:
         return jax.tree.unflatten(self.plan.traced.in_tree, leaves)[0]
 
     def value(self, outs: Sequence[Array]) -> Tree:
-        """The user's function's result, from its leaves."""
+        """The result of the user's function, from its leaves."""
         import jax
 
         traced = self.plan.traced
@@ -202,7 +206,10 @@ class Manual:
         return out[0] if traced.mode == "train" and not traced.has_aux else out
 
     def part(self, number: int, given: Sequence[int]) -> Callable[..., list[Array]]:
-        """f(*leaves) -> the results of one program of a ``Generation``. given: the numbers of its input leaves."""
+        """f(*leaves) -> the results of one program of a ``Generation``.
+
+        number: of the program's equation in the traced jaxpr. given: the numbers of the program's input leaves.
+        """
         closed = self.plan.traced.jaxpr
         eqn, names = closed.jaxpr.eqns[number], self._names
         each = len(closed.jaxpr.outvars) // len(self.plan.traced.programs)
@@ -243,8 +250,11 @@ class Manual:
         stacked: Collection[int] = (),
         more: Sequence[Tree] = (),
     ) -> Callable[..., Tree]:
-        """fn on each device. given: the numbers of the leaves that it takes; None: all. stacked: which of them are
-        stacked micro-batches. more: PartitionSpecs of what it takes behind the leaves."""
+        """``fn`` on each device, as a jitted ``shard_map``.
+
+        outs: PartitionSpecs of its results. given: the numbers of the leaves that it takes; None for all. stacked: the
+        leaves among them that are stacked micro-batches. more: PartitionSpecs of its further arguments.
+        """
         import jax
         from jax.sharding import PartitionSpec
 
@@ -267,7 +277,7 @@ class Manual:
 
     @cached_property
     def trained(self) -> list[int]:
-        """The leaves of params that have gradients."""
+        """The numbers of the leaves of params that have gradients."""
         import jax
 
         avals = self.plan.traced.jaxpr.in_avals[: len(self.plan.traced.param_paths)]
@@ -277,7 +287,7 @@ class Manual:
         where = placement(layout, len(shape), self.program.mesh)
         if where is None:
             raise NotManual(
-                f"the layout {layout} does not consist of contiguous parts, which is a defect of pase.local"
+                f"the parts of the layout {layout} are not contiguous; this is a defect of pase.local"
             )
         return self.plan.spec(where)
 
@@ -288,8 +298,8 @@ class Manual:
         ]
 
     def gradient_carriers(self, leaves: Sequence[Array]) -> dict[int, Array]:
-        """The arrays through which gradients are taken: the parameter, in the gradient's storage layout if that is
-        another (``LocalResult.gradient_carrier``)."""
+        """Leaf -> the array at which its gradient is taken: the parameter, or its gradient carrier if the gradient is
+        stored in another layout (``LocalResult.gradient_carrier``)."""
         return {
             i: self._gradient_carrier(leaves[i], self.program.result(self._names[i])) for i in self.trained
         }
@@ -307,8 +317,10 @@ class Manual:
     def forward(
         self, leaves: Sequence[Array], gradient_carriers: dict[int, Array], arrivals: Arrivals | None = None
     ) -> list[Array]:
-        """The model's result on one device. gradient_carriers: see there. arrivals: parameters that were gathered
-        before."""
+        """The results of the model on one device.
+
+        gradient_carriers: as the method of this name returns them. arrivals: the parameters that were gathered before.
+        """
         walk, closed = replace(self._walk, arrivals=arrivals), self.plan.traced.jaxpr
         values = []
         for i, (x, name) in enumerate(zip(leaves, self._names, strict=True)):
@@ -327,9 +339,11 @@ class Manual:
     def _out(
         self, walk: ManualWalk, value: DeviceValue, op: LocalOp | None, cache: Cache, differentiated: bool
     ) -> Array:
-        """A result in the plan's layout if there is one. Otherwise as it is made, or whole if it is not an array.
+        """A result of the model: in the plan's layout if it has one; otherwise as it is made, or replicated if that
+        layout has no PartitionSpec.
 
-        differentiated: whether it is the loss. What brings other results together has no derivative (``pmax``).
+        differentiated: whether it is the loss. Other results have no gradient, because a collective that replicates
+        them may have no derivative (``pmax``).
         """
         import jax
 
@@ -365,7 +379,7 @@ class Manual:
 
     @cached_property
     def _out_names(self) -> list[str | None]:
-        """For each result of the model, its name in the traced graph; None for a number."""
+        """For each result of the model, its name in the traced graph; None for a literal."""
         jaxpr, results = self.plan.traced.jaxpr.jaxpr, self.plan.traced.results
         names = dict(zip(jaxpr.invars, self._names, strict=True))
         for i, eqn in enumerate(jaxpr.eqns):
@@ -373,12 +387,12 @@ class Manual:
         return [None if is_literal(v) else names.get(v) for v in jaxpr.outvars]
 
     def _end(self, j: int) -> LocalOp | None:
-        """The op that takes a result of the model: that of the output, or of the leaf that gets it as next value."""
+        """The op that reads a result of the model: the output's, or that of the leaf whose next value the result is."""
         traced = self.plan.traced
         into = {of: leaf for leaf, of in traced.carried.items()}
         if (
             programs := traced.programs
-        ):  # the last one's results are the next values, and each returns the same
+        ):  # each program returns the same results; those of the last one are the next values
             each = len(traced.jaxpr.out_avals) // len(programs)
             into = {k * each + of % each: leaf for of, leaf in into.items() for k in range(len(programs))}
         if j in into:

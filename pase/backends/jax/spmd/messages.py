@@ -1,9 +1,9 @@
-"""Messages of a local program in JAX: transfers of parameters that are joined, cut and sent in one order.
+"""Sends the messages of a local program in JAX: transfers of parameters that are joined, cut and sent in a fixed order.
 
-In each body (the model, a loop's turn, a rematerialised region), the parameters' gradients come together at one
-function with its own derivative, which sends them message by message. Forward, messages are sent up to the one that a
-reader waits for. A message starts from the result of the one before it on its link, so the compiler can neither reorder
-nor combine them; what it may do is run one beside computation.
+In each body (the model, a loop's iteration, a recomputed region), the gradients of all parameters meet in one function
+with its own derivative, which sends them message by message. Forward, messages are sent up to the one that a reader
+waits for. A message starts from the result of the message before it on its link. So the compiler can neither reorder
+nor combine messages, but it can overlap them with compute.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ JOINED = ("all_reduce", "reduce_scatter", "all_gather")
 
 @dataclass(kw_only=True)
 class Sending:
-    """Values on their way: parts of some transfers, there or back.
+    """The state of sending parts of some transfers, in one direction.
 
-    values: part of a transfer -> its value after the moves so far. done: how many of its moves. messages: those not
-    yet sent. begun: node -> a value that it reads. last: (link, how often it runs) -> what its last message
-    brought. parts: (part, stage) -> the columns that arrived, by their first byte.
+    values: part of a transfer -> its value after the reshard steps so far. done: part -> how many of its steps have
+    run. messages: the messages that have not been sent. begun: node -> a value that it reads. last: (link, how often
+    its messages run) -> the result of its last message. parts: (part, stage) -> the columns that have arrived, by their
+    first byte.
     """
 
     program: LocalProgram
@@ -54,7 +55,7 @@ class Sending:
     parts: dict[tuple[TransferPart, int], dict[int, Array]] = field(default_factory=dict)
 
     def shape(self, part: TransferPart) -> Extents:
-        """The whole tensor's."""
+        """The shape of the whole tensor."""
         return self.program.result(self.program.transfers[part[0]].tensor).shape
 
     def _reshard_step(self, p: MessageChunk) -> LocalReshardStep:
@@ -68,7 +69,7 @@ class Sending:
         self.done[part] = self.done.get(part, 0) + len(steps)
 
     def _freely(self, part: TransferPart) -> None:
-        """The moves that send nothing, up to the next that does."""
+        """Run the reshard steps that send nothing, up to the next one that does."""
         rest = self.program.reshard_steps(part[0], self.way)[self.done.get(part, 0) :]
         ahead = next((i for i, m in enumerate(rest) if m.nbytes and not m.free), len(rest))
         self._reshard(part, rest[:ahead])
@@ -92,7 +93,7 @@ class Sending:
         except NotManual:
             raise
         except PaseError as e:
-            raise NotManual(f"the messages that carry '{names}' cannot be sent by hand: {e}") from None
+            raise NotManual(f"it cannot be sent manually: {e}", where=f"the message with '{names}'") from None
 
     def _send(self, message: LocalMessage) -> None:
         alike: dict[object, list[MessageChunk]] = {}
@@ -100,7 +101,7 @@ class Sending:
             self._freely(p.part)
             step = self._reshard_step(p)
             if step.kind not in JOINED and p.begin:
-                continue  # it was sent whole with its first piece
+                continue  # the whole value was sent with its first chunk
             whole = p.nbytes == step.nbytes
             alone = step.kind not in JOINED or (whole and len(message.chunks) == 1)
             alike.setdefault(p if alone else self.values[p.part].dtype, []).append(p)
@@ -108,7 +109,7 @@ class Sending:
             self._one(message, chunks, alone=isinstance(key, MessageChunk))
 
     def _one(self, message: LocalMessage, chunks: Sequence[MessageChunk], alone: bool) -> None:
-        """One collective, of a whole tensor or of columns of several."""
+        """Run one collective, of a whole tensor (alone) or of columns of several."""
         import jax.numpy as jnp
 
         mesh, first, step = self.program.mesh, chunks[0].part, self._reshard_step(chunks[0])
@@ -134,19 +135,23 @@ class Sending:
             self._arrived(p)
 
     def _queue(self, message: LocalMessage) -> tuple[str, float]:
-        """What sends messages one after another. Behind one that runs again in backward, another would, too."""
+        """The queue that a message is in. Messages of a queue are sent one after another.
+
+        Messages that run differently often have different queues: a message that waits for one that backward runs again
+        would run again, too.
+        """
         if self.program.delayed:
             return message.link, 0.0
         return message.link, self.program.runs(message.chunks[0].transfer, message.way)
 
     def _late(self, x: Array, message: LocalMessage) -> Array:
-        """x once the link is free and the node has begun that the message waits for."""
+        """x, made to wait until the link is free and the node that the message waits for has begun."""
         for earlier in (self.last.get(self._queue(message)), self.begun.get(message.after)):
             x = x if earlier is None else after(x, earlier)
         return x
 
     def _arrived(self, p: MessageChunk) -> None:
-        """Put a piece's tensor together once all of its pieces have come."""
+        """Assemble a chunk's value if all of its chunks have arrived."""
         import jax.numpy as jnp
 
         if any((q.part, q.stage) == (p.part, p.stage) for m in self.messages for q in m.chunks):
@@ -159,15 +164,18 @@ class Sending:
 
 @dataclass(kw_only=True)
 class BodyMessages:
-    """The messages of one body. given: number of a transfer -> the value that it starts from, for all that messages
-    carry here. begun: node -> a value that it reads, of the nodes so far."""
+    """The messages of one body.
+
+    given: number of a transfer -> the value that it starts from, for all transfers that messages carry in this body.
+    begun: node -> a value that it reads, for the nodes that have run so far.
+    """
 
     program: LocalProgram
     given: Mapping[int, DeviceValue]
     begun: Mapping[str, Array]
 
     def arrived(self, transfer: int) -> Array:
-        """The value of a transfer where it is read; its gradient goes back with the messages."""
+        """The value of a transfer as it is read; messages take its gradient back."""
         value = self._there.finished((transfer, None))
         if transfer not in self._gradients:
             return value
@@ -185,7 +193,7 @@ class BodyMessages:
         )
 
     def _mine(self, way: TransferDirection) -> list[LocalMessage]:
-        """The messages one way, without pieces of transfers that are not in this body."""
+        """The messages in one direction, without chunks of transfers that are not in this body."""
         found = []
         for m in self.program.messages:
             chunks = tuple(p for p in m.chunks if p.transfer in self.given)
@@ -195,7 +203,7 @@ class BodyMessages:
 
     @cached_property
     def _gradients(self) -> dict[int, Array]:
-        """Transfer -> what takes its readers' gradient: zeros, whose derivative sends the messages back."""
+        """Transfer -> zeros that receive the gradient of its readers; their derivative sends the messages back."""
         import jax
         import jax.numpy as jnp
 

@@ -1,4 +1,4 @@
-"""In which body of a traced program each message of its local program is sent, and from which values."""
+"""Finds the body of a traced program in which each message of its local program is sent, and the values it sends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ if TYPE_CHECKING:
 __all__ = ["REMATERIALISED", "body_of", "given_form", "message_bodies", "waits"]
 
 REMATERIALISED = ("remat", "remat2", "checkpoint")
-"""Calls whose body backward runs again."""
+"""Primitives of calls whose body backward recomputes."""
 
 
 def message_bodies(
     program: LocalProgram, traced: TracedJax, blocks: Sequence[Block]
 ) -> Mapping[str | None, Sequence[int]]:
-    """Body -> the transfers that its messages carry: that of the model (""), of a loop's turn, or of a rematerialised
-    region. Transfers that are read in other bodies are sent there by themselves."""
+    """Body -> the transfers that its messages carry.
+
+    A body is the model (""), a loop's iteration or a recomputed region. Transfers that are read in other bodies are
+    sent there by themselves.
+    """
     found: dict[str | None, list[int]] = {}
     for number in dict.fromkeys(p.transfer for m in program.messages for p in m.chunks):
         for body in dict.fromkeys(body_of(traced, blocks, op.op.eqn) for op in program.users(number)):
@@ -37,8 +40,11 @@ def message_bodies(
 
 
 def waits(program: LocalProgram, traced: TracedJax, blocks: Sequence[Block], transfer: int) -> bool:
-    """Whether a gradient can wait outside of all bodies: not from branches, while loops or a user's derivative rule,
-    nor behind an op of the parameter's node that is not linear: its derivative is taken at this step's value."""
+    """Whether a gradient can wait for a later step, outside of all bodies.
+
+    A gradient from a branch, a while loop or a user's derivative rule cannot. Nor can one that must still pass an op of
+    the parameter's node that is not linear: the derivative of this op is taken at the value of its own step.
+    """
     op = program.maker[program.transfers[transfer].tensor]
     while op.operands and (op.op.kind == "copy" or op.node in program.parameters):
         if not linear(op.op):
@@ -48,7 +54,7 @@ def waits(program: LocalProgram, traced: TracedJax, blocks: Sequence[Block], tra
 
 
 def body_of(traced: TracedJax, blocks: Sequence[Block], place: Place) -> str | None:
-    """The body that an equation is in; None if it is in one of a branch, a while loop or a derivative rule."""
+    """The body that an equation is in; None if it is in a branch, a while loop or a derivative rule."""
     jaxpr, body = traced.jaxpr.jaxpr, ""
     for prefix, number in place.steps():
         body = next(
@@ -75,14 +81,17 @@ def _inner(eqn: Eqn) -> Jaxpr | None:
 
 
 def given_form(walk: ManualWalk, tensor: str, cache: Cache) -> DeviceValue | None:
-    """A parameter, or a view or cast of it, from what a body was given; None if it takes more than one value."""
+    """A parameter, or a view or cast of it, computed from the values that were passed into a body; None if it is
+    computed from more than one value."""
     if tensor in cache.values:
         return cache.values[tensor]
     op = walk.program.maker[tensor]
     eqn = _equation(walk.traced.jaxpr.jaxpr, op.op.eqn)
     if eqn is None or op.node not in walk.program.parameters or len(op.operands) != 1:
         return None
-    if eqn.primitive.name in KEPT_WHOLE:  # its code is for the whole; the walk runs it with its own rule
+    if (
+        eqn.primitive.name in KEPT_WHOLE
+    ):  # its code is for whole arrays; the walk runs it with its own derivative rule
         return None
     before = given_form(walk, walk.program.original(op.operands[0].tensor), cache)
     if before is None or sum(not is_literal(v) for v in eqn.invars) != 1:
@@ -94,7 +103,7 @@ def given_form(walk: ManualWalk, tensor: str, cache: Cache) -> DeviceValue | Non
 
 
 def _equation(jaxpr: Jaxpr, place: Place) -> Eqn | None:
-    """The equation there; None for what a loop or a call makes in addition to its equations."""
+    """The equation at a place; None for values that a loop or a call makes in addition to its equations."""
     steps = list(place.steps())
     for i, (_, number) in enumerate(steps):
         eqn = jaxpr.eqns[number]

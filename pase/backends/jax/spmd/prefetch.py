@@ -1,10 +1,11 @@
-"""Gathers of a loop's next turn, started one turn ahead, in a program that is lowered by hand.
+"""Prefetches parameters in the loops of a manually lowered program: an iteration gathers for the next one.
 
-A loop's body is a program of its own, so what a turn gathers cannot begin before the turn does. What its first products
-read would then have nothing beside it, in forward and again in backward. So the loop is turned by a part of a turn,
-after differentiation, which serves both passes alike: before the loop the first turn's parameters are gathered, a turn
-begins with its own and gathers those of the next, and the last turn stands behind the loop. As many gathers run as
-before. The other gathers of a turn stay in it, beside its products.
+A loop's body is a separate computation, so a gather cannot start before its iteration does. Gathers for the first
+products of an iteration would then overlap with nothing, in forward and again in backward. So loops are software
+pipelined: the gathers of the first iteration run before the loop, each iteration gathers for the next one, and the last
+iteration is peeled off behind the loop. The number of gathers stays the same. Gathers for later products stay in their
+iteration, where they overlap with the products before them. The rewrite is applied to the differentiated program, so it
+covers both passes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["PARAMETER", "prefetched"]
 
 PARAMETER = "parameter "
-"""How the scope begins in which a parameter is brought to its readers."""
+"""The beginning of the name of a scope in which a parameter is resharded for its readers."""
 
 _MESSAGE = "message there of "
 _GATHERING = ("all_gather", "all_to_all", "ppermute")
@@ -47,8 +48,10 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
 def prefetched(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """The function, with the parameters that its loops read first gathered one turn ahead. fn: differentiated already;
-    from pytrees of arrays to one."""
+    """The function, with prefetched gathers of the parameters that its loops' iterations read first.
+
+    fn: an already differentiated function, from pytrees of arrays to a pytree of arrays.
+    """
     import jax
 
     def first_reads(*given: Tree) -> Tree:
@@ -60,8 +63,11 @@ def prefetched(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _run(program: ClosedJaxpr, args: Sequence[Array], inside: bool = False) -> list[Array]:
-    """The program, its loops turned. inside: of a loop's body, where regions that run again for backward stand equation
-    by equation: forward is in another loop, so nothing can be taken from there instead."""
+    """Run a program with its loops rewritten.
+
+    inside: whether it is in a loop's body. There, recomputed regions are inlined, because forward is in another loop,
+    so the compiler cannot eliminate the recomputation as a common subexpression.
+    """
     jaxpr, consts = opened(program)
     env: dict[Var, Array] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
@@ -91,7 +97,7 @@ def _equation(eqn: Eqn, ins: Sequence[Array], around: Jaxpr, inside: bool) -> Se
 
 
 def _bodies(eqn: Eqn) -> Iterator[Jaxpr]:
-    """The programs inside of an equation."""
+    """The jaxprs inside of an equation."""
     for given in eqn.params.values():
         for one in given if isinstance(given, tuple | list) else (given,):
             if hasattr(one, "jaxpr") or hasattr(one, "eqns"):
@@ -99,7 +105,7 @@ def _bodies(eqn: Eqn) -> Iterator[Jaxpr]:
 
 
 def _gathers(jaxpr: Jaxpr) -> bool:
-    """Does it, or anything inside of it, bring a parameter to its readers?"""
+    """Whether a jaxpr, or any jaxpr inside of it, gathers a parameter for its readers."""
     return any(_is_gather(e) or any(map(_gathers, _bodies(e))) for e in jaxpr.eqns)
 
 
@@ -114,7 +120,7 @@ def _is_product(eqn: Eqn) -> bool:
 
 
 def _reruns(jaxpr: Jaxpr) -> bool:
-    """Is any of it run again for backward?"""
+    """Whether backward recomputes any part of it."""
     return any(e.params.get("differentiated", False) or any(map(_reruns, _bodies(e))) for e in jaxpr.eqns)
 
 
@@ -124,8 +130,11 @@ def _reads(eqn: Eqn) -> list[Var]:
 
 @dataclass(frozen=True, kw_only=True)
 class _PrefetchParts:
-    """A loop's body in two parts. prefetch: (constants, slices) -> what the turn's first readers get gathered. rest:
-    (constants, carry, slices, that) -> what the body makes."""
+    """A loop's body in two parts.
+
+    prefetch: (constants, slices) -> the gathered parameters for the first readers of an iteration. rest: (constants,
+    carry, slices, gathered parameters) -> the results of the body.
+    """
 
     prefetch: Callable[..., list[Array]]
     rest: Callable[..., list[Array]]
@@ -133,7 +142,10 @@ class _PrefetchParts:
 
 @dataclass(frozen=True, kw_only=True)
 class _PrefetchScan:
-    """A scan whose body brings parameters to their readers. zeros: which values of the first carry are numbers."""
+    """A scan whose body gathers parameters.
+
+    zeros: which values of the first carry are literals, or are made by equations without operands.
+    """
 
     eqn: Eqn
     zeros: Sequence[bool]
@@ -143,7 +155,7 @@ class _PrefetchScan:
         return _reruns(self.eqn.params["jaxpr"].jaxpr)
 
     def run(self, ins: Sequence[Array], info: DebugInfo) -> Sequence[Array]:
-        """What the scan makes. ins: constants, the first carry, stacks. info: the debug info of the program around."""
+        """Run the scan. ins: constants, the first carry, stacks. info: debug info of the surrounding jaxpr."""
         import jax
 
         p = self.eqn.params
@@ -156,7 +168,7 @@ class _PrefetchScan:
         return evaluate(self.eqn.replace(params=p | {"jaxpr": body}), ins, info)
 
     def _parts_of(self, body: ClosedJaxpr) -> _PrefetchParts | None:
-        """The two parts of a turn; None if nothing is gathered ahead of it."""
+        """The two parts of the body; None if it has nothing to prefetch."""
         jaxpr, (nc, nk) = body.jaxpr, scan_groups(self.eqn)
         slices = jaxpr.invars[nc + nk :]
         behind = jaxpr.invars[nc : nc + nk] if self._recomputes else []
@@ -179,7 +191,7 @@ class _PrefetchScan:
         )
 
     def _turned(self, iteration: _PrefetchParts, ins: Sequence[Array]) -> Sequence[Array]:
-        """The loop, turned by what is gathered ahead."""
+        """Run the loop with the prefetch of each iteration moved to the iteration before it."""
         import jax
         import jax.numpy as jnp
 
@@ -195,8 +207,8 @@ class _PrefetchScan:
             return [jax.lax.dynamic_index_in_dim(x, at(k), keepdims=False) for x in stacks]
 
         def apart(k: Array | int, carry: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
-            """Constants and slices of a turn. Outside of a loop, as is what forward did there, they wait."""
-            if not isinstance(k, int) and length > 2:  # a loop of one turn is none
+            """Constants and slices of an iteration. Outside of the loop, they wait for the carry (``_apart``)."""
+            if not isinstance(k, int) and length > 2:  # a loop of one iteration counts as no loop
                 return consts, slices(k)
             return self._apart(consts, carry), self._apart(slices(k), carry)
 
@@ -222,8 +234,10 @@ class _PrefetchScan:
         return [*carry, *ys]
 
     def _apart(self, values: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
-        """Values that the compiler cannot know to be those of forward, in a loop that runs some of it again: they are
-        there once the carry is."""
+        """The values, made to wait for the carry if the loop recomputes parts of forward.
+
+        Outside of the loop, the compiler could otherwise recognize computations of forward and not run them again.
+        """
         import jax.numpy as jnp
 
         late = [x for x, zero in zip(carry, self.zeros, strict=True) if not zero] if self._recomputes else []
@@ -237,10 +251,13 @@ def _one(body: ClosedJaxpr) -> list[ShapeDtypeStruct]:
 
 
 def _first(jaxpr: Jaxpr, constants: Sequence[Var], slices: Sequence[Var], behind: Sequence[Var]) -> list[Eqn]:
-    """The equations of a body that bring parameters, out of its slices, to readers which wait for no product of the
-    turn. behind: what of the carry is used after the products that the turn runs again, if there are any."""
+    """The gathers of a body to prefetch: they read slices, and their readers wait for no product of the iteration.
+
+    behind: the variables of the carry that count as results of a product once the body has recomputed one; empty if the
+    body recomputes nothing.
+    """
     known, sliced = {*constants, *slices}, set(slices)
-    late: set[Var] = set()  # behind a product of the turn
+    late: set[Var] = set()  # depend on a product of the iteration
     gathered: set[Var] = set()
     steps: list[Eqn] = []
     for e in jaxpr.eqns:
@@ -256,7 +273,7 @@ def _first(jaxpr: Jaxpr, constants: Sequence[Var], slices: Sequence[Var], behind
         if _is_gather(e) and reads <= known and reads & sliced:
             steps.append(e)
             gathered.update(e.outvars)
-        elif reads and reads <= gathered:  # seen in another way
+        elif reads and reads <= gathered:  # a view of gathered parameters
             gathered.update(e.outvars)
     soon: set[Var] = set()
     for e in reversed(jaxpr.eqns):

@@ -1,8 +1,8 @@
-"""One equation on one device: the equations that differ from running on whole arrays.
+"""The rules that run one equation on one device.
 
-Most primitives do the same on a part as on the whole, once their size parameters are those of the part. Primitives that
-depend on the position of the part have a rule here: lookups and scattered updates by index, arrays made by position,
-maxima over several devices, attention.
+Most primitives do the same on a part as on the whole array, once their size parameters are those of the part.
+Primitives that depend on the position of the part have a rule here: lookups and scattered updates by index, arrays made
+by position, maxima over several devices, and attention.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def evaluate(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     op, name = call.op.op, call.eqn.primitive.name
     if name not in WINDOWED and any(o is not None and o.halo for o in call.operands):
         raise NotLowered(
-            "a dim along which its window moves is split, and no rule says what neighbours exchange"
+            "its window moves along a split dim, and it has no rule for exchanging halos with neighbours"
         )
     rule = {"generate": _generated, "attention": _attention}.get(op.kind) or MANUAL_RULES.get(name) or _alike
     try:
@@ -48,18 +48,20 @@ def evaluate(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     except (TypeError, ValueError) as e:
         if isinstance(e, PaseError):
             raise
-        raise NotLowered(f"JAX refuses it on parts, {str(e).splitlines()[0]}") from e
+        raise NotLowered(f"JAX refuses it on parts: {str(e).splitlines()[0]}") from e
     for x, shape in zip(outs, call.shapes, strict=True):
         if shape is not None and tuple(x.shape) != shape:
-            raise NotLowered(f"on parts it makes {tuple(x.shape)}, but the plan has {shape}")
+            raise NotLowered(f"its result on parts has shape {tuple(x.shape)}, but the plan has {shape}")
     return [x if r is None else _summed(call, x, r) for x, r in zip(outs, call.results, strict=True)]
 
 
 def check_sums(
     program: LocalProgram, values: Sequence[DeviceValue], operands: Sequence[LocalOperand | None]
 ) -> None:
-    """Raises NotLowered if the gradient of an operand is a sum over devices whose summands have eight bits: on one
-    device a product adds in the dtype of its result, and only the sum is rounded."""
+    """Raises NotLowered if the gradient of an operand is a sum over devices of summands with eight bits.
+
+    On one device, a product accumulates in the dtype of its result, and only the sum is rounded.
+    """
     import jax.numpy as jnp
 
     for h, o in zip(values, operands, strict=True):
@@ -74,23 +76,23 @@ def check_sums(
 
 
 def _summed(call: ManualCall, x: Array, result: LocalResult) -> Array:
-    """Sum immediately, if the node that makes it also reads it. Every summand gets the gradient of the sum."""
+    """The result, reduced at once if the node that makes it also reads it. Every summand gets the sum's gradient."""
     import jax
 
     over, combine = result.summed, call.op.combine
     if not over and "partial" not in result.layout:
         return x
     if combine != "sum" and call.eqn.primitive.name not in EXTREMES:
-        raise NotLowered("no collective combines its partial results")
+        raise NotLowered("no collective reduces its partial results")
     if not over or combine != "sum":
-        return x  # the edge sums it; a maximum's own rule has joined it
+        return x  # the edge reduces it, or it is a maximum, whose rule has reduced it
     if not jax.numpy.issubdtype(x.dtype, jax.numpy.inexact):
         return summed(x, over)
     return there_and_back(x, None, lambda x: summed(x, over), lambda g: g)
 
 
 def plainly(eqn: Eqn, ins: Sequence[Array], info: DebugInfo) -> list[Array]:
-    """The equation itself, on whole arrays."""
+    """The results of the equation on whole arrays."""
     return list(ins) if places_only(eqn) else plain(eqn, ins, info)
 
 
@@ -99,11 +101,11 @@ _SIZES: dict[str, Callable[[Mapping[str, object], Extents, Sequence[Extents]], d
     "reshape": lambda p, out, ins: {"new_sizes": out},
     "dynamic_slice": lambda p, out, ins: {"slice_sizes": out},
 }
-"""Primitive -> the values of its size parameters on a part."""
+"""Primitive -> its size parameters on a part, from (parameters, local shape of the result, those of the operands)."""
 
 
 def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Array]) -> Eqn:
-    """The equation with the sizes of the parts."""
+    """The equation with size parameters for the parts. out: the local shape of its result."""
     sizes = _SIZES.get(eqn.primitive.name)
     if sizes is None or out is None:
         return eqn
@@ -111,13 +113,13 @@ def _resized(eqn: Eqn, out: Extents | None, ins: Sequence[Array]) -> Eqn:
 
 
 def _alike(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """The same on a part as on the whole."""
+    """The rule of primitives that do the same on a part as on the whole array."""
     out = next((s for s in call.shapes if s is not None), None)
     return plain(_resized(call.eqn, out, ins), ins, call.info)
 
 
 def _generated(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Arrays made by position: only this device's part is made, or the whole is made, and it takes its part."""
+    """Arrays made by position. The device makes only its part, or makes the whole array and takes its part."""
     if call.eqn.primitive.name == "random_bits" and (bits := random_part(call, ins)) is not None:
         return [bits]
     made = plain(call.eqn, ins, call.info)
@@ -134,7 +136,7 @@ def _fft(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
 
 @MANUAL_RULES.register("slice")
 def _slice(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Dims that are split are either kept whole, or sliced in the same way in all parts."""
+    """A slice keeps all of a split dim, or takes the same share of every part."""
     p, whole, here = call.eqn.params, call.whole(), ins[0].shape
     start, limit = (
         [at * n // all_ for at, n, all_ in zip(p[k], here, whole, strict=True)]
@@ -146,24 +148,25 @@ def _slice(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
 
 @MANUAL_RULES.register("sharding_constraint", "device_put")
 def _placed(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """The plan has its own layouts, so those that the program asks for are ignored."""
+    """The plan has its own layouts, so those that the user's program asks for are ignored."""
     return plainly(call.eqn, ins, call.info)
 
 
 @MANUAL_RULES.register("shard_map")
 def _manual(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    raise NotLowered("it has a mesh of its own")
+    raise NotLowered("it has its own mesh")
 
 
 EXTREMES = ("reduce_max", "reduce_min", "reduce_or", "reduce_and", "pmax", "pmin")
-"""Primitives whose partial results are joined by this rule. The last two are over an axis of ``vmap``."""
+"""Primitives whose partial results this rule reduces. The last two reduce over an axis of ``vmap``."""
 
 
 @MANUAL_RULES.register(*EXTREMES)
 def _extreme(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Maxima over several devices: all elements that attain the maximum share its gradient, as on one device.
+    """Maxima and minima over several devices. All elements that attain one share its gradient, as on one device.
 
-    If the edge joins the parts, backward finds these elements again. Whether any, or all, is a maximum of booleans.
+    If the edge reduces the parts, backward finds these elements again. ``reduce_or`` is a maximum of booleans,
+    ``reduce_and`` a minimum.
     """
     import jax
     import jax.numpy as jnp
@@ -200,7 +203,8 @@ def _extreme(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
 
 @MANUAL_RULES.register("gather")
 def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Each device looks up the rows that it has of a split dim and takes zero for others. Then the rows are summed."""
+    """A lookup. Along a split dim, each device looks up the rows that it has and takes zero for others; the rows are
+    then summed over the devices."""
     import jax
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -216,7 +220,7 @@ def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     if not looked_up or operand is None:
         return plain(call.eqn.replace(params=changed), ins, call.info)
     if any(p["slice_sizes"][dim] != 1 for dim in looked_up):
-        raise NotLowered("it looks up more than one element at a time of a split dim")
+        raise NotLowered("it looks up more than one element at a time along a split dim")
     here, mine, inside = _local_ids(call, ids, d.start_index_map, looked_up, p["mode"])
     out = plain(call.eqn.replace(params=changed | {"mode": Mode.CLIP}), [x, here], call.info)[0]
     batch = [i for i in range(out.ndim) if i not in d.offset_dims]
@@ -239,7 +243,7 @@ def _gather(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
 
 
 def _filler(dtype: DTypeLike) -> int:
-    """JAX's fill value for out-of-bounds lookups: the least value of signed integers, the largest of unsigned ones."""
+    """JAX's fill value for out-of-bounds lookups: the smallest signed integer, the largest unsigned one."""
     import numpy as np
 
     if np.dtype(dtype) == np.bool_:
@@ -251,7 +255,10 @@ def _filler(dtype: DTypeLike) -> int:
 def _local_ids(
     call: ManualCall, ids: Array, index_map: Sequence[int], dims: Sequence[int], mode: GatherScatterMode
 ) -> tuple[Array, Array, Array | None]:
-    """(indices into this device's part, whether they lie in it, whether they lie in the whole; None: all do)."""
+    """(indices into this device's part, whether they lie in it, whether they lie in the whole array).
+
+    The last is None if the mode does not fill or drop elements that are out of bounds.
+    """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
 
@@ -274,9 +281,9 @@ def _local_ids(
 
 @MANUAL_RULES.register(*SCATTERS)
 def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """Each device applies the updates that fall in its part.
+    """An update by index. Each device applies the updates that fall into its part.
 
-    If the result is a partial sum, the array that the updates are added to counts only on the first device.
+    If the result is a partial sum, only the first device contributes the array that the updates are added to.
     """
     import jax.numpy as jnp
     from jax.lax import GatherScatterMode as Mode
@@ -292,7 +299,7 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
     if not fallen:
         return plain(call.eqn, [x, ids, updates], call.info)
     if set(fallen) - set(d.inserted_window_dims):
-        raise NotLowered("it updates more than one element at a time of a split dim")
+        raise NotLowered("it updates more than one element at a time along a split dim")
     here, mine, _ = _local_ids(call, ids, d.scatter_dims_to_operand_dims, fallen, p["mode"])
     nowhere = jnp.asarray(max(x.shape), here.dtype)
     here = jnp.where(mine[..., None], here, nowhere)
@@ -301,14 +308,14 @@ def _scatter(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
 
 
 def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
-    """A device's batch, heads and queries, with the kernel that the program requests."""
+    """Attention on a device's part of the batch, heads and queries, with the kernel that the program asks for."""
     from pase.backends.jax.ops import attention
 
     asked = call_of(call.eqn)
-    assert asked is not None  # the frontend makes no others
+    assert asked is not None  # the frontend makes attention ops of such calls only
     read = [(o.shape, o.layout) for o in call.operands if o is not None]
     if len(read) != len(ins) or any("partial" in layout for _, layout in read):
-        raise NotLowered("one of its operands is a number")
+        raise NotLowered("one of its operands is a literal or a partial sum")
     run = attention.on_a_device(
         asked,
         read,  # type: ignore[arg-type]
@@ -317,5 +324,5 @@ def _attention(call: ManualCall, ins: Sequence[Array]) -> list[Array]:
         ins[0].dtype,
     )
     if run is None:
-        raise NotLowered("attention on a part of its heads or queries is not a part of the attention")
+        raise NotLowered("its heads or queries cannot be computed part by part")
     return [run(*ins)]

@@ -1,4 +1,4 @@
-"""Values on one device, which a walk over a jaxpr passes from equation to equation."""
+"""The values on one device that a walk over a jaxpr passes from equation to equation, and the errors of a walk."""
 
 from __future__ import annotations
 
@@ -31,42 +31,46 @@ __all__ = [
 
 
 class NotManual(PaseError):
-    """A program that cannot be lowered by hand. why: which equation cannot, and for what reason."""
+    """A program cannot be lowered manually. why: where it cannot and for what reason, without the fix."""
 
-    def __init__(self, why: str, more: str = "") -> None:
-        super().__init__(f"{why}. {more}Use lowering='annotated', which leaves it to XLA")
-        self.why = why
+    def __init__(
+        self, what: str, *, where: str = "", fix: str = "use lowering='annotated', which leaves it to XLA"
+    ) -> None:
+        super().__init__(what, where=where, fix=fix)
+        self.why = f"{where}{where and ': '}{what}"
 
     @property
     def left(self) -> str:
-        """What a warning says where XLA splits the program instead."""
-        return f"{self.why}; so all of it is left to XLA, led by constraints"
+        """The text of the warning if XLA's partitioner splits the program instead."""
+        return f"{self.why}; the whole program is left to XLA"
 
 
-_REPORT = "This is a fault of pase: please report it, with this message"
+_REPORT = "please report this fault of pase, with this message"
 
 
 class LoweringFault(NotManual):
-    """A defect of pase, met while lowering by hand. where: the equation and its line, or another part of the step.
+    """A defect of pase that was found while lowering manually.
 
-    It is raised from the error itself, its ``__cause__``.
+    where: the equation and its line, or another part of the step. The original error is its ``__cause__``.
     """
 
     def __init__(self, where: str, error: Exception) -> None:
         said = str(error).strip().partition("\n")[0]
-        why = f"lowering {where} by hand failed with {type(error).__name__}{said and ': '}{said}"
-        super().__init__(why, f"{_REPORT}. ")
+        why = f"lowering it manually failed with {type(error).__name__}{said and ': '}{said}"
+        super().__init__(why, where=where, fix=f"use lowering='annotated', and {_REPORT}")
 
     @property
     def left(self) -> str:
-        """What a warning says where XLA splits the program instead."""
-        return f"{super().left}. {_REPORT}"
+        """The text of the warning if XLA's partitioner splits the program instead."""
+        return f"{self.why} ({_REPORT}); the whole program is left to XLA"
 
 
 @contextmanager
 def faults_at(where: Callable[[Exception], str]) -> Iterator[None]:
-    """What fails inside becomes a ``LoweringFault``. Refusals, warnings made errors and lack of memory stay as they
-    are.
+    """Turns an exception inside the context into a ``LoweringFault``.
+
+    Refusals, warnings that were turned into errors, and lack of memory pass unchanged. where: from the error, the part
+    of the program that failed.
     """
     try:
         yield
@@ -79,17 +83,19 @@ def faults_at(where: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def besides_equations(error: Exception) -> str:
-    """Where an error was raised that no equation's lowering raised: in the backward pass of one, or outside of all."""
+    """Where an error was raised that comes from no equation's lowering: in the backward pass of one, or outside of all
+    equations."""
     line = line_of_error(error)
-    return f"the gradient of what is at {line}" if line else "the step's arguments and results"
+    return f"the gradient of the equation at {line}" if line else "the step's arguments and results"
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceValue:
-    """A value on one device. tensor: its name in the traced graph, None for a number.
+    """A value on one device.
 
-    layout: None if all devices hold the whole value, which does not depend on data. gradient_carrier: the array that
-    receives its gradient, if the gradient has another layout.
+    tensor: its name in the traced graph; None for a literal. layout: None if the value does not depend on data, so that
+    all devices hold the whole of it. gradient_carrier: the array that receives the gradient, if the gradient has
+    another layout than the value.
     """
 
     array: Array
@@ -100,11 +106,11 @@ class DeviceValue:
 
 @dataclass(kw_only=True)
 class Cache:
-    """What a walk knows in the body of one loop, branch or rematerialised region, or of the model.
+    """The state of a walk in the body of one loop, branch or recomputed region, or of the model.
 
-    body: its path; None for bodies in which no messages are sent. arrived: number of a transfer -> its result so far.
-    values: tensor -> what the body was given of it. begun: node -> a value that it reads, of the nodes so far.
-    messages: those of the body, once a reader has asked for one.
+    body: its path; None for bodies in which no messages are sent. arrived: number of a transfer -> its result, for
+    those that have been sent so far. values: tensor -> the value that was passed into the body. begun: node -> a value
+    that it reads, for the nodes that have run so far. messages: the messages of the body, from the first use on.
     """
 
     body: str | None = None
@@ -116,14 +122,17 @@ class Cache:
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals:
-    """Parameters in the form that their readers need, in a step that gathers them once, or whose gradients wait for
-    later steps. One walk finds them; later walks are given them. Keys are numbers of transfers. Those of a loop are in
-    a mapping under the loop's path, stacked over its turns.
+    """Parameters in the form that their readers need, for a step that hoists gathers out of the loop over
+    micro-batches, or whose gradients wait for later steps.
 
-    numbers: the transfers that bring them. given: None in the walk that finds them. wide: for each one found, the dtype
-    in which its gradients are added, empty if it has none. barred: the construct that this walk is inside of, if
-    nothing can be gathered outside of it. begins: three arrays of each are found: the parameter as it is read, what
-    takes its gradient, and the parameter before it is moved there.
+    One walk finds them, and later walks receive them. Keys are numbers of transfers. Arrivals of a loop are in a
+    mapping under the loop's path, stacked over its iterations.
+
+    numbers: the transfers that bring the parameters. given: the arrivals; None in the walk that finds them. found: the
+    arrivals that this walk has found. wide: for each one found, the dtype in which its gradients are accumulated; "" if
+    it has no gradient. barred: the surrounding construct out of which nothing can be hoisted; "" if there is none.
+    begins: find three arrays for each: the parameter as it is read, the array that receives its gradient, and the
+    parameter before it is resharded for its reader.
     """
 
     numbers: frozenset[int] = frozenset()
@@ -141,12 +150,15 @@ class Arrivals:
         make: Callable[[], Tree],
         value: DeviceValue,
     ) -> Tree:
-        """The gathered parameter. stored: the dtype in which it is stored. make: gathers it. value: what it is gathered
-        from."""
+        """The gathered parameter.
+
+        stored: the dtype in which the parameter is stored. make: gathers it. value: the value that it is gathered from.
+        """
         if self.barred:
             raise PaseError(
-                f"'{transfer.tensor}' is read in {self.barred}, out of which it cannot be gathered once a step: "
-                f"compile with once='none'"
+                f"the parameter '{transfer.tensor}' is read here, so it cannot be gathered once per step",
+                where=self.barred,
+                fix="compile with once='none'",
             )
         if self.given is not None:
             return self.given[key]
@@ -157,25 +169,28 @@ class Arrivals:
         return self.found[key][0] if self.begins else self.found[key]
 
     def iteration(self, given: Mapping[str, Tree]) -> Arrivals:
-        """The arrivals of one turn of a loop. given: those of this turn, if arrivals are given."""
+        """The arrivals of one iteration of a loop. given: those of this iteration, if this walk receives arrivals."""
         given_here = None if self.given is None else given
         return replace(self, given=given_here, found={}, wide={})
 
     def stacked(self, loop: str) -> Mapping[str, Tree]:
-        """The given arrivals of a loop, stacked over its turns."""
+        """The given arrivals of a loop, stacked over its iterations."""
         return {} if self.given is None else self.given.get(loop, {})
 
     def leave(self, loop: str, iteration: Arrivals, found: Mapping[str, Tree]) -> None:
-        """Store what was found in a loop. iteration: the arrivals of its last turn. found: the same, stacked."""
+        """Store what was found in a loop.
+
+        iteration: the arrivals of the loop's last iteration. found: the same, stacked over all iterations.
+        """
         if found:
             self.found[loop], self.wide[loop] = found, iteration.wide
 
 
 def packed(values: Sequence[DeviceValue]) -> list[Tree]:
-    """The values' arrays and shadows, as a pytree."""
+    """The arrays and gradient carriers of the values, as a pytree."""
     return [(h.array, h.gradient_carrier) for h in values]
 
 
 def unpacked(values: Sequence[DeviceValue], arrays: Sequence[Tree]) -> list[DeviceValue]:
-    """The values with these arrays."""
+    """The values with other arrays. arrays: as ``packed`` returns them."""
     return [replace(h, array=a, gradient_carrier=s) for h, (a, s) in zip(values, arrays, strict=True)]

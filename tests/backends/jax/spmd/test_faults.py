@@ -1,4 +1,4 @@
-"""A fault of pase while a step is lowered by hand: the step runs all the same, and a warning asks for a report."""
+"""If pase itself fails while it lowers a step manually, the step still runs, and a warning asks for a report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pase.schedule.plan import Update
 PARAMS = {"w": jnp.eye(16) + 0.1, "v": jnp.eye(16) * 2}
 X = jax.random.normal(jax.random.key(0), (8, 16))
 OPTIMIZER = optax.sgd(0.1)
-ASKS = r"lowering 'sin' at .*test_faults.py:\d+.* by hand failed with KeyError: 't99'"
+ASKS = r"'sin' at .*test_faults\.py:\d+.*KeyError: 't99'"
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -46,7 +46,7 @@ def refuses(error: BaseException) -> Any:
 
 @contextmanager
 def planting(error: BaseException) -> Iterator[None]:
-    """The rule of sin has a fault."""
+    """Gives the rule of sin a fault."""
     MANUAL_RULES.add("sin", refuses(error))
     try:
         yield
@@ -69,17 +69,18 @@ def plan() -> Plan:
 
 def test_the_step_runs_annotated_and_the_warning_names_the_line(planted: None, plan: Plan) -> None:
     step = plan.jax.train_step(OPTIMIZER, donate=False)
-    with pytest.warns(UserWarning, match=ASKS + ".* left to XLA.*a fault of pase: please report it"):
+    with pytest.warns(UserWarning, match=ASKS + ".*please report.* left to XLA"):
         params, _, value = step(
             *(placed := plan.jax.device_put(PARAMS, X))[:1], OPTIMIZER.init(PARAMS), placed[1]
         )
     np.testing.assert_allclose(float(value), float(WANTED), rtol=1e-5)
     np.testing.assert_allclose(params["w"], PARAMS["w"] - 0.1 * GRADS["w"], atol=1e-5)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it is said once
+        warnings.simplefilter("error")  # later calls do not warn again
         step(placed[0], OPTIMIZER.init(PARAMS), placed[1])
-    with pytest.raises(LoweringFault, match=ASKS + ".*please report it.*Use lowering='annotated'") as raised:
+    with pytest.raises(LoweringFault, match=ASKS) as raised:
         plan.jax.train_step(OPTIMIZER, lowering="manual")(placed[0], OPTIMIZER.init(PARAMS), placed[1])
+    assert "lowering='annotated'" in raised.value.fix and "please report" in raised.value.fix
     assert isinstance(raised.value.__cause__, KeyError)
 
 
@@ -158,9 +159,7 @@ def test_a_fault_in_backward_knows_its_line(plan: Plan) -> None:
 
     sin.defvjp(lambda x: (sin(x), None), refuses(IndexError("7")))
     MANUAL_RULES.add("sin", lambda call, ins: [sin(*ins)])
-    said = (
-        r"lowering the gradient of what is at .*test_faults.py:\d+ \(loss\) by hand failed with IndexError: 7"
-    )
+    said = r"gradient of .*test_faults\.py:\d+ \(loss\).*IndexError: 7"
     try:
         with pytest.warns(UserWarning, match=said):
             value, _ = plan.jax.value_and_grad()(PARAMS, X)
@@ -171,7 +170,7 @@ def test_a_fault_in_backward_knows_its_line(plan: Plan) -> None:
 
 def test_a_fault_before_any_equation(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalProgram, "result", refuses(TypeError("before")))
-    with pytest.warns(UserWarning, match="lowering .* by hand failed with TypeError: before"):
+    with pytest.warns(UserWarning, match="TypeError: before"):
         value, _ = plan.jax.value_and_grad()(PARAMS, X)
     np.testing.assert_allclose(float(value), float(WANTED), rtol=1e-5)
 
@@ -197,6 +196,6 @@ def test_an_error_of_the_annotated_step_names_its_equation(
 def test_errors_of_the_user_are_the_users(plan: Plan) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(PaseError, match=r"'x' has shape|has shape \(4, 16\)") as raised:
+        with pytest.raises(PaseError, match=r"\(4, 16\)") as raised:
             plan.jax.value_and_grad()(PARAMS, X[:4])
         assert not isinstance(raised.value, NotManual)

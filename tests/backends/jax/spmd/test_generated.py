@@ -1,4 +1,4 @@
-"""Random numbers by hand: each device makes the bits of its own part, and they are those of one device."""
+"""Random numbers in manually lowered steps: each device makes its own part of the numbers of one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loss(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def sizes_of_bits(jaxpr: Any) -> list[int]:
-    """The numbers of elements for which random bits are made, in a jaxpr and in those inside of it."""
+    """The number of random elements that each equation makes, in a jaxpr and in the jaxprs inside of it."""
     found = []
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("threefry2x32", "random_bits"):

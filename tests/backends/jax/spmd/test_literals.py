@@ -1,4 +1,4 @@
-"""Numbers written into a program, and equations of which some results are constants, lowered by hand."""
+"""Manual lowering of literals, and of equations some of whose results are constants."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ X = jax.random.normal(jax.random.key(0), (8, 16))
 
 
 def with_rule(f: Any) -> Any:
-    """f with a derivative rule of its own, which writes f's literals into forward and backward."""
+    """f with its own derivative rule, which writes f's literals into forward and backward."""
 
     @jax.custom_vjp
     def g(a: Any) -> Any:
@@ -32,7 +32,7 @@ def with_rule(f: Any) -> Any:
 
 
 def turned(start: Any) -> Any:
-    """A loop that begins with what ``start`` makes."""
+    """A loop whose first carry is the result of ``start``."""
     return lambda a: lax.scan(lambda c, i: (jnp.maximum(c, a * i), None), start(a), jnp.arange(3.0))[0]
 
 

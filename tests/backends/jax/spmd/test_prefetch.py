@@ -1,4 +1,5 @@
-"""What a loop's turn reads first is gathered one turn ahead: read in what XLA compiled; numbers and bytes are equal."""
+"""A loop's iteration prefetches what the next one reads first, as XLA's compiled program shows, with equal results and
+equal bytes."""
 
 import re
 from dataclasses import replace
@@ -20,7 +21,7 @@ OPTIMIZER = optax.sgd(0.1)
 
 
 def layer(x, p):
-    """Two products: the gather of the first has no product of its turn before it."""
+    """Two matmuls. No product of the same iteration is before the gather for the first one."""
     return x + jnp.tanh(x @ p["up"]) @ p["down"], None
 
 
@@ -42,7 +43,7 @@ def example(layers):
 
 
 def bodies(text):
-    """The bodies of loops in a compiled program: per body its instructions, name -> (opcode, operands, line)."""
+    """The bodies of loops in a compiled program, each as instruction name -> (opcode, operands, line)."""
     found = []
     for name in set(re.findall(r"body=%([\w.\-]+)", text)):
         start = re.search(rf"^%{re.escape(name)} .*$", text, re.M).end()
@@ -55,7 +56,7 @@ def bodies(text):
 
 
 def closure(of, edges):
-    """All that is reached along the edges."""
+    """Everything that can be reached along the edges."""
     seen, left = set(), [of]
     while left:
         for other in edges(left.pop()):
@@ -66,8 +67,8 @@ def closure(of, edges):
 
 
 def early(body):
-    """The gathers of a body that read nothing but what no turn changes and its number, and that none of the body's own
-    instructions but the results of the turn read."""
+    """The prefetching gathers of a loop's body: they read only loop invariants and the iteration number, and only the
+    results of the iteration read them."""
     root = body[next(n for n, (_, _, line) in body.items() if "ROOT" in line)][1]
     kept = {n for i, n in enumerate(root) if body[n][0] == "get-tuple-element" and f"index={i}" in body[n][2]}
     found = []
@@ -95,7 +96,7 @@ def test_the_first_gather_of_a_turn_runs_in_the_turn_before(again, layers):
     assert step.differences(before) == dict.fromkeys(TOLERANCE, 0.0)
     for compiled in (before.compiled, step.compiled):
         assert all(r.compiled == r.predicted for r in compare(plain, compiled, "manual"))
-    if layers == 4:  # a loop of one turn is none in the compiled program
+    if layers == 4:  # with 2 layers, one iteration is left, which is no loop in the compiled program
         assert not any(map(early, bodies(before.compiled.as_text())))
         assert [len(early(b)) for b in bodies(step.compiled.as_text()) if early(b)] == [1] * (1 + again)
 
@@ -119,17 +120,17 @@ def test_what_is_gathered_ahead_is_in_the_account():
     fsdp = case_of(loss, params, batch).plan("fsdp")
     graph, mesh = fsdp.split_graph, fsdp.mesh
     configs = {n.name: config_of(n, fsdp.strategy[n.name], mesh) for n in graph.nodes}
-    one = 64 * 128 * 4  # the first matrix of a turn, whole
+    one = 64 * 128 * 4  # the whole first matrix of an iteration
     assert prefetched_bytes(graph, configs, mesh) == one
     assert prefetched_bytes(accumulated(graph, 2), configs, mesh) == one
     without, ahead = (memory(graph, mesh, configs, "adam", prefetch=on) for on in (False, True))
     assert ahead.total - without.total == one == ahead.buffers - without.buffers
-    kept = case_of(model(layer), params, batch).plan("fsdp")  # backward keeps what a turn gathered
+    kept = case_of(model(layer), params, batch).plan("fsdp")  # gathered parameters are residuals
     assert prefetched_bytes(kept.split_graph, configs, mesh) == 0
 
 
 def test_what_reads_an_inner_loop_waits_for_it_in_the_account_and_in_the_step():
-    """A loop inside of a turn counts as a product, though none is in it."""
+    """A loop inside of an iteration counts as a product, even if it contains none."""
 
     def after_a_loop(x, p):
         return layer(jax.lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=3)[0], p)
