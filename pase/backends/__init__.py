@@ -1,4 +1,4 @@
-"""A plan in a framework's terms: run by JAX or PyTorch, or written for another program."""
+"""Backends: run a plan in JAX or PyTorch, or write it to a file for another program."""
 
 from pase.former import former_names
 

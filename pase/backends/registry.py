@@ -1,4 +1,4 @@
-"""The backends that write a plan to a file in another program's terms.
+"""The registry of backends that write a plan to a file for another program.
 
 A backend is a module ``backends/emit/<name>.py``, which is found automatically. It registers one ``Backend`` in
 ``BACKENDS`` and imports its framework only inside functions.
@@ -22,8 +22,8 @@ class Emit(Protocol):
     def __call__(self, plan: PlanData, path: Path, *, model: object) -> str:
         """Write ``path`` completely or not at all, and return one line that says what was written.
 
-        model: what the plan was compiled from (for example, a file's path), as given by the user, otherwise as named in
-        the plan. Raises PaseError if the target cannot express something; nothing is left out silently.
+        model: what the plan was compiled from, for example a file's path: the user's argument, or by default the name
+        in the plan. Raises PaseError if the target cannot express some part of the plan. Nothing is left out silently.
         """
 
 
@@ -33,16 +33,16 @@ class Backend:
     """What it writes, in a few words."""
     emit: Emit
     needs_model: bool = False
-    """Whether the file is made from the model's own ops. If so, the plan must have its model."""
+    """Whether the file is made from the ops of the model, so that the plan must have its model."""
     stages: bool = False
-    """Whether it writes something that only a pipelined plan has."""
+    """Whether it writes the stages of a pipelined plan. All other backends refuse such plans."""
 
 
 BACKENDS: Registry[Backend] = Registry("backend", package="pase.backends.emit")
 
 
 def emit(plan: PlanData, to: str, path: str | Path, model: object = None) -> str:
-    """Write the plan for another program. Raises PaseError if no backend has that name, or it cannot express it."""
+    """Write the plan for another program. Raises PaseError if the backend is unknown or cannot express the plan."""
     backend = BACKENDS[to]
     if not backend.stages:
         plan.check_emitted()

@@ -1,1 +1,1 @@
-"""Plans compared with what the frameworks really run."""
+"""Audits: compare plans with what the frameworks really run."""

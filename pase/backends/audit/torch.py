@@ -1,4 +1,4 @@
-"""The collectives of a step, recorded while it runs, for comparison with the plan's own list.
+"""Records the collectives of a PyTorch step while it runs, for comparison with the plan's list.
 
 The step may run on fake tensors over a process group that sends nothing, for example as one rank of 32 on one machine.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["SentCounts", "planned", "planned_in_stages", "recorded", "sent_by_one_rank"]
 
 SentCounts = Counter[tuple[str, tuple[str, ...], int]]
-"""(kind, mesh axes, bytes of the larger local buffer) -> how often in a step."""
+"""(kind, mesh axes, bytes of the larger local buffer) -> the number of times in a step."""
 
 _KINDS = {
     "all_reduce": "all_reduce",
@@ -42,7 +42,7 @@ _KINDS = {
 
 
 def planned(program: LocalProgram) -> SentCounts:
-    """The plan's list of collectives, without axes of size 1, along which nothing is sent."""
+    """The plan's collectives, without mesh axes of size 1, along which nothing is sent."""
     out: SentCounts = Counter()
     for c in program_collectives(program):
         if axes := _wide(c.axes, program.mesh):
@@ -58,8 +58,10 @@ def planned(program: LocalProgram) -> SentCounts:
 
 
 def planned_in_stages(run: TorchPipeline, rank: int) -> SentCounts:
-    """The plan's list for a device of one of the pipeline's ranks: of its stages, and of what they hand to each other
-    and lay out differently."""
+    """The plan's collectives on a device of one of the pipeline's ranks.
+
+    They are those of the rank's stages, and those that reshard activations passed between stages.
+    """
     out: SentCounts = Counter()
     for k, stage in enumerate(run.stages):
         if run.schedule.rank_of[k] == rank:
@@ -79,8 +81,11 @@ def _wide(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
 def _part(
     program: LocalProgram, nodes: Collection[int], stored: Collection[str], *, returns: bool
 ) -> LocalProgram:
-    """What a stage runs of a program. nodes: of the exported graph. stored: its parameters. returns: it ends with the
-    model's results."""
+    """The part of a program that a stage runs.
+
+    nodes: the stage's nodes of the exported graph. stored: the stage's parameters. returns: whether the stage returns
+    the model's results.
+    """
 
     def inside(op: LocalOp) -> bool:
         if op.op.kind == "output":
@@ -139,8 +144,9 @@ def _recorder() -> type[TorchDispatchMode]:
 
 
 def recorded(groups: AxisGroups) -> TorchDispatchMode:
-    """A context manager: ``with recorded(groups) as found: …``. Afterwards ``found.sent`` is what was sent over these
-    groups.
+    """A context manager that records collectives: ``with recorded(groups) as found: …``.
+
+    Afterwards ``found.sent`` has the collectives that ran over these groups.
     """
     return _recorder()(groups)
 
@@ -156,7 +162,7 @@ class _Imagined(ParallelModule):
         return _ImaginedTensor(_fake(like.shape if local is None else local, like.dtype))
 
     def leaves(self, batch: Sequence[Tree]) -> list[Tensor]:
-        return list(batch)  # made as the plan has them, of no module
+        return list(batch)  # the batch is already in the plan's form
 
     def _written(self, path: str) -> tuple[int, ...]:
         node = next(n for n, p in self.plan.traced.program.buffers.items() if p == path)
@@ -187,7 +193,10 @@ def _fake(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool = False)
 
 
 def sent_by_one_rank(plan: TorchPlan) -> SentCounts:
-    """What a step sends on this rank of ``torch.distributed``, run on fake tensors. The backend may be "fake"."""
+    """The collectives of a step on this rank of ``torch.distributed``, run on fake tensors.
+
+    The backend of the process group may be "fake".
+    """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -1,10 +1,10 @@
-"""A plan compared with the program that XLA compiles: the numbers of one step, and bytes by kind of collective.
+"""Compares a plan with the program that XLA compiles: the numbers of one step, and bytes by kind of collective.
 
-The column ``on_cpu`` allows for three habits of XLA's CPU pipeline, so that the comparison tests the plan and not the
-backend. First, it never forms a reduce-scatter. It uses a whole all-reduce and a slice instead, and this all-reduce
-also replaces reductions that would follow. Second, it does not sum the partial gradients of a tensor's readers before
-it reduces them (GPU and TPU pipelines do). Third, a sum over two split dims (batch and sequence) is one all-reduce per
-dim, although one over both would be enough.
+The column ``on_cpu`` accounts for three properties of XLA's CPU pipeline, so that the comparison tests the plan and not
+the backend. First, it never forms a reduce-scatter. It uses an all-reduce of the whole tensor and a slice instead, and
+this all-reduce also replaces reductions that would follow. Second, it does not add up the partial gradients of a
+tensor's readers before it reduces them (the GPU and TPU pipelines do). Third, it makes one all-reduce per dim for a
+reduction over two split dims (batch and sequence), although one over both would be enough.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveRow:
-    """One kind of collective; bytes are times × the larger local buffer, summed over a step."""
+    """Bytes of one kind of collective: the number of times × the larger local buffer, summed over a step."""
 
     kind: str
     predicted: int
@@ -58,13 +58,17 @@ class CollectiveRow:
 
     @property
     def error(self) -> float:
-        """(predicted - compiled) / compiled, with the CPU pipeline's habits allowed for; 0 where both are 0."""
+        """(on_cpu - compiled) / compiled, or 0 if both are 0."""
         return (self.on_cpu - self.compiled) / self.compiled if self.compiled else float(self.on_cpu > 0)
 
 
 def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotated") -> list[CollectiveRow]:
-    """compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices.
-    A program lowered by hand has the plan's own collectives, so no habit of the CPU pipeline is allowed for."""
+    """Compare the plan's collectives with those of a compiled step, by kind.
+
+    compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices. lowering:
+    the lowering of that step. In the manual lowering, the program has exactly the plan's collectives, so ``on_cpu`` is
+    what the plan predicts.
+    """
     kinds = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute")
     predicted = dict.fromkeys(kinds, 0)
     on_cpu = dict.fromkeys(kinds, 0)
@@ -77,7 +81,7 @@ def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotate
             on_cpu[c.kind] += nbytes
             continue
         if c.kind == "all_reduce" and _flow(c) in scattered and not sums.sliced_between(c):
-            continue  # a whole all-reduce over all the axes replaced the reduce-scatter
+            continue  # an all-reduce of the whole tensor over all axes replaced the reduce-scatter
         if c.kind in ("all_reduce", "reduce_scatter"):
             on_cpu["all_reduce"] += nbytes * sums.count(c)
         else:
@@ -94,16 +98,16 @@ def compare(plan: PlanData, compiled: XlaProgram, lowering: Lowering = "annotate
 def unmatched(
     plan: PlanData, compiled: XlaProgram, kinds: Sequence[str]
 ) -> tuple[list[Collective], list[HloCollective]]:
-    """Unmatched collectives of the plan and of the compiled program, line by line. Collectives of equal kind, bytes and
-    mesh axes are paired. ``times`` and ``count`` are how many of a line have no partner.
+    """(unmatched collectives of the plan, unmatched collectives of the compiled program).
 
-    kinds: "all_gather", "all_to_all", "permute". Sums are formed differently on a CPU (see the module's docstring), so
-    all_reduce and reduce_scatter always leave lines.
+    Collectives of the same kind, bytes and mesh axes are paired. ``times`` and ``count`` of the returned collectives
+    are the numbers without a partner. kinds: any of "all_gather", "all_to_all", "permute". Reductions are formed
+    differently on a CPU (see the module's docstring), so all_reduce and reduce_scatter never match completely.
     """
     left: dict[tuple[str, int, int | None], list[HloCollective]] = {}
     for h in collectives(compiled, plan.mesh):
         if h.kind in kinds and h.group_size > 1:
-            # Gathers of several tensors are combined into one; an all-to-all's operands are one tensor's parts.
+            # XLA combines all-gathers of several tensors; an all-to-all's operands are parts of one tensor.
             for nbytes in (h.bytes,) if h.kind == "all_to_all" else h.parts:
                 left.setdefault((h.kind, nbytes, h.axes), []).append(
                     replace(h, bytes=nbytes, parts=(nbytes,))
@@ -132,7 +136,7 @@ def _flow(c: Collective) -> tuple[str, str, str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _AllReduceCount:
-    """The number of all-reduces that the CPU pipeline makes for one in the plan."""
+    """Counts the all-reduces that the CPU pipeline makes for one reduction in the plan."""
 
     plan: PlanData
     graph: Graph
@@ -149,7 +153,10 @@ class _AllReduceCount:
         return cls(plan=plan, graph=graph, readers=readers)
 
     def count(self, c: Collective) -> int:
-        """A gradient is reduced once for each reader that sums it, and once for each split dim summed over."""
+        """The number of all-reduces for a collective of the plan.
+
+        A gradient is reduced once for each reader that sums it, and once for each split dim that is summed over.
+        """
         if c.phase == "forward":
             op, access = self.graph.node[c.source].write_of(c.tensor)
             return max(self._dims(c, c.source, op, access), 1)
@@ -159,8 +166,10 @@ class _AllReduceCount:
         return max(sum(self._read(c, n, copied) for n in nodes), 1)
 
     def sliced_between(self, c: Collective) -> bool:
-        """Whether this is the remaining sum of a product whose gradient goes directly into slices. XLA then sums the
-        whole gradient over the slices' axes first, and the slices over the other axes."""
+        """Whether this is the remaining reduction of a product whose gradient goes directly into slices.
+
+        If so, XLA first reduces the whole gradient over the slices' axes, and then the slices over the other axes.
+        """
         main = self.graph.node[c.node].main
         product = main.kind in ("matmul", "conv") and any(a.tensor == c.tensor for a in main.reads)
         route = self.plan.define.get(c.tensor)
@@ -172,14 +181,14 @@ class _AllReduceCount:
         return max((self._dims(c, node, op, a) for op, a in reads), default=0)
 
     def _dims(self, c: Collective, node: str, op: Op, access: Access) -> int:
-        """The number of split dims of the op that the tensor does not have. Each is a sum."""
+        """The number of split dims of the op that the tensor does not have. Each needs a reduction."""
         split = self.plan.strategy[node]
         return sum(bool(set(c.axes) & set(split.get(d, ()))) for d in op.dims if d not in access.map.dims)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """One training step: its loss, gradients and updated parameters. Sharded arrays are gathered."""
+    """The numbers of one train step: loss, gradients and updated parameters. Sharded arrays are gathered."""
 
     loss: float
     gradients: Tree
@@ -187,12 +196,16 @@ class StepResult:
     compiled: XlaProgram | None = None
     """The compiled step, for ``compare``."""
     lowering: Lowering = "annotated"
-    """How it was lowered, for ``compare``; never auto."""
+    """How it was lowered, for ``compare``. Never "auto"."""
     rematerialised: tuple[str, ...] = ()
-    """XLA's warnings of a tensor that it gathered whole because it found no better way."""
+    """XLA's warnings about tensors that it gathered completely because it found no better way to reshard them."""
 
     def differences(self, other: StepResult) -> dict[str, float]:
-        """loss: relative; gradients, parameters: the largest difference over the largest element of all."""
+        """The differences from another step.
+
+        loss: the relative difference. gradients, parameters: the largest difference of any element, divided by the
+        largest element.
+        """
         return {
             "loss": abs(self.loss - other.loss) / max(abs(self.loss), 1e-30),
             "gradients": worst_difference(self.gradients, other.gradients),
@@ -201,8 +214,9 @@ class StepResult:
 
 
 def worst_difference(a: Tree, b: Tree) -> float:
-    """The largest |a - b| of two pytrees, relative to the largest |a|. It is 0 if they are equal (also if both are
-    zero), infinite if only a is zero, and NaN if either contains one.
+    """The largest |a - b| of two pytrees, relative to the largest |a|.
+
+    It is 0 if they are equal (also if both are zero), infinite if only a is zero, and NaN if either contains NaN.
 
     >>> [worst_difference([1.0, 4.0], b) for b in ([1.0, 3.0], [1.0, 4.0], [1.0, float("nan")])]
     [0.25, 0.0, nan]
@@ -213,7 +227,7 @@ def worst_difference(a: Tree, b: Tree) -> float:
     pairs = [
         (np.asarray(x), np.asarray(y)) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     ]
-    off = np.max([np.abs(x - y).max() for x, y in pairs])  # Python's max would lose a NaN
+    off = np.max([np.abs(x - y).max() for x, y in pairs])  # Python's max may drop a NaN
     with np.errstate(divide="ignore"):
         return float(off / np.max([np.abs(x).max() for x, _ in pairs])) if off else 0.0
 
@@ -221,7 +235,7 @@ def worst_difference(a: Tree, b: Tree) -> float:
 def unsharded_step(
     loss_fn: Callable[..., Array], optimizer: GradientTransformation, params: Tree, *batch: Tree
 ) -> StepResult:
-    """The step on one device, as any user would write it."""
+    """The step on one device, without a plan."""
     import jax
 
     from pase.frontends.jax.leaves import arrays, combine, static, trained, value_and_grad
@@ -253,7 +267,7 @@ def sharded_step(
     *batch: Tree,
     lowering: Lowering = "auto",
 ) -> StepResult:
-    """The same step by ``plan.jax.train_step``, on the plan's devices. It is compiled once."""
+    """The step by ``plan.jax.train_step`` on the plan's devices. It is compiled once."""
     import jax
 
     from pase.frontends.jax.leaves import arrays, trained
@@ -281,7 +295,7 @@ def sharded_step(
 
 
 def _arguments(plan: PlanData, *args: Tree) -> tuple[Tree, ...]:
-    """The arguments of the plan's program: of a function of modules, those of the pure one."""
+    """The arguments of the plan's program. For a function of modules, they are those of the pure function."""
     modules = modules_of(plan)
     return args if modules is None else modules.open_all(args).arguments
 
@@ -289,8 +303,8 @@ def _arguments(plan: PlanData, *args: Tree) -> tuple[Tree, ...]:
 def _lowered_step(
     jp: JaxPlan, optimizer: GradientTransformation, mesh: JaxMesh, lowering: Lowering
 ) -> tuple[Tree, Lowering]:
-    """The lowered step, and how it was lowered. What a CPU program sends depends on that (``compare``)."""
-    only = jp.hoisted != "none" and lowering == "auto"  # XLA would send once per micro-batch
+    """(the lowered step, its lowering). ``compare`` needs the lowering."""
+    only = jp.hoisted != "none" and lowering == "auto"  # XLA would send in each micro-batch
     *first, last = ("manual",) if only else lowerings(lowering, mesh)
     for way in first:
         try:
@@ -301,7 +315,7 @@ def _lowered_step(
 
 
 def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree, *batch: Tree) -> StepResult:
-    """Of a pipelined plan, which is many programs."""
+    """The step of a pipelined plan, which consists of many programs."""
     import jax
 
     from pase.frontends.jax.leaves import trained
@@ -319,7 +333,7 @@ def _staged_step(plan: PlanData, optimizer: GradientTransformation, params: Tree
 
 
 def _keeping_gradients(optimizer: GradientTransformation) -> GradientTransformation:
-    """The same optimizer, with the last gradients stored in its state."""
+    """The optimizer, with the last gradients stored in its state."""
     import jax
     import optax
 
@@ -335,7 +349,7 @@ def _keeping_gradients(optimizer: GradientTransformation) -> GradientTransformat
 
 @contextmanager
 def _stderr() -> Iterator[list[str]]:
-    """What the process, including XLA, writes to standard error in this block. The list is filled at the end."""
+    """The lines that the process, including XLA, writes to standard error. The list is filled when the block ends."""
     lines: list[str] = []
     sys.stderr.flush()
     kept = os.dup(2)

@@ -1,9 +1,9 @@
-"""Predicted peak memory, compared with XLA's buffer assignment for the compiled step.
+"""Compares the predicted peak memory with XLA's buffer assignment for the compiled step.
 
-``on_cpu`` allows for two habits of XLA's CPU pipeline. First, it combines all gradient sums of a scope (the whole step,
-or one turn of a loop) into one all-reduce at the end of the scope. All partial gradients and all their sums are then
-live at the same time, and they are whole, because it never forms a reduce-scatter. Second, it does not fuse anything
-with convolutions (``_forward``).
+``on_cpu`` accounts for two properties of XLA's CPU pipeline. First, it combines all gradient reductions of a scope (the
+whole step, or one loop iteration) into one all-reduce at the end of the scope. All partial gradients and all their sums
+are then live at the same time, and they are not sharded, because it never forms a reduce-scatter. Second, it does not
+fuse anything with convolutions (``_forward``).
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ __all__ = ["Peak", "compare_memory"]
 
 @dataclass(frozen=True, kw_only=True)
 class Peak:
-    """Bytes on one device. stored: parameters and optimizer state, predicted, then the arguments of the compiled step
-    without its batch. The others are peaks."""
+    """Bytes on one device.
+
+    stored: the predicted bytes of parameters and optimizer state. stored_compiled: the arguments of the compiled step
+    without its batch. predicted, on_cpu, compiled: peak bytes.
+    """
 
     stored: int
     stored_compiled: int
@@ -39,16 +42,19 @@ class Peak:
 
     @property
     def error(self) -> float:
-        """(predicted, as on CPU - compiled) / compiled."""
+        """(on_cpu - compiled) / compiled."""
         return (self.on_cpu - self.compiled) / self.compiled
 
 
 def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "annotated") -> Peak:
-    """compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices, with the
-    plan's optimizer. A step lowered by hand reduces gradients as the plan does, so no additional whole gradients are
-    held."""
+    """Compare the plan's memory with that of a compiled step.
+
+    compiled: the result of ``plan.jax.lower_train_step(optimizer, lowering=…).compile()`` on host devices, with the
+    plan's optimizer. lowering: the lowering of that step. In the manual lowering, gradients are reduced according to
+    the plan, so there are no additional unsharded gradients.
+    """
     a, m = compiled.memory_analysis(), plan.memory
-    assert a is not None  # host devices have it
+    assert a is not None  # host devices provide it
     sums = _sums_at_once(plan) if lowering == "annotated" else 0
     batch = sum(t.local_bytes(plan.mesh) for t in plan.inputs.values())
     return Peak(
@@ -64,8 +70,10 @@ def compare_memory(plan: PlanData, compiled: Compiled, lowering: Lowering = "ann
 
 
 def _sums_at_once(plan: PlanData) -> int:
-    """Bytes of partial gradients and their sums in the scope that has the most, without the summed gradients that the
-    plan already counts."""
+    """Bytes of partial gradients and their sums in the scope with the most of them.
+
+    The reduced gradients that the plan already counts are left out.
+    """
     graph = plan.graph
     parameters = {n.name for n in graph.nodes if n.kind == "parameter"}
     whole: dict[Scope | None, dict[tuple[str, str], int]] = {}
@@ -90,20 +98,23 @@ _INDEX = 4
 
 
 def _forward(plan: PlanData) -> int:
-    """Peak bytes of XLA's CPU pipeline at a max-pooling of forward, or at the end of forward. They are the values kept
-    by then, and the arrays of convolutions and poolings that are not fused.
+    """Peak bytes of XLA's CPU pipeline at a max-pooling of forward, or at the end of forward.
 
-    - A convolution's gradients are convolutions that read its operands transposed. These copies are made together with
-      the operands and kept as long as they are. Copies of weights depend on nothing and exist from the start of the
-      step.
+    They consist of the residuals so far, and of the arrays of convolutions and poolings that are not fused.
+
+    - The gradients of a convolution are convolutions that read its operands transposed. These copies are made together
+      with the operands and live as long as they do. Copies of weights do not depend on activations, so they exist from
+      the start of the step.
     - A max-pooling with a gradient finds indices as well as maxima. It reads one array of indices for each dim of its
-      operand (iotas, which depend on nothing, so those of later poolings already exist). It writes the same number of
-      arrays in its result's size and keeps them, with the zeros of the operand's size into which its gradient is
-      scattered.
+      operand. (These are iotas without operands, so those of later poolings already exist.) It writes the same number
+      of arrays of its result's size. These are residuals, together with the zeros of the operand's size into which the
+      gradient is scattered.
     """
     graph, mesh, m = plan.graph, plan.mesh, plan.memory
     kept = weights = zeros = indices = 0.0
-    before: list[tuple[float, float]] = []  # at each pooling: kept by then, and what it reads and writes
+    before: list[
+        tuple[float, float]
+    ] = []  # for each pooling: (residuals so far, bytes that it reads and writes)
     for n in graph.nodes:
         cfg = _config(plan, n)
 

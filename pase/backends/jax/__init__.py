@@ -1,1 +1,1 @@
-"""A plan in JAX: its functions, its train step, and the check of its gradients."""
+"""The JAX backend: a plan's functions, its train step, and the check of its gradients."""

@@ -1,21 +1,23 @@
-"""A bucket plan run in JAX: explicit collectives, message by message, in one order on every device.
+"""Runs a bucket plan in JAX: explicit collectives, message by message, in the same order on every device.
 
-A plan that pase compiled runs as its own step, lowered by hand (``step_from_plan``). ``BucketRunner`` runs a loss
-function, a problem and a bucket plan that were not made by compile. Its jitted step consists of manual regions. First,
-parameters that are stored split over the data axes (ZeRO, FSDP) are gathered as the plan's messages say; this region is
-manual over all axes. Second, each device computes the gradient of its share of the batch and keeps it unreduced; this
-region is manual over the data axes alone, and the other mesh axes stay with XLA and the function's shardings. Third,
-gradients are sent as messages of a local program (``parameter_program``), as in any step that is lowered by hand.
+A plan that pase compiled runs as its own step in the manual lowering (``step_from_plan``). ``BucketRunner`` runs a loss
+function, a problem and a bucket plan that were not made by compile. Its jitted step consists of three manual regions
+(shard_map). First, parameters that are stored split over the data axes (ZeRO, FSDP) are gathered according to the
+plan's messages. This region is manual over all axes. Second, each device computes the gradient of its share of the
+batch and keeps it unreduced. This region is manual only over the data axes; XLA and the function's shardings handle the
+other mesh axes. Third, gradients are sent as messages of a local program (``parameter_program``), as in any step in the
+manual lowering.
 
-What the plan sends during the next forward is sent by the next step's program, before its gradients. The updated
-parameter is then needed only where forward first reads it, and the compiler may overlap the two. The numbers do not
-change. Until then, the parameters of a state are one update behind; ``finish`` applies what is pending.
+Messages that the plan sends during the next forward are sent by the next step's program, before its gradients. The
+updated parameter is then needed only where forward first reads it, so the compiler may overlap the two. The numbers do
+not change. Until then, the parameters of a state are one update behind; ``finish`` applies the pending update.
 
-Delayed and merged updates: gradients are summed locally, reduced when their messages are due, divided by batches times
-devices, and applied once. Between updates the optimizer is not called.
+For delayed and merged updates, gradients are summed locally, reduced when their messages are due, divided by batches
+times devices, and applied once. Between updates the optimizer is not called.
 
-Not executed: a second gather for backward (the parameter gathered for forward is kept). Moves of parameters that do not
-lead from whole to stored over data axes are not in messages; ``left_over`` names them.
+A second all-gather for backward is not executed; the parameter that was gathered for forward is kept. If the reshard
+steps of a parameter do not lead from its whole form to its stored one over data axes, the parameter is not in messages;
+``left_over`` names it.
 """
 
 from __future__ import annotations
@@ -56,8 +58,9 @@ __all__ = ["BucketRunner", "PlanRunner", "RunState", "gradient_problem", "step_f
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state between iterations. waiting: the gradients of open updates, the oldest first
-    (``pase.backends.jax.steps.updates.WaitingGradients``).
+    """The state between iterations.
+
+    waiting: the gradients of open updates, the oldest first (``pase.backends.jax.steps.updates.WaitingGradients``).
     """
 
     params: Tree
@@ -69,9 +72,9 @@ class RunState:
 def gradient_problem(
     params: Tree, links: Tree, *, forward_s: float, backward_s: float, name: str = "model"
 ) -> ScheduleProblem:
-    """A simple problem for a parameter tree: gradients in reverse order, compute in proportion to bytes.
+    """A simple problem for a parameter tree: gradients in reverse order, compute in proportion to element counts.
 
-    It serves models that pase did not compile; a layout or a profile is more accurate.
+    It is for models that pase did not compile. A problem made from a plan or a profile is more accurate.
     """
     import jax
 
@@ -100,21 +103,22 @@ def step_from_plan(
     mesh: JaxMesh | None = None,
     overlap: bool = True,
 ) -> PlanRunner:
-    """A runner that trains as the plan says, and sends what parameters need as its bucket plan says: the plan's step,
-    lowered by hand.
+    """A runner that trains with the plan's step in the manual lowering, and sends the messages of its bucket plan.
 
     loss_fn: the function that the plan was compiled for. buckets: (problem, bucket plan) instead of the plan's own, as
-    `pase.plan.buckets.scheduled` makes them. mesh: a jax.sharding.Mesh; None uses the plan's over jax.devices().
-    overlap: what the plan sends during the next forward is sent by the next step's program.
+    returned by `pase.plan.buckets.scheduled`. mesh: a jax.sharding.Mesh, by default the plan's over jax.devices().
+    overlap: whether messages that the plan sends during the next forward are sent by the next step's program.
 
-    Raises PaseError if the plan moves no parameter, or was compiled for another program than loss_fn.
+    Raises PaseError if the plan has no collective of a parameter, or was compiled for another program than loss_fn.
     """
     from pase.plan.buckets import holding, schedule_of
 
     made = buckets if buckets is not None else schedule_of(plan)
     if made is None:
         raise PaseError(
-            f"the plan for '{plan.model}' moves no parameter, so it needs no buckets: use plan.jax.train_step"
+            "it has no collective of a parameter or gradient, so there is nothing to put into buckets",
+            where=f"the plan for '{plan.model}'",
+            fix="use plan.jax.train_step(optimizer)",
         )
     jp = replace(jax_plan(holding(plan, *made)), across=overlap)
     _require_same(jp, loss_fn)
@@ -130,7 +134,7 @@ def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
     from pase.frontends.jax.frontend import trace
 
     if jp.traced.padding:
-        return  # the plan's program is padded, the function is not
+        return  # the plan's program is padded and the function is not, so they cannot be compared
 
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jp.traced.jaxpr.in_avals]
     given = jax.tree.unflatten(jp.traced.in_tree, shapes)
@@ -138,13 +142,15 @@ def _require_same(jp: JaxPlan, loss_fn: Callable[..., Tree]) -> None:
     found = trace(loss_fn, *args, name=jp.traced.graph.name, unknown="replicate")
     if (found.operands, found.results) != (jp.traced.operands, jp.traced.results):
         raise PaseError(
-            f"the plan for '{jp.traced.graph.name}' was compiled for another program than this loss_fn"
+            f"the plan for '{jp.traced.graph.name}' was compiled for another program than this function",
+            where="loss_fn",
+            fix="pass the function that was compiled, or compile this one",
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRunner:
-    """Trains by a plan that pase compiled, as its bucket plan says; made by ``step_from_plan``."""
+    """Trains with a compiled plan and its bucket plan. ``step_from_plan`` makes it."""
 
     jax: JaxPlan
     optimizer: GradientTransformation
@@ -153,13 +159,13 @@ class PlanRunner:
 
     @without_mesh()
     def init(self, params: Tree) -> RunState:
-        """Parameters (arrays anywhere) in the plan's layouts, and the optimizer's first state."""
+        """The parameters in the plan's layouts, and the optimizer's first state. params: arrays in any layout."""
         (placed,) = self.jax.device_put(params, mesh=self.mesh)
         return RunState(params=placed, opt_state=self.jax.init(self.optimizer, params, self.mesh))
 
     @without_mesh()
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
-        """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
+        """Run one iteration. Returns (next state, loss of this batch under the parameters before the update)."""
         if not isinstance(self.stepper, DelayedStepper):
             params, opt_state, value = self.stepper(state.params, state.opt_state, *batch)
             after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1)
@@ -172,13 +178,13 @@ class PlanRunner:
 
     @without_mesh()
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
-        """(parameters, optimizer state) after applying the updates that are due after the last step."""
+        """(parameters, optimizer state) after the last step, with all updates that are still due applied."""
         if not isinstance(self.stepper, DelayedStepper):
             return state.params, state.opt_state
         return self.stepper.finish(state.params, _held(state))
 
     def left_over(self) -> tuple[str, ...]:
-        """Parameters that no message carries: each is sent by itself, where it is read."""
+        """Parameters that are in no message. Each of them is sent by itself, where it is read."""
         program = self.jax.program
         carried = {program.transfers[p.transfer].src for m in program.messages for p in m.chunks}
         moved = {
@@ -193,14 +199,14 @@ def _held(state: RunState) -> DelayedState:
 
 @dataclass(frozen=True, kw_only=True)
 class BucketRunner:
-    """Trains by a bucket plan.
+    """Trains a loss function with a bucket plan.
 
-    loss_fn: loss(params, *batch) -> scalar, the mean (or, by ``reduction``, the sum) over the batch. mesh:
+    loss_fn: loss(params, *batch) -> scalar, the mean over the batch (or the sum, see ``reduction``). mesh: a
     jax.sharding.Mesh. data_axes: the mesh axes over which the batch is split. specs: a tree with the PartitionSpec in
-    which each parameter is stored; None stores all of them whole. batch_specs: a tree for each batch argument, of data
-    axes alone; None splits along the first dim. overlap: messages that the plan sends during the
-    next step are sent by that step's program.
-    lenient: parameters that the problem does not name are sent by themselves.
+    which each parameter is stored; None stores all of them replicated. batch_specs: for each batch argument, a tree of
+    PartitionSpecs that name only data axes; None splits each argument along its first dim. overlap: whether messages
+    that the plan sends during the next step are sent by that step's program. lenient: whether parameters that the
+    problem does not name are sent by themselves; otherwise they are an error.
     """
 
     loss_fn: Callable[..., Tree]
@@ -224,10 +230,17 @@ class BucketRunner:
         object.__setattr__(self, "plan", as_sequence(self.problem, self.plan))
         missing = [a for a in self.data_axes if a not in self.mesh.shape]
         if missing or not self.data_axes:
-            raise PaseError(f"data axes {self.data_axes} are not in the mesh {dict(self.mesh.shape)}")
+            raise PaseError(
+                f"{self.data_axes} are not axes of the mesh {dict(self.mesh.shape)}",
+                where="data_axes",
+                fix="give the mesh axes over which the batch is split",
+            )
         if self.plan.updates[0].first:
             raise PaseError(
-                "an executed plan must count its iterations from 0, the first batch of its first update"
+                f"its first update begins with iteration {self.plan.updates[0].first}, but a plan that is run must "
+                "count iterations from 0",
+                where="plan",
+                fix="shift the iterations of the bucket plan",
             )
 
     @cached_property
@@ -239,7 +252,7 @@ class BucketRunner:
         return n
 
     def parameters(self, params: Tree) -> ParameterProgram:
-        """The local program of these parameters (or shapes)."""
+        """The local program of these parameters. params: arrays or shapes."""
         import jax
 
         found = jax.tree_util.tree_leaves_with_path(params)
@@ -261,7 +274,7 @@ class BucketRunner:
         return self._programs[key]
 
     def left_over(self, params: Tree) -> tuple[str, ...]:
-        """Parameters that no message carries: each is sent by itself."""
+        """Parameters that are in no message. Each of them is sent by itself."""
         import jax
 
         program = self.parameters(params)
@@ -270,7 +283,7 @@ class BucketRunner:
 
     @without_mesh()
     def init(self, params: Tree) -> RunState:
-        """Parameters (arrays anywhere) in the layouts of this runner, and the optimizer's first state."""
+        """The parameters in the layouts of this runner, and the optimizer's first state."""
         import jax
 
         if self.specs is not None:
@@ -279,7 +292,7 @@ class BucketRunner:
 
     @without_mesh()
     def step(self, state: RunState, *batch: Tree) -> tuple[RunState, Tree]:
-        """One iteration: (next state, loss of this batch under the parameters that it was computed with)."""
+        """Run one iteration. Returns (next state, loss of this batch under the parameters before the update)."""
         fn = self.program(state.params, state.iteration)
         params, opt_state, waiting, loss = fn(state.params, state.opt_state, state.waiting, *batch)
         after = RunState(params=params, opt_state=opt_state, iteration=state.iteration + 1, waiting=waiting)
@@ -287,7 +300,7 @@ class BucketRunner:
 
     @without_mesh()
     def finish(self, state: RunState) -> tuple[Tree, Tree]:
-        """(parameters, optimizer state) after applying the updates that are due after the last step."""
+        """(parameters, optimizer state) after the last step, with all updates that are still due applied."""
         import jax
 
         program = self.parameters(state.params)
@@ -299,8 +312,11 @@ class BucketRunner:
         )
 
     def program(self, params: Tree, number: int) -> Tree:
-        """The jitted step of an iteration: f(params, optimizer's state, waiting, *batch) -> (both, waiting, loss).
-        params: arrays or shapes."""
+        """The jitted step of an iteration.
+
+        It is f(params, optimizer state, waiting, *batch) -> (params, optimizer state, waiting, loss). params: arrays or
+        shapes. number: the iteration.
+        """
         import jax
 
         program = self.parameters(params)
@@ -324,7 +340,7 @@ class BucketRunner:
         return self._steps[key]
 
     def _caught_up(self, program: ParameterProgram, iteration: DelayedIteration) -> Callable[..., Tree]:
-        """f(params, optimizer's state, waiting) -> both after the update that is applied before this iteration."""
+        """f(params, optimizer state, waiting) -> (params, optimizer state) after the overdue update is applied."""
 
         def run(params: Tree, opt_state: Tree, waiting: Tree) -> Tree:
             due = iteration.overdue
@@ -393,7 +409,7 @@ class BucketRunner:
     def _gradients(
         self, program: ParameterProgram, params: Tree, batch: tuple[Tree, ...]
     ) -> tuple[Tree, Tree]:
-        """(loss, gradients of each data shard: leaves [ways, …] split over the data axes)."""
+        """(loss, gradients of each data shard). The gradients' leaves are [ways, …], split over the data axes."""
         import jax
         from jax.sharding import PartitionSpec as P
 
@@ -421,8 +437,11 @@ class BucketRunner:
         params: Tree,
         grads: Tree | None,
     ) -> tuple[list[WaitingGradients], Tree | None]:
-        """(what still waits, the sums of the update that is due) once the iteration's messages for these updates are
-        sent. grads: the gradients of this iteration, unsummed; None before them."""
+        """Send the iteration's messages for these updates.
+
+        Returns (the gradients that still wait, the sums of the update that is due, or None). grads: the unreduced
+        gradients of this iteration; None if they are not computed yet.
+        """
         import jax
         from jax.sharding import PartitionSpec as P
 
@@ -471,7 +490,7 @@ class BucketRunner:
 
 
 def _path_of(keys: tuple[object, ...]) -> str:
-    """``blocks.0.w``: the name of a parameter in layouts and problems."""
+    """The name of a parameter in plans and problems, such as ``blocks.0.w``."""
     import jax
 
     return jax.tree_util.keystr(keys, simple=True, separator=".")

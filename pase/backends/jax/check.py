@@ -1,7 +1,8 @@
-"""``plan.jax.check``: whether the gradient of a plan's step is the slope of its own loss.
+"""``plan.jax.check``: tests whether the gradient of a plan's step is the slope of its own loss.
 
-All runs on the plan's devices, in its layouts: the lines' directions have the layouts of gradients, and no array is
-whole on a device or on the host, except in the unsharded step that is the reference where it fits on one device.
+All computation runs on the plan's devices and in its layouts. The directions of the lines have the layouts of the
+gradients. No array is gathered on one device or on the host, except for the unsharded reference step, which runs only
+if it fits on one device.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ __all__ = ["CheckedProgram", "JaxSteps", "check_of"]
 class CheckedProgram:
     """A plan's program as the check runs it.
 
-    run: (params, *batch) -> (what the user's function returns, the loss first; gradients of the trained leaves), on
-    trees of arrays as placed. params, batch: these trees. owners: for each array among the trained leaves (a leaf may
-    be cut into several), the parameter's number in ``names``. own_shapes: for each of them, its shape without the
-    plan's padding. one: whether all arrays are on one mesh, so that one program computes on all of them. lowering: in
-    words.
+    run: (params, *batch) -> (results of the user's function, the loss first; gradients of the trained leaves), on
+    trees of placed arrays. params, batch: these trees. owners: for each array of the trained leaves, the index of its
+    parameter in ``names`` (a leaf may be cut into several arrays). own_shapes: for each of these arrays, its shape
+    without the plan's padding. one: whether all arrays are on one mesh, so that one program can compute on all of them.
+    lowering: a description of the lowering for the report.
     """
 
     run: Callable[..., tuple[Tree, Tree]]
@@ -50,7 +51,7 @@ class CheckedProgram:
     one: bool
     lowering: str
     coarsest: float
-    """The spacing of numbers above 1 in the coarsest dtype that it computes in."""
+    """The spacing of numbers just above 1 in the coarsest dtype that the program computes in."""
 
 
 def check_of(
@@ -63,8 +64,11 @@ def check_of(
     most_lines: int,
     say: Callable[[str], None] | None,
 ) -> GradientCheck:
-    """Run the check. reference: from the steps at their first point; a text says why there is none. It may add to the
-    remarks."""
+    """Run the check.
+
+    reference: computes the reference's gradients from the steps at their first point, or returns a text that says why
+    there is no reference. It may add to the remarks. say: called with a line of text before each part of the work.
+    """
     told = say if say is not None else (lambda text: None)
     told("the step near the given parameters")
     steps = JaxSteps(program=program, seed=seed)
@@ -85,7 +89,7 @@ def check_of(
 
 
 class JaxSteps:
-    """The steps of one program along lines (``GradientSteps``)."""
+    """Runs the steps of one program along lines (implements ``GradientSteps``)."""
 
     def __init__(self, *, program: CheckedProgram, seed: int) -> None:
         import jax
@@ -113,13 +117,13 @@ class JaxSteps:
 
     @cached_property
     def loss(self) -> float:
-        """PaseError if it is not the same on every device."""
+        """The loss at the first point. Raises PaseError if it is not the same on every device."""
         low, high = _extremes(self.results[0])
         found = float(self.results[0])
         if high - low > 32 * self._loss_eps * abs(found):
             raise PaseError(
-                f"the loss of this step differs from device to device, from {low:.8g} to {high:.8g}: please report it "
-                f"with the plan (plan.save)"
+                f"the loss of this step differs between devices: it ranges from {low:.8g} to {high:.8g}",
+                fix="please report it with the plan (plan.save)",
             )
         return found
 
@@ -150,7 +154,7 @@ class JaxSteps:
         )
 
     def along(self, line: Line) -> AlongLine:
-        """The step at nine points."""
+        """Run the step at each of the ``POINTS`` points of the line."""
         toward = self._direction(line)
         losses, slopes = [self.loss], [self._summed(self._dots(self.gradients, toward))]
         for k in range(1, POINTS):
@@ -171,7 +175,7 @@ class JaxSteps:
 
     @cached_property
     def gradient_norms(self) -> np.ndarray:
-        """At the first point, by parameter."""
+        """[parameters]: the norm of each parameter's gradient at the first point."""
         return np.sqrt(self._summed(self._squares(self.gradients)))
 
     def at(self, toward: Sequence[Array], share: float) -> list[Array]:
@@ -209,7 +213,7 @@ class JaxSteps:
 
     @cached_property
     def gradient_noise(self) -> np.ndarray:
-        """How much of the gradients changes when every parameter moves by one unit in its last place."""
+        """[parameters]: the relative change of each gradient if every parameter moves by one unit in its last place."""
         import jax.numpy as jnp
 
         units = [float(jnp.finfo(x.dtype).eps) for x in self.start]
@@ -253,11 +257,11 @@ class JaxSteps:
 
     @cached_property
     def _elements(self) -> np.ndarray:
-        """By parameter, without padding."""
+        """[parameters]: the number of elements of each parameter, without padding."""
         return self._summed([float(math.prod(shape)) for shape in self.program.own_shapes])
 
     def _summed(self, of: Sequence[Array | float]) -> np.ndarray:
-        """Numbers of arrays summed by parameter."""
+        """[parameters]: one number per array, summed over the arrays of each parameter."""
         out = np.zeros(len(self.program.names))
         for i, x in zip(self.program.owners, of, strict=True):
             out[i] += float(x)
@@ -276,7 +280,10 @@ class JaxSteps:
     def _each(
         self, name: str, fn: Callable[..., Array], like: Sequence[Array] | None, *columns: Sequence[Tree]
     ) -> list[Array]:
-        """fn on each array; its results have the layouts of ``like``. One program if all are on one mesh."""
+        """Apply fn to each array. The results have the layouts of ``like``.
+
+        If all arrays are on one mesh, one compiled program computes them all.
+        """
         import jax
 
         as_ = None if like is None else [x.sharding for x in like]
@@ -298,7 +305,7 @@ class JaxSteps:
 def _apart(
     fn: Callable[..., Array], own: Sequence[tuple[int, ...] | None], shardings: Sequence[Sharding] | None
 ) -> Callable[..., list[Array]]:
-    """As ``fn`` on all arrays of one mesh, for arrays on several."""
+    """A function that applies ``fn`` to each array in a program of its own, for arrays on several meshes."""
     import jax
 
     each = []
@@ -309,8 +316,10 @@ def _apart(
 
 
 def _copies_apart(x: Array, sharding: Sharding) -> tuple[Array, Array]:
-    """(How far the copies of an array's parts on different devices are apart; its largest element), both in absolute
-    value. XLA takes copies to be equal, so that only a program that each device runs by itself can tell."""
+    """(Largest difference between an array's replicas on different devices, its largest element), as absolute values.
+
+    XLA assumes that replicas are equal, so only a program in shard_map can compare them.
+    """
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -334,13 +343,13 @@ def _copies_apart(x: Array, sharding: Sharding) -> tuple[Array, Array]:
 
 
 def _extremes(x: Array) -> tuple[float, float]:
-    """Of the copies of a number on this process's devices."""
+    """(Smallest, largest) of the copies of a scalar on this process's devices."""
     found = [float(shard.data) for shard in x.addressable_shards]
     return min(found), max(found)
 
 
 def _wide(x: Array) -> Array:
-    """In 32 bits at least."""
+    """The array in at least 32 bits."""
     import jax.numpy as jnp
 
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -351,7 +360,7 @@ def _perturbed(x: Array, toward: Array, share: Array) -> Array:
 
 
 def _to_end(x: Array, toward: Array, own: tuple[int, ...]) -> Array:
-    """The direction from x to a point that the dtype has; padding stays."""
+    """The direction from x to x + toward, rounded so that its end is a number of the dtype. Padding does not move."""
     import jax
     import jax.numpy as jnp
 
@@ -359,7 +368,7 @@ def _to_end(x: Array, toward: Array, own: tuple[int, ...]) -> Array:
         if n < there:
             toward = jnp.where(jax.lax.broadcasted_iota(jnp.int32, x.shape, dim) < n, toward, 0)
     end = (_wide(x) + toward).astype(x.dtype)
-    # Else the compiler may leave the rounding out.
+    # Without the barrier, the compiler may leave out the rounding.
     return (_wide(jax.lax.optimization_barrier(end)) - _wide(x)).astype(x.dtype)
 
 
@@ -385,7 +394,7 @@ def _uphill(x: Array, gradient: Array, factor: Array, own: tuple[int, ...]) -> A
 
 
 def _dot(gradient: Array, toward: Array) -> Array:
-    """Re Σ g·D: for a complex parameter, jax.grad returns the derivative by its real part less i times the other."""
+    """Re Σ g·D. For a complex parameter x + iy, jax.grad returns the derivative by x minus i times that by y."""
     import jax.numpy as jnp
 
     return jnp.sum(jnp.real(_wide(gradient) * _wide(toward)))

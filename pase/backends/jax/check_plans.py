@@ -1,4 +1,4 @@
-"""What ``plan.jax.check`` runs of each kind of plan: of one program, and in stages; and a step that runs it first."""
+"""``plan.jax.check`` for plans without stages and plans in stages, and a train step that runs the check first."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 __all__ = ["Against", "CheckedStep", "check_plan", "check_stages"]
 
 Against = Literal["auto", "unsharded", "lowering", "none"]
-"""What gradients are compared with, besides the slope of the loss: the unsharded step; another lowering of the plan;
-nothing. auto: the unsharded step if one device has the memory for it, else another lowering."""
+"""What gradients are compared with, in addition to the slope of the loss: the unsharded step, another lowering of the
+plan, or nothing. auto: the unsharded step if one device has the memory for it, otherwise another lowering."""
 
-_WORDS = {"manual": "lowered by hand", "annotated": "lowered by XLA's partitioner"}
+_WORDS = {"manual": "in the manual lowering", "annotated": "in the annotated lowering (XLA's partitioner)"}
 
 _ONE_LOWERING = "stages have one lowering"
 
@@ -49,12 +49,12 @@ def check_plan(
     most_lines: int,
     say: Callable[[str], None] | None,
 ) -> GradientCheck:
-    """Check a plan without stages. ways: lowerings, tried in order."""
+    """Check a plan without stages. ways: the lowerings to try, in order."""
     remarks: list[str] = []
     if plan.delays and ways[0] != "annotated":
         remarks.append(
-            "the plan's bucket plan sends or applies gradients in later steps; what was checked is the step that "
-            "applies each gradient at once"
+            "the plan's bucket plan sends or applies gradients in later steps, but the checked step applies each "
+            "gradient at once"
         )
     placed, *placed_batch = _placed(plan, params, batch, mesh)
     way, run = _lowered(plan, mesh, ways, (placed, *placed_batch))
@@ -97,7 +97,7 @@ def _program(
 
 
 def _coarsest(jaxpr: Jaxpr) -> float:
-    """The spacing of numbers above 1 in the coarsest floating-point dtype of a program."""
+    """The spacing of numbers just above 1 in the coarsest floating-point dtype of a program."""
     import jax.numpy as jnp
 
     def dtypes(j: Jaxpr) -> Iterator[np.dtype]:
@@ -112,7 +112,7 @@ def _coarsest(jaxpr: Jaxpr) -> float:
 
 
 def _placed(plan: JaxPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh) -> tuple[Tree, ...]:
-    """The arrays of both in the plan's layouts. Those that are there already are not copied."""
+    """The arrays of (params, *batch) in the plan's layouts. If all of them already are, nothing is copied."""
     import jax
 
     given = arrays(plan.padded((params, *batch)))
@@ -130,7 +130,7 @@ def _placed(plan: JaxPlan, params: Tree, batch: tuple[Tree, ...], mesh: JaxMesh)
 def _lowered(
     plan: JaxPlan, mesh: JaxMesh, ways: Sequence[Lowering], args: tuple[Tree, ...]
 ) -> tuple[Lowering, Callable[..., tuple[Tree, Tree]]]:
-    """The first lowering that is possible: (which, the compiled step on arrays as placed)."""
+    """(The first lowering that is possible, the compiled step on placed arrays)."""
     *first, last = ways
     for way in first:
         try:
@@ -143,11 +143,11 @@ def _lowered(
 def _compiled(
     plan: JaxPlan, mesh: JaxMesh, way: Lowering, args: tuple[Tree, ...]
 ) -> Callable[..., tuple[Tree, Tree]]:
-    """f(params, *batch) -> (what the function returns, gradients), the step without its update."""
+    """f(params, *batch) -> (results of the user's function, gradients): the step without its update."""
     import jax
 
     with warnings.catch_warnings():
-        if plan.delays:  # the check says so itself
+        if plan.delays:  # the check has its own remark about it
             warnings.filterwarnings("ignore", message="the plan's bucket plan is not in this step")
         graded = plan.value_and_grad(mesh, lowering=way)
 
@@ -172,7 +172,7 @@ def _reference(
     remarks: list[str],
     steps: JaxSteps,
 ) -> GradientReference | str:
-    """Gradients at the lines' first point by another program; a text says why there is none."""
+    """Another program's gradients at the first point of the lines, or a text that says why there are none."""
     if against == "none":
         return "not asked for"
     why = "not asked for"
@@ -206,7 +206,7 @@ def _by_other_lowering(
     try:
         run = _compiled(replace(plan, hoisted="none", schedule=None), mesh, other, args)
     except NotManual:
-        return "this program cannot be lowered by hand"
+        return "this program has no manual lowering"
     both = [run(*args), run(*rounded_differently(args, program.coarsest))]
     (theirs, too) = [StepNumbers(results=jax.tree.leaves(v), gradients=jax.tree.leaves(g)) for v, g in both]
     mine = StepNumbers(results=steps.results, gradients=steps.gradients)
@@ -226,8 +226,11 @@ def check_stages(
     most_lines: int,
     say: Callable[[str], None] | None,
 ) -> GradientCheck:
-    """Check a plan in stages. graded: f(params, *batch) -> (value, gradients). params, batch: as the user has them;
-    placed: both where the plan stores them. devices, micro_batches: of the whole step."""
+    """Check a plan in stages.
+
+    graded: f(params, *batch) -> (value, gradients). params, batch: the user's arguments. placed: (params, *batch) where
+    the plan stores them. devices, micro_batches: their numbers in the whole step.
+    """
     import jax
 
     pipeline = placement.plan
@@ -279,9 +282,10 @@ def check_stages(
 
 @dataclass(kw_only=True)
 class CheckedStep:
-    """step(params, opt_state, *batch) of ``train_step(optimizer, check=True)``. All else is the step's own.
+    """The step of ``train_step(optimizer, check=True)``: step(params, opt_state, *batch).
 
-    check: (params, *batch) -> the check. result: of the first call; None before it.
+    Its other attributes are those of the wrapped step. check: (params, *batch) -> the check's result. result: the
+    result of the first call; None before it.
     """
 
     step: Tree

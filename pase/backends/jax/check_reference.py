@@ -1,4 +1,4 @@
-"""With what ``plan.jax.check`` compares a plan's gradients: the user's function on one device, or another program."""
+"""The references of ``plan.jax.check``: the user's function on one device, or another program of the same model."""
 
 from __future__ import annotations
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 __all__ = ["StepNumbers", "Unsharded", "compared", "rounded_differently", "unsharded_bytes"]
 
 _COPIES = 3
-"""Gradients that are compared at a time, besides the step's own: the plan's, and the reference's twice."""
+"""Sets of gradients that exist at the same time besides the step's own: the plan's, and the reference's two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepNumbers:
-    """What a step returns, leaf by leaf. results: of the user's function, the loss first; gradients: of the trained
-    leaves."""
+    """What a step returns, leaf by leaf.
+
+    results: those of the user's function, the loss first. gradients: those of the trained leaves.
+    """
 
     results: Sequence[Array]
     gradients: Sequence[Array]
@@ -44,10 +46,10 @@ class StepNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class Unsharded:
-    """The user's function on one device, on as many micro-batches as the plan has.
+    """The user's function on one device, with the plan's number of micro-batches.
 
-    fixed: the static leaves of the arguments. batch: its arrays, the whole batch. whole: of a tree like parameters as
-    the plan stores it, as the user has it.
+    fixed: the static leaves of the arguments. batch: the arrays of the whole batch. whole: converts a tree of the
+    parameters' structure from the form in which the plan stores it to the user's form.
     """
 
     traced: TracedJax
@@ -58,17 +60,21 @@ class Unsharded:
     whole: Callable[[Tree], Tree]
 
     def compared(self, steps: JaxSteps, remarks: list[str]) -> GradientReference | str:
-        """With the steps' gradients at their first point; a text says why it cannot be run. Adds to the remarks if
-        micro-batches have another loss than the whole batch."""
+        """Compare it with the steps' gradients at their first point, or return a text that says why it cannot run.
+
+        Adds a remark if the mean loss of the micro-batches is not the loss of the whole batch.
+        """
         import jax
 
         if jax.process_count() > 1:
             return "the unsharded step needs one process that has all arrays"
         needed, free = unsharded_bytes(self.traced), _free_bytes(self.device)
         if needed > free:
-            return f"the unsharded step takes {bytes_text(needed)}, one device has {bytes_text(free)} free"
+            return (
+                f"the unsharded step takes {bytes_text(needed)}, but one device has {bytes_text(free)} free"
+            )
         if self._fn is None:
-            return "the plan has the model's trace, not its function"
+            return "the plan has only the model's trace, not its function"
         args = (self._here(self.whole(steps.whole(steps.start))), *self._here(self.batch))
         both = self._both(args, steps.coarsest)
         if isinstance(both, str):
@@ -82,19 +88,19 @@ class Unsharded:
         return made
 
     def _both(self, args: Tree, coarsest: float) -> tuple[StepNumbers, StepNumbers] | str:
-        """A step's numbers, and those with all inputs rounded differently; a text if XLA needs too much memory."""
+        """(The step's numbers, those with all inputs rounded differently), or a text if memory does not suffice."""
         import jax
 
         run = jax.jit(self._step).lower(*next(self._micro_batches(args))).compile()
         stats, free = run.memory_analysis(), _free_bytes(self.device)
         if stats is not None and stats.temp_size_in_bytes > free:
             needs = bytes_text(stats.temp_size_in_bytes)
-            return f"XLA takes {needs} for the unsharded step, more than one device has free"
+            return f"XLA takes {needs} for the unsharded step, which is more than one device has free"
         return self._numbers(run, args), self._numbers(run, rounded_differently(args, coarsest))
 
     @cached_property
     def _fn(self) -> Callable[..., Tree] | None:
-        """As the user wrote it, without padding."""
+        """The user's own function, without padding."""
         return self.traced.fn if self.traced.written is None else self.traced.written.fn
 
     def _here(self, tree: Tree) -> Tree:
@@ -111,7 +117,7 @@ class Unsharded:
         return jax.tree.leaves(arrays(value)), jax.tree.leaves(grads)
 
     def _micro_batches(self, args: Tree) -> Iterator[tuple[Tree, ...]]:
-        """The arguments with each micro-batch: every k-th example."""
+        """The arguments with each micro-batch in turn. A micro-batch consists of every k-th example."""
         import jax
 
         k = self.micro_batches
@@ -126,8 +132,11 @@ class Unsharded:
             yield params, *jax.tree.unflatten(tree, mine)
 
     def _numbers(self, run: Callable[..., tuple[list[Array], list[Array]]], args: Tree) -> StepNumbers:
-        """Of a step: the means of losses and gradients over micro-batches, each of which begins with the state that the
-        one before it leaves. Other results than the loss are those of the last micro-batch."""
+        """The numbers of a step: losses and gradients are means over its micro-batches.
+
+        Each micro-batch starts with the state that the one before it leaves. All results except for the loss are those
+        of the last micro-batch.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -149,15 +158,15 @@ class Unsharded:
         )
 
     def _remark(self, args: Tree, made: GradientReference, remarks: list[str]) -> None:
-        """Whether the whole batch has another loss."""
+        """Add a remark if the whole batch has another loss."""
         import jax
 
         whole = float(jax.jit(lambda *a: self._step(*a)[0][0])(*args))
         k = self.micro_batches
         if not abs(whole - made.loss_reference) <= made.loss_allowed:
             remarks.append(
-                f"the loss of the whole batch at once is {whole:.6g}, the mean over {k} micro-batches is "
-                f"{made.loss_reference:.6g}: it draws random numbers, or is no mean over examples"
+                f"the loss of the whole batch at once is {whole:.6g}, but the mean over {k} micro-batches is "
+                f"{made.loss_reference:.6g}: the loss draws random numbers, or it is not a mean over examples"
             )
 
 
@@ -166,8 +175,10 @@ def _kind(micro_batches: int) -> str:
 
 
 def unsharded_bytes(traced: Traced) -> float:
-    """What the unsharded step on the traced batch (a micro-batch) and the compared gradients take on one device, by the
-    plan's own account."""
+    """Bytes on one device of the unsharded step on the traced batch (a micro-batch) and of the compared gradients.
+
+    They are those of the plan's memory model (``pase.memory.account``).
+    """
     graph = named(simplify(traced.graph))
     alone = memory(
         graph, Mesh(names=("all",), sizes=(1,)), {n.name: np.full(1, -1, np.int8) for n in graph.nodes}, "sgd"
@@ -176,7 +187,7 @@ def unsharded_bytes(traced: Traced) -> float:
 
 
 def _free_bytes(device: object) -> float:
-    """Of the device's memory; of the host's for host devices."""
+    """Free bytes of the device's memory, or of the host's memory if the device reports none."""
     stats = device.memory_stats()  # type: ignore[attr-defined]
     if stats and "bytes_limit" in stats:
         return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
@@ -187,7 +198,7 @@ def rounded_differently(args: tuple[Tree, ...], coarsest: float) -> tuple[Tree, 
     """The arguments with every floating-point number moved by one unit in its last place, up or down at random.
 
     coarsest: the spacing of the coarsest dtype that the program computes in. A number of a finer dtype moves by a unit
-    of it: what the program rounds to eight bits, it rounds differently only then.
+    of the coarsest one. Otherwise, a number that the program rounds to eight bits would mostly be rounded as before.
     """
     import jax
     import jax.numpy as jnp
@@ -215,8 +226,11 @@ def compared(
     theirs: StepNumbers,
     rounded: StepNumbers,
 ) -> GradientReference:
-    """Gradients parameter by parameter, and the state that the step leaves. theirs, rounded: the reference's, also with
-    inputs rounded differently."""
+    """Compare gradients parameter by parameter, and the state that the step leaves.
+
+    mine: the numbers of the checked step. theirs: those of the reference. rounded: those of the reference with inputs
+    rounded differently.
+    """
     paths = (*traced.param_paths, *traced.input_paths)
 
     def state(of: StepNumbers) -> list[Array]:
@@ -242,7 +256,7 @@ def _differences(
     import jax.numpy as jnp
 
     def numbers(x: Array) -> Array:
-        """Integers, booleans and random keys compare as numbers, too."""
+        """The array as floating-point numbers, so that integers, booleans and random keys can be compared too."""
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jnp.float32)
@@ -255,7 +269,11 @@ def _differences(
     out = []
     for name, g, r, other in zip(names, mine, theirs, rounded, strict=True):
         if g.ndim != r.ndim:
-            raise PaseError(f"'{name}' has shape {g.shape} under the plan and {r.shape} in the reference")
+            raise PaseError(
+                f"its gradient has shape {g.shape} under the plan, but {r.shape} in the reference",
+                where=f"'{name}'",
+                fix="please report it with the plan (plan.save)",
+            )
         unpadded = g[tuple(slice(n) for n in r.shape)] if g.shape != r.shape else g
         off, largest, noise = map(float, apart(jax.device_put(unpadded, r.sharding), r, other))
         inexact = jnp.issubdtype(r.dtype, jnp.inexact)

@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint, read into a plan's layouts."""
+"""Reads the parameters of a checkpoint into a plan's layouts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ __all__ = ["restored"]
 
 
 def restored(path: str | Path, shapes: Tree, shardings: Tree, model: str) -> Tree:
-    """The parameters of an orbax checkpoint (of ``StandardCheckpointer``); each device reads its part.
+    """The parameters of an orbax checkpoint (of ``StandardCheckpointer``). Each device reads its part.
 
-    shapes, shardings: trees like the parameters. Raises PaseError if the checkpoint is missing, or has other
-    parameters.
+    shapes, shardings: trees of the parameters' structure. model: the model's name, for messages. Raises PaseError if
+    the checkpoint is missing or has other parameters.
     """
     import jax
 
     try:
         import orbax.checkpoint as ocp
     except ModuleNotFoundError as e:
-        raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
+        raise PaseError(
+            "reading orbax checkpoints needs the package orbax-checkpoint",
+            where="plan.jax.restore",
+            fix=install_line("checkpoints"),
+        ) from e
 
     def wanted(shape: ShapeDtypeStruct, sharding: NamedSharding) -> ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
@@ -36,4 +40,8 @@ def restored(path: str | Path, shapes: Tree, shardings: Tree, model: str) -> Tre
         with ocp.StandardCheckpointer() as checkpointer:
             return checkpointer.restore(path, target)
     except (OSError, ValueError, KeyError) as e:
-        raise PaseError(f"cannot restore the parameters of '{model}' from {path}: {e}") from e
+        raise PaseError(
+            f"cannot restore the parameters of '{model}' from this checkpoint ({e})",
+            where=str(path),
+            fix="give a checkpoint that orbax's StandardCheckpointer wrote for the same parameters",
+        ) from e

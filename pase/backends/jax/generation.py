@@ -1,4 +1,4 @@
-"""The two programs of a model with prefill and decode, each as a separate function under one plan."""
+"""The prefill and decode programs of a ``Generation``, each as a separate function under one plan."""
 
 from __future__ import annotations
 
@@ -30,13 +30,18 @@ _NUMBER: dict[PartName, int] = {"prefill": 0, "decode": 1}
 def part_of(
     plan: JaxPlan, name: PartName, mesh: JaxMesh, *, donate: bool = True, lowering: Lowering = "auto"
 ) -> Stepper:
-    """One of the programs of a ``Generation``, jitted under the plan. The cache is donated to decode."""
+    """One of the programs of a ``Generation``, jitted under the plan.
+
+    donate: whether decode may reuse the memory of its cache argument.
+    """
     import jax
 
     traced = plan.traced
     if not traced.programs:
         raise PaseError(
-            f"'{traced.graph.name}' is one program: to get two, compile pase.Generation(prefill=…, decode=…, tokens=…)"
+            f"it is one program, without a separate {name}",
+            where=f"'{traced.graph.name}'",
+            fix="compile pase.Generation(prefill=…, decode=…, tokens=…) to get two programs",
         )
     shardings, number = plan._in_shardings(mesh), _NUMBER[name]
     last = len(shardings)
@@ -63,7 +68,7 @@ def part_of(
 
 
 def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -> list[Array]:
-    """A program's results, with constraints. args: by their position among all of the model's arguments."""
+    """The results of one program, with constraints. args: position among all of the model's arguments -> argument."""
     import jax
 
     closed, names = plan.traced.jaxpr, plan.leaf_names()
@@ -83,7 +88,7 @@ def _outs(plan: JaxPlan, number: int, args: Mapping[int, Tree], mesh: JaxMesh) -
 
 
 def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
-    """For each argument of the model, the numbers of its leaves."""
+    """For each argument of the model, the indices of its leaves."""
     out, at = [], 0
     for tree in plan.traced.in_tree.children():
         out.append(range(at, at + tree.num_leaves))
@@ -92,7 +97,7 @@ def _leaves_of_arguments(plan: JaxPlan) -> list[range]:
 
 
 def threaded_arguments(plan: JaxPlan) -> tuple[int, ...]:
-    """Arguments for which the function returns new values of all leaves."""
+    """The indices of the arguments for which the function returns new values of all leaves."""
     carried = plan.traced.carried
     every = enumerate(_leaves_of_arguments(plan))
     return tuple(k for k, leaves in every if leaves and all(i in carried for i in leaves))

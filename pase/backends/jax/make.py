@@ -1,4 +1,4 @@
-"""A plan in JAX's terms, from the plan and the model that it was compiled from."""
+"""Makes a ``JaxPlan`` from a plan and the model that it was compiled from."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ __all__ = ["jax_plan", "modules_of", "traced_by_jax"]
 
 
 def traced_by_jax(plan: PlanData, micro_batches: int | None = None) -> TracedJax:
-    """The model on one of the plan's micro-batches, or of so many. Raises PaseError if the plan was loaded without it,
-    or if it is not a JAX program."""
+    """The model on one micro-batch.
+
+    micro_batches: how many micro-batches the batch has, by default as many as in the plan. Raises PaseError if the plan
+    was loaded without its model, or if the model is not a JAX program.
+    """
     from pase.frontends.jax.blocks import micro
 
     traced = plan.traced_as(
         TracedJax,
         "loss_fn, params, batch",
-        "there is no JAX program to constrain: use 'pase emit' to write the plan for other frameworks",
+        "it is not a JAX program; use 'pase emit' to write the plan for other frameworks",
     )
     return micro(traced, micro_batches or plan.accumulate)
 
 
 def modules_of(plan: PlanData) -> ModuleFunction | None:
-    """The plan's function if it takes Flax NNX modules."""
+    """The plan's function if it takes Flax NNX modules, otherwise None."""
     return plan.traced.modules if isinstance(plan.traced, TracedJax) else None
 
 
 def jax_plan(plan: PlanData) -> JaxPlan:
-    """The plan in JAX's terms. Raises PaseError if it has no model, its model is not a JAX program, or it is a
-    pipeline. (For a pipeline, see ``in_stages``.)"""
+    """The plan in JAX.
+
+    Raises PaseError if the plan has no model, if its model is not a JAX program, or if it is a pipeline (use
+    ``in_stages`` for these).
+    """
     plan.check_emitted()
     traced = traced_by_jax(plan)
     names = {t.path: t.name for t in traced.graph.tensors.values() if t.role in ("parameter", "input")}

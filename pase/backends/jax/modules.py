@@ -1,7 +1,7 @@
-"""A plan in JAX for a function of Flax NNX modules: what ``plan.jax`` has, for the user's own objects.
+"""``plan.jax`` for functions of Flax NNX modules: the methods of ``JaxPlan``, which take and return the user's modules.
 
-Modules are updated in place, as by ``nnx.jit``: a step writes the new parameters and the next values of all other
-Variables into the module that it was given, and returns it, too.
+Modules are updated in place, as by ``nnx.jit``: a step writes the new parameters and the new values of all other
+Variables into the module that it was given. It also returns that module.
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ __all__ = ["JaxModulePlan", "ModuleStepper", "of_modules"]
 
 @dataclass(frozen=True, kw_only=True)
 class JaxModulePlan:
-    """The plan in JAX, as returned by ``plan.jax``, of a function of Flax NNX modules.
+    """The plan in JAX for a function of Flax NNX modules, as returned by ``plan.jax``.
 
-    Gradients are of the ``nnx.Param`` of the first argument and have the form that ``nnx.value_and_grad`` gives them.
+    Gradients are those of the ``nnx.Param`` Variables of the first argument, in the form that ``nnx.value_and_grad``
+    returns.
     """
 
     inner: JaxPlan
-    """The plan of the pure function: ``pase.frontends.jax.modules``."""
+    """The plan of the pure function (``pase.frontends.jax.modules``)."""
     modules: ModuleFunction
 
     @property
@@ -58,7 +59,7 @@ class JaxModulePlan:
 
     @property
     def program(self) -> LocalProgram:
-        """The local program: what each device computes and sends."""
+        """The local program: what each device computes, and its collectives."""
         return self.inner.program
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
@@ -66,28 +67,34 @@ class JaxModulePlan:
         return self.inner.mesh(devices)
 
     def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """How arguments are stored: NamedShardings, in an ``nnx.State`` for the model; None for modules elsewhere.
-        Warns if no function of the plan was made, which contains the rest of the plan."""
+        """How arguments are stored: an ``nnx.State`` of NamedShardings for the model, and trees for the others.
+
+        The entry is None for modules among the other arguments. Warns if no function of the plan was made, because the
+        functions contain the rest of the plan.
+        """
         params, *batch, state = self.inner.in_shardings(mesh)
         return self.modules.as_states(params, state), *batch
 
     def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
-        """How gradients are kept, in their form; None for what is not trained."""
+        """How gradients are kept: NamedShardings in the form of gradients, None for Variables that are not trained."""
         return self.modules.with_variables(self.inner.gradient_shardings(mesh))
 
     def state_shardings(self, optimizer: GradientTransformation, mesh: JaxMesh | None = None) -> Tree:
-        """Shardings of the optimizer's state, as ``init`` makes it."""
+        """Shardings of the optimizer's state, in the form that ``init`` returns."""
         return self._as_made(optimizer, self.inner.state_shardings(_transformation(optimizer), mesh))
 
     def device_put(self, *args: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """Modules and batch, or the first of them, in the plan's layouts. The modules are new ones."""
+        """(model, *batch), or the first of them, in the plan's layouts. Modules are copied, not updated."""
         import jax
 
         opened = self.modules.open(*args)
         if self.traced.padding:
             if len(args) < len(self.modules.frames):
                 raise PaseError(
-                    "a plan with padded dims places all arguments at once: device_put(model, *batch)"
+                    f"the plan has padded dims, so it must place all {len(self.modules.frames)} arguments at once, not "
+                    f"{len(args)}",
+                    where="plan.jax.device_put",
+                    fix="call device_put(model, *batch)",
                 )
             params, *batch, state = self.inner.device_put(*opened.arguments, mesh=mesh)
             return self.modules.rebuilt(params, batch, state)
@@ -97,13 +104,15 @@ class JaxModulePlan:
         return self.modules.rebuilt(params, batch, state)
 
     def init(self, optimizer: GradientTransformation, model: Tree, mesh: JaxMesh | None = None) -> Tree:
-        """The optimizer's state for the trained parameters, in the plan's layouts. It has the form of
-        ``optimizer.init(nnx.state(model, nnx.Param))``, which works too."""
+        """The optimizer's state for the trained parameters, in the plan's layouts.
+
+        It has the form of ``optimizer.init(nnx.state(model, nnx.Param))``, which a step accepts too.
+        """
         opened = self.modules.open(model)
         return self._as_made(optimizer, self.inner.init(_transformation(optimizer), opened.params, mesh))
 
     def _as_made(self, optimizer: GradientTransformation, state: Tree) -> Tree:
-        """The optimizer's state as it makes it of Variables."""
+        """The optimizer's state in the form that the optimizer makes from Variables."""
         import jax
 
         params = self.modules.with_variables(trained(self.inner._shapes()[0]))
@@ -111,12 +120,12 @@ class JaxModulePlan:
         return jax.tree.unflatten(form, jax.tree.leaves(state))
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """The user's function under the plan, of one micro-batch. It updates the modules that it is given."""
+        """The user's function under the plan, for one micro-batch. It updates the modules that it is given."""
         run = self.inner.loss(mesh, lowering=lowering)
         return lambda *args: self._advanced(args, run)
 
     def _advanced(self, args: Sequence[Tree], run: Callable[..., Tree]) -> Tree:
-        """What the user's function returns, and the modules updated. run: the pure function."""
+        """Run the pure function, update the modules, and return the user's results. run: the pure function."""
         opened = self.modules.open_all(args)
         out, advanced = self.modules.returned(run(*opened.arguments), self.traced.has_aux)
         self.modules.update(opened.modules, advanced)
@@ -125,8 +134,10 @@ class JaxModulePlan:
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., tuple[Tree, Tree]]:
-        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads), as ``nnx.value_and_grad``: the Variables that
-        the function writes are updated in the modules, and ``nnx.Optimizer.update(model, grads)`` takes the gradients.
+        """f(model, *batch) -> (loss, grads), or ((loss, aux), grads), like ``nnx.value_and_grad``.
+
+        The Variables that the function writes are updated in the modules. ``nnx.Optimizer.update(model, grads)``
+        accepts the gradients.
         """
         run = self.inner.value_and_grad(mesh, lowering=lowering)
 
@@ -150,8 +161,11 @@ class JaxModulePlan:
         most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
-        """Check that a step computes the gradient of the loss, as ``check`` of a function of arrays. Every step of the
-        check begins with the module's state as it is, random streams included, and leaves it so."""
+        """Check that a step computes the gradient of the loss, like ``JaxPlan.check``.
+
+        Every step of the check starts with the module's current state, including its random streams, and does not
+        change it.
+        """
         opened = self.modules.open_all((model, *batch))
         return self.inner.check(
             *opened.arguments,
@@ -172,10 +186,11 @@ class JaxModulePlan:
         lowering: Lowering = "auto",
         check: bool = False,
     ) -> ModuleStepper:
-        """step(model, opt_state, *batch) -> (model, opt_state, loss) for any optax optimizer. If the loss function
-        returns more, the last result is (loss, aux). The model is updated in place and returned; so are other modules
-        among the arguments. The arrays that they had are donated, as is opt_state. check: at the first call, first run
-        ``check``, and raise PaseError if a gradient is off.
+        """step(model, opt_state, *batch) -> (model, opt_state, loss) for any optax optimizer.
+
+        If the loss function returns more, the last result is (loss, aux). The model is updated in place and returned.
+        Other modules among the arguments are updated in place too. The previous arrays of all modules are donated, as
+        is opt_state. check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
         """
         pure = _transformation(optimizer)
         step = self.inner.train_step(pure, mesh, donate=donate, lowering=lowering, check=check)
@@ -190,14 +205,17 @@ class JaxModulePlan:
     def step(
         self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
     ) -> Callable[..., Tree]:
-        """f(model, *inputs) -> what the function returns, jitted under the plan, for mode="inference". The Variables
-        that it writes, such as caches, are updated in the modules; donate: the arrays that they had are overwritten."""
+        """The user's function f(model, *inputs), jitted under the plan, for mode="inference".
+
+        The Variables that it writes, such as caches, are updated in the modules. donate: whether their previous arrays
+        may be overwritten.
+        """
         run = self.inner.step(mesh, donate=donate, lowering=lowering)
         return lambda *args: self._advanced(args, run)
 
     @cached_property
     def apply(self) -> Callable[..., Tree]:
-        """A model that is not trained, over all of jax.devices(): apply(model, *inputs)."""
+        """apply(model, *inputs) of a model that is not trained, on all of jax.devices()."""
         return self.step(donate=False)
 
     def unpadded(self, model: Tree) -> Tree:
@@ -208,15 +226,21 @@ class JaxModulePlan:
         return self.modules.rebuilt(self.inner.unpadded(opened.params), (), opened.state)[0]
 
     def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
-        """The model from an orbax checkpoint of ``nnx.state(model)`` (of ``StandardCheckpointer``): parameters and all
-        other Variables, read directly into the plan's layouts. Raises PaseError if the checkpoint is missing, or is of
-        another model."""
+        """The model from an orbax checkpoint of ``nnx.state(model)`` (of ``StandardCheckpointer``).
+
+        Parameters and all other Variables are read directly into the plan's layouts. Raises PaseError if the checkpoint
+        is missing or belongs to another model.
+        """
         import jax
 
         try:
             import orbax.checkpoint as ocp
         except ModuleNotFoundError as e:
-            raise PaseError(f"plan.jax.restore reads orbax checkpoints: {install_line('checkpoints')}") from e
+            raise PaseError(
+                "reading orbax checkpoints needs the package orbax-checkpoint",
+                where="plan.jax.restore",
+                fix=install_line("checkpoints"),
+            ) from e
         (where, *_, held), (params, *_, state) = self.inner._in_shardings(mesh), self.inner._shapes()
 
         def wanted(x: Tree, sharding: Tree) -> Tree:
@@ -229,12 +253,16 @@ class JaxModulePlan:
             with ocp.StandardCheckpointer() as checkpointer:
                 found = checkpointer.restore(path, target)
         except (OSError, ValueError, KeyError) as e:
-            raise PaseError(f"cannot restore the model of '{self.traced.graph.name}' from {path}: {e}") from e
+            raise PaseError(
+                f"cannot restore the model of '{self.traced.graph.name}' from this checkpoint ({e})",
+                where=str(path),
+                fix="give a checkpoint that orbax's StandardCheckpointer wrote for nnx.state(model) of this model",
+            ) from e
         return self.modules.of_states(found)
 
 
 def of_modules(plan: JaxPlan) -> JaxPlan | JaxModulePlan:
-    """The plan as given; if its function takes Flax NNX modules, the plan for those."""
+    """The plan itself, or, if its function takes Flax NNX modules, its ``JaxModulePlan``."""
     modules = plan.traced.modules
     return plan if modules is None else JaxModulePlan(inner=plan, modules=modules)
 
@@ -242,15 +270,17 @@ def of_modules(plan: JaxPlan) -> JaxPlan | JaxModulePlan:
 def _transformation(optimizer: GradientTransformation) -> GradientTransformation:
     if not hasattr(optimizer, "init") or not hasattr(optimizer, "update"):
         raise PaseError(
-            f"the optimizer is an optax transformation, not {type(optimizer).__name__}: for nnx.Optimizer(model, tx, "
-            f"wrt=nnx.Param) give tx; to keep the nnx.Optimizer, write the step with plan.jax.value_and_grad()"
+            f"it must be an optax transformation, not {type(optimizer).__name__}",
+            where="optimizer",
+            fix="for nnx.Optimizer(model, tx, wrt=nnx.Param), give tx; to keep the nnx.Optimizer, write the step with "
+            "plan.jax.value_and_grad()",
         )
     return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleStepper:
-    """A jitted train step on modules; ``JaxModulePlan.train_step`` describes its call."""
+    """A jitted train step on modules. ``JaxModulePlan.train_step`` describes its arguments and results."""
 
     plan: JaxModulePlan
     inner: Stepper | DelayedStepper | CheckedStep
@@ -273,6 +303,6 @@ class ModuleStepper:
         return updated, state, out
 
     def lower(self, model: Tree, opt_state: Tree, *batch: Tree) -> Tree:
-        """Lower on arrays or shapes, without running. Call ``.compile()`` on the result to compile it."""
+        """Lower the step for arrays or shapes without running it. Call ``.compile()`` on the result to compile it."""
         opened = self.plan.modules.open_all((model, *batch))
         return self.inner.lower(opened.params, without_variables(opt_state), *opened.batch, opened.state)

@@ -1,4 +1,4 @@
-"""Arguments of a plan with padded dims: zeros are added behind the end of what the user has, and cut off again."""
+"""Adds the plan's padding to arguments (zeros at the end of padded dims) and removes it from results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ __all__ = ["widened", "with_padding", "without_padding"]
 def with_padding(
     traced: TracedJax, args: tuple[Tree, ...], shapes: Sequence[tuple[int, ...]]
 ) -> tuple[Tree, ...]:
-    """(params, *batch), or the first of them, with zeros where padding is missing. shapes: of all leaves, padded."""
+    """(params, *batch), or the first of them, with zeros added to each leaf that is not padded yet.
+
+    shapes: the padded shapes of all leaves.
+    """
     import jax
 
     leaves, tree = jax.tree.flatten(arrays(args))
@@ -29,7 +32,7 @@ def with_padding(
 
 
 def without_padding(traced: TracedJax, params: Tree) -> Tree:
-    """A tree like the parameters without the padding."""
+    """A tree of the parameters' structure without the padding."""
     import jax
 
     if not traced.padding:
@@ -43,8 +46,10 @@ def without_padding(traced: TracedJax, params: Tree) -> Tree:
 
 
 def _own(traced: TracedJax, path: str, wide: tuple[int, ...]) -> tuple[int, ...] | None:
-    """A leaf's shape as the user has it; None if nothing of it is padded. Of a batch in micro-batches the first dim,
-    which is then not padded, is longer than in the trace."""
+    """The shape of a leaf as the user has it, or None if none of its dims is padded.
+
+    With micro-batches, the first dim of a batch leaf is longer than in the trace. It is not padded then.
+    """
     own = traced.unpadded.get(path)
     if own is None:
         return None
@@ -52,7 +57,7 @@ def _own(traced: TracedJax, path: str, wide: tuple[int, ...]) -> tuple[int, ...]
 
 
 def widened(x: Tree, shape: Sequence[int]) -> Tree:
-    """An array with zeros behind the end of its dims, as far as this shape."""
+    """An array with zeros added at the end of its dims, up to the given shape."""
     import jax
 
     ends = [(0, wide - n) for n, wide in zip(np.shape(x), shape, strict=True)]

@@ -1,6 +1,6 @@
-"""A plan as JAX shardings: the user's function with the plan's constraints in it, and a train step.
+"""A plan in JAX: the user's function with the plan's sharding constraints, and a train step made from it.
 
-The constrained function is the user's own, walked again equation by equation: ``gspmd``.
+To add the constraints, ``gspmd`` re-evaluates the jaxpr of the user's function equation by equation.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ if TYPE_CHECKING:
 __all__ = ["JaxPlan", "Lowering"]
 
 _STORAGE_ALONE = (
-    "in_shardings says how arguments are stored, half of the plan: a step jitted with nothing else leaves its inside "
-    "to XLA, and took up to 31 times the cycles. The other half: plan.jax.train_step(optimizer), or, for a step of "
-    "your own, in plan.jax.value_and_grad() or plan.jax.loss() (made first); plan.jax.device_put places arrays"
+    "in_shardings is half of the plan: how arguments are stored. If a step is jitted with nothing else, XLA chooses "
+    "all other layouts, which took up to 31 times the cycles. Use plan.jax.train_step(optimizer), which has both "
+    "halves, or make plan.jax.value_and_grad() or plan.jax.loss() first and call it in a step of your own. "
+    "plan.jax.device_put places arrays"
 )
 
 
@@ -69,34 +70,37 @@ class JaxPlan:
     logical_mesh: Mesh
     constraints: Constraints
     accumulate: int = 1
-    """Micro-batches per step. Gradients are summed over them; the loss is assumed to be a mean over the batch."""
+    """Micro-batches per step. Gradients are summed over them. The loss is assumed to be a mean over the batch."""
     blocks: tuple[Block, ...] = ()
     """Equations that backward recomputes."""
     hoisted: Hoisted = "none"
-    """Which transfers of parameters happen once per step. Unless there are none, the plan is lowered by hand."""
+    """Which collectives of parameters are hoisted out of the micro-batch loop. If any are, the plan needs the manual
+    lowering."""
     _functions: list[str] = field(default_factory=list, init=False, repr=False, compare=False)
     """The functions made so far that contain the constraints. ``in_shardings`` warns if there are none."""
     accesses: Mapping[Place, EquationLayouts] = field(default_factory=dict)
-    """Path of an equation -> the layouts in which it reads and writes."""
+    """Path of an equation -> the layouts that it reads and writes."""
     strategy: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Node -> iteration dim -> the mesh axes that split it."""
+    """Node -> iteration dim -> mesh axes that split it."""
     unreduced_axes: frozenset[str] = frozenset()
-    """Axes that no layout names: the program runs for the examples of one of their devices
+    """Mesh axes that no layout names. The program computes on the examples of one device along them
     (``pase.backends.jax.pipeline.unreduced``)."""
     schedule: ProgramSchedule | None = None
-    """How collectives of parameters are joined, cut and ordered. For steps that are lowered by hand."""
+    """How collectives of parameters are merged, split and ordered. Only the manual lowering uses it."""
     prefetch: bool = False
-    """Whether loops gather what their next turn reads first one turn ahead. For steps that are lowered by hand."""
+    """Whether a loop gathers what its next iteration reads first one iteration early. Only the manual lowering uses
+    it."""
     across: bool = False
-    """Whether a step lowered by hand sends what the bucket plan sends during the next forward in the next step."""
+    """Whether collectives that the bucket plan overlaps with the next forward pass are sent by the next step. Only the
+    manual lowering uses it."""
     model: CostModel | None = None
-    """Prices the forms of moves (``pase.local.forms``) in steps lowered by hand."""
+    """Prices the possible forms of reshard steps (``pase.local.forms``). Only the manual lowering uses it."""
     devices: tuple[JaxDevice, ...] | None = None
-    """Those of the user's mesh, in its order, if the plan keeps arrays as they lie on it."""
+    """The devices of the user's mesh, in its order, if the plan keeps the user's arrays where they are."""
 
     @cached_property
     def program(self) -> LocalProgram:
-        """The local program: what each device computes and sends."""
+        """The local program: what each device computes, and its collectives."""
         raw = rematerialised(self.traced.graph, self.blocks)
         graph = accumulated(named(simplify(raw)), self.accumulate, self.hoisted)
         made = program_of(graph, self.logical_mesh, self.strategy)
@@ -108,19 +112,21 @@ class JaxPlan:
 
     @property
     def delays(self) -> bool:
-        """Whether a step that is lowered by hand sends or applies gradients in later steps
-        (``pase.backends.jax.steps.delayed``)."""
+        """Whether the manual lowering sends or applies gradients in later steps (see ``steps.delayed``)."""
         if self.schedule is None or self.hoisted != "none" or self.accumulate > 1:
             return False
         return self.schedule.delayed or (self.across and self.schedule.crosses)
 
     @cached_property
     def kept_results(self) -> frozenset[Place]:
-        """Equations whose results are kept for backward, in blocks where only cheap work is recomputed."""
+        """Equations whose results are residuals, in blocks that recompute only cheap work."""
         return kept_results(self.traced.graph, self.blocks)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
-        """A jax.sharding.Mesh with the plan's axis names over ``devices`` (default: ``self.devices`` or all)."""
+        """A jax.sharding.Mesh with the plan's axis names.
+
+        devices: the devices to use, by default ``self.devices`` or, without them, all of jax.devices().
+        """
         import jax
         import numpy as np
 
@@ -128,8 +134,9 @@ class JaxPlan:
         found = as_linked(jax.devices() if devices is None else devices) if own is None else own
         if len(found) < m.devices:
             raise PaseError(
-                f"the plan is for {m.devices} devices, but JAX sees {len(found)}: on a CPU, set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or compile for fewer"
+                f"the plan is for {m.devices} devices, but JAX sees {len(found)}",
+                fix=f"on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={m.devices} before JAX starts, or "
+                "compile for fewer devices",
             )
         grid = np.array(found[: m.devices], dtype=object).reshape(m.sizes)
         return jax.sharding.Mesh(grid, m.names)
@@ -154,20 +161,23 @@ class JaxPlan:
 
     @cached_property
     def copies(self) -> dict[Reading, str]:
-        """Reading of a tensor -> the copy that this equation reads."""
+        """Reading of a tensor by an equation -> the copy of the tensor that this equation reads."""
         of = self.constraints.copies
         return {Reading(r.at, of[r.tensor]): r.tensor for r in self.constraints.read if r.tensor in of}
 
     @cached_property
     def slices(self) -> frozenset[str]:
-        """The slices that loops take from stacks. They are constrained where they are read, within any rematerialised
-        region. If they were constrained before it, backward would keep each of them in addition to its stack."""
+        """The slices that loops take from stacks.
+
+        They are constrained where they are read, inside any rematerialised region. If they were constrained before it,
+        each slice would be a residual in addition to its stack.
+        """
         results = self.traced.results
         return frozenset(made[0] for at, made in results.items() if at.part == "x")
 
     @cached_property
     def specs(self) -> tuple[PartitionSpec, ...]:
-        """(params, *batch) pytrees of PartitionSpec: how parameters are stored, and how the batch arrives."""
+        """(params, *batch) pytrees of PartitionSpec: how parameters are stored and how the batch arrives."""
         import jax
 
         storage = self.constraints.storage
@@ -175,8 +185,10 @@ class JaxPlan:
         return tuple(jax.tree.unflatten(self.traced.in_tree, flat))
 
     def in_shardings(self, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """(params, *batch) pytrees of NamedSharding: how arguments are stored, for use with a function of this plan in
-        jax.jit(in_shardings=…). Warns if no such function was made, because the functions contain the rest of the plan.
+        """(params, *batch) pytrees of NamedSharding: how arguments are stored.
+
+        Pass them to jax.jit(in_shardings=…) together with a function of this plan. Warns if no such function was made,
+        because the functions contain the rest of the plan.
         """
         if not self._functions:
             warnings.warn(_STORAGE_ALONE, stacklevel=2)
@@ -192,8 +204,10 @@ class JaxPlan:
         )
 
     def gradient_shardings(self, mesh: JaxMesh | None = None) -> Tree:
-        """Pytree of NamedSharding like params: how gradients and optimizer state are kept, which may be split further
-        than the parameters. None for a parameter that is not trained."""
+        """A pytree of NamedSharding like params: how gradients and optimizer state are kept.
+
+        They may be split further than the parameters. The leaf is None for a parameter that is not trained.
+        """
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -207,10 +221,11 @@ class JaxPlan:
         return jax.tree.unflatten(jax.tree.structure(params), flat)
 
     def loss(self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto") -> Callable[..., Tree]:
-        """The user's function: loss(params, *batch) -> scalar, or (scalar, aux). For a step in micro-batches, it takes
-        one micro-batch. For a model that is not trained, it returns what the model returns.
+        """The user's function: loss(params, *batch) -> scalar, or (scalar, aux).
 
-        A loss is annotated unless ``lowering="manual"``, so that it can be differentiated and transformed in any way.
+        If the step has micro-batches, the function takes one micro-batch. For a model that is not trained, it returns
+        what the model returns. By default a loss has the annotated lowering, because that one can be differentiated
+        and transformed in any way.
         """
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("loss")
@@ -220,7 +235,7 @@ class JaxPlan:
         return in_any_context(made)
 
     def _constrained(self, mesh: JaxMesh) -> Callable[..., Tree]:
-        """The user's function with constraints."""
+        """The user's function with sharding constraints."""
         import jax
 
         closed = self.traced.jaxpr
@@ -237,8 +252,10 @@ class JaxPlan:
 
     @cached_property
     def prefill(self) -> Stepper:
-        """For a ``pase.Generation``, over all of jax.devices(): prefill(params, *prompt) -> (token, cache), in the
-        layouts that decode expects. For other devices, use ``generation.part_of``."""
+        """For a ``pase.Generation``: prefill(params, *prompt) -> (token, cache), in the layouts that decode expects.
+
+        It runs on all of jax.devices(). For other devices, use ``generation.part_of``.
+        """
         return part_of(self, "prefill", self.mesh())
 
     @cached_property
@@ -247,14 +264,16 @@ class JaxPlan:
         return part_of(self, "decode", self.mesh())
 
     def padded(self, args: tuple[Tree, ...], full: bool = True) -> tuple[Tree, ...]:
-        """(params, *batch) with zeros in the plan's padding, where that is missing. full: of the whole batch, or of a
-        micro-batch."""
-        if not self.traced.padding:  # every step asks
+        """(params, *batch), padded with zeros to the plan's sizes if they are not padded yet.
+
+        full: whether the batch is the whole batch; otherwise it is one micro-batch.
+        """
+        if not self.traced.padding:  # returns early because every step calls this
             return args
         return with_padding(self.traced, args, self._wide_shapes(full))
 
     def unpadded(self, params: Tree) -> Tree:
-        """Parameters, or a tree like them such as gradients, without the plan's padding."""
+        """Parameters, or a tree of the same structure such as gradients, without the plan's padding."""
         return without_padding(self.traced, params)
 
     def _wide_shapes(self, full: bool) -> list[tuple[int, ...]]:
@@ -263,13 +282,19 @@ class JaxPlan:
         return [*(tuple(a.shape) for a in self.traced.jaxpr.in_avals[:n]), *self.input_shapes(full)]
 
     def checked(self, args: Tree, full: bool = False) -> list[Array]:
-        """The arguments' arrays, leaf by leaf, with the plan's padding. full: of the whole batch, or of a micro-batch.
-        Raises PaseError if they are not those of the plan."""
+        """The arguments' arrays, leaf by leaf, with the plan's padding.
+
+        full: whether the batch is the whole batch; otherwise it is one micro-batch. Raises PaseError if the structure,
+        a shape or a dtype is not that of the plan.
+        """
         import jax
 
         leaves, tree = jax.tree.flatten(arrays(args))
         if tree != self.traced.in_tree:
-            raise PaseError(f"the plan was compiled for arguments {self.traced.in_tree}, got {tree}")
+            raise PaseError(
+                f"the arguments are {tree}, but the plan was compiled for {self.traced.in_tree}",
+                fix="pass (params, *batch) with the structure that was compiled, or compile again",
+            )
         leaves = jax.tree.leaves(self.padded(jax.tree.unflatten(tree, leaves), full))
         paths = (*self.traced.param_paths, *self.traced.input_paths)
         dtypes = [a.dtype for a in self.traced.jaxpr.in_avals]
@@ -277,23 +302,30 @@ class JaxPlan:
             got = shape_and_dtype(leaf)
             for what, is_, was in zip(("shape", "dtype"), got, (shape, dtype), strict=True):
                 if is_ != was:
-                    raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+                    raise PaseError(
+                        f"its {what} is {is_}, but the plan was compiled for {was}",
+                        where=f"'{path}'",
+                        fix=f"pass an array of this {what}, or compile again",
+                    )
         return leaves
 
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., Tree]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more. The
-        gradients are of the trained leaves, laid out as in ``gradient_shardings``. For a step in micro-batches, aux is
-        stacked, except that values that ``carry`` threads are those of the last micro-batch."""
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads) for a loss function that returns more.
+
+        The gradients are those of the trained leaves, in the layouts of ``gradient_shardings``. If the step has
+        micro-batches, aux is stacked over them, except that values threaded by ``carry`` are those of the last
+        micro-batch.
+        """
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         self._functions.append("value_and_grad")
         annotated = lowerings(lowering, mesh)[0] == "annotated"
         if self.schedule is not None and (self.hoisted != "none" or annotated or self.schedule.delayed):
             warnings.warn(
-                "the plan's bucket plan is not in this step: messages are placed only where a step is lowered by hand, "
-                "and gathers and sums run in each micro-batch; gradients that are applied in later steps wait only in "
+                "the plan's bucket plan is not in this step: only the manual lowering places messages, and only if "
+                "all-gathers and reductions run in each micro-batch. Gradients are applied in later steps only by "
                 "plan.jax.train_step, without micro-batches",
                 stacklevel=2,
             )
@@ -302,10 +334,12 @@ class JaxPlan:
         if self.hoisted != "none":
             if lowering == "annotated":
                 raise PaseError(
-                    f"the plan sends once a step what XLA's partitioner would send for each micro-batch (once="
-                    f"'{self.hoisted}'): leave out lowering='annotated', or compile with once='none'"
+                    f"the plan has once='{self.hoisted}': it runs collectives once per step that XLA's partitioner "
+                    "would run in each micro-batch",
+                    where="lowering='annotated'",
+                    fix="leave out lowering=, or compile with once='none'",
                 )
-            each, more = summed(self, graded, kept, mesh), ", which sends at each micro-batch"
+            each, more = summed(self, graded, kept, mesh), ", which sends in each micro-batch"
             hoisted = partial(hoisted_value_and_grad, manual)
             return in_any_context(
                 hoisted() if lowering == "manual" else manual_or_annotated(hoisted, each, more)
@@ -314,7 +348,7 @@ class JaxPlan:
         return in_any_context(summed(self, made, kept, mesh))
 
     def graded(self, fn: Callable[..., Tree], mesh: JaxMesh) -> Callable[..., Tree]:
-        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts) of a loss function."""
+        """f(params, *batch) -> (value, gradients of the trained leaves in their layouts), for the loss function fn."""
         import jax
 
         kept, aux = self.gradient_shardings(mesh), self.traced.has_aux
@@ -332,10 +366,14 @@ class JaxPlan:
 
     def _require_mode(self, mode: str, what: str) -> None:
         if self.traced.mode != mode:
-            raise PaseError(f"the plan was compiled with mode='{self.traced.mode}': it has no {what}")
+            raise PaseError(
+                f"the plan was compiled with mode='{self.traced.mode}', so it has no {what}",
+                fix=f"compile a loss function with mode='{mode}', or run this plan with plan.jax.step() or "
+                "plan.jax.apply",
+            )
 
     def input_shapes(self, full: bool) -> list[tuple[int, ...]]:
-        """Shapes of the batch's leaves: those of the whole batch, or of a micro-batch."""
+        """Shapes of the batch's leaves: of the whole batch if ``full``, otherwise of one micro-batch."""
         from pase.frontends.jax.blocks import split_inputs
 
         shapes = [a.shape for a in self.traced.jaxpr.in_avals[len(self.traced.param_paths) :]]
@@ -353,8 +391,11 @@ class JaxPlan:
 
     @without_mesh()
     def init(self, optimizer: GradientTransformation, params: Tree, mesh: JaxMesh | None = None) -> Tree:
-        """The optimizer's state for the trained leaves of these parameters, in the plan's layouts. (If all leaves are
-        trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays that are elsewhere.)"""
+        """The optimizer's state for the trained leaves of these parameters, in the plan's layouts.
+
+        If all leaves are trained, ``optimizer.init(params)`` works too, because ``train_step`` moves arrays to the
+        plan's layouts.
+        """
         import jax
 
         shardings = self.state_shardings(optimizer, mesh)
@@ -380,20 +421,22 @@ class JaxPlan:
         lowering: Lowering = "auto",
         check: bool = False,
     ) -> Stepper | DelayedStepper | CheckedStep:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer. If the loss function
-        returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients in later steps
-        (DeFT's), so does the step, with a warning; what it returns as opt_state then holds the gradients that wait.
+        """step(params, opt_state, *batch) -> (params, opt_state, loss) for any optax optimizer.
+
+        If the loss function returns more, the last result is (loss, aux). If the plan's bucket plan applies gradients
+        in later steps (DeFT's), so does the step, with a warning. The opt_state that it returns then also holds the
+        gradients that are not applied yet.
 
         Arguments are moved to the plan's layouts; params and opt_state are donated. Leaves of params that are not
-        trained are returned unchanged. Values that ``carry`` threads are returned in the layout of the next call. Works
-        with several processes: every process calls it with global arrays (this plan's ``device_put`` makes them).
+        trained are returned unchanged. Values threaded by ``carry`` are returned in the layout that the next call
+        expects. With several processes, every process calls the step with global arrays, which ``device_put`` makes.
 
-        check: at the first call, first run ``check`` on its arguments, and raise PaseError if a gradient is off.
+        check: at the first call, run ``check`` on its arguments first, and raise PaseError if a gradient is off.
         """
         if check:
             step = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
             return CheckedStep(step=step, check=partial(self.check, mesh=mesh, lowering=lowering))
-        self._require_mode("train", "gradients; plan.jax.step() and plan.jax.apply are what it has")
+        self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
         training = Training(plan=self, optimizer=optimizer, mesh=mesh, donate=donate)
         ways = lowerings(lowering, mesh)
@@ -402,8 +445,8 @@ class JaxPlan:
 
         if writes_parameters(self):
             raise PaseError(
-                "the loss function writes parameters, and the bucket plan applies gradients in later steps: make the "
-                "bucket plan without delayed updates"
+                "the loss function writes parameters, but the bucket plan applies gradients in later steps",
+                fix="make the bucket plan without delayed updates",
             )
 
         def instead() -> Stepper:
@@ -419,11 +462,17 @@ class JaxPlan:
     def step(
         self, mesh: JaxMesh | None = None, *, donate: bool = True, lowering: Lowering = "auto"
     ) -> Stepper:
-        """The model itself, jitted under the plan. For mode="step", it is the user's own train step(params, opt_state,
-        *batch); for mode="inference", f(params, *inputs). Values that are passed in again (a train step's state, or
-        what ``carry`` threads, such as a KV cache) are donated and returned in their input layouts."""
+        """The model itself, jitted under the plan.
+
+        For mode="step", it is the user's own train step(params, opt_state, *batch); for mode="inference", it is
+        f(params, *inputs). Values that the next call takes (a train step's state, or values threaded by ``carry`` such
+        as a KV cache) are donated and returned in their input layouts.
+        """
         if self.traced.mode == "train":
-            raise PaseError("the plan is for a loss: use plan.jax.train_step(optimizer)")
+            raise PaseError(
+                "the plan was compiled for a loss function, which is not a step",
+                fix="use plan.jax.train_step(optimizer)",
+            )
         mesh = mesh if mesh is not None else self.mesh()
         fn, kept = self.loss(mesh, lowering=lowering), self.traced.kept_out
         return Stepper(
@@ -437,15 +486,19 @@ class JaxPlan:
 
     @cached_property
     def apply(self) -> Stepper:
-        """A model that is not trained, over all of jax.devices(): apply(params, *inputs). Its arguments are not
-        donated; ``step()`` donates the threaded ones."""
+        """apply(params, *inputs) of a model that is not trained, on all of jax.devices().
+
+        Its arguments are not donated; ``step()`` donates the threaded ones.
+        """
         return self.step(donate=False)
 
     def lower_train_step(
         self, optimizer: GradientTransformation, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Tree:
-        """The train step lowered from shapes alone; with delayed updates the first one. Call ``.compile()`` on it to
-        see what XLA makes of the plan."""
+        """The train step lowered from shapes alone. Call ``.compile()`` on it to see what XLA makes of the plan.
+
+        With delayed updates it is the first step.
+        """
         import jax
 
         mesh = mesh if mesh is not None else self.mesh()
@@ -454,8 +507,10 @@ class JaxPlan:
         return self.train_step(optimizer, mesh, lowering=lowering).lower(shapes[0], state, *shapes[1:])
 
     def restore(self, path: str | Path, mesh: JaxMesh | None = None) -> Tree:
-        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts:
-        each device reads its part. Raises PaseError if the checkpoint is missing, or has other parameters."""
+        """The parameters of an orbax checkpoint (of ``StandardCheckpointer``), read directly into the plan's layouts.
+
+        Each device reads its part. Raises PaseError if the checkpoint is missing or has other parameters.
+        """
         found = restored(path, self._shapes()[0], self._in_shardings(mesh)[0], self.traced.graph.name)
         return combine(found, self.traced.kept[0])
 
@@ -473,11 +528,14 @@ class JaxPlan:
     ) -> GradientCheck:
         """Check that a step under this plan computes the gradient of the model's loss (``docs/check.md``).
 
-        Along lines of parameters, near the given ones, the loss must change by the integral of the gradient. Both come
-        from the plan's own step, so this works at any size. Besides, gradients are compared with those of another
-        program (``against``). print() of the result names each parameter that is off. seed: of the lines.
-        most_lines: of eight steps each; parameters that are not reached are undecided. progress: called with a line of
-        text at each piece of work. Neither parameters nor batch are changed or donated.
+        Along lines in parameter space that start near the given parameters, the loss must change by the integral of
+        the gradient. Both come from the plan's own step, so the check works at any size. In addition, gradients are
+        compared with those of another program. print() of the result names each parameter that is off. Neither
+        parameters nor batch are changed or donated.
+
+        against: the program to compare gradients with. seed: the random seed of the lines. most_lines: the largest
+        number of lines, of eight steps each; parameters that no line reaches are reported as undecided. progress:
+        called with a line of text before each part of the work.
         """
         self._require_mode("train", "gradients")
         mesh = mesh if mesh is not None else self.mesh()
@@ -487,13 +545,16 @@ class JaxPlan:
         )
 
     def _lowerings(self, lowering: Lowering, mesh: JaxMesh) -> tuple[Lowering, ...]:
-        if self.hoisted != "none" and lowering == "auto":  # XLA would send once per micro-batch
+        if self.hoisted != "none" and lowering == "auto":  # XLA would send in each micro-batch
             return ("manual",)
         return lowerings(lowering, mesh)
 
     @without_mesh()
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """Parameters and batch, or the first of them, in the plan's layouts, as global arrays (a process has all)."""
+        """(params, *batch), or the first of them, as global arrays in the plan's layouts.
+
+        With several processes, each process must pass the whole arrays.
+        """
         import jax
 
         shardings = self._in_shardings(mesh)

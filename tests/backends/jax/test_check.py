@@ -1,4 +1,4 @@
-"""``plan.jax.check`` on 8 host devices: what is right agrees, what is planted is found by name."""
+"""``plan.jax.check`` on 8 host devices: right gradients agree, and planted errors are found by name."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_right_step_agrees(agreed):
 
 
 def off_by(name, how):
-    """The gradients of a plan lowered by hand, with one of them wrong."""
+    """Make one gradient of plans in the manual lowering wrong."""
     right = Manual.gradients
     return patch.object(
         Manual, "gradients", lambda self, grads: (g := right(self, grads)) | {name: how(g[name])}
@@ -70,7 +70,7 @@ def off_by(name, how):
 
 @pytest.mark.parametrize("name", ["w1", "c"])
 def test_an_error_is_found_without_another_program(plan, name):
-    """One device's part counts twice: as large as a gradient that was not summed over one of two devices."""
+    """One device's part counts twice, like a gradient that was not reduced over one of two devices."""
     with off_by(
         name, lambda g: jnp.where(jnp.arange(g.shape[0]).reshape(-1, *[1] * (g.ndim - 1)) < 4, 2 * g, g)
     ):
@@ -82,7 +82,7 @@ def test_the_other_lowering_tells_which_is_off(plan):
     with off_by("w2", lambda g: 0 * g):
         found = plan.check(PARAMS, BATCH, against="lowering")
     assert [p.name for p in found.by("off")] == ["w2"]
-    assert "differs from that of the plan lowered by XLA's partitioner" in found.by("off")[0].why
+    assert "annotated lowering" in found.by("off")[0].why
 
 
 def test_a_checked_step_trains_or_names_what_is_off(plan):
@@ -90,13 +90,13 @@ def test_a_checked_step_trains_or_names_what_is_off(plan):
     step = plan.train_step(optimizer, check=True)
     params, batch = plan.device_put(PARAMS, BATCH)
     state = plan.init(optimizer, params)
-    with off_by("w1", lambda g: -g), pytest.raises(PaseError, match=r"OFF w1: its gradient differs"):
+    with off_by("w1", lambda g: -g), pytest.raises(PaseError, match="OFF w1"):
         step(params, state, batch)
     assert step.result is None and not params["w1"].is_deleted()
 
 
 def test_a_custom_rule_is_no_false_alarm():
-    """A straight-through estimator: its gradient is not the slope of the loss, by intention."""
+    """The gradient of a straight-through estimator is intentionally not the slope of the loss."""
 
     def quantized(p, batch):
         w = p["w1"] + jax.lax.stop_gradient(jnp.round(4 * p["w1"]) / 4 - p["w1"])
@@ -105,7 +105,7 @@ def test_a_custom_rule_is_no_false_alarm():
     params = {k: PARAMS[k] for k in ("w1", "w2")}
     plan = case_of(quantized, params, BATCH).plan("random1@2x4").jax
     assert plan.check(params, BATCH).verdict == "agrees"
-    with pytest.raises(PaseError, match="was compiled with mode='inference'"):
+    with pytest.raises(PaseError, match="mode='inference'"):
         replace(plan, traced=replace(plan.traced, mode="inference")).check(params, BATCH)
 
 
@@ -128,7 +128,7 @@ def test_products_of_bfloat16_round_by_more_than_their_parameters_do():
 
 
 def test_devices_whose_copies_differ(plan):
-    """Only one device has a wrong gradient of it, and not the first: numbers that JAX reads of it are right."""
+    """Only one device, not the first one, has a wrong copy of the gradient. JAX reads the right copy of the first."""
     with planted(lambda program, _: gradient_fault(program, "one device's copy", program.names.index("w2"))):
         found = plan.check(PARAMS, BATCH, against="none", most_lines=0)
     assert [p.name for p in found.by("off")] == ["w2"] and "devices that hold the same part" in found.by(
@@ -137,7 +137,7 @@ def test_devices_whose_copies_differ(plan):
 
 
 class Drops(nnx.Module):
-    """Its loss draws random numbers, and counts its calls."""
+    """Draws random numbers, and counts its calls."""
 
     def __init__(self):
         rngs = nnx.Rngs(0)
@@ -150,7 +150,7 @@ class Drops(nnx.Module):
 
 
 def test_state_and_random_numbers_in_micro_batches():
-    """The reference runs micro-batches, too: the whole batch would draw other numbers and count one call."""
+    """The reference runs micro-batches too. The whole batch would draw other numbers and count one call."""
     plan = pase.compile(
         lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2),
         Drops(),
@@ -163,16 +163,16 @@ def test_state_and_random_numbers_in_micro_batches():
     found = plan.jax.check(Drops(), BATCH, most_lines=0)
     assert found.reference.kind == "the unsharded step in 2 micro-batches" and found.reference.loss_agrees
     assert found.verdict == "agrees" and len(found.reference.state) >= 2, str(found)
-    assert "the mean over 2 micro-batches" in found.remarks[0]
+    assert "2 micro-batches" in found.remarks[0]
     with planted(state_fault):
         off = plan.jax.check(Drops(), BATCH, most_lines=0)
     assert off.verdict == "off" and not off.by("off") and "OFF state" in str(off)
-    with pytest.raises(PaseError, match="does not compute the model's next state"):
+    with pytest.raises(PaseError, match="state"):
         off.raise_if_off()
 
 
 def test_micro_batches_and_stages():
-    """Eight steps in a group that agree: the whole batch's loss, in two micro-batches and in two stages."""
+    """A plan with two stages and two micro-batches has the whole batch's gradients."""
 
     def layers(p, batch):
         h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), batch["x"], p["layers"])

@@ -76,9 +76,7 @@ def test_inside_of_ones_own_jit() -> None:
             if kind == AxisType.Auto:
                 assert float(own(PARAMS, typed)) == pytest.approx(float(WANTED), rel=1e-5)
                 continue
-            with pytest.raises(
-                PaseError, match=r"inside of jax.jit with a value that is typed .* Explicit: call it"
-            ):
+            with pytest.raises(PaseError, match="Explicit"):
                 own(PARAMS, typed)
 
 

@@ -91,7 +91,7 @@ def test_state_goes_through_micro_batches_in_order(lowering: str) -> None:
 
 
 def test_batch_statistics_are_not_those_of_parts_of_the_batch() -> None:
-    with pytest.raises(PaseError, match="micro-batches would give other numbers"):
+    with pytest.raises(PaseError, match="micro-batches"):
         pase.compile(squares, Layer(rngs()), BATCH, devices=8, accumulate=2)
 
 
@@ -229,16 +229,16 @@ def _returned(model: Any, batch: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("loss", "says"),
+    ("loss", "named"),
     [
-        (_mode, "_mode changes the module itself .*deterministic: False became True"),
-        (_sown, "_sown changes the module itself .*new: seen"),
-        (_widened, "count, which is int32.*that is float32"),
-        (_returned, "_returned returns a Flax NNX module"),
+        (_mode, "_mode .*deterministic"),
+        (_sown, "_sown .*seen"),
+        (_widened, "count.*int32.*float32"),
+        (_returned, "_returned"),
     ],
 )
-def test_what_a_plan_cannot_hand_on_is_refused(loss: Any, says: str) -> None:
-    with pytest.raises(PaseError, match=says):
+def test_what_a_plan_cannot_hand_on_is_refused(loss: Any, named: str) -> None:
+    with pytest.raises(PaseError, match=named):
         pase.compile(loss, Dropped(rngs()), BATCH, devices=8)
 
 
@@ -246,11 +246,12 @@ def test_a_model_in_another_mode_is_refused() -> None:
     model = Dropped(rngs())
     plan = pase.compile(squares, model, BATCH, devices=8, mesh="8")
     model.eval()
-    with pytest.raises(PaseError, match=r"not as the plan was compiled .*deterministic: False became True"):
+    with pytest.raises(PaseError, match="deterministic"):
         plan.jax.train_step(OPTIMIZER)(model, plan.jax.init(OPTIMIZER, Dropped(rngs())), BATCH)
-    with pytest.raises(PaseError, match="give tx"):
+    with pytest.raises(PaseError) as e:
         plan.jax.train_step(nnx.Optimizer(Dropped(rngs()), OPTIMIZER, wrt=nnx.Param))
-    with pytest.raises(PaseError, match="mode='step' takes arrays"):
+    assert e.value.where == "optimizer" and "give tx" in e.value.fix
+    with pytest.raises(PaseError, match="mode='step'"):
         pase.compile(squares, model, BATCH, devices=8, mode="step")
     with pytest.raises(Infeasible, match="stages"):
         pase.compile(squares, model, BATCH, devices=8, pipeline=2)

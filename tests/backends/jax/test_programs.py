@@ -115,7 +115,7 @@ def test_inference_threads_its_cache() -> None:
     np.testing.assert_allclose(out, wanted, atol=1e-5)
     np.testing.assert_allclose(placed, plain, atol=1e-5)
     assert placed.sharding.is_equivalent_to(plan.jax.in_shardings()[1], 3)
-    with pytest.raises(PaseError, match=r"compiled with mode='inference': it has no gradients"):
+    with pytest.raises(PaseError, match="mode='inference'"):
         plan.jax.train_step(optax.sgd(0.1))
 
 
@@ -138,7 +138,7 @@ def test_a_train_step_of_ones_own() -> None:
     assert float(value) == pytest.approx(float(plain), rel=1e-5)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
-    with pytest.raises(PaseError, match=r"returns .*mode='step'"):
+    with pytest.raises(PaseError, match="mode='step'"):
         pase.compile(step, params, state, X, devices=8)
 
 
@@ -154,13 +154,11 @@ def test_what_is_no_loss_is_said() -> None:
     def batch_first(batch: Any, params: Any) -> Any:
         return jnp.sum(batch @ params["w"])
 
-    with pytest.raises(PaseError, match=r"returns new parameters .* mode='step'"):
+    with pytest.raises(PaseError, match="mode='step'"):
         pase.compile(loss_first, params, X, devices=8)
-    with pytest.raises(
-        PaseError, match=r"the first argument is what is trained: write it as fn\(params, …\)"
-    ):
+    with pytest.raises(PaseError, match=r"fn\(params, …\)"):
         pase.compile(batch_first, X, params, devices=8)
-    with pytest.raises(PaseError, match="the function returns nothing at"):
+    with pytest.raises(PaseError, match="nothing"):
         pase.compile(with_statistics, PARAMS, X, stats, devices=8, carry={1: (1, "nothing")})
 
 
@@ -205,8 +203,9 @@ def test_parameters_are_restored_into_the_plans_layouts(tmp_path: Any) -> None:
     found = plan.jax.restore(tmp_path / "saved")
     np.testing.assert_array_equal(found["w"], params["w"])
     assert found["w"].sharding.is_equivalent_to(plan.jax.in_shardings()[0]["w"], 2)
-    with pytest.raises(PaseError, match="cannot restore the parameters of 'loss' from"):
+    with pytest.raises(PaseError) as e:
         plan.jax.restore(tmp_path / "missing")
+    assert e.value.where == str(tmp_path / "missing") and "'loss'" in e.value.what
 
 
 def test_in_shardings_warn_where_they_stand_alone() -> None:
@@ -214,7 +213,7 @@ def test_in_shardings_warn_where_they_stand_alone() -> None:
     plan = pase.compile(
         lambda p, x: jnp.mean((jnp.tanh(x @ p["up"]) @ p["down"]) ** 2), params, X, devices=8, mesh="2x4"
     )
-    with pytest.warns(UserWarning, match=r"half of the plan.*plan\.jax\.value_and_grad\(\)"):
+    with pytest.warns(UserWarning, match=r"plan\.jax\.value_and_grad\(\)"):
         stored, _ = plan.jax.in_shardings()
     plan.jax.device_put(params, X)  # says nothing
     graded = plan.jax.value_and_grad()

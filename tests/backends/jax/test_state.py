@@ -87,7 +87,7 @@ def test_an_equinox_state_is_handed_on_without_being_named(strategy: str, loweri
 
 def test_an_equinox_state_that_is_dropped_is_refused_unless_it_is_only_read() -> None:
     model, state = eqx.nn.make_with_state(Net)(KEY)
-    with pytest.raises(PaseError, match=r"forgetful writes an equinox.nn.State and does not return it"):
+    with pytest.raises(PaseError, match=r"forgetful .*equinox\.nn\.State"):
         pase.compile(forgetful, model, state, BATCH, KEY, devices=8)
     model = eqx.nn.inference_mode(model)
     plan = pase.compile(forgetful, model, state, BATCH, KEY, devices=8, mode="inference", mesh="8")
@@ -107,9 +107,7 @@ def test_variables_of_a_state_that_are_written_are_returned_or_refused() -> None
         dropout = nnx.merge(graphdef, params, rest)
         return jnp.mean(dropout(x @ weights["w"]) ** 2), nnx.state(dropout)
 
-    with pytest.raises(
-        PaseError, match=r"lost writes Variables of an nnx.State .*rngs.count.*Give the module itself"
-    ):
+    with pytest.raises(PaseError, match=r"lost .*nnx\.State .*rngs\.count"):
         pase.compile(lost, weights, X, rest, devices=8)
     plan = pase.compile(returned, weights, X, rest, devices=8, mesh="8", carry={1: 1})
     step, opt = plan.jax.train_step(OPTIMIZER), plan.jax.init(OPTIMIZER, weights)
@@ -141,7 +139,7 @@ def test_state_that_is_not_carried_takes_no_micro_batches() -> None:
         return jnp.mean(out**2), new["seen"]
 
     args = (made["params"], xs, made["seen"])
-    with pytest.raises(PaseError, match=r"comes back beside the loss.*carry=\{1: place\}"):
+    with pytest.raises(PaseError, match=r"carry=\{1: place\}"):
         pase.compile(loss, *args, devices=8, accumulate=2)
     plan = pase.compile(loss, *args, devices=8, mesh="8", accumulate=2, carry={1: 1})
     params, x, seen = plan.jax.device_put(*args)

@@ -1,1 +1,1 @@
-"""A plan in stages, run by JAX."""
+"""Runs plans in stages (pipeline parallelism) in JAX."""

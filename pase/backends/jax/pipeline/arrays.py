@@ -1,4 +1,4 @@
-"""Arrays of a model in stages: which ranks hold them and in which layout. Stacks of layers have one part per stage."""
+"""Arrays of a model in stages: which ranks hold them, and in which layout. Stacks of layers are cut into parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["ArrayPlacement", "StackCut", "is_cut", "joined", "merged", "on_rank"
 
 @dataclass(frozen=True, eq=False)
 class StackCut:
-    """A leaf with a leading dim of layers, cut by stage. Its rows are in the order of the layers.
+    """A leaf with a leading dim of layers, cut into one part per stage, in the order of the layers.
 
-    The rows of each stage are on the devices of that stage's rank. It is a pytree node; ``plan.jax.gathered`` joins
-    such leaves again.
+    The rows of each stage are on the devices of that stage's rank. It is a pytree node. ``plan.jax.gathered`` joins the
+    parts.
     """
 
     parts: tuple[Array, ...]
@@ -35,7 +35,7 @@ def is_cut(x: object) -> TypeGuard[StackCut]:
 
 
 def registered() -> None:
-    """Register ``StackCut`` with JAX, once JAX is imported."""
+    """Register ``StackCut`` as a pytree node of JAX, unless it is registered already."""
     import jax
 
     if not _KNOWN:
@@ -50,7 +50,7 @@ _KNOWN: list[bool] = []
 class ArrayPlacement:
     """Where an array is stored: the ranks that each hold all of it, and its layout on one of them.
 
-    grid: devices of all ranks, [ranks, *axes]. names: of the axes. spec: a PartitionSpec.
+    grid: the devices of all ranks, [ranks, *axes]. names: the names of the axes. spec: the layout on one rank.
     """
 
     ranks: tuple[int, ...]
@@ -80,7 +80,7 @@ class ArrayPlacement:
         return Mesh(self.grid[rank], self.names)
 
     def put(self, x: Tree) -> Array:
-        """The array moved to this home; unchanged if it is already there."""
+        """The array moved to this placement. It is not copied if it is already there."""
         import jax
 
         there = isinstance(x, jax.Array) and x.sharding.is_equivalent_to(self.sharding, x.ndim)
@@ -100,7 +100,7 @@ def on_rank(x: Array, placement: ArrayPlacement, rank: int) -> Array:
 
 
 def joined(parts: Sequence[Array], placement: ArrayPlacement) -> Array:
-    """The whole array, from the parts that the ranks hold, without a copy."""
+    """The array on all its ranks, from the arrays that the ranks hold, without a copy."""
     import jax
 
     if len(placement.ranks) == 1:
@@ -113,7 +113,7 @@ def joined(parts: Sequence[Array], placement: ArrayPlacement) -> Array:
 
 
 def merged(*trees: Tree) -> Tree:
-    """Merge trees of one structure, in which each leaf is present in only one of them. Cut stacks are merged too."""
+    """Merge trees of the same structure. Each leaf, which may be a cut stack, is that of the first tree that has it."""
     import jax
 
     def there(x: object) -> bool:
@@ -126,13 +126,14 @@ def merged(*trees: Tree) -> Tree:
 
 
 def rows_of(x: Tree, rows: Sequence[tuple[int, int]], path: str) -> Iterator[Array]:
-    """The parts of a stack, which may already be cut."""
+    """The parts of a stack, which may already be cut. path: the stack's path, for messages."""
     if is_cut(x):
         sizes = [part.shape[0] for part in x.parts]
         if sizes != [b - a for a, b in rows]:
             raise PaseError(
-                f"'{path}' is cut into {sizes} layers, but the plan's stages have {[b - a for a, b in rows]}: put the "
-                f"parameters together with the gathered() of the plan that cut them"
+                f"it is cut into {sizes} layers, but the plan's stages have {[b - a for a, b in rows]}",
+                where=f"'{path}'",
+                fix="join the parameters with plan.jax.gathered of the plan that cut them",
             )
         yield from x.parts
     else:

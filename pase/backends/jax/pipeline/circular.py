@@ -1,9 +1,10 @@
-"""A pipelined plan in JAX as one program, the circular schedule: one scan whose every turn runs all stages at once.
+"""The circular schedule: a pipelined plan in JAX as one program with a scan, each iteration of which runs all stages.
 
-The stages are stacked along a mesh axis of their own, ``stage``. In a turn each rank runs its stage on the micro-batch
-that it has (``vmap`` over the stacked stages), then activations move on by one rank (a roll of the stack, which XLA
-turns into a permutation). What comes before and after the layers runs before and after the scan, with the micro-batches
-spread over the ranks. ``jax.grad`` goes through all of it. (praxis, layers/pipeline.py, LayerwiseShardablePipelined.)
+The stages are stacked along a mesh axis of their own, ``stage``. In an iteration, each rank runs its stage on the
+micro-batch that it has (``vmap`` over the stacked stages). Then activations move on by one rank (a roll of the stack,
+which XLA turns into a permutation). The parts of the model before and after the layers run before and after the scan,
+with the micro-batches spread over the ranks. ``jax.grad`` differentiates the whole program. (praxis,
+layers/pipeline.py, LayerwiseShardablePipelined.)
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ STAGE = "stage"
 
 @dataclass(frozen=True, kw_only=True)
 class JaxCircular(JaxPlan):
-    """A plan whose schedule is circular, as returned by ``plan.jax``. Parameters keep the model's own pytree: stacks of
-    layers are split over the ranks, the others are on all of them. ``split``: the model on one rank's mesh."""
+    """A plan with the circular schedule, as returned by ``plan.jax``.
+
+    Parameters keep the pytree of the model. Stacks of layers are split over the ranks; all other parameters are
+    replicated over the ranks. split: the model on the mesh of one rank.
+    """
 
     pipeline: PipelinePlan
     split: JaxPlan
@@ -56,7 +60,10 @@ class JaxCircular(JaxPlan):
     def value_and_grad(
         self, mesh: JaxMesh | None = None, *, lowering: Lowering = "auto"
     ) -> Callable[..., Tree]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads), laid out as in ``gradient_shardings``."""
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads).
+
+        The gradients have the layouts of ``gradient_shardings``.
+        """
         _annotated(lowering)
         self._functions.append("value_and_grad")
         mesh = self.mesh() if mesh is None else mesh
@@ -67,7 +74,7 @@ class JaxCircular(JaxPlan):
         return ("annotated",)
 
     def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state on the host, as of a plan in stages."""
+        """A tree of parameters, gradients or an optimizer's state on the host, like ``JaxPipeline.gathered``."""
         import jax
         import numpy as np
 
@@ -75,30 +82,42 @@ class JaxCircular(JaxPlan):
 
     @cached_property
     def unreduced_groups(self) -> UnreducedGroups | None:
-        """Where gradients are summed over the batch's devices once a step, and not in each turn."""
+        """The groups of devices that keep unreduced gradients until the end of the step.
+
+        None if gradients are reduced in each iteration.
+        """
         return unreduced_groups(self.pipeline, (self.split,), None)
 
     @cached_property
     def stages(self) -> tuple[Stage, Stage, Stage]:
-        """What comes before the layers, a rank's layers, and what comes after; of one lane, if there are lanes."""
+        """(the part before the layers, the layers of one rank, the part after them).
+
+        They are those of one unreduced group, if there are such groups.
+        """
         return _stages_of(
             self.split if self.unreduced_groups is None else self.unreduced_groups.splits[0], self.pipeline
         )
 
 
 def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
-    """A circular pipeline in JAX's terms. split: the model on one micro-batch, on one rank's mesh. Raises PaseError if
-    it cannot be one program."""
+    """A plan with the circular schedule in JAX.
+
+    split: the model on one micro-batch and one rank's mesh. Raises PaseError if the plan cannot run as one program.
+    """
     p, traced = pipeline, split.traced
     if p.chunks > 1 or p.micro_batches % p.degree:
         raise PaseError(
-            f"the circular schedule runs as one program with one stage on each rank and a multiple of {p.degree} "
-            f"micro-batches, not with {p.chunks} and {p.micro_batches}"
+            f"it needs one stage on each rank and a multiple of {p.degree} micro-batches, but the plan has {p.chunks} "
+            f"stages on each rank and {p.micro_batches} micro-batches",
+            where="the circular schedule",
+            fix="change the number of micro-batches, or choose another schedule",
         )
     if len(set(p.cuts)) > 1 or len({s.strategy for s in p.stages}) > 1:
         raise PaseError(
-            f"the circular schedule runs one stage's program on all ranks, but these have {p.cuts} blocks in "
-            f"{len({s.strategy for s in p.stages})} splits: choose another schedule"
+            f"it runs the program of one stage on all ranks, but the stages have {p.cuts} blocks and "
+            f"{len({s.strategy for s in p.stages})} different strategies",
+            where="the circular schedule",
+            fix="choose another schedule",
         )
     leaf, inner, c = split.leaf_names(), split.logical_mesh, split.constraints
     stacks = {leaf[w.leaf] for w in _stages_of(split, p)[1].weights if w.rows is not None}
@@ -122,18 +141,26 @@ def circular_of(split: JaxPlan, pipeline: PipelinePlan) -> JaxCircular:
 
 def _annotated(lowering: Lowering) -> None:
     if lowering == "manual":
-        raise PaseError("the circular schedule does not support lowering='manual' yet")
+        raise PaseError(
+            "the circular schedule does not support the manual lowering yet",
+            where=f"lowering='{lowering}'",
+            fix="leave out lowering=",
+        )
 
 
 def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
-    """The parts of the program, with equal stages between the ends. Raises PaseError if there are none."""
+    """(the part before the layers, the layers of one rank, the part after them).
+
+    Raises PaseError if the program has no equal stages between its ends.
+    """
     traced = split.traced
     loops = loops_of(traced, sum(p.cuts))
     if p.narrow or len(loops) != 1:
         raise PaseError(
-            f"'{traced.graph.name}' cannot be run as one program: the circular schedule needs one loop over its layers "
-            f"(scan), and it has {len(loops)} of {sum(p.cuts)} turns: write the layers as a loop, or choose another "
-            f"schedule"
+            f"it cannot be run as one program: the circular schedule needs one loop over its layers (scan), but it has "
+            f"{len(loops)} loops with {sum(p.cuts)} iterations",
+            where=f"'{traced.graph.name}'",
+            fix="write the layers as one loop, or choose another schedule",
         )
     first, *layers, last = stages_of(traced, split.leaf_names(), (0, *p.cuts, 0), split.blocks)
     stacked = [(w.leaf, w.rows is None) for w in layers[0].weights]
@@ -142,10 +169,14 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
         for k, (s, n) in enumerate(zip(layers, p.cuts, strict=True))
         for w in s.weights
     ):
-        why = why_no_program(traced, sum(p.cuts)) or "is not alike in all stages, which read other values"
+        why = (
+            why_no_program(traced, sum(p.cuts))
+            or "is not the same program in all stages, which read other values"
+        )
         raise PaseError(
-            f"'{traced.graph.name}' cannot be run as one program: the loop over its layers at "
-            f"{loop_line(traced, sum(p.cuts))} {why}: choose another schedule than circular"
+            f"it cannot be run as one program: the loop over its layers at {loop_line(traced, sum(p.cuts))} {why}",
+            where=f"'{traced.graph.name}'",
+            fix="choose another schedule than circular",
         )
     assert all([(w.leaf, w.rows is None) for w in s.weights] == stacked for s in layers)
     return first, layers[0], last
@@ -153,7 +184,10 @@ def _stages_of(split: JaxPlan, p: PipelinePlan) -> tuple[Stage, Stage, Stage]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _CircularLoss:
-    """loss(params, *batch) on a mesh. Values of stages have leading dims [ranks, lanes] (no lanes: [ranks])."""
+    """loss(params, *batch) on a mesh.
+
+    Values of stages have the leading dims [ranks, groups], or [ranks] if there are no unreduced groups.
+    """
 
     plan: JaxCircular
     mesh: JaxMesh
@@ -169,7 +203,7 @@ class _CircularLoss:
         before, layers, after = plan.stages
 
         def each(stage: Stage, xs: Sequence[Array]) -> list[Array]:
-            """An end of the model on all micro-batches, as many at a time as there are ranks."""
+            """Run one end of the model on all micro-batches, one per rank at a time."""
             weights, run = self._weights(stage, leaves), self._mapped(stage)
             groups = [self._constrained(x.reshape(m // p, p, *x.shape[1:]), 1) for x in xs]
             mine = [
@@ -181,7 +215,7 @@ class _CircularLoss:
         entered = each(before, [])
         weights, run, iterations = self._weights(layers, leaves), self._mapped(layers), m + p - 1
         rank = jnp.arange(p)
-        # Idle ranks work on real numbers: on zeros a norm's derivative may be infinite, and 0 · inf is not a number.
+        # Idle ranks work on real activations. On zeros, a norm's derivative may be infinite, and 0 · inf is NaN.
         fed = [x[jnp.minimum(jnp.arange(iterations), m - 1)] for x in entered]
         fed = [
             self._constrained(jnp.pad(x[:, None], [(0, 0), (0, p - 1)] + [(0, 0)] * (x.ndim - 1)), 1)
@@ -206,7 +240,7 @@ class _CircularLoss:
         return stacked_outs(plan, [loss, *rest], []) if plan.traced.has_aux else loss
 
     def _mapped(self, stage: Stage) -> Callable[..., list[Array]]:
-        """The stage on all ranks, and for each lane."""
+        """The stage mapped over all ranks, and over the unreduced groups."""
         import jax
 
         plan, groups = self.plan, self.plan.unreduced_groups
@@ -221,8 +255,10 @@ class _CircularLoss:
         return mapped
 
     def _weights(self, stage: Stage, leaves: Sequence[Array]) -> list[Array]:
-        """A stage's weights with a part, or a copy, for each rank and lane: gradients are then summed over these after
-        the scan, once, and not in each turn."""
+        """A stage's weights with a part or a copy for each rank and unreduced group.
+
+        With these copies, gradients are reduced once after the scan and not in each iteration.
+        """
         return [self._copied(leaves[w.leaf], w) for w in stage.weights]
 
     def _copied(self, x: Array, w: StageWeight) -> Array:
@@ -239,14 +275,16 @@ class _CircularLoss:
         return self._constrained(x, 0, spec if w.rows is None else (None, *spec[1:]))
 
     def _spec(self, leaf: int) -> PartitionSpec:
-        """A parameter's layout on one rank, for a lane."""
+        """A parameter's layout on one rank, without the axes of unreduced groups."""
         plan = self.plan
         split = plan.split if plan.unreduced_groups is None else plan.unreduced_groups.splits[0]
         return split.spec(plan.split.constraints.storage.get(split.leaf_names()[leaf], ()))
 
     def _micro_batches(self, i: int, x: Array) -> Array:
-        """A leaf of the batch, [micro-batches, …], or [micro-batches, lanes, …]: with a copy for each if the leaf has
-        no examples."""
+        """A leaf of the batch as [micro-batches, …] or [micro-batches, groups, …].
+
+        A leaf without a batch dim is copied for each micro-batch and group.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -258,8 +296,10 @@ class _CircularLoss:
         return x if groups is None else x.reshape(m, groups.many, x.shape[1] // groups.many, *x.shape[2:])
 
     def _constrained(self, x: Array, dim: int, rest: Sequence[object] | None = None) -> Array:
-        """The value with this dim over the ranks and the next one over lanes. rest: the layout of the dims after them;
-        None: whatever XLA finds best."""
+        """The value with dim ``dim`` split over the ranks and the next one over the unreduced groups, if there are any.
+
+        rest: the layout of the dims after them, or None to leave it to XLA.
+        """
         import jax
         from jax.sharding import NamedSharding, PartitionSpec
 

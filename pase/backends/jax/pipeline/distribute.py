@@ -1,8 +1,8 @@
-"""Run a function on arrays that stay on their several ranks: an optimizer's update of a model in stages.
+"""Runs a function on arrays that stay on different ranks, such as an optimizer's update of a model in stages.
 
-The function is traced once as a whole. Each equation runs on the ranks that have all of its operands. Operands that no
-single rank has together must be numbers (such as the norm of all gradients), which are sent. There is therefore one
-program for each rank and for each time that numbers are sent.
+The function is traced once as a whole. Each equation runs on the ranks that have all of its operands. If no rank has
+all of them, the missing ones must be scalars (such as the norm of all gradients), which are sent. So there is one
+program per rank between any two rounds of sending scalars.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ __all__ = ["OnRanks"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnRanks:
-    """fn: from flat arrays to flat arrays. given: shapes of its arguments. placements, out_placements: where arrays
-    are.
+    """A function that runs on arrays of several ranks.
 
-    parts: for an argument that is a part of a stack, (which stack, which part). reshard_to: layouts that arguments are
-    brought into first. donate: whether the memory of the arguments may be reused.
+    fn: from flat arrays to flat arrays. given: the shapes of its arguments. placements, out_placements: where its
+    arguments and results are stored. ranks: the number of ranks. parts: argument that is a part of a stack -> (the
+    stack, the part). reshard_to: argument -> the layout to which it is resharded first. donate: whether the memory of
+    the arguments may be reused.
     """
 
     fn: Callable[..., Sequence[Array]]
@@ -78,7 +79,7 @@ class OnRanks:
         return jax.device_put(self._at(have, v, rank), placement.on(rank))
 
     def _at(self, have: Mapping[tuple[Var, int], Array], v: Var, rank: int) -> Array:
-        """The value on a rank: its own, or a number from another rank."""
+        """The value on a rank: the rank's own, or a scalar copied from another rank."""
         import jax
         from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -104,7 +105,7 @@ class OnRanks:
 
     @cached_property
     def _runs(self) -> tuple[dict[int, frozenset[int]], dict[int, int]]:
-        """(equation -> the ranks that run it, equation -> how often numbers were sent before it)."""
+        """(equation -> the ranks that run it, equation -> the number of rounds of sent scalars before it)."""
         jaxpr = self._traced
         everywhere = frozenset(range(self.ranks))
         placement: dict[Var, frozenset[int]] = {
@@ -123,8 +124,10 @@ class OnRanks:
                     ranks = frozenset({min(min(placement.get(v, everywhere)) for v in reads)})
             if not ranks:
                 raise PaseError(
-                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on "
-                    "parameters of several stages at once; only scalars, such as a norm, may depend on all of them"
+                    f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' works on parameters of several "
+                    "stages at once, but only scalars, such as a norm, may depend on all of them",
+                    where=source_line(eqn),
+                    fix="choose an optimizer that updates each parameter by itself, or compile with pipeline='none'",
                 )
             can[i] = ranks
             late[i] = max(
@@ -152,7 +155,7 @@ class OnRanks:
     def _programs(
         self,
     ) -> dict[tuple[int, int], tuple[list[Var], list[Var], Callable[..., list[Array]], list[bool]]]:
-        """(how often numbers were sent, rank) -> (operands, results, the jitted program, what is donated), in order."""
+        """(round of sent scalars, rank) -> (operands, results, jitted program, which operands it donates), in order."""
         jaxpr = self._traced
         runs, late = self._runs
         of: dict[tuple[int, int], list[int]] = {}
@@ -220,22 +223,24 @@ _OF_ROWS = frozenset({"squeeze", "reshape", "expand_dims", "broadcast_in_dim"})
 
 
 def _check_rows(jaxpr: Jaxpr, parts: Mapping[int, tuple[str, int]]) -> None:
-    """Raise PaseError if the update of a layer depends on other layers of its stack, except by a sum over all of them,
-    or on random numbers, which depend on how many parts there are and on their shapes.
+    """Raise PaseError if updating each stage's own layers would not give the same numbers as updating the whole stack.
 
-    Each stage updates only its own layers.
+    The update of a layer may depend on other layers of its stack only by a sum over all of them. It must not draw
+    random numbers, because these depend on the number of parts and their shapes.
     """
     if parts and any(e.primitive.name.startswith(_RANDOM) for e in jaxpr.eqns):
         raise PaseError(
-            "the optimizer cannot be run in stages: it draws random numbers, and of parameters that are cut into "
-            "stages it would draw others; make each layer a leaf of its own, or choose an optimizer without noise"
+            "the optimizer cannot be run in stages: it draws random numbers, which would differ for parameters that "
+            "are cut into stages",
+            where="optimizer",
+            fix="make each layer a leaf of its own, or choose an optimizer without noise",
         )
     rows: dict[Var, frozenset[tuple[str, int]]] = {jaxpr.invars[i]: frozenset({p}) for i, p in parts.items()}
     partly: dict[Var, frozenset[tuple[str, int]]] = {}
     every = frozenset(parts.values())
 
     def left(found: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
-        """Values that are not yet a sum over all parts."""
+        """The parts whose stacks are not summed over all parts yet."""
         whole = {stack for stack, _ in found if all(p in found for p in every if p[0] == stack)}
         return frozenset(p for p in found if p[0] not in whole)
 
@@ -279,7 +284,8 @@ def _keeps_rows(eqn: Eqn, stacks: Sequence[Var]) -> bool:
 def _mixes(eqn: Eqn, parts: frozenset[tuple[str, int]]) -> PaseError:
     stack = min(stack for stack, _ in parts)
     return PaseError(
-        f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' at {source_line(eqn)} makes the update of "
-        f"each layer of '{stack}' depend on the others, which are in other stages; make each layer a leaf of its own, "
-        "or choose an optimizer that updates elements independently"
+        f"the optimizer cannot be run in stages: its '{eqn.primitive.name}' makes the update of each layer of "
+        f"'{stack}' depend on the other layers, which are in other stages",
+        where=source_line(eqn),
+        fix="make each layer a leaf of its own, or choose an optimizer that updates elements independently",
     )

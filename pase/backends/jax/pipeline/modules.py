@@ -1,7 +1,7 @@
 """A plan in stages for a function of Flax NNX modules that writes no Variables.
 
-A model in stages lies on several groups of devices, with stacks of layers cut between them. So it is no module that
-could be called: ``device_put`` makes a ``StagedModel`` of it, and ``gathered`` makes a module again.
+A model in stages is spread over several groups of devices, with stacks of layers cut between them, so it is not a
+module that could be called. ``device_put`` turns a module into a ``StagedModel``, and ``gathered`` turns it back.
 """
 
 from __future__ import annotations
@@ -26,33 +26,38 @@ __all__ = ["StagedModel", "StagedModulePlan", "staged_of_modules"]
 
 @dataclass(frozen=True, eq=False)
 class StagedModel:
-    """A model's arrays on the devices of its stages."""
+    """The arrays of a model on the devices of its stages. params: the trained parameters."""
 
     params: Tree
     state: Tree
-    """Variables that are only read."""
+    """The other Variables, which are only read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedModulePlan:
-    """The plan in JAX, as returned by ``plan.jax``, of a function of Flax NNX modules in stages. In place of the model
-    its functions take what ``device_put`` returns."""
+    """A plan in stages for a function of Flax NNX modules, as returned by ``plan.jax``.
+
+    Its functions take the ``StagedModel`` that ``device_put`` returns in place of the model.
+    """
 
     inner: JaxPipeline | JaxCircular | JaxReplicas
-    """The plan of the pure function: ``pase.frontends.jax.modules``."""
+    """The plan of the pure function (``pase.frontends.jax.modules``)."""
     modules: ModuleFunction
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> Tree:
-        """The jax.sharding.Mesh of the stages; of replicas on several groups of devices, one for each."""
+        """The jax.sharding.Mesh of the stages. For replicas on several groups of devices, a tuple with one for each."""
         return self.inner.mesh(devices)
 
     def device_put(self, *args: Tree, mesh: Tree = None) -> tuple[Tree, ...]:
-        """The model, as a ``StagedModel``, and the batch, where the plan stores them."""
+        """(model as a ``StagedModel``, *batch) where the plan stores them."""
         params, *batch, state = self.inner.device_put(*self.modules.open_all(args).arguments, mesh=mesh)
         return StagedModel(params, state), *batch
 
     def gathered(self, tree: Tree) -> Tree:
-        """A ``StagedModel`` as a module, or an optimizer's state without cuts. The arrays are on the host."""
+        """A ``StagedModel`` as a module, or another tree such as an optimizer's state with cut stacks joined.
+
+        The arrays are on the host.
+        """
         if not isinstance(tree, StagedModel):
             return self.inner.gathered(tree)
         params, state = self.inner.gathered(tree.params), self.inner.gathered(tree.state)
@@ -101,5 +106,5 @@ class StagedModulePlan:
 def staged_of_modules(
     plan: JaxPipeline | JaxCircular | JaxReplicas, modules: ModuleFunction | None
 ) -> JaxPipeline | JaxCircular | JaxReplicas | StagedModulePlan:
-    """The plan as given; if its function takes Flax NNX modules, the plan for those."""
+    """The plan itself, or, if its function takes Flax NNX modules, its ``StagedModulePlan``."""
     return plan if modules is None else StagedModulePlan(inner=plan, modules=modules)

@@ -1,4 +1,4 @@
-"""An optimizer for a model in stages. Its state is stored, and its update runs, where the parameters are."""
+"""An optimizer for a model in stages. Its state is stored and its update runs where the parameters are."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["StagedOptimizer"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedOptimizer:
-    """placement: where the parameters are stored. optimizer: from optax."""
+    """An optax optimizer under a plan in stages. placement: where the parameters are stored."""
 
     placement: StagePlacement
     optimizer: GradientTransformation
     _updates: dict[bool, OnRanks] = field(default_factory=dict, init=False, repr=False)
 
     def init(self, params: Tree) -> Tree:
-        """The state for the trained leaves of these parameters. Each part of it is where it is updated."""
+        """The state for the trained leaves of these parameters. Each part is stored where it is updated."""
         import jax
 
         (mine,) = self.placement.placed((arrays(params),))
@@ -44,7 +44,10 @@ class StagedOptimizer:
         return jax.tree.unflatten(self._form, made)
 
     def placed(self, state: Tree) -> Tree:
-        """The state moved to where it is updated. It may come from cut parameters or from the model's own."""
+        """The state moved to where it is updated.
+
+        It may have been made from cut parameters or from parameters in the form of the model.
+        """
         import jax
         import optax
 
@@ -54,8 +57,9 @@ class StagedOptimizer:
             form: PyTreeDef = jax.tree.structure(jax.eval_shape(self.optimizer.init, own))
             if given != form:
                 raise PaseError(
-                    f"the optimizer's state is {given}, but the step needs {self._form}: "
-                    f"plan.jax.init(optimizer, params) makes it"
+                    f"it is {given}, but the step needs {self._form}",
+                    where="the optimizer's state",
+                    fix="make it with plan.jax.init(optimizer, params)",
                 )
             state = optax.tree_map_params(
                 self.optimizer,
@@ -67,7 +71,7 @@ class StagedOptimizer:
         return jax.tree.unflatten(self._form, leaves)
 
     def updated(self, grads: Tree, state: Tree, params: Tree, donate: bool) -> tuple[Tree, Tree]:
-        """(trained parameters, state) after the update, with each part where it is stored."""
+        """(trained parameters, state) after the update. Each part is where the plan stores it."""
         import jax
         import optax
 
@@ -105,8 +109,8 @@ class StagedOptimizer:
     ) -> OnRanks:
         """Make fn run on the ranks.
 
-        given: its arguments, which begin with gradients or parameters. reshard_to: argument -> the layout that it is
-        brought into first. These arguments are the parameters again, in the same order.
+        given: its arguments, which begin with gradients or parameters. reshard_to: argument -> the layout to which it
+        is resharded first. These arguments are the parameters, in the same order as the gradients.
         """
         import jax
 
@@ -134,7 +138,7 @@ class StagedOptimizer:
 
     @cached_property
     def _shapes(self) -> Tree:
-        """Shapes of the state for parameters that are cut."""
+        """Shapes of the state for cut parameters."""
         import jax
 
         return jax.eval_shape(self.optimizer.init, self.placement.tree(self.placement.shape))
@@ -147,8 +151,9 @@ class StagedOptimizer:
 
     @cached_property
     def _state_placements(self) -> list[ArrayPlacement]:
-        """Where each leaf of the state is stored. A leaf that mirrors a parameter is with its gradient; the others are
-        everywhere.
+        """Where each leaf of the state is stored.
+
+        A leaf that mirrors a parameter is stored like its gradient. All other leaves are replicated on all ranks.
         """
         import jax
         import optax
@@ -156,7 +161,7 @@ class StagedOptimizer:
         everywhere = self.placement.everywhere
 
         def masked(leaf: object) -> bool:
-            return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
+            return isinstance(leaf, optax.MaskedNode)  # optax puts it where a transformation does not apply
 
         def like(leaf: Tree, param: ShapeDtypeStruct, placement: ArrayPlacement) -> Tree:
             if masked(leaf):

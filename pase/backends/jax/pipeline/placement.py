@@ -1,6 +1,4 @@
-"""Where the arrays of a pipelined plan are stored: parameters, gradients and batch are on the ranks whose stages read
-them.
-"""
+"""Where a pipelined plan stores its arrays: parameters, gradients and batch are on the ranks whose stages read them."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ __all__ = ["StagePlacement"]
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlacement:
-    """The plan on some devices: grid, [ranks, *axes]."""
+    """A pipelined plan on a set of devices. grid: the devices, [ranks, *axes]."""
 
     plan: JaxPipeline
     grid: np.ndarray
@@ -53,13 +51,13 @@ class StagePlacement:
         return self.plan.splits[self.plan.pipeline.stages[stage].strategy]
 
     def _spec(self, stage: int, placements: Mapping[str, Placement], name: str, cut: bool) -> PartitionSpec:
-        """The layout of a tensor in a stage's split. The dim of layers of a stack is not split."""
+        """The layout of a tensor under the stage's strategy. If it is cut, its dim of layers is not split further."""
         where = placements.get(name, ())
         return self.split(stage).spec(((), *where[1:]) if cut and where else where)
 
     @cached_property
     def holders(self) -> dict[StageWeight, list[int]]:
-        """Part of the parameters -> the stages that have it. Leaves that no stage reads belong to the first stage."""
+        """Part of the parameters -> the stages that hold it. Leaves that no stage reads belong to the first stage."""
         out: dict[StageWeight, list[int]] = {}
         for k, stage in enumerate(self.plan.stages):
             for w in stage.weights:
@@ -70,8 +68,9 @@ class StagePlacement:
 
     @property
     def copied(self) -> list[str]:
-        """Parameters that blocks on several ranks read, not including a tied embedding, which the first and last stage
-        share.
+        """Parameters that blocks on several ranks read.
+
+        A tied embedding, which only the ends of the model share, is not among them.
         """
         paths = self.plan.traced.param_paths
         of_blocks = frozenset[int]().union(*(s.read_whole for s in self.plan.stages))
@@ -127,7 +126,10 @@ class StagePlacement:
         leaves, tree = jax.tree.flatten(tuple(args), is_leaf=is_cut)
         wanted = traced.in_tree.children()[: len(args)]
         if tree.children() != wanted:
-            raise PaseError(f"the plan was compiled for arguments {wanted}, got {tree.children()}")
+            raise PaseError(
+                f"the arguments are {tree.children()}, but the plan was compiled for {wanted}",
+                fix="pass (params, *batch) with the structure that was compiled, or compile again",
+            )
         shapes = [a.shape for a in traced.jaxpr.in_avals[:n]] + self.split(0).input_shapes(True)
         paths = (*traced.param_paths, *traced.input_paths)
         out = []
@@ -150,7 +152,11 @@ class StagePlacement:
         there = (sum(s[0] for s, _ in got), *got[0][0][1:]) if is_cut(x) else got[0][0]
         for what, is_, was in (("shape", there, shape), ("dtype", got[0][1], dtype)):
             if is_ != was:
-                raise PaseError(f"'{path}' has {what} {is_}; the plan was compiled for {was}")
+                raise PaseError(
+                    f"its {what} is {is_}, but the plan was compiled for {was}",
+                    where=f"'{path}'",
+                    fix=f"pass an array of this {what}, or compile again",
+                )
 
     def tree(self, of: Callable[[StageWeight], Tree]) -> Tree:
         """The tree of the trained parameters, with a value for each part."""

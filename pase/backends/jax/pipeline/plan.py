@@ -1,7 +1,7 @@
 """A pipelined plan in JAX: each stage runs on its rank's devices, in the order of the schedule's list of actions.
 
-One process controls all devices. Calls return at once, and devices work through their queues. The order of the calls is
-that of the schedule. Transfers are copies between the ranks' meshes.
+One process controls all devices. It calls the stages' programs in the order of the schedule. Calls return immediately,
+and devices work through their queues. Transfers are copies between the ranks' meshes.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ _OF_ONE_PROGRAM = frozenset(
 class JaxPipeline:
     """A pipelined plan in JAX, as returned by ``plan.jax``.
 
-    Parameters keep the model's own pytree, on the ranks that read them. A stack of layers that belongs to several
-    stages is a ``StackCut`` in it.
+    Parameters keep the pytree of the model. Each is stored on the ranks that read it. If a stack of layers belongs to
+    several stages, its leaf is a ``StackCut``.
     """
 
     pipeline: PipelinePlan
     splits: tuple[JaxPlan, ...]
-    """The model under each of the pipeline's strategies, on one rank's mesh; the model is that of a micro-batch."""
+    """The model on one micro-batch under each of the pipeline's strategies, on the mesh of one rank."""
     _made: dict[JaxMesh, RunningStages] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,8 +83,8 @@ class JaxPipeline:
         registered()
         if jax.process_count() > 1:
             raise PaseError(
-                "one process that sees all devices must run the stages: for several processes compile with "
-                "pipeline='none'"
+                f"stages need one process that sees all devices, but there are {jax.process_count()} processes",
+                fix="use one process, or compile with pipeline='none'",
             )
 
     @property
@@ -102,24 +102,31 @@ class JaxPipeline:
 
     @cached_property
     def chain(self) -> UnitChain | None:
-        """The units between which the model is cut; None if it is cut between equal blocks."""
+        """The chain of units between which the model is cut, or None if it is cut between equal blocks."""
         if not self.pipeline.narrow:
             return None
         found = chain_of(simplify(self.traced.graph), blocks_of(self.traced))
         if found.units != sum(self.pipeline.cuts):
             raise PaseError(
-                f"the plan cuts '{self.traced.graph.name}' into {sum(self.pipeline.cuts)} units, but this model has "
-                f"{found.units}: compile it again"
+                f"the plan has cuts for a model of {sum(self.pipeline.cuts)} units, but this model has {found.units}",
+                where=f"'{self.traced.graph.name}'",
+                fix="compile it again",
             )
         return found
 
     @cached_property
     def unreduced_groups(self) -> UnreducedGroups | None:
-        """Where gradients are summed over the batch's devices once a step, and not at each micro-batch."""
+        """The groups of devices that keep unreduced gradients until the end of the step.
+
+        None if gradients are reduced in each micro-batch.
+        """
         return unreduced_groups(self.pipeline, self.splits, self.chain)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> JaxMesh:
-        """A jax.sharding.Mesh over ``devices`` (default: all of jax.devices()): the ranks, then the axes of one."""
+        """A jax.sharding.Mesh whose first axis is the ranks, followed by the axes of one rank's mesh.
+
+        devices: the devices to use, by default all of jax.devices().
+        """
         import jax
         import numpy as np
 
@@ -128,29 +135,35 @@ class JaxPipeline:
         found = jax.devices() if devices is None else devices
         if len(found) < many:
             raise PaseError(
-                f"the plan is for {many} devices, but JAX sees {len(found)}: on a CPU, set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={many} before JAX starts, or compile for fewer"
+                f"the plan is for {many} devices, but JAX sees {len(found)}",
+                fix=f"on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={many} before JAX starts, or "
+                "compile for fewer devices",
             )
         grid = np.array(as_linked(found)[:many], dtype=object).reshape(self.pipeline.degree, *inner.sizes)
         return jax.sharding.Mesh(grid, ("stage", *inner.names))
 
     @without_mesh()
     def device_put(self, params: Tree, *batch: Tree, mesh: JaxMesh | None = None) -> tuple[Tree, ...]:
-        """Parameters and batch where the plan stores them. Parameters keep the model's own pytree, with stacks cut."""
+        """(params, *batch), or the first of them, where the plan stores them.
+
+        Parameters keep the pytree of the model, except that stacks are cut by stage.
+        """
         import jax
 
         def mine(
             x: Tree,
-        ) -> Tree:  # the step donates its arguments: none may share memory with the caller's arrays
+        ) -> (
+            Tree
+        ):  # the step donates its arguments, so none of them may share memory with the caller's arrays
             return jax.numpy.array(x, copy=True) if isinstance(x, jax.Array) else x
 
         placed = self.on(mesh).placement.placed(jax.tree.map(mine, arrays((params, *batch))))
         return tuple(merged(x, kept) for x, kept in zip(placed, self.traced.kept, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state in the model's own form, without cuts.
+        """A tree of parameters, gradients or an optimizer's state in the form of the model, with cut stacks joined.
 
-        The arrays are on the host, for a checkpoint that any plan can read.
+        The arrays are on the host. A checkpoint of them can be read under any plan.
         """
         import jax
         import numpy as np
@@ -170,9 +183,9 @@ class JaxPipeline:
         return self.on(mesh).loss
 
     def value_and_grad(self, mesh: JaxMesh | None = None) -> Callable[..., Tree]:
-        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads). The gradients are where the trained leaves are.
+        """f(params, *batch) -> (loss, grads), or ((loss, aux), grads).
 
-        It runs the stages, and cannot be jitted as a whole.
+        The gradients are stored where the trained leaves are. The function runs the stages, so it cannot be jitted.
         """
         return self.on(mesh).value_and_grad
 
@@ -187,7 +200,7 @@ class JaxPipeline:
         most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
-        """Check that a step in stages computes the gradient of the model's loss, as ``check`` of a plan without."""
+        """Check that a step in stages computes the gradient of the model's loss, like ``JaxPlan.check``."""
         _in_stages(lowering)
         running = self.on(mesh)
         placement = running.placement
@@ -218,8 +231,8 @@ class JaxPipeline:
         """step(params, opt_state, *batch) -> (params, opt_state, loss) for an optax optimizer.
 
         If the loss function returns more, the last result is (loss, aux). Arguments are moved to where the plan stores
-        them; params and opt_state are donated. Raises PaseError for an optimizer whose update of one stage needs arrays
-        of another. check: at the first call, first run ``check``, and raise PaseError if a gradient is off.
+        them; params and opt_state are donated. Raises PaseError if the optimizer's update of one stage needs arrays of
+        another stage. check: at the first call, run ``check`` first, and raise PaseError if a gradient is off.
         """
         plain = self.staged_step(optimizer, mesh, donate, lowering)
         return (
@@ -243,23 +256,23 @@ class JaxPipeline:
     def __getattr__(self, name: str) -> Never:
         if name in _OF_ONE_PROGRAM:
             raise PaseError(
-                f"plan.jax.{name} exists only for plans without stages, and this one is a "
-                f"pipeline ({self.pipeline}). It has "
-                f"device_put, init, train_step, value_and_grad, loss and gathered"
+                f"it exists only for plans without stages, but this plan is a pipeline ({self.pipeline})",
+                where=f"plan.jax.{name}",
+                fix="use device_put, init, train_step, value_and_grad, loss or gathered",
             )
         raise AttributeError(f"'{type(self).__name__}' has no attribute '{name}'")
 
     @without_mesh()
     def on(self, mesh: JaxMesh | None) -> RunningStages:
-        """The stages on a mesh from ``mesh``, compiled once."""
+        """The stages on a mesh that ``mesh`` returned. They are compiled once per mesh."""
         made = self.mesh() if mesh is None else mesh
         if made not in self._made:
             placement = StagePlacement(plan=self, grid=made.devices)
             if placement.copied:
                 some = ", ".join(placement.copied[:3]) + (", …" if len(placement.copied) > 3 else "")
                 warnings.warn(
-                    f"several stages read {some}: each of their ranks holds all of it. If these are layers, write "
-                    f"them as a loop (scan) or as leaves of their own",
+                    f"several stages read {some}: each of their ranks holds a whole copy. If these are layers, write "
+                    f"them as a loop (scan), or make each layer a leaf of its own",
                     stacklevel=3,
                 )
             self._made[made] = RunningStages(placement=placement)
@@ -268,12 +281,16 @@ class JaxPipeline:
 
 def _in_stages(lowering: str) -> None:
     if lowering == "manual":
-        raise PaseError(f"stages do not support lowering='{lowering}' yet")
+        raise PaseError(
+            "stages do not support the manual lowering yet",
+            where=f"lowering='{lowering}'",
+            fix="leave out lowering=",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedStep:
-    """A training step in stages; ``train_step`` describes its call."""
+    """A train step in stages. ``JaxPipeline.train_step`` describes its arguments and results."""
 
     running: RunningStages
     optimizer: StagedOptimizer
@@ -286,11 +303,11 @@ class StagedStep:
         return *self.updated(mine, opt_state, grads), value
 
     def placed(self, params: Tree, *batch: Tree) -> list[Tree]:
-        """The arrays of both where the plan stores them."""
+        """The arrays of (params, *batch) where the plan stores them."""
         return self.running.placement.placed(arrays((params, *batch)))
 
     def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        """(parameters, state) after the update. params: as placed."""
+        """(parameters, state) after the update. params: where the plan stores them."""
         state = self.optimizer.placed(opt_state)
         updated, state = self.optimizer.updated(grads, state, trained(params), self.donate)
         return merged(updated, untrained(params), self.running.placement.plan.traced.kept[0]), state
@@ -299,8 +316,11 @@ class StagedStep:
 def pipeline_of(
     traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
 ) -> JaxPipeline:
-    """A pipeline in JAX's terms, stage by stage. traced: the model on one micro-batch. logical_mesh: of one rank.
-    remat: what is computed again where the pipeline does not say it."""
+    """A pipelined plan in JAX whose stages are separate programs.
+
+    traced: the model on one micro-batch. logical_mesh: the mesh of one rank. remat: the blocks to recompute for stages
+    for which the pipeline does not specify any.
+    """
     many = range(len(pipeline.strategies))
     splits = tuple(_split(traced, pipeline, logical_mesh, remat, i) for i in many)
     return JaxPipeline(pipeline=pipeline, splits=splits)
@@ -309,21 +329,25 @@ def pipeline_of(
 def one_program_of(
     traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...]
 ) -> JaxCircular:
-    """As ``pipeline_of``, for a schedule that runs as one program."""
+    """Like ``pipeline_of``, for a schedule that runs as one program."""
     return circular_of(_split(traced, pipeline, logical_mesh, remat, pipeline.stages[0].strategy), pipeline)
 
 
 def _split(
     traced: TracedJax, pipeline: PipelinePlan, logical_mesh: Mesh, remat: tuple[Block, ...], i: int
 ) -> JaxPlan:
-    """The model on one rank's mesh, by one of the pipeline's strategies."""
+    """The model on one rank's mesh under strategy ``i`` of the pipeline."""
     if traced.mode != "train":
         raise PaseError(
-            f"the plan was compiled with mode='{traced.mode}', but stages run only a loss and its gradients"
+            "stages can only run a loss and its gradients",
+            where=f"mode='{traced.mode}'",
+            fix="compile a loss function with mode='train', or compile with pipeline='none'",
         )
     if traced.carried:
         raise PaseError(
-            "stages cannot pass values on to the next step (carry) yet: compile with pipeline='none'"
+            "stages cannot pass values on to the next step yet",
+            where="carry",
+            fix="compile with pipeline='none'",
         )
     strategy, blocks = pipeline.strategies[i], pipeline.recomputed_blocks(i, remat)
     m = pipeline.micro_batches

@@ -1,10 +1,10 @@
 """The programs of one stage: forward, and backward in one or two parts, cut from one jaxpr by its data dependencies.
 
 Forward and the gradients of the stage's inputs and weights are traced as one jaxpr, whose equations are then divided.
-What the results need runs in forward. Of the rest, what the gradients of the inputs need is backward's first part (I),
-and the remainder is its second part (W). Values that cross from one part to the next are kept in between. What depends
-on weights alone (casts, gathers) is computed once per step, or again in each part. What depends on neither weights nor
-activations, and views of weights, are computed again in each part.
+Equations that the results need run in forward. Of the rest, equations that the gradients of the inputs need are the
+first part of backward (I). The remaining ones are the second part (W). Values that cross from one part to a later one
+are residuals. Values that depend only on weights (casts, all-gathers) are computed once per step, or recomputed in each
+part. Views of weights, and values that depend on neither weights nor activations, are recomputed in each part.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _CALLS = {
 class StageProgram:
     """A jitted part. It takes the values of ``reads`` and returns those of ``makes``.
 
-    If it also takes sums of gradients, before the other values, it returns the sums with its own gradients added.
+    The last part of backward also takes sums of gradients as its first argument. It returns the sums with its own
+    gradients added.
     """
 
     reads: tuple[Var, ...]
@@ -50,10 +51,12 @@ class StageProgram:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagePrograms:
-    """backward: one program, or its two parts. The last of them adds to the sums of the weights' gradients.
+    """The programs of a stage, and the variables of its inputs and outputs.
 
-    weights, batch, entered, cotangents: variables of the stage's inputs. micro: of the micro-batch's number. leaves: of
-    its outputs. ``entered_gradients``: of the gradients of its inputs, None for an input that has none.
+    prepare: computes what is needed once per step. backward: one program, or its two parts; the last one adds to the
+    sums of the weights' gradients. weights, batch, entered, cotangents: variables of the stage's inputs. micro: the
+    variable of the micro-batch's number. leaves: variables of the stage's outputs. entered_gradients: variables of the
+    gradients of the entering activations, None for an activation without a gradient.
     """
 
     prepare: StageProgram
@@ -80,11 +83,13 @@ def stage_programs(
     hoisted: bool,
     unreduced: UnreducedGroups | None = None,
 ) -> StagePrograms:
-    """Make the programs of fn(weights, part(batch, micro), entered) -> what leaves.
+    """Make the programs of a stage: fn(weights, part(batch, micro), entered) -> outputs.
 
-    weights, batch, entered: their shapes; the weights also have shardings. gradient_shardings: for each weight, None if
-    it is not trained. hoisted: casts and gathers of weights run once per step. unreduced: fn and the shapes of entered
-    are of one of them; all that part returns, enters and leaves has a part for each.
+    weights, batch, entered: the shapes of the inputs; those of weights also have shardings. gradient_shardings: for
+    each weight, the sharding of its gradient, None if it is not trained. splits_backward: whether backward has two
+    parts. hoisted: whether casts and all-gathers of weights run once per step. unreduced: if given, fn and the shapes
+    of entered are those of one group, and all values that part returns or that enter or leave the stage have a leading
+    dim of groups.
     """
     import jax
     import jax.numpy as jnp
@@ -159,10 +164,10 @@ def _gradients(
     returned: Sequence[bool],
     shardings: Sequence[NamedSharding],
 ) -> Callable[..., Tree]:
-    """f(weights, batch, entered, cotangents) -> (what leaves, gradients of what entered, those of trained weights).
+    """f(weights, batch, entered, cotangents) -> (outputs, gradients of entered, gradients of the trained weights).
 
-    fn: of (weights, batch, entered). smooth, returned: which of what enters and leaves has gradients. shardings: of the
-    gradients of weights.
+    fn: (weights, batch, entered) -> outputs. smooth, returned: for each entering activation and each output, whether it
+    has a gradient. shardings: the shardings of the weights' gradients.
     """
     import jax
 
@@ -190,8 +195,10 @@ def _gradients(
 
 @dataclass(kw_only=True)
 class Cutting:
-    """Divides a jaxpr's equations into parts. weights: variable -> its sharding, if known. batch, activations:
-    variables.
+    """Divides a jaxpr's equations into parts.
+
+    weights: variable of a weight -> its sharding, if known. batch, activations: the variables of these inputs. hoisted:
+    whether values that depend only on weights are computed once per step.
     """
 
     closed: ClosedJaxpr
@@ -201,9 +208,9 @@ class Cutting:
     hoisted: bool
     producer: dict[Var, int] = field(default_factory=dict)
     heavy: set[Var] = field(default_factory=set)
-    """Made from activations, or from weights and the batch: computed in only one part."""
+    """Variables that depend on activations, or on both weights and the batch. Only one part computes them."""
     prepared: set[Var] = field(default_factory=set)
-    """Made from weights alone, and computed once per step."""
+    """Variables that depend only on weights and are computed once per step."""
 
     def __post_init__(self) -> None:
         where = dict(self.weights)
@@ -223,7 +230,7 @@ class Cutting:
                 self.prepared.update(makes)
 
     def _is_view(self, eqn: Eqn, where: dict[Var, NamedSharding | None]) -> bool:
-        """Whether it is free to recompute: a view, or a constraint to the layout that the value already has."""
+        """Whether an equation is free to recompute: a view, or a constraint to the layout that its operand has."""
         name, out = eqn.primitive.name, eqn.outvars[0]
         source = where.get(eqn.invars[0]) if not is_literal(eqn.invars[0]) else None
         if name == "sharding_constraint":
@@ -236,7 +243,7 @@ class Cutting:
         return name in _VIEWS
 
     def needed(self, targets: Iterable[Var], given: set[Var]) -> tuple[list[int], dict[Var, None]]:
-        """(equations that the targets need, the given values and inputs that they read)."""
+        """(the equations that compute the targets, the inputs and given values that these equations read)."""
         left, seen = [v for v in targets if not is_literal(v)], set[Var]()
         equations, reads = set[int](), dict[Var, None]()
         eqns = opened(self.closed)[0].eqns
@@ -262,7 +269,11 @@ class Cutting:
         sums: Sequence[NamedSharding],
         parts: int,
     ) -> tuple[StageProgram, StageProgram, tuple[StageProgram, ...]]:
-        """(what is computed once, forward, the parts of backward). sums: shardings of the sums of gradients."""
+        """(the program that runs once per step, forward, the parts of backward).
+
+        y, dx, dw: the variables of outputs, input gradients and weight gradients. sums: the shardings of the sums of
+        the weights' gradients. parts: the number of parts of backward.
+        """
         eqns = opened(self.closed)[0].eqns
         targets = [list(y), list(dx), list(dw)] if parts == 2 else [list(y), [*dx, *dw]]
         given, made = set(self.prepared), list[set[Var]]()
@@ -274,7 +285,7 @@ class Cutting:
         found = []
         for k, ts in enumerate(targets):
             wanted = list(ts)
-            for later in range(k + 1, len(targets)):  # what is kept for later parts
+            for later in range(k + 1, len(targets)):  # residuals of later parts
                 _, reads = self.needed(targets[later], self.prepared.union(*made[:later]))
                 wanted += [v for v in reads if v in made[k] and v not in wanted]
             found.append((wanted, *self.needed(wanted, given)))
@@ -306,7 +317,7 @@ class Cutting:
         many: int,
         sums: Sequence[NamedSharding],
     ) -> StageProgram:
-        """The program that adds the last ``many`` of its results to sums."""
+        """The program that adds the last ``many`` of its results to the given sums."""
         import jax
 
         fn, inputs = self._function(makes, equations, list(reads)), tuple(reads)
@@ -321,7 +332,7 @@ class Cutting:
 
 
 def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
-    """The sharding of a weight's row, or of its cast; None if it is not known."""
+    """The sharding of a weight's row or of its cast, or None if it is not known."""
     from jax.sharding import NamedSharding, PartitionSpec
 
     name, spec = eqn.primitive.name, tuple(source.spec)
@@ -333,7 +344,7 @@ def _sliced_sharding(eqn: Eqn, source: NamedSharding) -> NamedSharding | None:
 
 
 def flat(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The jaxpr with calls and rematerialised regions inlined, so that their contents can be divided."""
+    """The jaxpr with calls and rematerialised regions inlined, so that their equations can be divided."""
     import jax
 
     def run(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array]) -> list[Array]:
@@ -361,13 +372,13 @@ def _only(on: Sequence[bool], values: Sequence[Item]) -> list[Item]:
 
 
 def _merged(on: Sequence[bool], some: Sequence[Item], every: Sequence[Item]) -> list[Item]:
-    """``every``, with the entries that are on replaced by ``some``."""
+    """``every``, with the entries that are on replaced by those of ``some``, in order."""
     turn = iter(some)
     return [next(turn) if is_on else x for x, is_on in zip(every, on, strict=True)]
 
 
 def _spread(on: Sequence[bool], others: Sequence[Item]) -> list[Item | None]:
-    """The entries that are on, in their places, and None in the others."""
+    """None for each entry that is on, and the values of ``others``, in order, for the rest."""
     turn = iter(others)
     return [None if is_on else next(turn) for is_on in on]
 

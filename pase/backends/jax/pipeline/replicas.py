@@ -1,8 +1,8 @@
-"""A plan of replicas in JAX: each runs its share of the micro-batches on its own devices, and all update alike.
+"""A plan of replicas in JAX: each replica runs its share of the micro-batches on its own devices.
 
-The devices of a plan of unequal groups are in the order of the machine's groups. A replica is a pipelined plan of its
-own, perhaps of one rank. The mean of the gradients is weighted by the shares; the first replica's devices form it, so
-that all replicas update from the same numbers.
+The devices are in the order of the machine's device groups. Each replica is a pipelined plan, which may have only one
+rank. Gradients are averaged with weights in proportion to the shares. The devices of the first replica compute the
+mean, so all replicas make the same update from the same numbers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["JaxReplicas", "Replicated", "in_stages"]
 
 @dataclass(frozen=True, eq=False)
 class Replicated:
-    """A tree that each replica has a copy or, of the batch, a share of. It is a pytree node."""
+    """A tree of which each replica has its own copy, or, for a batch, its own share. It is a pytree node."""
 
     parts: tuple[Tree, ...]
 
@@ -63,7 +63,7 @@ def _registered() -> None:
 class JaxReplicas:
     """A plan of replicas in JAX, as returned by ``plan.jax``. replicas: in the order of their devices.
 
-    Parameters, gradients and state are ``Replicated``: the replica's own tree, as its pipeline has it, for each.
+    Parameters, gradients and state are ``Replicated``: for each replica, the tree in the form of its pipeline.
     """
 
     replicas: tuple[JaxPipeline, ...]
@@ -73,19 +73,19 @@ class JaxReplicas:
 
     @property
     def replica_split(self) -> tuple[int, ...]:
-        """How many of the step's micro-batches each replica runs."""
+        """The number of the step's micro-batches that each replica runs."""
         return tuple(r.pipeline.micro_batches for r in self.replicas)
 
     def mesh(self, devices: Sequence[JaxDevice] | None = None) -> tuple[JaxMesh, ...]:
-        """Each replica's mesh, one after the other over ``devices`` (default: all of jax.devices())."""
+        """The mesh of each replica. They take consecutive devices of ``devices``, by default all of jax.devices()."""
         import jax
 
         found = as_linked(jax.devices() if devices is None else devices)
         many = [r.pipeline.degree * r.splits[0].logical_mesh.devices for r in self.replicas]
         if len(found) < sum(many):
             raise PaseError(
-                f"the plan is for {sum(many)} devices ({' + '.join(map(str, many))}), but JAX sees {len(found)}: on a "
-                f"CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={sum(many)} before JAX starts"
+                f"the plan is for {sum(many)} devices ({' + '.join(map(str, many))}), but JAX sees {len(found)}",
+                fix=f"on a CPU, set XLA_FLAGS=--xla_force_host_platform_device_count={sum(many)} before JAX starts",
             )
         starts = [0, *itertools.accumulate(many)]
         return tuple(
@@ -95,7 +95,7 @@ class JaxReplicas:
     def device_put(
         self, params: Tree, *batch: Tree, mesh: Sequence[JaxMesh] | None = None
     ) -> tuple[Tree, ...]:
-        """Parameters on every replica, and each one's share of the batch."""
+        """(params, *batch) as ``Replicated``: parameters on every replica, and each replica's share of the batch."""
         meshes, shared = self._meshes(mesh), self._shared(batch)
         placed = [
             r.device_put(params, *mine, mesh=m)
@@ -104,13 +104,13 @@ class JaxReplicas:
         return tuple(Replicated(x) for x in zip(*placed, strict=True))
 
     def gathered(self, tree: Tree) -> Tree:
-        """A tree of parameters, gradients or an optimizer's state in the model's own form, on the host."""
+        """A tree of parameters, gradients or an optimizer's state in the form of the model, on the host."""
         return self.replicas[0].gathered(tree.parts[0] if isinstance(tree, Replicated) else tree)
 
     def init(
         self, optimizer: GradientTransformation, params: Tree, mesh: Sequence[JaxMesh] | None = None
     ) -> Tree:
-        """The optimizer's state of every replica."""
+        """The optimizer's state on every replica."""
         copies = _copies(params, len(self.replicas))
         meshes = self._meshes(mesh)
         made = zip(self.replicas, copies, meshes, strict=True)
@@ -134,7 +134,7 @@ class JaxReplicas:
             given = zip(running, _copies(params, len(running)), self._shared(batch), strict=True)
             found = [
                 r.value_and_grad(p, *mine) for r, p, mine in given
-            ]  # every replica's calls, before any wait
+            ]  # all replicas' calls are queued before any of them is waited for
             return self._value([v for v, _ in found]), self._mean([g for _, g in found], running)
 
         return run
@@ -150,8 +150,10 @@ class JaxReplicas:
         most_lines: int = 50,
         progress: Callable[[str], None] | None = None,
     ) -> GradientCheck:
-        """Check that the step of all replicas computes the gradient of the model's loss, as ``check`` of a plan in
-        stages. The points of lines are made on the first replica and copied to the others through the host."""
+        """Check that the step of all replicas computes the gradient of the model's loss, like ``JaxPipeline.check``.
+
+        The points of the lines are made on the first replica and copied to the others through the host.
+        """
         running, first = self._on(mesh), self.replicas[0]
         given = self._shared(batch)
         mine = running[0].placement.placed(arrays((_copies(params, len(running))[0], *given[0])))
@@ -185,7 +187,7 @@ class JaxReplicas:
         lowering: str = "auto",
         check: bool = False,
     ) -> Callable[..., tuple[Tree, Tree, Tree]]:
-        """step(params, opt_state, *batch) -> (params, opt_state, loss), as of a pipelined plan."""
+        """step(params, opt_state, *batch) -> (params, opt_state, loss), like ``JaxPipeline.train_step``."""
         meshes = self._meshes(mesh)
         if check:
             plain = self.train_step(optimizer, mesh, donate=donate, lowering=lowering)
@@ -206,8 +208,10 @@ class JaxReplicas:
         return split_inputs(self.replicas[0].traced)
 
     def _shared(self, batch: Sequence[Tree]) -> list[tuple[Tree, ...]]:
-        """Each replica's share of a batch; one that ``device_put`` placed is shared already. Micro-batch i has every
-        m-th example."""
+        """Each replica's share of a batch. A batch from ``device_put`` is already shared out.
+
+        Each of the step's m micro-batches consists of every m-th example.
+        """
         import jax
 
         if any(isinstance(x, Replicated) for x in batch):
@@ -217,14 +221,20 @@ class JaxReplicas:
         starts = [0, *itertools.accumulate(self.replica_split)]
         if len(leaves) != len(self._divided):
             raise PaseError(
-                f"the batch has {len(leaves)} arrays; the plan was compiled for {len(self._divided)}"
+                f"it has {len(leaves)} arrays, but the plan was compiled for {len(self._divided)}",
+                where="the batch",
+                fix="pass the batch arguments that the plan was compiled for",
             )
 
         def part(x: Array, divided: bool, first: int, stop: int) -> Array:
             if not divided:
                 return x
             if not x.shape or x.shape[0] % total:
-                raise PaseError(f"a batch of shape {x.shape} is not {total} equal micro-batches")
+                raise PaseError(
+                    f"an array of shape {x.shape} cannot be divided into {total} equal micro-batches",
+                    where="the batch",
+                    fix=f"make its first dim a multiple of {total}",
+                )
             return x.reshape(-1, total, *x.shape[1:])[:, first:stop].reshape(-1, *x.shape[1:])
 
         return [
@@ -233,7 +243,7 @@ class JaxReplicas:
         ]
 
     def _value(self, values: Sequence[Tree]) -> Tree:
-        """The mean of the losses, by shares; what else the function returns is stacked by micro-batch."""
+        """The mean of the losses, weighted by shares. The function's other results are stacked over micro-batches."""
         import jax
         import jax.numpy as jnp
 
@@ -249,7 +259,7 @@ class JaxReplicas:
         return out
 
     def _mean(self, grads: Sequence[Tree], running: Sequence[RunningStages]) -> Replicated:
-        """The mean of the replicas' gradients by shares, for each replica where it updates its parameters."""
+        """The mean of the replicas' gradients, weighted by shares, on each replica where it updates its parameters."""
         import jax
 
         total = sum(self.replica_split)
@@ -262,7 +272,7 @@ class JaxReplicas:
 
 @dataclass(frozen=True, kw_only=True)
 class _ReplicatedStep:
-    """A training step of all replicas."""
+    """A train step of all replicas."""
 
     replicas: JaxReplicas
     steps: tuple[StagedStep, ...]
@@ -284,12 +294,12 @@ class _ReplicatedStep:
 
 
 def _copies(tree: Tree, many: int) -> tuple[Tree, ...]:
-    """Each replica's own tree; the model's own tree is every replica's."""
+    """The tree of each replica. A tree that is not ``Replicated`` is used for every replica."""
     return tree.parts if isinstance(tree, Replicated) else (tree,) * many
 
 
 def _as_of(grads: Tree, placement: StagePlacement) -> Tree:
-    """Gradients of any replica where another one, which may be cut elsewhere, updates its parameters."""
+    """The gradients of one replica, moved to where another one updates its parameters. The two may have other cuts."""
     import jax
 
     found = jax.tree.leaves(grads, is_leaf=is_cut)
@@ -301,7 +311,7 @@ def _as_of(grads: Tree, placement: StagePlacement) -> Tree:
 
 
 def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: NamedSharding) -> Array:
-    """The rows of a leaf of any cut, on some devices; None: all of them."""
+    """The given rows of a leaf, which may be cut in any way. rows: None for all of them. to: their sharding."""
     import jax
     import jax.numpy as jnp
 
@@ -318,7 +328,7 @@ def _rows(x: Array | StackCut, rows: tuple[int, int] | None, to: NamedSharding) 
 
 
 def in_stages(plan: PlanData) -> JaxPipeline | JaxCircular | JaxReplicas:
-    """A pipelined plan in JAX's terms. Raises PaseError as ``jax_plan`` does."""
+    """A pipelined plan in JAX. Raises PaseError if it has no model, or if its model is not a JAX program."""
     p = plan.pipeline
     assert p is not None
     if not p.replicas:

@@ -1,6 +1,6 @@
-"""One step of a pipelined plan: the stages' programs are called in the order of the schedule's list of actions.
+"""Runs one step of a pipelined plan: calls the stages' programs in the order of the schedule's list of actions.
 
-One process controls all devices. Calls return at once, and devices work through their queues. Transfers are copies
+One process controls all devices. Calls return immediately, and devices work through their queues. Transfers are copies
 between the ranks' meshes.
 """
 
@@ -39,7 +39,7 @@ __all__ = ["RunningStages"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunningStages:
-    """The plan's stages on some devices, compiled on first use."""
+    """The plan's stages on a set of devices, compiled on first use."""
 
     placement: StagePlacement
 
@@ -53,11 +53,11 @@ class RunningStages:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """As they run: of one lane, if there are lanes."""
+        """The stages as they run: those of one unreduced group, if there are such groups."""
         return self.plan.stages if self.unreduced_groups is None else self.unreduced_groups.stages
 
     def split(self, k: int) -> JaxPlan:
-        """What a stage runs by."""
+        """The plan under which stage ``k`` runs."""
         return (
             self.placement.split(k)
             if self.unreduced_groups is None
@@ -88,7 +88,7 @@ class RunningStages:
         divided = split_inputs(plan.traced) if m > 1 else [False] * len(plan.traced.input_paths)
 
         def part(i: int, x: Array, micro: Array) -> Array:
-            """A micro-batch: every m-th example. Each device already has its own examples."""
+            """A micro-batch: every m-th example, so that each device already has its own examples."""
             if not divided[i]:
                 return x
             x = x.reshape(x.shape[0] // m, m, *x.shape[1:])
@@ -101,7 +101,10 @@ class RunningStages:
             return jax.lax.dynamic_index_in_dim(x, micro, 1, keepdims=False)
 
         def in_lanes(i: int, x: Array) -> Array:
-            """With a part for each lane: its own examples, or all of what has none."""
+            """The array with a leading dim of unreduced groups.
+
+            Each group has its own examples, or a copy of the whole array if the array has no batch dim.
+            """
             if groups is None:
                 return x
             if not divided[i]:
@@ -137,7 +140,7 @@ class RunningStages:
 
     @cached_property
     def zeros(self) -> list[Callable[[], list[Array]]]:
-        """For each stage, the function that creates the sums of its gradients before the first micro-batch."""
+        """For each stage, a function that creates the zeros to which its gradients are added."""
         import jax
         import jax.numpy as jnp
 
@@ -157,8 +160,9 @@ class RunningStages:
         return [of(k) for k in range(len(self.plan.stages))]
 
     def entry(self, k: int, j: int, x: Array) -> NamedSharding:
-        """The layout in which stage k reads its input under its split; otherwise that in which the previous stage made
-        it.
+        """The layout in which stage ``k`` reads its ``j``-th entering activation ``x``.
+
+        If the stage's plan does not define one, it is the layout in which the previous stage made it.
         """
         from jax.sharding import NamedSharding, PartitionSpec
 
@@ -173,7 +177,7 @@ class RunningStages:
 
     @without_mesh()
     def loss(self, params: Tree, *batch: Tree) -> Tree:
-        """The mean of the loss over the micro-batches."""
+        """The mean of the loss over the micro-batches, or (the mean, aux)."""
         run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         for micro in range(self.plan.pipeline.micro_batches):
             for k in range(len(self.plan.stages)):
@@ -183,7 +187,7 @@ class RunningStages:
 
     @without_mesh()
     def value_and_grad(self, params: Tree, *batch: Tree) -> tuple[Tree, Tree]:
-        """The mean of loss and gradients over the micro-batches, in the order of the schedule's list."""
+        """The means of loss and gradients over the micro-batches, computed in the order of the schedule's actions."""
         run = _Step(running=self, args=self.placement.placed(arrays((params, *batch))))
         order = order_of(self.plan.schedule)
         for kind, k, micro in zip(order.kind, order.stage, order.micro, strict=True):
@@ -193,16 +197,16 @@ class RunningStages:
 
 @dataclass(kw_only=True)
 class _Step:
-    """One pass over all micro-batches: the current values of each stage."""
+    """The state of one step over all micro-batches: the current values of each stage."""
 
     running: RunningStages
     args: Sequence[Tree]
     _kept: dict[tuple[int, int], dict[Var, Tree]] = field(default_factory=dict)
-    """(stage, micro-batch) -> values for its backward."""
+    """(stage, micro-batch) -> residuals for its backward."""
     _entered: dict[tuple[int, int], list[Array]] = field(default_factory=dict)
     _cotangents: dict[tuple[int, int], list[ArrayLike]] = field(default_factory=dict)
     _made_as: dict[int, list[Sharding]] = field(default_factory=dict)
-    """Stage -> layouts of its outputs, in which their gradients return."""
+    """Stage -> layouts of its outputs, which are also the layouts of the outputs' cotangents."""
     _outs: dict[int, list[ArrayLike]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -262,7 +266,7 @@ class _Step:
         self._entered[k + 1, micro] = [jax.device_put(x, run.entry(k + 1, j, x)) for j, x in enumerate(outs)]
 
     def forget(self, k: int, micro: int) -> None:
-        """Drop what was kept for backward, because no backward follows."""
+        """Drop the residuals, because no backward follows."""
         del self._kept[k, micro]
 
     def _backward(self, k: int, micro: int, programs: Sequence[StageProgram]) -> None:
@@ -291,17 +295,17 @@ class _Step:
             del self._kept[k, micro]
 
     def _first_cotangents(self, p: StagePrograms, micro: int) -> list[ArrayLike]:
-        """One for the loss, and none for the function's other results."""
+        """The cotangents of the last stage's outputs: 1 for the loss, 0 for the function's other results."""
         import numpy as np
 
         groups = self.running.unreduced_groups
-        share = 1 if groups is None else 1 / groups.many  # the loss is the mean of the lanes'
+        share = 1 if groups is None else 1 / groups.many  # the loss is the mean over the unreduced groups
         return [
             np.full(v.aval.shape, share if i == 0 else 0, v.aval.dtype) for i, v in enumerate(p.cotangents)
         ]
 
     def value(self) -> Tree:
-        """The loss, or (loss, aux): the mean of the loss, and the rest stacked, as without stages."""
+        """The loss, or (loss, aux): the mean of the loss, and aux stacked over micro-batches, as without stages."""
         import jax
 
         traced = self.running.plan.traced
@@ -313,7 +317,10 @@ class _Step:
         return combine(jax.tree.unflatten(traced.out_tree, flat), traced.kept_out)
 
     def gradients(self) -> Tree:
-        """Their mean over the micro-batches, where they are updated. Gradients that several stages have are summed."""
+        """The mean gradients over the micro-batches, where the parameters are updated.
+
+        If several stages have a gradient of the same parameter, these are summed.
+        """
         import jax
         import numpy as np
 
@@ -354,8 +361,11 @@ def _run_summing(
 
 @cache
 def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
-    """What the last stage returned for the micro-batches: the mean of the first value (of all lanes), the others
-    stacked."""
+    """A jitted function of the last stage's outputs, one list per micro-batch.
+
+    It returns the mean of the first output (over micro-batches and unreduced groups), and the others stacked over
+    micro-batches.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -369,7 +379,7 @@ def _mean_and_rest() -> Callable[[list[list[ArrayLike]]], list[Array]]:
 
 @cache
 def _mean_of(m: int, shardings: tuple[Sharding, ...], groups: bool) -> Callable[[list[Array]], list[Array]]:
-    """Sums divided by m micro-batches, where they are stored. groups: each is first summed over its lanes."""
+    """A jitted function that divides sums by m micro-batches. groups: whether to sum over unreduced groups first."""
     import jax
 
     def fn(gs: list[Array]) -> list[Array]:

@@ -1,7 +1,6 @@
-"""A traced model as a list of pieces, from which the stages of a pipeline are built.
+"""A traced model as a list of segments, from which the stages of a pipeline are built.
 
-A piece reads and makes values: a single equation, a written-out block as a whole, or a single turn of the loop over
-layers.
+A segment reads and makes values. It is one equation, one written-out block, or one iteration of the loop over layers.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["ITERATIONS", "Segment", "SegmentList", "StageEnv", "StageKey", "StageRows", "variables"]
 
 StageKey: TypeAlias = Any
-"""A value: a variable of a jaxpr, an intermediate value of a loop (place, turn, which), or ``StageRows``."""
+"""A value: a variable of a jaxpr, ``StageRows``, or an operand or intermediate value of a loop, as a tuple such as
+(path, "const", index) or (path, "carry", iteration, index)."""
 StageEnv = dict[StageKey, Tree]
 
 
 @dataclass(frozen=True)
 class StageRows:
-    """The part of a stack, read by the loop over layers at ``loop``, that the turns of one stage read."""
+    """The rows of a stack that the iterations of one stage read. loop: the path of the loop over layers."""
 
     of: StageKey
     loop: str
@@ -41,9 +41,11 @@ class StageRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:
-    """run: reads its inputs from the environment and writes its results there. block: the index of its block (or unit);
-    -1 before the blocks, and their number after them. by_rows: how it can run on only the rows of stacks that a loop's
-    turns read, by the loop's path.
+    """A segment of the program.
+
+    run: reads the inputs from the environment and writes the results to it. block: the index of the segment's block or
+    unit; -1 before the blocks, and the number of blocks after them. by_rows: path of a loop -> a segment that does the
+    same on only those rows of stacks that a stage's iterations of the loop read; None if that is not possible.
     """
 
     reads: tuple[StageKey, ...]
@@ -55,7 +57,7 @@ class Segment:
 
 @dataclass(kw_only=True)
 class SegmentList:
-    """The program's pieces, in order. blocks: how many equal ones it has, or units of the chain."""
+    """The program's segments, in order. blocks: the number of equal blocks, or of units of the chain."""
 
     traced: TracedJax
     blocks: int
@@ -65,11 +67,12 @@ class SegmentList:
     constants: dict[StageKey, Tree] = field(default_factory=dict)
     avals: dict[StageKey, Aval] = field(default_factory=dict)
     loops: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Path of a loop over layers -> the blocks, [first, end), that are its turns; else the blocks are ``runs``."""
+    """Path of a loop over layers -> the blocks, [first, end), that are its iterations. If it is empty, the blocks are
+    ``runs``."""
     runs: dict[tuple[str, int], int] = field(default_factory=dict)
-    """(prefix, first equation) of a written-out block -> the equation after its last."""
+    """(prefix, first equation) of a written-out block -> the equation after its last one."""
     reverse: dict[str, bool] = field(default_factory=dict)
-    """Path of a loop over layers -> whether its first turn reads the last rows."""
+    """Path of a loop over layers -> whether it runs in reverse: its first iteration reads the last rows."""
     _met: int = -1
     _bodies: int = 0
 
@@ -84,8 +87,10 @@ class SegmentList:
         found = blocks_of(self.traced)
         if loops or len(found) != self.blocks or len({b.prefix for b in found}) != 1:
             raise PaseError(
-                f"'{self.traced.graph.name}' cannot be run in stages: it needs {self.blocks} equal "
-                f"blocks in a row, and has {len(loops)} such loops and {len(found)} such blocks written out"
+                f"it cannot be run in stages: it must have {self.blocks} equal blocks in a row, but it has "
+                f"{len(loops)} loops with {self.blocks} iterations and {len(found)} written-out blocks",
+                where=f"'{self.traced.graph.name}'",
+                fix="write the layers as one loop (scan), or compile with pipeline='none'",
             )
         self.runs = {(b.prefix, b.start): b.stop for b in found}
 
@@ -95,7 +100,7 @@ class SegmentList:
         return list(self._of(closed.jaxpr, ""))
 
     def _holds_blocks(self, path: str) -> bool:
-        """Whether the call at this path has blocks, or several units, inside."""
+        """Whether the call at this path contains blocks, or several units."""
         within = f"{path}."
         if any(p.startswith(within) for p in (*self.loops, *(p for p, _ in self.runs))):
             return True
@@ -129,13 +134,13 @@ class SegmentList:
             i = stop
 
     def _unit(self, path: str) -> int:
-        """Of an equation of a chain: its own, or that of an equation inside of it; -1 if it has none."""
+        """The unit of an equation: its own or the last of those inside it, or -1 if it has none."""
         assert self.chain is not None
         within = (unit for p, unit in self.chain.at.items() if p.startswith(f"{path}."))
         return self.chain.at.get(path, max(within, default=-1))
 
     def _here(self) -> int:
-        """The place of a piece that is not a block: before, between, or after the blocks."""
+        """The block index of a segment that is not a block: before, between, or after the blocks."""
         if self.chain is not None:
             return self._met
         return self.blocks if self._bodies == self.blocks else self._met
@@ -150,7 +155,7 @@ class SegmentList:
         return Segment(reads=variables([source]), makes=variables([target]), block=self._here(), run=run)
 
     def _span(self, jaxpr: Jaxpr, prefix: str, start: int, stop: int, is_block: bool) -> Segment:
-        """Equations of one list, as one piece."""
+        """The equations [start, stop) of a jaxpr as one segment."""
         mine = jaxpr.eqns[start:stop]
         makes = tuple(v for e in mine for v in e.outvars if not is_dropped(v))
         reads = tuple(
@@ -184,7 +189,7 @@ class SegmentList:
         return Segment(reads=reads, makes=makes, block=block, run=run, by_rows=by_rows)
 
     def _layers_loop(self, eqn: Eqn, at: Place) -> Iterator[Segment]:
-        """The loop over layers: its operands as the body takes them, its turns, its results."""
+        """The segments of a loop over layers: its operands in the body's layouts, its iterations, its results."""
         nc, nk = scan_groups(eqn)
         path, (begin, end) = at.path, self.loops[at.path]
         many, reverse = end - begin, bool(eqn.params["reverse"])
@@ -270,7 +275,7 @@ class SegmentList:
 
 
 ITERATIONS = ("turns",)
-"""The key in the environment for the first of a stage's turns, and the end."""
+"""The environment's key for the (first, end) of a stage's iterations."""
 _ELEMENTWISE = frozenset({"convert_element_type", "mul", "add", "sub", "div", "neg", "tanh", "exp", "copy"})
 
 

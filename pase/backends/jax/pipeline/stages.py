@@ -1,10 +1,10 @@
-"""A traced model cut into the stages of a pipeline: the equations, loop turns, parameters and inputs of each stage.
+"""Cuts a traced model into pipeline stages: the equations, loop iterations, parameters and inputs of each stage.
 
-The program is a list of pieces, each of which reads and makes values: single equations, written-out blocks as a whole,
-and the single turns of the loop over layers. A piece that works on activations (values that depend on parameters and on
-the batch) belongs to one stage: pieces before the blocks to the first, pieces after them to the last. Any other piece
-(a mask, a cast of weights, labels) runs in each stage that needs it. Activations that a later stage reads are passed on
-from stage to stage.
+The program is a list of segments, each of which reads and makes values. A segment is one equation, one written-out
+block, or one iteration of the loop over layers. A segment that works on activations (values that depend on both
+parameters and the batch) belongs to one stage. Such segments before the blocks belong to the first stage, and those
+after the blocks to the last one. Any other segment (a mask, a cast of weights, labels) runs in each stage that needs
+it. Activations that a later stage reads are passed on from stage to stage.
 """
 
 from __future__ import annotations
@@ -41,8 +41,11 @@ __all__ = ["Stage", "StageWeight", "stages_of"]
 
 @dataclass(frozen=True)
 class StageWeight:
-    """A leaf of the parameters in a stage. rows: (first, end) of the rows in this stage, which the turns of the loop at
-    ``loop`` read; None: all of it."""
+    """A leaf of the parameters in a stage.
+
+    rows: (first, end) of the leaf's rows in this stage, or None if the stage has the whole leaf. loop: the path of the
+    loop whose iterations read these rows.
+    """
 
     leaf: int
     rows: tuple[int, int] | None = None
@@ -51,10 +54,13 @@ class StageWeight:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """segments: in the order in which they run. read_whole: leaves that its blocks read whole, not by rows. alike:
-    equal for stages that do the same with other weights. enters, leaves: activations that are passed in and on. names:
-    value
-    -> tensor of the traced graph. constants: values that belong to the program.
+    """A stage of a pipeline.
+
+    segments: in the order in which they run. batch: the indices of the batch leaves that it reads. read_whole: the
+    parameter leaves that its blocks read as a whole, not by rows. alike: a key that is equal for stages that do the
+    same work with other weights. enters, leaves: the activations that are passed in and on. inputs: variable of the
+    program's inputs -> index of the leaf. names: value -> tensor of the traced graph. constants: the program's
+    constants.
     """
 
     segments: tuple[Segment, ...]
@@ -72,7 +78,7 @@ class Stage:
     def run(
         self, walk: JaxprWalk, weights: Sequence[Array], batch: Sequence[Array], entered: Sequence[Array]
     ) -> list[Array]:
-        """The outputs of the stage, computed from values (or tracers) of one micro-batch."""
+        """The outputs of the stage, computed from the values (or tracers) of one micro-batch."""
         env: StageEnv = dict(self.constants)
         leaf = {i: v for v, i in self.inputs.items()}
         n = len(walk.plan.traced.param_paths)
@@ -96,10 +102,11 @@ def stages_of(
     recomputed: Sequence[Block] = (),
     chain: UnitChain | None = None,
 ) -> tuple[Stage, ...]:
-    """The stages with these numbers of blocks, or of units of the chain. traced: on one micro-batch. recomputed: blocks
-    that any stage recomputes.
+    """The stages of a model.
 
-    Raises PaseError if the program does not have these blocks one after the other.
+    traced: the model on one micro-batch. cuts: the number of blocks of each stage, or of units of the chain.
+    recomputed: blocks that any stage recomputes. Raises PaseError if the program does not have that many blocks in a
+    row.
     """
     listing = SegmentList(traced=traced, blocks=sum(cuts), recomputed=recomputed, chain=chain)
     return _Cut(listing=listing, leaf_names=leaf_names, cuts=tuple(cuts)).stages()
@@ -107,7 +114,7 @@ def stages_of(
 
 @dataclass(kw_only=True)
 class _Cut:
-    """Assigns pieces to stages."""
+    """Assigns segments to stages."""
 
     listing: SegmentList
     leaf_names: Sequence[str]
@@ -166,7 +173,7 @@ class _Cut:
         return tuple(out)
 
     def _counted(self, keys: Sequence[StageKey], stage: int) -> tuple[Hashable, ...]:
-        """Values, with the turns that make them counted from the stage's first."""
+        """Values as keys, with the loop iterations that make them counted from the stage's first iteration."""
         first = self._iterations_of(stage)[0]
         return tuple(
             (*k[:2], k[2] - first, k[3]) if isinstance(k, tuple) and len(k) == 4 else k for k in keys
@@ -177,14 +184,14 @@ class _Cut:
         return first, first + self.cuts[stage]
 
     def _rows_of(self, stage: int, loop: str) -> tuple[int, int]:
-        """The rows of a loop's stacks that the stage's turns read."""
+        """(first, end) of the rows of a loop's stacks that the stage's iterations read."""
         begin, end = self.listing.loops[loop]
         first, stop = (min(max(at, begin), end) - begin for at in self._iterations_of(stage))
         n = end - begin
         return (n - stop, n - first) if self.listing.reverse[loop] else (first, stop)
 
     def _pinned(self, every: Sequence[Segment], inputs: Mapping[StageKey, int]) -> dict[Segment, int]:
-        """Pieces that work on activations -> their stage."""
+        """Segment that works on activations -> its stage."""
 
         def whole(keys: Sequence[StageKey]) -> set[StageKey]:
             return {k.of if isinstance(k, StageRows) else k for k in keys}
@@ -195,16 +202,17 @@ class _Cut:
         out = pinned(segments, weights, batch, self.cuts)
         if any(isinstance(k, StageRows) for p in out for k in p.makes):
             raise PaseError(
-                f"'{self.listing.traced.graph.name}' cannot be run in stages: its loop over "
-                "layers slices a stack that is computed from the batch and parameters; "
-                "pass it on from layer to layer instead"
+                "it cannot be run in stages: its loop over layers slices a stack that is computed from the batch and "
+                "parameters",
+                where=f"'{self.listing.traced.graph.name}'",
+                fix="pass the value on from layer to layer instead",
             )
         return out
 
     def _crossing(
         self, wanted: Sequence[Sequence[StageKey]], made_in: Mapping[StageKey, int], stage: int
     ) -> tuple[StageKey, ...]:
-        """Values that are made before this stage and read in it or after it."""
+        """Values that are made before this stage and read in this stage or a later one."""
         later = dict.fromkeys(key for keys in wanted[stage:] for key in keys)
         return tuple(key for key in later if made_in.get(key, stage) < stage)
 
@@ -218,7 +226,7 @@ class _Cut:
         inputs: Mapping[StageKey, int],
         whole: set[StageKey],
     ) -> tuple[list[Segment], list[StageKey]]:
-        """(the stage's pieces in order, the leaves that they read, whole or by rows)."""
+        """(the stage's segments in order, the leaves that they read, as a whole or by rows)."""
         producer = {key: p for p in every for key in p.makes}
         number = {p: i for i, p in enumerate(every)}
         have, needs = set(enters) | set(self.listing.constants), dict[StageKey, None]()
@@ -237,7 +245,7 @@ class _Cut:
                 source = producer.get(key.of if isinstance(key, StageRows) else key)
                 placed[maker] = number.get(maker, -1 if source is None else number[source])
                 left += maker.reads
-        # The rows of a value come directly after the piece that makes it.
+        # A segment that makes the rows of a value runs directly after the segment that makes the value.
         order = sorted(placed, key=lambda p: (placed[p], isinstance(p.makes[0], StageRows)))
         return order, list(needs)
 
@@ -250,9 +258,7 @@ class _Cut:
         inputs: Mapping[StageKey, int],
         whole: set[StageKey],
     ) -> Segment | None:
-        """The piece that makes a value in a stage; None if it is a leaf, or the stage's rows of a leaf of the
-        parameters.
-        """
+        """The segment that makes a value in a stage, or None for a leaf or the stage's rows of a parameter leaf."""
         if not isinstance(key, StageRows):
             return None if key in inputs else producer[key]
         found, source = producer.get(key), producer.get(key.of)
@@ -265,7 +271,7 @@ class _Cut:
         return None if cut else self._sliced(key, stage)
 
     def _sliced(self, key: StageRows, stage: int) -> Segment:
-        """The stage's rows of a stack that it has whole."""
+        """A segment that slices the stage's rows from a stack of which the stage has all rows."""
         first, stop = self._rows_of(stage, key.loop)
 
         def run(walk: JaxprWalk, env: StageEnv, copies: Copies) -> None:

@@ -1,8 +1,9 @@
-"""Stages whose gradients are summed over the batch's devices once a step, not at each micro-batch.
+"""Stages whose gradients are reduced over the data-parallel devices once per step, not in each micro-batch.
 
-XLA sums the gradient of a weight where it is made. Here each group of devices that has its own examples (a lane) keeps
-a sum of its own: a stage runs for one lane's examples, under ``vmap`` over the lanes, and the lanes' sums become one
-after the last micro-batch. This holds for the losses that micro-batches hold for: the mean over the examples.
+XLA reduces the gradient of a weight where it is computed. Here, each group of devices with its own examples (an
+unreduced group) keeps a separate sum. A stage runs on the examples of one group, under ``vmap`` over the groups, and
+the groups' sums are added after the last micro-batch. As with micro-batches, this requires that the loss is a mean over
+the examples.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 __all__ = ["UnreducedGroups", "unreduced_groups"]
 
 _BATCH = "b"
-"""The letter of the batch's first dim (``pase.ir.names.named``)."""
+"""The name of the batch's first dim (``pase.ir.names.named``)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UnreducedGroups:
-    """axes: of the mesh, over which only the batch is split. many: their devices. splits, stages: those of the
-    pipeline, for the examples of one lane."""
+    """The unreduced groups of a pipeline.
+
+    axes: the mesh axes over which only the batch is split. many: the number of groups. splits, stages: those of the
+    pipeline for the examples of one group.
+    """
 
     axes: tuple[str, ...]
     many: int
@@ -41,14 +45,14 @@ class UnreducedGroups:
     stages: tuple[Stage, ...]
 
     def stacked(self, sharding: NamedSharding) -> NamedSharding:
-        """The layout of an array with one part for each lane, each laid out so, but for the lanes' axes."""
+        """The sharding of an array with a leading dim of groups, each part of which has the given sharding."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         spec = self.of_group(sharding).spec
         return NamedSharding(sharding.mesh, PartitionSpec(self.axes, *spec))
 
     def of_group(self, sharding: NamedSharding) -> NamedSharding:
-        """The layout without the lanes' axes."""
+        """The sharding without the axes of the groups."""
         from jax.sharding import NamedSharding, PartitionSpec
 
         spec = [tuple(a for a in _tuple(axes) if a not in self.axes) for axes in sharding.spec]
@@ -58,8 +62,12 @@ class UnreducedGroups:
 def unreduced_groups(
     p: PipelinePlan, of: Sequence[JaxPlan], chain: UnitChain | None
 ) -> UnreducedGroups | None:
-    """A pipeline's lanes; None if it sums at each micro-batch, or if no axis splits the batch alone. of: the model
-    under each of its strategies. chain: the units between which it is cut, if these are not equal blocks."""
+    """The unreduced groups of a pipeline.
+
+    Returns None if it reduces gradients in each micro-batch, or if no axis splits only the batch. of: the model under
+    each of the pipeline's strategies. chain: the units between which the model is cut, unless it is cut between equal
+    blocks.
+    """
     traced = of[0].traced
     if p.micro_batches == 1 or traced.has_aux or any(s.weights == "each" for s in p.stages):
         return None
@@ -77,7 +85,7 @@ def unreduced_groups(
 
 
 def _splits_batch(split: JaxPlan, axis: str) -> bool:
-    """Whether the axis splits the batch, and nothing else that is computed. Parameters may be stored split over it."""
+    """Whether the axis splits the batch and no other dim of a computation. Stored parameters may be split over it."""
     graph = named(simplify(rematerialised(split.traced.graph, split.blocks)))
     stored = {n.name for n in graph.nodes if n.kind == "parameter"}
     computed = [dims for name, dims in split.strategy.items() if name not in stored]

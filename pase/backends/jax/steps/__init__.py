@@ -1,1 +1,1 @@
-"""Train steps under a plan: in micro-batches, with parameters gathered once, with updates in later steps."""
+"""Train steps under a plan: with micro-batches, with hoisted all-gathers of parameters, and with delayed updates."""

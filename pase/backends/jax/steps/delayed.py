@@ -1,15 +1,17 @@
-"""A train step whose gradients are sent or applied in later steps, merged and delayed, as DeFT's bucket plans say.
+"""A train step whose gradients are sent or applied in later steps, as DeFT's bucket plans merge and delay them.
 
-The step's state has in it the gradients that wait: on each device its own, not summed over devices, added up over the
-steps of an update. Messages are sent in the step that the plan has them sent in, joined and cut as it says. Those of
-earlier steps' gradients depend on nothing of this step, so that they may run beside all of it. When an update is due,
-the sums go back through the views and casts of their parameters, their mean is taken, and the optimizer is called;
-otherwise it is not. Each iteration of the plan's period is a program of its own. What a plan without delays sends
-during the next forward may be sent by the next step, which then applies the update before its own forward: the numbers
-are those of the plain step.
+The step's state contains the waiting gradients. Each device keeps its own, unreduced, and adds them up over the steps
+of an update. The plan says in which step each message is sent, and how gradients are merged and split into messages.
+Messages with gradients of earlier steps do not depend on this step, so they may overlap with all of it. When an update
+is due, the reduced gradients go back through the views and casts of their parameters, their mean is taken, and the
+optimizer is called. Otherwise it is not called. Each iteration of the plan's period is a separate program.
 
-One walk finds the parameters in the form that their readers need, as in a step that gathers once (``hoisted``); the
-gradients of these are what waits. Gradients that no message carries are summed in their own step and wait as sums.
+If a plan without delays sends messages during the next forward, the next step may send them and apply the update before
+its own forward. The numbers are then those of the plain step.
+
+One walk over the jaxpr finds the parameters in the form that their readers need, as in a step with hoisted all-gathers
+(``hoisted``). The gradients with respect to these forms are what waits. Gradients that are in no message are reduced in
+their own step and wait as sums.
 """
 
 from __future__ import annotations
@@ -55,13 +57,16 @@ __all__ = ["DelayedState", "DelayedStepper", "delayed_step"]
 _INSTEAD, _FINISH = "instead", "finish"
 _OWN = "; each step applies its own gradients"
 _NAMED = 3
-"""How many parameters a warning names."""
+"""How many parameters a warning names at most."""
 
 
 @dataclass(kw_only=True)
 class DelayedState:
-    """What a delayed step passes to the next: the optimizer's state, the gradients that wait (by open update, the
-    oldest first), and how many steps were made. It is a pytree of arrays and one number."""
+    """What a delayed step passes to the next one. It is a pytree of arrays and one number.
+
+    optimizer: the optimizer's state. waiting: the waiting gradients of each open update, the oldest first. iteration:
+    how many steps were made.
+    """
 
     optimizer: Tree
     waiting: tuple[WaitingGradients, ...] = ()
@@ -70,10 +75,13 @@ class DelayedState:
 
 @dataclass(frozen=True, kw_only=True)
 class _ReadParameters:
-    """Parameters in the form that their readers need. arrive: the gathers, from the arrays that carry the gradients;
-    what messages bring is given as it is stored. begin: what takes the gradients. tree: of a walk's ``Arrivals``.
-    places: of each, the number of the transfer and of the loops around it. wide: the dtypes in which gradients are
-    added."""
+    """Parameters in the form that their readers need.
+
+    arrive: gradient carriers -> the parameters after their all-gathers; parameters that messages gather are returned
+    as they are stored. begin: gradient carriers -> the arrays that receive the gradients. tree: the tree structure of a
+    walk's ``Arrivals``. places: for each parameter, (number of its transfer, number of loops around it). wide: for each
+    parameter, the dtype in which gradients are added.
+    """
 
     program: LocalProgram
     arrive: Callable[[dict[int, Tree]], list[Tree]]
@@ -109,7 +117,9 @@ class _ReadParameters:
         places = [(int(path[-1].key), len(path) - 1) for path, _ in forms[0]]
         if lost := numbers - {number for number, _ in places}:
             tensors = ", ".join(sorted(program.transfers[k].tensor for k in lost))
-            raise NotManual(f"gradients of {tensors} are to wait for later steps, and nothing reads them")
+            raise NotManual(
+                f"the gradients of {tensors} must wait for later steps, but nothing reads these tensors"
+            )
         return cls(
             program=program,
             arrive=lambda own: called(programs[0])(*jax.tree.leaves(own)),
@@ -120,7 +130,7 @@ class _ReadParameters:
         )
 
     def arrived(self, gradient_carriers: dict[int, Array]) -> list[Array]:
-        """The parameters where they are read, after the messages that bring some of them."""
+        """The parameters where they are read, after the messages that gather some of them."""
         found = self.arrive(gradient_carriers)
         messages = [m for m in self.program.messages if m.way == "there"]
         gathered = {p.transfer for m in messages for p in m.chunks}
@@ -136,7 +146,7 @@ class _ReadParameters:
         )
 
     def parts(self, values: Sequence[Array]) -> dict[TransferPart, Array]:
-        """Each parameter's array, or of a loop each turn's."""
+        """Each parameter's array. For a parameter that a loop reads, the array of each iteration of the loop."""
         out: dict[TransferPart, Array] = {}
         for (number, loops), x in zip(self.places, values, strict=True):
             iterations = [iteration for n, iteration in parts_of(self.program) if n == number]
@@ -150,7 +160,7 @@ class _ReadParameters:
         return out
 
     def joined(self, parts: Mapping[TransferPart, Array], like: Sequence[Array]) -> list[Array]:
-        """The inverse of ``parts``, in the loops and dtypes of these."""
+        """The inverse of ``parts``. like: arrays whose loop dims and dtypes the results get."""
         import jax.numpy as jnp
 
         out = []
@@ -174,12 +184,15 @@ class _DeviceStep:
 
     @cached_property
     def summed_here(self) -> list[int]:
-        """The trained leaves of which some gradient is in no message."""
+        """The trained leaves that have a gradient in no message."""
         rest, names = summed_in_step(self.program), self.manual.plan.leaf_names()
         return [i for i in self.manual.trained if self.program.maker[names[i]].node in rest]
 
     def before(self, *given: Tree) -> Tree:
-        """From the parameters and what waits, the gradients of the update that is applied before this iteration."""
+        """The gradients of the overdue update, which is applied before the rest of this iteration.
+
+        given: the parameters, and the waiting gradients.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -194,7 +207,7 @@ class _DeviceStep:
         leaves = [
             *params,
             *batch,
-        ]  # the walk reads a batch; what parameters are moved from does not depend on it
+        ]  # the walk needs a batch, but the parameters that it finds do not depend on it
         gradient_carriers = self.manual.gradient_carriers(leaves)
         found = _ReadParameters.of(self.manual, leaves, gradient_carriers)
         _, due = sent_updates(self.iteration, self.iteration.overdue, jax.tree.map(lambda x: x[0], held))
@@ -202,7 +215,7 @@ class _DeviceStep:
         return self._applied(due, found, gradient_carriers)
 
     def __call__(self, *given: Tree) -> Tree:
-        """(results, the gradients that wait after it, gradients of the trained leaves if an update is due)."""
+        """(results, the gradients that wait after this step, gradients of the trained leaves if an update is due)."""
         import jax
 
         *leaves, held = given
@@ -224,7 +237,10 @@ class _DeviceStep:
         gradient_carriers: dict[int, Array],
         found: _ReadParameters,
     ) -> tuple[list[Array], list[Array], dict[int, Array]]:
-        """(results, gradients of what arrived, gradients of the parameters that came in no such way)."""
+        """(results, gradients of the arrived parameters, gradients of the gradient carriers).
+
+        The last are the gradients of parameters that are not among the arrived ones.
+        """
         import jax
 
         numbers = frozenset(number for number, _ in found.places)
@@ -248,8 +264,10 @@ class _DeviceStep:
         own: Mapping[int, Array],
         found: _ReadParameters,
     ) -> WaitingGradients:
-        """The update's gradients with those of this iteration. While more are to come, they are added in the dtype in
-        which their parameter is stored."""
+        """The update's gradients with those of this iteration added.
+
+        In an update of several iterations they are added in the dtype in which their parameter is stored.
+        """
         wide = {number: w for (number, _), w in zip(found.places, found.wide, strict=True)}
         before = held.get("values", {})
         values: dict[tuple[int, ...], Array] = {}
@@ -267,7 +285,7 @@ class _DeviceStep:
     def _applied(
         self, due: UpdateSums, found: _ReadParameters, gradient_carriers: dict[int, Array]
     ) -> list[Array]:
-        """The mean gradient of the update's iterations, of each trained leaf."""
+        """For each trained leaf, the mean gradient over the update's iterations."""
         import jax
 
         begins, back = jax.vjp(found.begin, gradient_carriers)
@@ -280,8 +298,11 @@ class _DeviceStep:
 def delayed_step(
     training: Training, manual: Manual, instead: Callable[[], Stepper] | None = None
 ) -> DelayedStepper | Stepper:
-    """The step of a plan whose bucket plan delays updates. Warns that its numbers are meant to differ from the
-    synchronous step's, and says what DeFT's Preserver expects of them. instead: as in ``DelayedStepper``."""
+    """The step of a plan whose bucket plan delays updates.
+
+    Warns that its numbers differ from the synchronous step's by design, and says what DeFT's Preserver expects of them.
+    instead: see ``DelayedStepper``.
+    """
     schedule = manual.plan.schedule
     assert schedule is not None
     _registered()
@@ -304,9 +325,9 @@ def _what_waits(manual: Manual) -> str:
     if own:
         more = f" and {len(own) - _NAMED} more" if len(own) > _NAMED else ""
         said += (
-            f". No message carries all gradients of {', '.join(own[:_NAMED])}{more}, which a branch, a while loop, a "
-            f"derivative rule or a cast of a whole stack joins with others: these are summed in their own step, and "
-            f"then wait"
+            f". Some gradients of {', '.join(own[:_NAMED])}{more} are in no message, because a branch, a while loop, a "
+            f"derivative rule or a cast of a whole stack combines them with others. These are reduced in their own "
+            f"step, and then wait"
         )
     return said
 
@@ -323,10 +344,12 @@ def _registered() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DelayedStepper:
-    """step(params, state, *batch) -> (params, state, loss), with delayed updates. Begin with the optimizer's state,
-    ``plan.jax.init(optimizer, params)``, and then pass what the step returns, a ``DelayedState``.
+    """step(params, state, *batch) -> (params, state, loss), with delayed updates.
 
-    instead: makes the step that is taken if the program cannot be lowered by hand; None: that is an error.
+    The first call takes the optimizer's state, ``plan.jax.init(optimizer, params)``. Later calls take the
+    ``DelayedState`` that the previous call returned.
+
+    instead: makes the step that is used if the program has no manual lowering. If it is None, that is an error.
     """
 
     training: Training
@@ -353,8 +376,10 @@ class DelayedStepper:
         return params, after, value
 
     def at(self, iteration: int) -> Stepper:
-        """The program of an iteration: step(params, optimizer's state, waiting, *batch) -> (params, optimizer's state,
-        waiting, loss)."""
+        """The program of an iteration.
+
+        It is step(params, optimizer state, waiting, *batch) -> (params, optimizer state, waiting, loss).
+        """
         made = DelayedIteration(program=self.manual.program, number=int(iteration))
         if made.key not in self._made:
             self._made[made.key] = self._program(made)
@@ -362,8 +387,10 @@ class DelayedStepper:
 
     @without_mesh()
     def lower(self, params: Tree, state: Tree, *batch: Tree, iteration: int = 0) -> Tree:
-        """Lower the program of an iteration on arrays or shapes, without running those before it. state: the
-        optimizer's. Call ``.compile()`` on the result."""
+        """Lower the program of an iteration for arrays or shapes without running the iterations before it.
+
+        Call ``.compile()`` on the result to compile it. state: the optimizer's state.
+        """
         import jax
 
         waiting: Tree = ()
@@ -373,8 +400,10 @@ class DelayedStepper:
         return self.at(iteration).lower(params, state, waiting, *batch)
 
     def finish(self, params: Tree, state: DelayedState) -> tuple[Tree, Tree]:
-        """(parameters, optimizer's state) after the last step: once what the next one would have sent and applied
-        before its forward is."""
+        """(parameters, optimizer state) after the last step.
+
+        Sends the messages and applies the update that the next step would have handled before its forward.
+        """
         import jax
 
         iteration = DelayedIteration(program=self.manual.program, number=int(state.iteration))
@@ -387,7 +416,7 @@ class DelayedStepper:
         return self._made[key](params, state.optimizer, list(state.waiting[: len(iteration.overdue)]))  # type: ignore[no-any-return]
 
     def _before(self, iteration: DelayedIteration) -> Callable[..., Tree]:
-        """f(params, optimizer's state, waiting) -> both after the update that is applied before this iteration."""
+        """f(params, optimizer state, waiting) -> (params, optimizer state) after the overdue update is applied."""
         import jax
         from jax.sharding import PartitionSpec
 
@@ -426,7 +455,7 @@ class DelayedStepper:
             return arrays(params), opt_state, tuple(left), arrays(manual.value(outs))
 
         def shardings(updates: Sequence[OpenUpdate], sent: bool) -> Tree:
-            """Of the gradients that wait, before or after this iteration's messages."""
+            """Shardings of the waiting gradients before or, if sent, after this iteration's messages."""
             where = NamedSharding(manual.mesh, apart)
             made = [waiting_keys(iteration, u, step.summed_here, sent=sent) for u in updates]
             return tuple({what: dict.fromkeys(of, where) for what, of in keys.items()} for keys in made)

@@ -1,8 +1,9 @@
-"""A step that gathers its parameters once, and sums their gradients once or after each micro-batch.
+"""A step that gathers its parameters once, and reduces their gradients once or after each micro-batch.
 
 The whole step is one ``shard_map``. One walk over the jaxpr finds the parameters in the form that their readers need,
-and drops everything else. This is the program of the gathers, and its transpose is the program of the sums. Between the
-two, the walk runs for each micro-batch with the gathered parameters, and adds gradients as they leave the products.
+and drops everything else. This is the program of the all-gathers; its transpose is the program of the gradient
+reductions. Between the two, the walk runs for each micro-batch with the gathered parameters and adds up the unreduced
+gradients.
 """
 
 from __future__ import annotations
@@ -31,18 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["hoisted_value_and_grad"]
 
 Gathers = Callable[[dict[int, Tree]], list[Tree]]
-"""From the arrays that carry the parameters' gradients to the parameters in their readers' form."""
+"""Gradient carriers -> the parameters in the form that their readers need."""
 
 
 def hoisted_value_and_grad(manual: Manual) -> Callable[..., Tree]:
-    """f(params, *batch) -> (value, gradients): the mean over the plan's micro-batches, as ``micro_batches.summed``."""
+    """f(params, *batch) -> (value, gradients): means over the plan's micro-batches, like ``micro_batches.summed``."""
     import jax
 
     plan, k = manual.plan, manual.plan.accumulate
     if writes_parameters(plan):
         raise PaseError(
-            f"the loss function writes parameters, which each micro-batch has to read anew: compile with once='none' "
-            f"instead of '{plan.hoisted}'"
+            "the loss function writes parameters, so each micro-batch must read them again",
+            where=f"once='{plan.hoisted}'",
+            fix="compile with once='none'",
         )
     split = [full != part for full, part in zip(*map(plan.input_shapes, (True, False)), strict=True)]
     arrive = jax.tree.leaves(plan._in_shardings(manual.mesh)[1:])
@@ -76,7 +78,7 @@ def hoisted_value_and_grad(manual: Manual) -> Callable[..., Tree]:
 
 
 def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tree:
-    """On one device: (loss, other results, those that go on to the next step, gradients of the trained leaves)."""
+    """On one device: (loss, other results, results that the next step takes, gradients of the trained leaves)."""
     import jax
     import jax.numpy as jnp
 
@@ -87,7 +89,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
     gathers, tree, wide = _gathers(manual, [*params, *first], gradient_carriers)
     arrived, back = jax.vjp(gathers, gradient_carriers)
     smooth = [bool(w) for w in wide]
-    each = plan.hoisted == "gathers" or k == 1  # gradients are summed over devices after each micro-batch
+    each = plan.hoisted == "gathers" or k == 1  # gradients are reduced over devices after each micro-batch
 
     def of(mine: Sequence[Array], own: dict[int, Array], micro: Sequence[Array]) -> tuple[Array, list[Tree]]:
         held = jax.tree.unflatten(tree, _in_place(mine, smooth, arrived))
@@ -96,7 +98,7 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
         return outs[0], outs
 
     def back_to_parameters(grads: Sequence[Array]) -> dict[int, Array]:
-        """The gradients of the gathered parameters, summed and in the parameters' storage layouts."""
+        """The gradients of the gathered parameters, reduced to the parameters' storage layouts."""
         iteration = iter(grads)
         whole = [
             next(iteration).astype(x.dtype) if on else _no_gradient(x)
@@ -143,8 +145,10 @@ def _local(manual: Manual, leaves: Sequence[Array], split: Sequence[bool]) -> Tr
 def _gathers(
     manual: Manual, leaves: Sequence[Array], gradient_carriers: dict[int, Array]
 ) -> tuple[Gathers, Tree, list[str]]:
-    """(the program of the gathers, the tree structure of its results, for each result the dtype in which gradients are
-    added, empty if it has no gradient)."""
+    """(the program of the all-gathers, the tree structure of its results, the dtypes in which gradients are added).
+
+    The dtype is empty for a result that has no gradient.
+    """
     import jax
 
     forms: list[Tree] = []
@@ -169,13 +173,13 @@ def _hoisted_transfers(manual: Manual) -> frozenset[int]:
 
 
 def _in_place(some: Sequence[Tree], chosen: Sequence[bool], others: Sequence[Tree]) -> list[Tree]:
-    """``others``, with ``some`` in the chosen places."""
+    """``others``, with ``some`` in place of the chosen entries."""
     iteration = iter(some)
     return [next(iteration) if on else x for x, on in zip(others, chosen, strict=True)]
 
 
 def _no_gradient(x: Array) -> Array | np.ndarray:
-    """A placeholder gradient, of zeros, for a value that has no gradient."""
+    """A gradient of zeros for a value that has no gradient."""
     import jax
     import numpy as np
 

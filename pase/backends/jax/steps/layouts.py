@@ -1,4 +1,4 @@
-"""Layouts of what a step returns, and of an optimizer's state."""
+"""Layouts of a step's results and of an optimizer's state."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ __all__ = ["returned", "state_shardings"]
 
 
 def returned(traced: TracedJax, arrive: tuple[Tree, ...], mesh: JaxMesh) -> Tree:
-    """Shardings of what the function returns. The loss is whole; values for the next call have their input layout; the
-    others are XLA's choice, None. arrive: shardings of its arguments."""
+    """Shardings of what the function returns.
+
+    The loss is replicated. Values for the next call have their input layouts. The others are None, which leaves the
+    layout to XLA. arrive: the shardings of the function's arguments.
+    """
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
@@ -32,8 +35,10 @@ def returned(traced: TracedJax, arrive: tuple[Tree, ...], mesh: JaxMesh) -> Tree
 
 
 def state_shardings(optimizer: GradientTransformation, params: Tree, gradients: Tree, mesh: JaxMesh) -> Tree:
-    """Shardings of an optimizer's state. State that mirrors a parameter is stored like its gradient. params: shapes of
-    the trained leaves; gradients: their shardings."""
+    """Shardings of an optimizer's state. State that mirrors a parameter is stored like its gradient.
+
+    params: the shapes of the trained leaves. gradients: the shardings of their gradients.
+    """
     import jax
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -42,7 +47,7 @@ def state_shardings(optimizer: GradientTransformation, params: Tree, gradients: 
     whole = NamedSharding(mesh, PartitionSpec())
 
     def masked(leaf: object) -> bool:
-        return isinstance(leaf, optax.MaskedNode)  # optax leaves it where a transformation does not apply
+        return isinstance(leaf, optax.MaskedNode)  # optax puts it where a transformation does not apply
 
     def like(leaf: Tree, param: Tree, sharding: Tree) -> Tree:
         return leaf if masked(leaf) else sharding if leaf.shape == param.shape else whole

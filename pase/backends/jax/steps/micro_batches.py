@@ -1,4 +1,4 @@
-"""A step in micro-batches: loss and gradients of one micro-batch at a time, summed in a loop."""
+"""A step with micro-batches: computes loss and gradients one micro-batch at a time and sums them in a loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["micro_batch_stack", "stacked_outs", "summed", "threads_of", "writes_
 
 
 def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh) -> Callable[..., Tree]:
-    """f(params, *batch): the mean of loss and gradients over the plan's micro-batches, computed one at a time.
+    """f(params, *batch) -> (value, gradients): the means over the plan's micro-batches, which run one after another.
 
     graded: f(params, *batch) -> (value, gradients) of one micro-batch. kept: the shardings of the gradients.
     """
@@ -44,7 +44,7 @@ def summed(plan: JaxPlan, graded: Callable[..., Tree], kept: Tree, mesh: JaxMesh
 
         def body(so_far: Tree, mine: Tree) -> Tree:
             total, loss, states = so_far
-            # Without the barrier, gathers of parameters move out of the loop, and the parameters stay gathered.
+            # Without the barrier, XLA hoists all-gathers of parameters out of the loop and keeps the gathered arrays.
             here, mine = jax.lax.optimization_barrier((weights, mine))
             iteration = iter(mine)
             whole = [*here, *(next(iteration) if on else x for x, on in zip(leaves, split, strict=True))]
@@ -73,15 +73,17 @@ def micro_batch_stack(x: Array, k: int, sharding: NamedSharding, mesh: JaxMesh) 
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    # Every k-th example: each device then has all that it needs of each micro-batch.
+    # A micro-batch is every k-th example, so each device already has its own part of each micro-batch.
     x = jnp.swapaxes(x.reshape(x.shape[0] // k, k, *x.shape[1:]), 0, 1)
     spec = PartitionSpec(None, *sharding.spec)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def threads_of(plan: JaxPlan) -> list[tuple[int, int]]:
-    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next. Parameters that
-    the function writes are counted backwards from the batch: -1 is the last."""
+    """(leaf of the batch, leaf of the function's result) for each value that a step passes to the next.
+
+    Parameters that the function writes have negative indices, counted back from the batch: -1 is the last parameter.
+    """
     n = len(plan.traced.param_paths)
     return [(i - n, j) for i, j in sorted(plan.traced.carried.items())]
 
@@ -92,7 +94,7 @@ def writes_parameters(plan: JaxPlan) -> bool:
 
 
 def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
-    """The parameters as the loss function leaves them. value: what it returned."""
+    """The parameters with the values that the loss function wrote. value: what the loss function returned."""
     import jax
 
     if not writes_parameters(plan):
@@ -106,7 +108,10 @@ def written(plan: JaxPlan, params: Tree, value: Tree) -> Tree:
 
 
 def stacked_outs(plan: JaxPlan, outs: Sequence[Tree], states: Sequence[Tree]) -> Tree:
-    """(loss, aux), from the leaves stacked over micro-batches. For threaded values, only the last is used."""
+    """(loss, aux), where aux is stacked over micro-batches, except that threaded values are the last ones.
+
+    outs: the result leaves, stacked over micro-batches. states: the last values of the threaded leaves.
+    """
     import jax
 
     last = list(outs)

@@ -1,9 +1,9 @@
-"""The local program of a tree of parameters alone: where they are stored, how they are gathered and their gradients
-summed over the data axes, and a bucket plan's messages for that.
+"""The local program of a tree of parameters: how they are gathered, how their gradients are reduced, and the messages.
 
 It is for models that pase did not compile. A tensor of the scheduling problem is one collective of one parameter, or of
-one layer of a stacked one; several in a row are stages. Parameters whose stages do not lead from where they are stored
-to where they are read, and their gradients back, are moved by themselves.
+one layer of a stacked parameter. Several collectives of the same parameter in a row are its stages. If the stages do
+not lead from the stored layout to the read layout, and back for the gradient, the parameter is resharded outside of the
+messages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _NAME = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredParameter:
-    """A parameter: its path in the tree, its whole shape, and the mesh axes that split each dim."""
+    """A parameter: its path in the tree, its unsharded shape, and the mesh axes that split each dim."""
 
     path: str
     shape: tuple[int, ...]
@@ -58,18 +58,22 @@ class StoredParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterProgram:
-    """local: a transfer for each parameter, or for each layer of a stacked one. numbers: of each parameter's."""
+    """The local program of parameters.
+
+    local: has one transfer for each parameter, or for each layer of a stacked parameter. numbers: for each parameter,
+    the numbers of its transfers.
+    """
 
     local: LocalProgram
     numbers: Sequence[tuple[int, ...]]
 
     @cached_property
     def carried(self) -> frozenset[int]:
-        """The transfers that messages carry."""
+        """The numbers of the transfers that are in messages."""
         return frozenset(p.transfer for m in self.local.messages for p in m.chunks)
 
     def parts(self, leaves: Sequence[Array]) -> dict[int, Array]:
-        """Each transfer's array, of those of the parameters."""
+        """Number of a transfer -> its array. leaves: the arrays of the parameters."""
         out: dict[int, Array] = {}
         for mine, x in zip(self.numbers, leaves, strict=True):
             out |= {mine[0]: x} if len(mine) == 1 else dict(zip(mine, x, strict=True))
@@ -85,14 +89,17 @@ class ParameterProgram:
 
 @dataclass(kw_only=True)
 class _Chains:
-    """The stages of a parameter, or of its layers: by turn (None: of all of it) and way, the numbers of tensors."""
+    """The stages of a parameter, or of each of its layers.
+
+    of: (layer, direction) -> the numbers of the tensors in the problem. The layer is None for the whole parameter.
+    """
 
     of: dict[tuple[int | None, TransferDirection], list[int]] = field(default_factory=dict)
     broken: bool = False
 
     @property
     def iterations(self) -> list[int | None]:
-        """The layers that have gradients of their own."""
+        """The layers that have separate gradients."""
         return sorted(
             {iteration for iteration, way in self.of if way == "back"}, key=lambda t: -1 if t is None else t
         )
@@ -110,13 +117,17 @@ def parameter_program(
 ) -> ParameterProgram:
     """The program of these parameters under a bucket plan.
 
-    data_axes: those over which the batch is split. across: what the plan sends during the next forward is sent in the
-    next step. lenient: the problem need not name every parameter. Raises PaseError if the problem names a tensor that
-    is not a parameter, or leaves one out.
+    data_axes: the mesh axes over which the batch is split. across: whether messages that the plan sends during the next
+    forward are sent in the next step. lenient: whether the problem may leave out parameters. Raises PaseError if the
+    problem names a tensor that is not a parameter, or leaves one out.
     """
     make = _ParameterTransfers(problem, stored, mesh, data_axes)
     if lost := [p.path for p in stored if not lenient and p.path not in make.chains]:
-        raise PaseError(f"problem '{problem.name}' leaves out parameters {', '.join(lost)}")
+        raise PaseError(
+            f"it does not name the parameters {', '.join(lost)}",
+            where=f"problem '{problem.name}'",
+            fix="add them to the problem, or set lenient=True",
+        )
     for p in stored:
         make.add(p)
     messages: list[LocalMessage] = []
@@ -142,7 +153,7 @@ def parameter_program(
 
 
 class _ParameterTransfers:
-    """A program in the making. places: tensor of the problem -> (way, transfer, stage)."""
+    """Collects the transfers of a program. places: tensor of the problem -> (direction, transfer, stage)."""
 
     def __init__(
         self, problem: ScheduleProblem, stored: Sequence[StoredParameter], mesh: Mesh, data: tuple[str, ...]
@@ -159,15 +170,18 @@ class _ParameterTransfers:
         found: dict[str, _Chains] = {}
         for i, t in enumerate(self.problem.tensors):
             m = _NAME.match(t.name)
-            assert m is not None  # the pattern takes any text
+            assert m is not None  # the pattern matches any text
             exact = t.name in paths
             path = t.name if exact else m["path"]
             if path not in paths:
                 raise PaseError(
-                    f"tensor '{t.name}' of '{self.problem.name}' is not a parameter; there are {', '.join(paths)}"
+                    f"tensor '{t.name}' is not a parameter",
+                    where=f"problem '{self.problem.name}'",
+                    fix=f"name one of the parameters {', '.join(paths)}",
                 )
             mine = found.setdefault(path, _Chains())
-            again = not exact and m["again"] is not None  # what was gathered for forward is kept
+            # The parameter that was gathered for forward is kept, so a second gather is skipped.
+            again = not exact and m["again"] is not None
             if not again and self._axes(t):
                 iteration = None if exact or m["turn"] is None else int(m["turn"])
                 way: TransferDirection = "there" if t.kind == "all_gather" else "back"
@@ -175,11 +189,11 @@ class _ParameterTransfers:
         return found
 
     def _axes(self, t: Transfer) -> tuple[int, ...]:
-        """The data axes that a tensor is sent over. A sum over other axes is that of the function's own devices."""
+        """The data axes of a tensor's collective. Reductions over other axes are left to XLA."""
         return tuple(a for a in self.data if not t.axes.names or self.mesh.names[a] in t.axes.names)
 
     def add(self, p: StoredParameter) -> None:
-        """Add a parameter: as its stages say, layer by layer, or by itself."""
+        """Add a parameter: layer by layer or as a whole according to its stages, or outside of the messages."""
         chains = self.chains.get(p.path, _Chains())
         layered = chains.iterations == [*range(p.shape[0] if p.shape else 0)] and not any(p.placement[:1])
         iterations = chains.iterations if layered or chains.iterations == [None] else []
@@ -201,7 +215,7 @@ class _ParameterTransfers:
         self.numbers.append(tuple(range(first, len(self.transfers))))
 
     def _ends(self, place: Placement) -> tuple[Layout, Layout]:
-        """(where it is stored, where it is read): without the data axes, over which the function is split by hand."""
+        """(the stored layout, the read layout). The read layout has no data axes: over them, the function is manual."""
         read = tuple(tuple(a for a in axes if self.mesh.names.index(a) not in self.data) for axes in place)
         return self._layout(place), self._layout(read)
 
@@ -215,21 +229,22 @@ class _ParameterTransfers:
         return tuple(out)
 
     def _partial(self, layout: Layout) -> Layout:
-        """The same, of summands over the data axes."""
+        """The same layout, but with partial sums over the data axes."""
         return tuple("partial" if a in self.data else s for a, s in enumerate(layout))
 
     def _summed(self, place: Placement) -> tuple[LocalReshardStep, ...]:
-        """The moves of a gradient, from how the function leaves it to where it is stored."""
+        """The reshard steps of a gradient, from the function's result to the stored layout."""
         stored, read = self._ends(place)
         return between(self._partial(read), stored, self.mesh)
 
     def _reshard_steps(
         self, chains: _Chains, iteration: int | None, place: Placement
     ) -> tuple[tuple[LocalReshardStep, ...], tuple[LocalReshardStep, ...]] | None:
-        """(the moves there, and back) that its stages are; None if they do not lead from one end to the other.
+        """The reshard steps of a parameter's stages: (of the parameter, of its gradient).
 
-        Before and behind the stages come the moves that change only other axes: where data axes are the more major
-        ones of a dim, what is gathered over them is not in one piece.
+        Returns None if they do not lead from one end to the other. Steps that change only other axes are added after
+        the parameter's stages and before the gradient's stages: if a data axis is the more major one of a dim, the
+        result of a gather over it is not contiguous.
         """
         stored, read = self._ends(place)
         gathered = tuple(None if a in self.data else s for a, s in enumerate(stored))
@@ -244,7 +259,10 @@ class _ParameterTransfers:
     def _staged(
         self, tensors: Sequence[int], now: Layout, goal: Layout, stored: Layout
     ) -> list[LocalReshardStep] | None:
-        """The moves of these tensors, one after another, from a layout; None if they do not end in the goal."""
+        """The reshard steps of these tensors, one after another. Returns None if they do not end in the goal.
+
+        now: the layout before the first step.
+        """
         out: list[LocalReshardStep] = []
         for n, t in enumerate(map(self.problem.tensors.__getitem__, tensors)):
             axes = self._axes(t)
@@ -274,7 +292,7 @@ class _ParameterTransfers:
         there: Sequence[LocalReshardStep],
         back: Sequence[LocalReshardStep],
     ) -> None:
-        """A transfer from the parameter to the function, and of its gradient."""
+        """Add a transfer from the parameter to the function, and of its gradient back."""
         stored, read = self._ends(place)
         made = LocalResult(tensor=tensor, shape=shape, layout=stored, gradient=stored)
         taken = LocalOperand(

@@ -1,4 +1,4 @@
-"""A jitted step under a plan that accepts what users pass: modules, and arrays that are elsewhere."""
+"""A jitted step under a plan that accepts what users pass: modules, and arrays in other layouts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ __all__ = ["Stepper", "global_array", "shape_and_dtype"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stepper:
-    """Call it like the function that it was made from. Arguments are moved to the layouts that it expects.
+    """A jitted function that is called like the function it was made from.
 
-    Static leaves of modules are not passed to the program; they are put back into the results.
+    Arguments are moved to the layouts that it expects. Static leaves of modules are not passed to the program; they are
+    put back into the results.
     """
 
     run: Callable[..., Tree]
@@ -32,9 +33,9 @@ class Stepper:
     out_shardings: Tree
     donate: tuple[int, ...]
     whole: Callable[[Tree], Tree]
-    """The results with their static leaves."""
+    """Puts the static leaves back into the results."""
     padded: Callable[[tuple[Tree, ...]], tuple[Tree, ...]] = tuple
-    """The arguments with the plan's padding."""
+    """Adds the plan's padding to the arguments."""
 
     @cached_property
     def jitted(self) -> Tree:
@@ -54,20 +55,24 @@ class Stepper:
 
         given = arrays(args)
         if len(given) != len(self.in_shardings):
-            raise PaseError(f"the step takes {len(self.in_shardings)} arguments, got {len(given)}")
+            raise PaseError(
+                f"the step takes {len(self.in_shardings)} arguments, but was called with {len(given)}",
+                fix="call it with the arguments that the plan was compiled for",
+            )
         for k, (x, s) in enumerate(zip(given, self.in_shardings, strict=True)):
             form: Tree = jax.tree.structure(x)
             if form != jax.tree.structure(s):
                 raise PaseError(
-                    f"argument {k} of the step is {form}, but must be {jax.tree.structure(s)}. To make "
-                    "the optimizer's state, call plan.jax.init(optimizer, params)"
+                    f"it is {form}, but must be {jax.tree.structure(s)}",
+                    where=f"argument {k} of the step",
+                    fix="to make the optimizer's state, call plan.jax.init(optimizer, params)",
                 )
         placed = jax.tree.map(_placed, self.padded(given), self.in_shardings)
         return self.whole(self.jitted(*placed))
 
     @without_mesh()
     def lower(self, *args: Tree) -> Tree:
-        """Lower on arrays or shapes, without running. Call ``.compile()`` on the result to compile it."""
+        """Lower the step for arrays or shapes without running it. Call ``.compile()`` on the result to compile it."""
         import jax
 
         def struct(x: Tree, sharding: Tree) -> Tree:
@@ -77,7 +82,7 @@ class Stepper:
 
 
 def _placed(x: Tree, sharding: Tree) -> Tree:
-    """Move arrays that are committed to another layout. jit itself handles the others."""
+    """Move an array that is committed to another layout. jit itself handles all other values."""
     import jax
 
     x = untyped(x)
@@ -87,12 +92,12 @@ def _placed(x: Tree, sharding: Tree) -> Tree:
 
 
 def global_array(leaf: Tree, sharding: NamedSharding) -> Array:
-    """A copy of an array in a layout. With several processes each has the whole array."""
+    """A copy of an array in the given layout. With several processes, each must pass the whole array."""
     import jax
     import numpy as np
 
     if jax.process_count() == 1:
-        # The step donates its arguments: none may share memory with the caller's arrays.
+        # The step donates its arguments, so none of them may share memory with the caller's arrays.
         mine = jax.numpy.array(leaf, copy=True) if isinstance(leaf, jax.Array) else leaf
         return jax.device_put(mine, sharding)
     host = np.asarray(leaf)
@@ -100,7 +105,7 @@ def global_array(leaf: Tree, sharding: NamedSharding) -> Array:
 
 
 def shape_and_dtype(leaf: Tree) -> tuple[tuple[int, ...], object]:
-    """The shape and dtype as JAX will see them: 64-bit numbers become 32-bit ones unless x64 is enabled."""
+    """The shape and dtype as JAX sees them: 64-bit numbers become 32-bit ones unless x64 is enabled."""
     import jax
 
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jax.numpy.result_type(leaf)

@@ -1,4 +1,4 @@
-"""What every train step under a plan shares: the layouts of its arguments and results, and the optimizer's update."""
+"""The parts that all train steps under a plan share: layouts of arguments and results, and the optimizer's update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Training"]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """An optimizer under a plan, on a JAX mesh. donate: parameters and states are the step's to overwrite."""
+    """An optimizer under a plan, on a JAX mesh. donate: whether the step may overwrite parameters and states."""
 
     plan: JaxPlan
     optimizer: GradientTransformation
@@ -44,8 +44,10 @@ class Training:
         return self.stepper(step)
 
     def updated(self, params: Tree, opt_state: Tree, grads: Tree) -> tuple[Tree, Tree]:
-        """(parameters, optimizer's state) after one update. Each device updates the part that it has the state of;
-        ``stepper``'s layouts then gather the parameters."""
+        """(parameters, optimizer state) after one update.
+
+        Each device updates the part whose state it has. The output layouts of ``stepper`` then gather the parameters.
+        """
         import jax
         import optax
 
@@ -57,7 +59,7 @@ class Training:
         return combine(kept(optax.apply_updates(mine, updates)), untrained(params)), opt_state
 
     def shardings(self) -> tuple[Tree, Tree]:
-        """Of parameters and of the optimizer's state."""
+        """(shardings of the parameters, shardings of the optimizer's state)."""
         stored = self.plan._in_shardings(self.mesh)[0]
         return stored, self.plan.state_shardings(self.optimizer, self.mesh)
 
@@ -68,8 +70,11 @@ class Training:
         left: Sequence[Tree] = (),
         overwrites: bool = False,
     ) -> Stepper:
-        """A jitted step(params, opt_state, *held, *batch) -> (params, opt_state, *left, value). held, left: shardings
-        of what it takes and returns beside. overwrites: whether what it takes is the step's to overwrite, too."""
+        """A jitted step(params, opt_state, *held, *batch) -> (params, opt_state, *left, value).
+
+        held, left: the shardings of further arguments and results. overwrites: whether the step may also overwrite
+        these arguments.
+        """
         arrive = self.plan._in_shardings(self.mesh)[1:]
         stored, state = self.shardings()
         fixed, fixed_out = self.plan.traced.kept[0], self.plan.traced.kept_out

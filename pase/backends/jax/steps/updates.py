@@ -1,8 +1,8 @@
-"""Gradients that wait for later steps: which updates are open in an iteration, what was sent of each, and what is sent
-now.
+"""Gradients that wait for later steps: the open updates of an iteration, and the messages sent for each of them so far.
 
-A gradient waits on its device, unsummed, added up over the steps of its update. Messages are sent in the step that the
-local program has them sent in, joined and cut as it says. When an update is due, its sums are complete.
+A gradient waits unreduced on its device, added up over the steps of its update. The local program says in which step
+each message is sent, and how gradients are merged and split into messages. When an update is due, all its gradients are
+reduced.
 """
 
 from __future__ import annotations
@@ -36,16 +36,21 @@ __all__ = [
 ]
 
 WaitingGradients: TypeAlias = "dict[str, dict[tuple[int, ...], Array]]"
-"""The open gradients of an update, of each device in the first dim: "values", by transfer and turn (-1: no loop);
-"columns", what has come of those that are cut, by transfer, turn, stage and first byte; "sums", by parameter, of
-gradients that no message carries."""
+"""The waiting gradients of an update. The first dim of each array is the device.
+
+"values": the gradients, by transfer and loop iteration (-1: no loop). "columns": the received chunks of gradients that
+are split into several messages, by transfer, iteration, stage and first byte. "sums": the reduced gradients that are in
+no message, by parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenUpdate:
-    """An update of a run. update: its number in the period. The mean gradient of iterations first to last is applied
-    after iteration ``at``, counted from the begin of the run. behind: in the program of the iteration after that,
-    before anything else, since some of its messages are sent there."""
+    """An update of a run: the mean gradient of iterations first to last is applied after iteration ``at``.
+
+    Iterations are counted from the start of the run. update: its number in the period. behind: whether some of its
+    messages are sent in the next iteration. If so, the program of the next iteration applies the update before its own
+    work.
+    """
 
     update: int
     first: int
@@ -55,7 +60,7 @@ class OpenUpdate:
 
     @property
     def due(self) -> int:
-        """The iteration whose program applies it."""
+        """The iteration whose program applies the update."""
         return self.at + self.behind
 
 
@@ -68,7 +73,7 @@ class DelayedIteration:
 
     @cached_property
     def updates(self) -> tuple[OpenUpdate, ...]:
-        """Those that are open in it, the oldest first; the last one takes its gradients."""
+        """The updates that are open in this iteration, the oldest first. The last one takes its gradients."""
         p, found = self.program, []
         newest = self.number // p.period
         behind = [p.behind(k) for k in range(len(p.updates))]
@@ -83,36 +88,36 @@ class DelayedIteration:
 
     @property
     def overdue(self) -> tuple[OpenUpdate, ...]:
-        """Those that are completed and applied before the rest of it."""
+        """The updates that are completed and applied before the rest of this iteration."""
         return tuple(u for u in self.updates if u.behind and u.due == self.number)
 
     @property
     def current(self) -> tuple[OpenUpdate, ...]:
-        """The others that are open in it."""
+        """The open updates that are not overdue."""
         return self.updates[len(self.overdue) :]
 
     @property
     def applies(self) -> bool:
-        """Whether an update is applied at its end."""
+        """Whether an update is applied at the end of this iteration."""
         return any(u.due == self.number for u in self.current)
 
     @property
     def held(self) -> tuple[OpenUpdate, ...]:
-        """Those that have gradients of earlier iterations."""
+        """The open updates that have gradients of earlier iterations."""
         return tuple(u for u in self.updates if u.first < self.number)
 
     @property
     def left(self) -> tuple[OpenUpdate, ...]:
-        """Those that are open after it."""
+        """The updates that are still open after this iteration."""
         return tuple(u for u in self.updates if u.due > self.number)
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for iterations that are the same program."""
+        """A key that is equal for iterations with the same program."""
         return tuple((u.update, self.number - u.first) for u in self.updates)
 
     def messages(self, u: OpenUpdate) -> tuple[list[LocalMessage], list[LocalMessage], list[LocalMessage]]:
-        """The update's messages: (those sent before this iteration, in it, and later), each in order."""
+        """The update's messages: (sent before this iteration, sent in it, sent later), each in order."""
         found: tuple[list[LocalMessage], ...] = ([], [], [])
         for m in self.program.messages:
             if m.way == "back" and m.update == u.update:
@@ -122,21 +127,24 @@ class DelayedIteration:
 
 
 def parts_of(program: LocalProgram) -> list[TransferPart]:
-    """What waits in each update."""
+    """The parts of transfers whose gradients wait in each update."""
     found = (p.part for m in program.messages if m.way == "back" and m.update == 0 for p in m.chunks)
     return list(dict.fromkeys(found))
 
 
 def summed_in_step(program: LocalProgram) -> frozenset[str]:
-    """The nodes of parameters of which some gradient is in no message: it is summed in its own step, and then waits."""
+    """The nodes of parameters with a gradient in no message. It is reduced in its own step, and then waits."""
     carried = {number for number, _ in parts_of(program)}
     rest = {t.src for k, t in enumerate(program.transfers) if k not in carried and t.backward is not None}
     return program.parameters & rest
 
 
 def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
-    """Bytes of gradients that a device holds between steps, at most: those that other gradients are added to in the
-    dtypes in which their parameters are stored, others as they are sent."""
+    """The most bytes of gradients that a device holds between steps.
+
+    A gradient that is added up over several iterations has the dtype in which its parameter is stored. Any other
+    gradient has the dtype in which it is sent.
+    """
     stored = {op.node: op.results[0] for op in program.ops if op.op.kind == "parameter"}
     added = whole = 0
     for number, _ in parts_of(program):
@@ -154,7 +162,7 @@ def waiting_bytes(program: LocalProgram, graph: Graph) -> int:
 
 
 def columns_of(program: LocalProgram, sent: Sequence[LocalMessage]) -> set[tuple[int, ...]]:
-    """The pieces that have come of moves that other messages carry the rest of, as keys of ``WaitingGradients``."""
+    """The received chunks of reshard steps that are not complete after these messages, as ``WaitingGradients`` keys."""
     received: dict[tuple[TransferPart, int], dict[int, int]] = {}
     for m in sent:
         for p in m.chunks:
@@ -168,7 +176,7 @@ def columns_of(program: LocalProgram, sent: Sequence[LocalMessage]) -> set[tuple
 
 
 def reshard_steps_done(program: LocalProgram, part: TransferPart, sent: Sequence[LocalMessage]) -> int:
-    """How many of a gradient's moves are done once these messages are sent."""
+    """How many of a gradient's reshard steps are complete after these messages are sent."""
     done, steps = 0, program.reshard_steps(part[0], "back")
     at = [i for i, m in enumerate(steps) if m.nbytes and not m.free]
     for stage, i in enumerate(at):
@@ -180,7 +188,7 @@ def reshard_steps_done(program: LocalProgram, part: TransferPart, sent: Sequence
 
 
 def key_of_part(part: TransferPart) -> tuple[int, int]:
-    """A key of ``WaitingGradients``."""
+    """The key of a part in ``WaitingGradients``."""
     return part[0], -1 if part[1] is None else part[1]
 
 
@@ -190,8 +198,10 @@ def _part(key: Sequence[int]) -> TransferPart:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateSums:
-    """A complete update on one device. parts: summed, where the parameter is stored, as a sum over its iterations.
-    own: by parameter, of gradients that no message carries."""
+    """A complete update on one device: gradients reduced over devices and summed over the update's iterations.
+
+    parts: the gradients, in the parameters' storage layouts. own: the gradients that are in no message, by parameter.
+    """
 
     update: OpenUpdate
     parts: dict[TransferPart, Array]
@@ -199,7 +209,7 @@ class UpdateSums:
 
     @property
     def batches(self) -> int:
-        """Over how many iterations they are summed."""
+        """The number of iterations that are summed."""
         return self.update.last - self.update.first + 1
 
 
@@ -209,9 +219,10 @@ def sent_updates(
     held: Sequence[WaitingGradients],
     merged: Callable[[OpenUpdate, WaitingGradients], WaitingGradients] | None = None,
 ) -> tuple[list[WaitingGradients], UpdateSums | None]:
-    """On one device, send the iteration's messages for these updates: (what still waits, the update that is due).
+    """On one device, send the iteration's messages for these updates.
 
-    held: what waits of the first of them. merged: an update's gradients with those of this iteration.
+    Returns (the gradients that still wait, the update that is due, or None). held: the waiting gradients of the first
+    of these updates; the others have none yet. merged: adds this iteration's gradients to those of an update.
     """
     last: dict[tuple[str, float], Array] = {}
     kept: list[WaitingGradients] = []
@@ -240,7 +251,10 @@ def sent_updates(
 def _sending(
     iteration: DelayedIteration, u: OpenUpdate, mine: WaitingGradients, last: dict[tuple[str, float], Array]
 ) -> Sending:
-    """The update's gradients, as far as they have come. last: shared by the updates that are sent in a step."""
+    """The state of sending an update's gradients, after the messages of earlier iterations.
+
+    last: shared by all updates that send in the same step.
+    """
     sent, now, later = iteration.messages(u)
     parts: dict[tuple[TransferPart, int], dict[int, Array]] = {}
     for key, x in mine["columns"].items():
@@ -260,8 +274,10 @@ def _sending(
 def waiting_keys(
     iteration: DelayedIteration, u: OpenUpdate, own: Sequence[int], *, sent: bool
 ) -> dict[str, list[tuple[int, ...]]]:
-    """The keys of an update's ``WaitingGradients`` before (or, sent, after) the iteration's messages. own: the
-    parameters of which some gradient is in no message."""
+    """The keys of an update's ``WaitingGradients`` before or, if sent, after the iteration's messages.
+
+    own: the parameters that have a gradient in no message.
+    """
     before, now, _ = iteration.messages(u)
     gone = [*before, *now] if sent else before
     return {
@@ -272,6 +288,6 @@ def waiting_keys(
 
 
 def fit_into(held: Sequence[WaitingGradients], left: Sequence[WaitingGradients]) -> bool:
-    """Whether the gradients that wait after a step can take the memory of those that waited before it."""
+    """Whether the gradients that wait after a step can reuse the memory of those that waited before it."""
     received, come = (Counter(key for u in some for key in u["columns"]) for some in (held, left))
     return len(held) <= len(left) and received <= come

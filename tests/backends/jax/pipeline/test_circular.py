@@ -174,13 +174,13 @@ def step_of(menu, s, split):
 
 
 def test_what_cannot_be_one_program_is_refused():
-    with pytest.raises(PaseError, match="stage_schedule='circular' is of stages"):
+    with pytest.raises(PaseError, match="stage_schedule='circular'"):
         pase.compile(gpt, *arguments(True), devices=8, stage_schedule="circular")
-    with pytest.raises(Infeasible, match="under schedule 'circular' with equal stages of equal blocks"):
+    with pytest.raises(Infeasible, match="'circular'"):
         pase.compile(
             gpt, *arguments(True), devices=2, pipeline=2, stage_schedule="circular", mesh="1", accumulate=1
         )
-    with pytest.raises(PaseError, match="needs one loop over its layers"):
+    with pytest.raises(PaseError, match="one loop over its layers"):
         _ = pase.compile(
             gpt,
             *arguments(False),
@@ -193,5 +193,6 @@ def test_what_cannot_be_one_program_is_refused():
         ).jax
     base = planned()
     uneven = circular(base, base.pipeline.strategies[0], "once")
-    with pytest.raises(PaseError, match="runs one stage's program on all ranks"):
+    with pytest.raises(PaseError) as e:
         _ = replace(uneven, pipeline=replace(uneven.pipeline, cuts=(1, 3))).jax
+    assert e.value.where == "the circular schedule" and "(1, 3)" in e.value.what

@@ -218,7 +218,7 @@ def test_replicas_with_unequal_shares_equal_the_unsharded_step(scan=True):
     assert [len(d) for d in devices] == [4, 4] and not devices[0] & devices[1]
     *_, second = step(updated, state, batch)
     assert float(second) < float(loss)
-    with pytest.raises(PaseError, match=r"the plan is for 8 devices \(4 \+ 4\), but JAX sees 7"):
+    with pytest.raises(PaseError, match=r"8 devices \(4 \+ 4\), but JAX sees 7"):
         jp.mesh(jax.devices()[:7])
 
 
@@ -288,7 +288,7 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
     )
     jp = staged(plan, name, chunks, cuts).jax
     loss, grads = jax.value_and_grad(roundabout)(params, x)
-    with pytest.warns(UserWarning, match=r"several stages read shared: each of their ranks holds all of it"):
+    with pytest.warns(UserWarning, match="several stages read shared"):
         got, mine = jp.value_and_grad()(params, x)
     assert abs(float(got - loss)) < 1e-12
     assert worst_difference(grads, jp.gathered(mine)) < 1e-12
@@ -299,18 +299,16 @@ def test_what_stages_share_and_hand_on(name, chunks, cuts):
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (optax.lamb(1e-3), r"its '.*' at .* makes the update of each layer of 'params' depend on the others"),
-        (
-            optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(1e-3)),
-            "it draws random numbers, and of parameters",
-        ),
+        (optax.lamb(1e-3), "each layer of 'params'"),
+        (optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(1e-3)), "random numbers"),
     ],
 )
 def test_an_optimizer_that_would_give_other_numbers_in_stages_is_refused(optimizer, why):
     plan, w, x, _ = chained()
     jp = staged(plan, "1f1b", 1, (2, 2)).jax
-    with pytest.raises(PaseError, match=why):
+    with pytest.raises(PaseError) as e:
         jp.train_step(optimizer)(w, jp.init(optimizer, w), x)
+    assert why in e.value.what and "choose an optimizer" in e.value.fix
 
 
 def test_constants_in_an_optimizers_state_are_on_every_rank():
@@ -322,11 +320,13 @@ def test_constants_in_an_optimizers_state_are_on_every_rank():
 
 def test_what_it_cannot_run_is_said():
     plan, w, x, _ = chained()
-    with pytest.raises(PaseError, match="stages do not support lowering="):
+    with pytest.raises(PaseError) as e:
         plan.jax.train_step(OPTIMIZER, lowering="manual")
-    with pytest.raises(PaseError, match="the plan is for 2 devices, but JAX sees 1"):
+    assert e.value.where == "lowering='manual'"
+    with pytest.raises(PaseError, match="JAX sees 1"):
         plan.jax.mesh(jax.devices()[:1])
-    with pytest.raises(PaseError, match=r"plan\.jax\.in_shardings exists only for plans without stages"):
+    with pytest.raises(PaseError) as e:
         plan.jax.in_shardings()
-    with pytest.raises(PaseError, match="has shape"):
+    assert e.value.where == "plan.jax.in_shardings"
+    with pytest.raises(PaseError, match="shape"):
         plan.jax.device_put(w[:3], x)

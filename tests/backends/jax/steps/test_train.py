@@ -151,14 +151,15 @@ def test_scan_and_remat_survive():
 
 def test_errors_say_what_to_do():
     jp = _plan().jax
-    with pytest.raises(
-        PaseError, match=r"the plan is for 8 devices, but JAX sees 4: .*device_count=8 before JAX starts"
-    ):
+    with pytest.raises(PaseError) as e:
         jp.mesh(jax.devices()[:4])
-    wrong = PARAMS | {"up": jnp.zeros((16, 64))}
-    with pytest.raises(PaseError, match=r"'up' has shape \(16, 64\); the plan was compiled for \(16, 128\)"):
-        jp.loss(jp.mesh())(wrong, X)
-    with pytest.raises(PaseError, match=r"'0' has dtype int32; the plan was compiled for float32"):
-        jp.loss(jp.mesh())(PARAMS, X.astype(int))
-    with pytest.raises(PaseError, match=r"the plan was compiled for arguments .* got "):
+    assert "JAX sees 4" in e.value.what and "device_count=8" in e.value.fix
+    for params, x, where, found, compiled in (
+        (PARAMS | {"up": jnp.zeros((16, 64))}, X, "'up'", "(16, 64)", "(16, 128)"),
+        (PARAMS, X.astype(int), "'0'", "int32", "float32"),
+    ):
+        with pytest.raises(PaseError) as e:
+            jp.loss(jp.mesh())(params, x)
+        assert e.value.where == where and found in e.value.what and compiled in e.value.what
+    with pytest.raises(PaseError, match="PyTreeDef"):
         jp.loss(jp.mesh())(PARAMS["norm"], X)
