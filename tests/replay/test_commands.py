@@ -168,4 +168,4 @@ def test_traces_of_different_runs_are_told_apart(tmp_path: Path, command: str) -
     (folder / "rank1.json").write_text(later)
     code, _, err = run(command, folder)
     assert code == 2
-    assert "no iteration is whole on every rank" in " ".join(err.split())
+    assert "no iteration is complete on every rank" in " ".join(err.split())

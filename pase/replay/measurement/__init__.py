@@ -1,1 +1,1 @@
-"""What traces say of a run: clocks, iterations, tasks, times."""
+"""Measures a run from its traces: clocks, iterations, tasks and times."""

@@ -1,8 +1,8 @@
-"""Where each measured iteration went: compute, communication, waiting, and every idle stretch with its cause.
+"""Breaks measured iterations down into compute, communication, waiting, and idle time by cause.
 
-Nothing here is replayed: it is the trace, cut at the iterations of ``iterations``. The parts of an iteration add up to
-its length, to the nanosecond. Communication is exposed while the rank computes nothing: it is compared with kernels for
-NCCL, with XLA's ops for XLA's collectives, and with the ops of the thread for gloo.
+Nothing is replayed. The trace is divided into the iterations found by ``iterations``, and the parts of an iteration add
+up to its length, to the nanosecond. Communication is exposed while the rank computes nothing. It is compared with
+kernels for NCCL, with XLA's ops for XLA's collectives, and with the ops of the threads for gloo.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CAUSES = {
     "stream": "idle: between ops that were queued, event and stream latencies included",
     "unexplained": "idle: nothing in the trace says why the next op had not begun",
 }
-"""Every moment of an iteration has one of these causes; the first that applies, in this order."""
+"""The causes, with their descriptions. Every moment of an iteration has the first cause that applies, in this order."""
 
 _HOST, _RUNTIME, _ANNOTATION, _MEMCPY = (KINDS.index(k) for k in ("host", "runtime", "annotation", "memcpy"))
 _ALLOCATOR = re.compile(
@@ -39,12 +39,12 @@ _ALLOCATOR = re.compile(
 )
 _DATA = re.compile(r"DataLoader|enumerate\(|dataloader|next_batch|data_iter", re.IGNORECASE)
 _PLAIN_NS = 50_000
-"""A queued op that begins within this time of the one before needs no other cause."""
+"""If a queued op begins within this time of the previous one, the gap needs no other cause."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Blocked:
-    """A call that blocked its thread: which one, from where, and for how long in total."""
+    """Calls of one name and place that blocked their thread. where: the user's line or the framework's op."""
 
     name: str
     where: str
@@ -52,14 +52,14 @@ class Blocked:
     total_ns: int
     longest_ns: int
     nbytes: int
-    """Bytes of what it copies; −1 where it copies nothing, or the trace does not say."""
+    """Bytes that the longest call copies; −1 if it copies nothing or the size is not in the trace."""
     event: int
-    """The longest one."""
+    """Event index of the longest call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """One rank's steady iterations. total_ns: sum of their lengths; parts: (cause, what) → ns, which sum to it."""
+    """One rank's steady iterations. total_ns: the sum of their lengths. parts: (cause, detail) → ns, with that sum."""
 
     rank: int
     iterations: tuple[int, ...]
@@ -67,10 +67,10 @@ class Breakdown:
     parts: dict[tuple[str, str], int]
     blocked: tuple[Blocked, ...]
     communication_ns: int
-    """Collectives in all, hidden or not, overlapping ones once."""
+    """Total time in which collectives run, exposed or not. Overlapping collectives count once."""
 
     def mean_ns(self, cause: str) -> float:
-        """Mean ns per iteration."""
+        """Mean time of a cause per iteration, in ns."""
         return sum(v for (k, _), v in self.parts.items() if k == cause) / len(self.iterations)
 
     @property
@@ -79,17 +79,17 @@ class Breakdown:
 
     @property
     def idle_ns(self) -> float:
-        """Mean ns per iteration in which no device op runs."""
+        """Mean time per iteration in which no device op runs, in ns."""
         return sum(self.mean_ns(c) for c in list(CAUSES)[3:])
 
     @property
     def exposed_ns(self) -> float:
-        """Exposed communication, including waiting for other ranks in it; mean ns per iteration."""
+        """Mean exposed communication per iteration, including waiting for other ranks, in ns."""
         return self.mean_ns("communication") + self.mean_ns("rank")
 
 
 def breakdowns(m: Measured) -> list[Breakdown]:
-    """One for each rank, over the steady iterations."""
+    """Returns a breakdown of the steady iterations for each rank."""
     t, rank_of = m.timeline, m.timeline.rank_of
     last = _last_of_gang(m)
     out = []
@@ -114,7 +114,7 @@ def breakdowns(m: Measured) -> list[Breakdown]:
 
 
 def _last_of_gang(m: Measured) -> dict[int, int]:
-    """Event of a shared collective → the rank that came last."""
+    """Returns event of a shared collective → the rank that arrived last."""
     t = m.timeline
     start = t.global_start_ns()
     out = {}
@@ -125,7 +125,7 @@ def _last_of_gang(m: Measured) -> dict[int, int]:
 
 
 def union(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Sorted disjoint intervals, int64 [k, 2]."""
+    """Returns the union of intervals as sorted disjoint intervals, int64 [k, 2]."""
     keep = end > start
     start, end = start[keep], end[keep]
     if not len(start):
@@ -137,7 +137,7 @@ def union(start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _inside(at: np.ndarray, spans: np.ndarray) -> np.ndarray:
-    """Whether each time lies in one of the disjoint sorted intervals."""
+    """Returns a mask of the times that lie in one of the disjoint sorted intervals."""
     if not len(spans):
         return np.zeros(len(at), dtype=bool)
     k = np.searchsorted(spans[:, 0], at, side="right") - 1
@@ -145,7 +145,7 @@ def _inside(at: np.ndarray, spans: np.ndarray) -> np.ndarray:
 
 
 class _RankView:
-    """Events of one rank, looked up by what they are."""
+    """The events of one rank, indexed by kind."""
 
     def __init__(self, t: Timeline, rank: int, here: np.ndarray) -> None:
         self.t, self.rank = t, rank
@@ -175,7 +175,7 @@ class _RankView:
         self.loading = union(t["start_ns"][data], t.end_ns[data])
 
     def _blocks(self, call: int) -> bool:
-        """Whether a call blocks its thread until the device has done something."""
+        """Whether a call blocks its thread until the device has finished some work."""
         t = self.t
         if SYNC.search(t.names[int(t["name"][call])]):
             return True
@@ -185,7 +185,7 @@ class _RankView:
         return int(t.end_ns[op]) <= int(t.end_ns[call])
 
     def _earlier(self) -> dict[int, int]:
-        """Call → the call before it on its thread that launched something or blocked."""
+        """Returns call → the latest call before it on its thread that launched something or blocked."""
         t = self.t
         last: dict[int, int] = {}
         out: dict[int, int] = {}
@@ -201,7 +201,7 @@ class _RankView:
         return out
 
     def _computing(self, host: np.ndarray) -> np.ndarray:
-        """When the rank computes: its kernels and copies; on a machine without a device, the ops of its threads."""
+        """Returns when the rank computes: its kernels and copies or, without a device, the ops of its threads."""
         t = self.t
         if len(self.work):
             return union(t["start_ns"][self.work], t.end_ns[self.work])
@@ -229,7 +229,7 @@ class _RankView:
         last: dict[int, int],
         parts: Counter[tuple[str, str]],
     ) -> None:
-        """Add every moment of the iteration to ``parts``."""
+        """Adds every moment of the iteration to ``parts``."""
         t, low, high = self.t, span.begin_ns, span.end_ns
         comm = self.comm[(t["start_ns"][self.comm] < high) & (t.end_ns[self.comm] > low)]
         start, end = t["start_ns"][comm], t.end_ns[comm]
@@ -251,14 +251,14 @@ class _RankView:
             self._idle(a, b, parts)
 
     def _idle(self, a: int, b: int, parts: Counter[tuple[str, str]]) -> None:
-        """One stretch without any device op, by what the next op was waiting for."""
+        """Adds an interval without any device op to ``parts``, by what the next op was waiting for."""
         t = self.t
         k = int(np.searchsorted(t["start_ns"][self.device], b, side="left"))
         op = int(self.device[k]) if k < len(self.device) else -1
         call = self.call_of.get(int(t["correlation"][op]), -1) if op >= 0 else -1
-        # A launching call may itself take long: the driver loads a module or allocates memory.
+        # The launching call itself may take long, if the driver loads a module or allocates memory.
         at = 0 if call < 0 else int((t["start_ns"] if call in self.is_blocking else t.end_ns)[call])
-        # A compiled program's trace holds ops and no launches, so none can be said to have been late.
+        # The trace of a compiled program has ops but no launches, so no launch can be found to be late.
         launched = min(max(at, a), b) if call >= 0 else (b if len(self.calls) else a)
         if launched > a:
             self._not_launched(a, launched, call, parts)
@@ -271,7 +271,7 @@ class _RankView:
             parts["stream", ""] += b - launched
 
     def _not_launched(self, a: int, b: int, call: int, parts: Counter[tuple[str, str]]) -> None:
-        """The stretch before a launch, by what its thread was doing."""
+        """Adds the interval before a launch to ``parts``, by what its thread was doing."""
         t = self.t
         held = self._held_up_by(call, b)
         if held >= 0:
@@ -293,9 +293,9 @@ class _RankView:
                 parts[cause, title] += int(length[mask].sum())
 
     def _held_up_by(self, call: int, end: int) -> int:
-        """The blocking call after which ``call`` is the first to launch anything; −1 if there is none.
+        """Returns the blocking call after which ``call`` is the first launch; −1 if there is none.
 
-        If nothing more is launched (call −1): the last call before ``end``, if it blocked.
+        If nothing more is launched (``call`` is −1), returns the last call before ``end``, if it blocked.
         """
         if call < 0:
             k = int(np.searchsorted(self.t["start_ns"][self.calls], end)) - 1
@@ -305,18 +305,18 @@ class _RankView:
         return before if before in self.is_blocking else -1
 
     def _unseen(self, call: int, op: int) -> str:
-        """Why the trace does not show what a launched op waited for, if it gives a reason."""
+        """Returns why the trace does not show what a launched op waited for; empty if the reason is unknown."""
         t = self.t
         if call < 0:
             return ""
         if "GraphLaunch" in t.names[int(t["name"][call])]:
-            return "inside a CUDA graph: the trace does not hold all of its ops"
+            return "inside a CUDA graph: the trace does not contain all of its ops"
         mine = self.device[t["lane"][self.device] == t["lane"][op]]
         k = int(np.searchsorted(t["start_ns"][mine], t["start_ns"][op]))
         earlier = self.call_of.get(int(t["correlation"][mine[k - 1]]), -1) if k else -1
         low = int(t["start_ns"][earlier]) if earlier >= 0 else -(1 << 62)
         a, b = np.searchsorted(t["start_ns"][self.graphs], [low, int(t["start_ns"][call])])
-        return "behind a CUDA graph whose ops the trace does not hold" if b > a else ""
+        return "behind a CUDA graph whose ops are not in the trace" if b > a else ""
 
     def _title(self, call: int) -> str:
         t = self.t
@@ -328,7 +328,7 @@ class _RankView:
         return f"{name} ({t.names[int(t['name'][op])]}{size})"
 
     def _where(self, call: int) -> str:
-        """The user's line or the framework's op around a call, innermost first; empty if the trace has neither."""
+        """Returns the innermost framework op and user's line around a call; empty if the trace has neither."""
         t = self.t
         at, end = int(t["start_ns"][call]), int(t.end_ns[call])
         host = self.on_host[t["lane"][self.on_host] == t["lane"][call]]
@@ -342,7 +342,7 @@ class _RankView:
         return ", ".join(x for x in (op, line) if x)
 
     def blocked(self, spans: list[Iteration]) -> tuple[Blocked, ...]:
-        """Calls that blocked their thread for longer than a launch takes, largest total first."""
+        """Returns the calls that blocked their thread for longer than a launch takes, largest total time first."""
         t = self.t
         found: dict[tuple[str, str], list[int]] = {}
         steps = np.isin(t["iteration"][self.blocking], [s.number for s in spans])

@@ -1,7 +1,7 @@
-"""Bring the clocks of all ranks to one: by the ends of collectives, which all ranks see at once.
+"""Aligns the clocks of all ranks by the ends of collectives, which all ranks observe at the same time.
 
-A rank that arrives early waits inside the collective, so starts differ by milliseconds; but no rank is
-done before all data has come, and on real traces ends agree within microseconds once aligned.
+A rank that arrives early waits inside the collective, so starts differ by milliseconds. But no rank can finish before
+all data has arrived. On real traces, ends agree within microseconds after alignment.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["align", "align_ends", "collective_costs"]
 
 _MAD_TO_SIGMA = 1.4826
 _MEDIAN_LOSS = 1.2533
-"""Standard error of a median over that of a mean, for normal noise."""
+"""The ratio of the standard error of a median to that of a mean, for normal noise."""
 
 
 def align(t: Timeline, method: str = "ends") -> Timeline:
-    """The timeline with clocks that bring every rank to the clock of the lowest one.
+    """Returns the timeline with clocks that map every rank to the clock of the lowest rank.
 
-    method: "ends" (median difference of collective ends, with drift where the data show one),
-    "dpro" (the paper's optimization, see clocks_dpro) or "none".
+    method: "ends" (median difference of collective ends, plus a drift if it is significant), "dpro" (the dPRO paper's
+    optimization, see ``clocks_dpro``) or "none". Raises ValueError for any other method.
     """
     if method == "none" or len(t.ranks) < 2:
         return replace(t, clocks=tuple(Clock(rank=r) for r in t.ranks))
@@ -39,25 +39,25 @@ def align(t: Timeline, method: str = "ends") -> Timeline:
     elif method == "ends":
         clocks, more = align_ends(t, shared)
     else:
-        raise ValueError(f"no alignment method '{method}'; there are ends, dpro, none")
+        raise ValueError(f"there is no alignment method '{method}'; choose ends, dpro or none")
     return replace(t, clocks=clocks, problems=(*t.problems, *problems, *more))
 
 
 def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], list[Problem]]:
-    """Offset and drift of every rank from the ends of shared collectives.
+    """Returns the offset and drift of every rank from the ends of shared collectives, and problems.
 
-    Alternates between the common time of each collective (median over its ranks) and the offset of each
-    rank (median over its collectives), then fits drift and keeps it where it is clear of noise.
+    The fit alternates between the common time of each collective (median over its ranks) and the offset of each rank
+    (median over its collectives). Then it fits drifts, and keeps those that are significant.
     """
     ranks = list(t.ranks)
-    # Ranks known to read the clock of one machine have one offset.
+    # Ranks that are known to share a host read one clock, so they have one offset.
     units: dict[object, int] = {}
     row = {r: units.setdefault(t.hosts.get(r, r), len(units)) for r in ranks}
     pieces = _components(ranks, matches, row)
     end = t.end_ns
     pairs = [(c, row[r], int(end[e])) for c, m in enumerate(matches) for r, e in m.members.items()]
     if not pairs and len(units) > 1:
-        what = "no collective is shared by two ranks, so clocks cannot be aligned; they are taken as they are"
+        what = "no two ranks share a collective, so clocks cannot be aligned; they are used as recorded"
         return tuple(Clock(rank=r, uncertainty_ns=0.0 if r == ranks[0] else math.inf) for r in ranks), [
             Problem(where="clocks", what=what)
         ]
@@ -65,7 +65,7 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
         return tuple(Clock(rank=r) for r in ranks), []
     which = np.array([p[0] for p in pairs])
     who = np.array([p[1] for p in pairs])
-    # Differences from the first end of each rank keep float64 exact to well below a nanosecond.
+    # Subtract each rank's first end, so that float64 is exact to well below a nanosecond.
     zero = np.array(
         [min((p[2] for p in pairs if p[1] == i), default=0) for i in range(len(units))], dtype=np.int64
     )
@@ -77,13 +77,13 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
         anchor = piece[0]
         tied = anchor == ranks[0]
         if not tied:
-            what = f"ranks {piece} share no collective with rank {ranks[0]}: their offset is unknown"
+            what = f"ranks {piece} share no collective with rank {ranks[0]}, so their clock offset is unknown"
             problems.append(Problem(where="clocks", what=what))
         for r in piece:
             i, a = row[r], row[anchor]
             count = max(1, int((who == i).sum()))
             uncertainty = _MEDIAN_LOSS * math.hypot(spread[i], spread[a]) / math.sqrt(count)
-            # The anchor's own correction is taken out again, so that its clock stays as recorded.
+            # Subtract the anchor's own correction, so that its clock stays as recorded.
             delta = float(drift[i] - drift[a])
             at = int(zero[i])
             shift = float(offset[i] - offset[a] - drift[a] * (at + offset[i] - offset[a] - zero[a]))
@@ -102,17 +102,17 @@ def align_ends(t: Timeline, matches: list[Match]) -> tuple[tuple[Clock, ...], li
 def _fit(
     which: np.ndarray, who: np.ndarray, local: np.ndarray, zero: np.ndarray, n: int, m: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Offset (ns), drift, and residual spread (ns) of each rank against the common time of collectives."""
+    """Returns the offset (ns), drift and residual spread (ns) of each rank, relative to the common times."""
     drift = np.zeros(n)
     x = (local - zero[who]).astype(np.float64)
     rough = (zero - zero[0]).astype(np.float64)
     by_collective = _slices(which, m)
     by_rank = _slices(who, n)
-    # Start from chains of direct differences, so that the medians begin near the truth.
+    # Start from chains of direct differences, so that the medians start close to the solution.
     offset = -_spanning(by_collective, who, local, n)
 
     def residuals() -> np.ndarray:
-        """Common time of each pair's collective (median over its ranks) minus the rank's own, ns."""
+        """Returns the common time of each pair's collective (median over ranks) minus the rank's own time, in ns."""
         y = x * (1 + drift[who]) + rough[who] + offset[who]
         common = np.array([np.median(y[s]) if len(s) else 0.0 for s in by_collective])
         return common[which] - y
@@ -127,7 +127,7 @@ def _fit(
                 return
 
     centre(30)
-    # Drift: the rank's slope against the common time, which itself moves with every correction.
+    # A drift is the rank's slope against the common time, which changes with every correction. So iterate.
     errors = np.full(n, math.inf)
     for _ in range(60):
         left = residuals()
@@ -139,8 +139,8 @@ def _fit(
         centre(1)
         if np.abs(change).max() < 1e-9:
             break
-    # Keep only what is clear of noise. Two ranks' errors are opposite, as their common time lies between them, so that
-    # they add.
+    # Keep only significant drifts. The errors of two ranks add, because they are opposite: the common time lies between
+    # the two ranks.
     drift[np.abs(drift) < 4 * (errors + errors[0])] = 0.0
     centre(30)
     left = residuals()
@@ -157,7 +157,7 @@ def _slices(labels: np.ndarray, n: int) -> list[np.ndarray]:
 
 
 def _spanning(by_collective: list[np.ndarray], who: np.ndarray, local: np.ndarray, n: int) -> np.ndarray:
-    """First guess of each rank's clock minus the first's: medians of direct differences along a tree."""
+    """Returns an initial estimate of each clock minus the first one: medians of direct differences along a tree."""
     ahead = np.zeros(n)
     known = {0}
     samples: dict[tuple[int, int], list[int]] = {}
@@ -181,11 +181,11 @@ def _spanning(by_collective: list[np.ndarray], who: np.ndarray, local: np.ndarra
 
 
 def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Slope of y over x and its standard error.
+    """Returns the slope of y over x and its standard error, robustly against outliers.
 
-    Of the lines through pairs of points, the one that most points follow (their squared residuals, capped at
-    four times the noise between neighbours, sum to least); then least squares on the points that do. A few
-    points far off in time, which fix a drift best, are so not taken for outliers, and outliers not for drift.
+    It chooses the line through a pair of points that minimizes the sum of squared residuals, each capped at four times
+    the noise between neighbours. Then it fits the points close to that line by least squares. So a few points that are
+    far away in time, which determine a drift best, are not treated as outliers, and outliers do not look like drift.
     """
     n = len(x)
     if n < 8 or x.max() - x.min() <= 0:
@@ -211,7 +211,7 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def _components(ranks: list[int], matches: list[Match], unit: dict[int, int]) -> list[list[int]]:
-    """Ranks tied by shared collectives or one clock, each list sorted, the lowest rank's first."""
+    """Returns the sets of ranks connected by shared collectives or a common clock, sorted."""
     tied: nx.Graph[int] = nx.Graph()
     tied.add_nodes_from(ranks)
     for m in matches:
@@ -222,9 +222,11 @@ def _components(ranks: list[int], matches: list[Match], unit: dict[int, int]) ->
 
 
 def collective_costs(t: Timeline, matches: list[Match]) -> list[dict[str, float]]:
-    """For every collective (ns, on the common clock): work = end − latest start, and the wait of its ranks.
+    """Returns the work, wait and end spread of every collective, in ns on the common clock.
 
-    A collective that only one rank recorded has its whole duration as work: the wait is not visible.
+    work_ns: the last end minus the latest start. wait_ns: the mean wait of its ranks for the latest start.
+    end_spread_ns: the difference between the last and the first end. If only one rank recorded a collective, the wait
+    is not visible, and the whole duration counts as work.
     """
     start, end = t.to_global(t["start_ns"]), t.to_global(t.end_ns)
     out = []

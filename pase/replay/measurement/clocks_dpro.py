@@ -1,9 +1,9 @@
-"""dPRO's clock alignment as an optimization over offsets (section 4.2 of the paper).
+"""Clock alignment as in dPRO: an optimization over clock offsets (section 4.2 of the paper).
 
-min a1·O1 + a2·O2 subject to: no rank receives before the sender sends. O1 is the variance, within a family
-(one collective of the program, over its iterations), of the time from the latest aligned start to the end;
-O2 the variance of offsets on one machine. O1 is flat where one rank is always the last to arrive, so the
-optimum is a set, and the centre of the feasible box breaks the tie; prefer clocks.align_ends.
+It minimizes a1·O1 + a2·O2, subject to the constraint that no rank receives before the sender sends. O1 is the variance,
+within a family (one collective of the program over its iterations), of the time from the latest aligned start to the
+end. O2 is the variance of the offsets on one machine. If one rank is always the last to arrive, O1 is flat and the
+optimum is not unique; the center of the feasible box is then used. ``clocks.align_ends`` is usually better.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["align_dpro"]
 def align_dpro(
     t: Timeline, matches: list[Match], a1: float = 1.0, a2: float = 1.0
 ) -> tuple[tuple[Clock, ...], list[Problem]]:
-    """Offsets by the paper's objective; uncertainty is half the feasible interval of each offset."""
+    """Returns clocks by the paper's objective, and problems. The uncertainty is half an offset's feasible interval."""
     from scipy.optimize import linprog, minimize
 
     ranks = list(t.ranks)
@@ -30,7 +30,7 @@ def align_dpro(
     n = len(ranks)
     if not matches or n < 2:
         return tuple(Clock(rank=r, uncertainty_ns=math.inf if r != ranks[0] else 0.0) for r in ranks), []
-    # Ordering: what rank i sends into a collective at its start has come to rank j before j's end.
+    # Order constraint: the data that rank i sends when it starts a collective arrives at rank j before j's end.
     bound = np.full((n, n), np.inf)
     start, end = t["start_ns"], t.end_ns
     zero = np.array([int(start[t.rank_of == r].min()) for r in ranks], dtype=np.int64)
@@ -41,7 +41,7 @@ def align_dpro(
                     i, j = row[r], row[s]
                     bound[i, j] = min(bound[i, j], float(end[b] - zero[j]) - float(start[a] - zero[i]))
     pairs = [(i, j) for i in range(n) for j in range(n) if np.isfinite(bound[i, j])]
-    # With φ = θ + zero: φ_i − φ_j ≤ bound. One slack s keeps it solvable when clocks drift.
+    # With φ = θ + zero, the constraint is φ_i − φ_j ≤ bound. A slack s keeps it feasible if clocks drift.
     rows = np.zeros((len(pairs), n + 1))
     limit = np.array([bound[p] for p in pairs])
     for k, (i, j) in enumerate(pairs):
@@ -89,7 +89,7 @@ def align_dpro(
     inside = bool(np.all(room(found.x) > -1e-3))
     best = found.x if inside and objective(found.x) <= objective(begin) else begin
     theta = np.r_[0.0, best * scale] - (zero - zero[0])
-    # Half the interval that ordering leaves, directly against rank 0.
+    # The uncertainty is half the interval that the order constraints with rank 0 leave.
     half = [0.0] + [0.5 * float(bound[i, 0] + bound[0, i]) for i in range(1, n)]
     clocks = tuple(
         Clock(rank=r, offset_ns=float(theta[i]), uncertainty_ns=max(0.0, half[i]), reference_ns=int(zero[i]))
@@ -101,7 +101,7 @@ def align_dpro(
 def _families(
     t: Timeline, matches: list[Match], row: dict[int, int], zero: np.ndarray
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(starts, ends, present) [occurrences, ranks] of each collective of the program over its iterations."""
+    """Returns (starts, ends, present), each [occurrences, ranks], for each collective of the program."""
     order: dict[tuple[int, int, int], int] = {}
     families: dict[tuple[int, int, int, int], list[Match]] = {}
     for m in matches:
@@ -120,7 +120,7 @@ def _families(
                 i = row[r]
                 starts[c, i], ends[c, i] = t["start_ns"][e] - zero[i], t.end_ns[e] - zero[i]
                 who[c, i] = True
-        # Ranks that miss an occurrence would count with fewer samples; the family keeps the complete ones.
+        # Keep only occurrences that all ranks have, so that each rank has the same number of samples.
         full = who.all(axis=1)
         if full.sum() >= 2:
             out.append((starts[full], ends[full], who[full]))

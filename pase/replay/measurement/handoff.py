@@ -1,4 +1,5 @@
-"""Threads of one rank that start and await each other, as PyTorch's main and autograd threads do."""
+"""Finds hand-offs between threads of one rank that start and await each other, such as PyTorch's main and autograd
+threads."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ __all__ = ["add_handoffs", "main_lane"]
 HOST, ANNOTATION = KINDS.index("host"), KINDS.index("annotation")
 _E = {k: i for i, k in enumerate(EDGES)}
 _IDLE_NS = 200_000
-"""A thread without any event for this long may be waiting for another thread."""
+"""A thread that has no event for this long may be waiting for another thread."""
 _OVERHANG = 0.1
-"""How much longer than the gap, as a part of it, the other thread may work."""
+"""The fraction of the gap by which the other thread may continue to work after the gap."""
 
 
 def main_lane(t: Timeline, mark: Mark) -> int:
-    """The thread that the step is marked on, −1 where the mark is not an annotation."""
+    """Returns the thread on which the step is marked; −1 if the mark is not an annotation."""
     found = (t["start_ns"] == mark.start_ns) & (t["kind"] == ANNOTATION)
     lanes = [int(x) for x in t["lane"][found] if t.lanes[int(x)].rank == mark.rank]
     return lanes[0] if lanes else -1
@@ -33,17 +34,22 @@ def add_handoffs(
     work_task: dict[int, int],
     mark: Mark,
 ) -> None:
-    """Where a thread idles while another works from start to end of the gap, it started and awaited that work."""
+    """Adds the hand-offs between threads to the program.
+
+    If a thread idles while another one works from the start to the end of the gap, the first started and awaited that
+    work.
+    """
     s0 = mark.start_ns
     main = main_lane(t, mark)
     if main < 0 and threads:
         main = min(threads, key=lambda x: int(x.busy[0, 0])).lane
     started_by: dict[int, set[int]] = {x.lane: {x.lane} for x in threads}
     for a in threads:
-        # Seen from the thread that starts the others; seen from them, the same alternation would close a circle.
+        # A hand-off goes from the thread that starts the work. Seen from the other thread, the same alternation would
+        # look like a hand-off, too, and make a cycle. ``started_by`` excludes it.
         begins = np.r_[mark.start_ns, t.end_ns[a.calls]] if len(a.calls) else np.zeros(0, np.int64)
         for k, c in enumerate([*a.calls.tolist(), -1]):
-            # The idle stretch before call c (or after the last call).
+            # The gap is before call c, or after the last call.
             low = int(begins[k])
             high = int(t["start_ns"][c]) if c >= 0 else int(max(low, mark.end_ns))
             gap = _longest_gap(a.busy, low, high)
@@ -57,7 +63,7 @@ def add_handoffs(
                     continue
                 spans = b.busy[(b.busy[:, 1] > gap[0]) & (b.busy[:, 0] < gap[1])]
                 first, last = int(spans[0, 0]), int(spans[-1, 1])
-                # A thread that has answered may have things of its own left to do.
+                # The other thread may continue with other work after it has handed back.
                 if last - gap[1] <= _OVERHANG * (gap[1] - gap[0]):
                     last = min(last, int(gap[1]))
                 covered = int(np.minimum(spans[:, 1], gap[1]).sum() - np.maximum(spans[:, 0], gap[0]).sum())
@@ -78,7 +84,7 @@ def add_handoffs(
                 p.edge(before, after, "program")
                 head, final = work_task[int(inside[0])], call_task[int(inside[-1])]
                 p.start[head] = first - s0
-                # Work of the other thread after its last call in the gap is its own; the gap ends with it.
+                # The gap ends when the other thread has finished its work after its last call in the gap.
                 ending = p.task(
                     ("hand back", *p.keys[final]),
                     (b.label, "thread"),
@@ -97,8 +103,8 @@ def add_handoffs(
 
 
 def _put_behind(p: RankProgram, final: int, ending: int) -> None:
-    """The task that hands back goes behind the thread's last call in the gap; what followed that on its own thread now
-    follows the task that hands back."""
+    """Inserts the task that hands back after the thread's last call in the gap. The tasks that followed that call on
+    its thread now follow the inserted task."""
     for (x, y), kind in list(p.edges.items()):
         if x == final and kind == _E["program"]:
             del p.edges[(x, y)]
@@ -113,7 +119,7 @@ def _tail(p: RankProgram, a: Thread) -> int:
 
 
 def _longest_gap(busy: np.ndarray, low: int, high: int) -> tuple[int, int] | None:
-    """The longest idle stretch of a thread within [low, high), None where it is short."""
+    """Returns the longest idle interval of a thread within [low, high); None if it is shorter than _IDLE_NS."""
     if high - low < _IDLE_NS:
         return None
     inside = busy[(busy[:, 1] > low) & (busy[:, 0] < high)]

@@ -1,8 +1,8 @@
-"""How long each iteration took, measured on the device, and which iterations are measurements at all.
+"""Measures the length of each iteration on the device, and decides which iterations are valid measurements.
 
-An iteration ends when the device has done all that the step launched (found by correlation, not by when it ran), and
-the thread that the step is marked on is through with it. It begins where the iteration before ended. So a CPU that
-runs ahead of its device changes nothing, and iterations that follow each other add up to the time that passed.
+An iteration ends when the device has finished everything that the step launched (found by correlation ids, not by
+time), and the thread on which the step is marked has finished the step. It begins where the previous iteration ended.
+So it does not matter whether the CPU runs ahead of its device, and consecutive iterations add up to the elapsed time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ __all__ = ["LONGER", "Iteration", "iterations", "warm_up"]
 
 _ANNOTATION, _RUNTIME = KINDS.index("annotation"), KINDS.index("runtime")
 _STEADY, _OTHER = 1.05, 1.25
-"""Longer than this times the median of the shorter two thirds, and past their noise, one of the first iterations is
-warm-up; a later one did something else, a checkpoint or an evaluation."""
+"""Limits on the length of an iteration, relative to the median of the shorter two thirds. Beyond the first limit (and
+their noise), an iteration at the beginning is warm-up. Beyond the second one, a later iteration did something else,
+such as a checkpoint or an evaluation."""
 LONGER = "longer than the others"
-"""Why an iteration is left out that is measured well."""
+"""The reason why an iteration is left out although its length is a valid measurement."""
 _SAME_OPS = 0.02
-"""Iterations whose numbers of device ops differ by more than this run different programs."""
+"""Iterations whose numbers of device ops differ by more than this fraction run different programs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +36,11 @@ class Iteration:
     begin_ns: int
     end_ns: int
     ops: int
-    """Device ops that it launched."""
+    """The number of device ops that it launched."""
     why_not: str = ""
-    """Why its length is no measurement; empty where it is one."""
+    """Why its length is not a valid measurement; empty if it is."""
     partial: bool = False
-    """The trace does not hold all of it, or not in order."""
+    """Whether the trace has only a part of it, or has it out of order."""
 
     @property
     def length_ns(self) -> float:
@@ -47,7 +48,7 @@ class Iteration:
 
 
 def iterations(t: Timeline) -> dict[tuple[int, int], Iteration]:
-    """(rank, number) → iteration, for every mark with device ops. Of marks with one number the first counts."""
+    """Returns (rank, number) → iteration, for every mark with device ops. If marks share a number, the first counts."""
     gpu = np.flatnonzero(on_stream(t["kind"]) & (t["iteration"] >= 0))
     rank = t.rank_of
     on_thread = set(
@@ -96,15 +97,15 @@ def _of_rank(
         if before is not None and before[0] == m.iteration - 1:
             begin = before[1]
         elif threaded and done > m.end_ns + _SAME_OPS * (m.end_ns - m.start_ns):
-            why = "the device runs behind its step and nothing shows where the iteration before ended"
+            why = "the device runs behind its step and nothing shows where the previous iteration ended"
         elif not threaded:
-            why = "nothing shows where the iteration before ended"
+            why = "nothing shows where the previous iteration ended"
         if not m.complete:
-            why = "the trace does not hold all of it"
+            why = "the trace does not contain all of it"
         elif lost[m.iteration] > allowed:
             why = f"{lost[m.iteration]} of its launches have no device op in the trace"
         elif end <= begin:
-            why = "it ends before the iteration before it does"
+            why = "it ends before the previous iteration does"
         before = (m.iteration, end)
         partial = not m.complete or end <= begin or lost[m.iteration] > allowed
         out[rank, m.iteration] = Iteration(
@@ -119,7 +120,8 @@ def _of_rank(
 
 
 def _launches_without_op(t: Timeline, rank: int) -> Counter[int]:
-    """Iteration → calls that launch something, by their names elsewhere in the trace, without any device op."""
+    """Returns iteration → number of launching calls without a device op. A call is recognized as launching if a call of
+    the same name launches something elsewhere in the trace."""
     gpu = on_stream(t["kind"]) & (t.rank_of == rank)
     calls = np.flatnonzero((t["kind"] == _RUNTIME) & (t.rank_of == rank) & (t["correlation"] >= 0))
     launched = np.isin(t["correlation"][calls], t["correlation"][gpu])
@@ -130,11 +132,12 @@ def _launches_without_op(t: Timeline, rank: int) -> Counter[int]:
 
 
 def warm_up(of: dict[tuple[int, int], Iteration]) -> dict[int, str]:
-    """Iteration → why it does not measure the steady run, for iterations that every rank has; worst reason first.
+    """Returns iteration → why it does not measure the steady run, for iterations that every rank has.
 
-    Reasons come from the data alone: its beginning or end is not in the trace, it runs other device ops than most,
-    or it is longer than most: by more than noise among the first ones, by a quarter later, where an iteration that is
-    only somewhat longer is what the run is like. Where no iteration would be left, lengths count as they are.
+    An iteration is left out if its beginning or end is not in the trace, if it runs different device ops from most
+    others, or if it is longer than most others. At the beginning of the run, longer means by more than noise. Later it
+    means by a quarter, because a steady run also has iterations that are somewhat longer. If no iteration would be
+    left, only those without a positive length are left out.
     """
     ranks = {r for r, _ in of}
     have = Counter(i for _, i in of)

@@ -1,4 +1,4 @@
-"""Which events of different ranks are one collective."""
+"""Matches the events of different ranks that belong to one collective."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["Match", "match_collectives"]
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """One collective: the event index of each rank that left a trace of it."""
+    """One collective: the event of each rank that recorded it."""
 
     key: tuple[object, ...]
-    """Which collective of an iteration it is, the same in every iteration."""
+    """Identifies the collective within an iteration; the same in every iteration."""
     group: int
     iteration: int
     members: dict[int, int]
@@ -24,11 +24,11 @@ class Match:
 
 
 def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
-    """Collectives of the whole timeline, matched by iteration, group, operation and order.
+    """Returns the collectives of the whole timeline, matched by iteration, group, operation and order, and problems.
 
-    Within an iteration the k-th collective of a kind on a group is the same on all ranks (NCCL and XLA
-    demand it); where the op has a name (XLA), its k-th occurrence is. An iteration in which the ranks
-    disagree on the count is left unmatched for that group, and reported: better no pair than a wrong one.
+    Within an iteration, the k-th collective of a kind on a group is the same one on all ranks; NCCL and XLA require
+    this. If ops have names (XLA), the k-th occurrence of a name is the same one. If the ranks of a group have different
+    numbers of collectives in an iteration, these stay unmatched and are reported, because a wrong match would be worse.
     """
     events = np.flatnonzero(t["kind"] == COLLECTIVE)
     events = events[np.argsort(t["start_ns"][events], kind="stable")]
@@ -56,6 +56,6 @@ def match_collectives(t: Timeline) -> tuple[list[Match], list[Problem]]:
     out.sort(key=lambda m: int(t["start_ns"][next(iter(m.members.values()))]))
     problems = []
     if uneven:
-        what = f"{uneven} kinds of collectives stand unequally often in the ranks' iterations; left unmatched"
+        what = f"for {uneven} kinds of collectives, the ranks' numbers per iteration differ; they are left unmatched"
         problems.append(Problem(where="collectives", what=what))
     return out, problems

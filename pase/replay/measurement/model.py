@@ -1,4 +1,4 @@
-"""From measured iterations to a graph that predicts one: durations and lags as medians, by task."""
+"""Estimates the task graph of one iteration from measured iterations: durations and lags are medians for each task."""
 
 from __future__ import annotations
 
@@ -23,50 +23,52 @@ __all__ = ["Measured", "OwnTimes", "estimate", "measure", "own_times"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measured:
-    """A timeline taken apart: programs by (rank, iteration), and which collectives are shared."""
+    """An analysed timeline: programs by (rank, iteration), and the collectives that ranks share."""
 
     timeline: Timeline
     programs: dict[tuple[int, int], RankProgram]
     matches: list[Match]
     gang_of_event: dict[int, tuple[object, ...]]
-    """Event → key of the collective that at least two traced ranks share."""
+    """Event → key of its collective, if at least two traced ranks share it."""
     wait_ns: dict[int, float]
-    """Shared collective's event → how long its rank waited for the latest one."""
+    """Event of a shared collective → how long its rank waited for the latest rank."""
     iteration_of: dict[tuple[int, int], Iteration]
-    """(rank, number) → when that iteration began and ended, and whether its length is a measurement."""
+    """(rank, number) → that iteration's begin and end, and whether its length is a valid measurement."""
     start_ns: dict[tuple[int, int], float]
     """(rank, iteration) → start of its step on the common clock."""
 
     @cached_property
     def measured_ns(self) -> dict[tuple[int, int], float]:
-        """(rank, iteration) → measured length."""
+        """(rank, iteration) → measured length in ns."""
         return {k: x.length_ns for k, x in self.iteration_of.items()}
 
     @cached_property
     def left_out(self) -> dict[int, str]:
-        """Iteration → why it is no measurement of the steady run."""
+        """Iteration → why it does not measure the steady run."""
         return warm_up(self.iteration_of)
 
     def iterations(self) -> list[int]:
-        """Iterations that every rank has, in order."""
+        """Returns the iterations that every rank has, in order."""
         ranks = {r for r, _ in self.programs}
         count = Counter(i for _, i in self.programs)
         return sorted(i for i, n in count.items() if n == len(ranks))
 
     def steady(self) -> list[int]:
-        """Iterations that are measurements of the steady run: without warm-up, checkpoints, compiling, cut ones."""
+        """Returns the iterations that measure the steady run: no warm-up, checkpoints, compilation or cut ones."""
         return [i for i in self.iterations() if i not in self.left_out]
 
     def whole(self) -> list[int]:
-        """Iterations from the first steady one on that are measured well, also those that took much longer: what chance
-        makes of a step is in them."""
+        """Returns all well-measured iterations from the first steady one on, including much longer ones.
+
+        They show the random variation of the step time.
+        """
         first = min(self.steady(), default=0)
         late = [i for i, why in self.left_out.items() if why.endswith(LONGER) and i > first]
         return sorted([*self.steady(), *late])
 
 
 def measure(t: Timeline) -> Measured:
-    """Take an aligned timeline apart. PaseError where no rank has a whole iteration with device ops."""
+    """Analyses an aligned timeline. Raises PaseError if no rank has a whole iteration with device ops."""
     matches, _ = match_collectives(t)
     shared = [m for m in matches if len(m.members) > 1]
     wait, gang = _waits(t, shared)
@@ -80,7 +82,7 @@ def measure(t: Timeline) -> Measured:
         programs[at] = extract(t, mark, programs.get((mark.rank, mark.iteration - 1)))
         begins[at] = float(t.clock(mark.rank).to_global(np.array([mark.start_ns]))[0])
     if not programs:
-        raise PaseError(f"{_nothing(t)}, so there is nothing to replay")
+        raise _nothing(t)
     return Measured(
         timeline=t,
         programs=programs,
@@ -92,18 +94,22 @@ def measure(t: Timeline) -> Measured:
     )
 
 
-def _nothing(t: Timeline) -> str:
-    """Why no iteration can be taken apart, and what to record instead."""
+def _nothing(t: Timeline) -> PaseError:
+    """Returns the error for a timeline without a usable iteration."""
     if not on_stream(t["kind"]).any():
-        return (
-            "no op of a device is in the trace; record the device too (torch.profiler: the activity of your device "
-            "beside ProfilerActivity.CPU, for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)"
+        return PaseError(
+            "the trace has no device op, so there is nothing to replay",
+            fix="record the device too (torch.profiler: in addition to ProfilerActivity.CPU, the activity of your "
+            "device, for example CUDA, XPU or MTIA; a run on CPUs needs its collectives)",
         )
-    return "no rank has a whole iteration with device ops; record from before a step to after it"
+    return PaseError(
+        "no rank has a complete iteration with device ops, so there is nothing to replay",
+        fix="record from before a step to after it",
+    )
 
 
 def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int, tuple[object, ...]]]:
-    """Of the events of shared collectives: how long each waited for the latest member, and which collective it is."""
+    """Returns how long each event of a shared collective waited for the latest member, and its collective's key."""
     start, end = t.to_global(t["start_ns"]), t.to_global(t.end_ns)
     wait: dict[int, float] = {}
     gang: dict[int, tuple[object, ...]] = {}
@@ -112,17 +118,19 @@ def _waits(t: Timeline, shared: list[Match]) -> tuple[dict[int, float], dict[int
         latest = max(float(start[e]) for e in events)
         for e in events:
             gang[e] = m.key
-            # A member cannot begin to work before the latest has come, nor after its own end.
+            # A member begins its own work after the latest member has arrived, but before its own end.
             wait[e] = min(latest, float(end[e])) - float(start[e])
     return wait, gang
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnTimes:
-    """The graph of one iteration, and what its tasks took in each of the iterations that it was made from.
+    """The graph of one iteration, and the times of its tasks in each of the iterations from which it was made.
 
-    own_ns: float64 [iterations, tasks], in the order in which they were given; the median where an iteration lacks the
-    task. own_lag_ns: float64 [iterations, edges], likewise; plain_lag_ns: without delays of an unseen cause.
+    own_ns: durations, float64 [iterations, tasks], in the order in which the iterations were given. If an iteration
+    lacks a task, it has the median.
+    own_lag_ns: lags, float64 [iterations, edges], likewise.
+    plain_lag_ns: the same without delays whose cause is not in the trace.
     """
 
     graph: DataflowGraph
@@ -132,16 +140,16 @@ class OwnTimes:
 
 
 def estimate(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> DataflowGraph:
-    """The graph of one iteration, with times from the given iterations (medians by task) and no others.
+    """Returns the graph of one iteration. Its times are medians over the given iterations only, for each task.
 
-    The structure is that of the given iteration with the most common set of tasks. PaseError where an
-    iteration is missing on a rank.
+    The structure is that of a given iteration that has the most common set of tasks. Raises PaseError if a rank has
+    none of the iterations.
     """
     return own_times(m, iterations, ranks).graph
 
 
 def own_times(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | None = None) -> OwnTimes:
-    """As ``estimate``, with each iteration's own times."""
+    """Returns the graph as ``estimate`` does, with each iteration's own times."""
     chosen = list(iterations)
     if not chosen:
         have: dict[int, list[int]] = {}
@@ -149,8 +157,8 @@ def own_times(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | Non
             have.setdefault(r, []).append(i)
         listed = "; ".join(f"rank {r}: {v[:6]}" for r, v in list(have.items())[:4])
         raise PaseError(
-            f"no iteration is whole on every rank; the ranks have {listed}. Where these are traces of different "
-            "runs, give one run's folder, or one file"
+            f"no iteration is complete on every rank; the ranks have {listed}",
+            fix="if these are traces of different runs, give one run's folder, or one file",
         )
     ranks = sorted({r for r, _ in m.programs}) if ranks is None else sorted(ranks)
     parts = [rank_times(m.programs, m.wait_ns, m.measured_ns, r, chosen) for r in ranks]
@@ -168,7 +176,7 @@ def own_times(m: Measured, iterations: Iterable[int], ranks: Iterable[int] | Non
 
 
 def _own(numbers: tuple[int, ...], own: np.ndarray, usual: np.ndarray, chosen: list[int]) -> np.ndarray:
-    """A rank's own values in each of the chosen iterations. own: [numbers, values], NaN where unknown."""
+    """Returns a rank's own values in each chosen iteration, or ``usual``. own: [numbers, values], NaN if unknown."""
     row = {i: k for k, i in enumerate(numbers)}
     known = np.array([own[row[i]] if i in row else usual for i in chosen])
     return np.where(np.isfinite(known), known, usual)
@@ -211,10 +219,10 @@ def _join(m: Measured, parts: list[RankTimes], chosen: list[int], ranks: list[in
 
 
 class _JoinedRanks:
-    """The ranks' tasks in one numbering.
+    """The tasks of all ranks under a common numbering.
 
-    tasks: of each rank its gangs, names, kinds, devices, events and release times. edges: of each its sources, targets,
-    lags, kinds and which are carried over.
+    tasks: for each rank, its gangs, names, kinds, devices, events and release times.
+    edges: for each rank, their sources, destinations, lags, kinds and whether they are carried over.
     """
 
     def __init__(self, m: Measured, parts: list[RankTimes]) -> None:
@@ -232,7 +240,7 @@ class _JoinedRanks:
         self.edges: list[tuple[np.ndarray, ...]] = []
 
     def add(self, r: int, p: RankTimes, skew: float) -> None:
-        """A rank's tasks. skew: how much later than the earliest it begins."""
+        """Adds a rank's tasks. skew: how much later than the earliest rank it begins, in ns."""
         own, base = p.template, len(self.keys)
         local: dict[tuple[str, str], int] = {}
         for d in own.device:
@@ -264,7 +272,7 @@ class _JoinedRanks:
 
 
 def _ways(t: Timeline, event: np.ndarray, gang: np.ndarray) -> np.ndarray:
-    """Ranks that each collective joins: as its group says, else as many as the trace shows; 0 where neither does."""
+    """Returns each collective's number of ranks: from its group, or the traced ranks that share it; 0 if unknown."""
     stated = np.array([len(g.ranks) for g in t.groups] + [0], dtype=np.int32)
     seen = np.append(np.bincount(gang[gang >= 0]), 0)[gang]
     group = np.where((event >= 0) & (t["kind"][event] == COLLECTIVE), t["group"][event], -1)
@@ -272,7 +280,7 @@ def _ways(t: Timeline, event: np.ndarray, gang: np.ndarray) -> np.ndarray:
 
 
 def _skews(m: Measured, chosen: list[int], ranks: list[int]) -> dict[int, float]:
-    """How much later than the earliest each rank begins the iteration, median over the chosen ones."""
+    """Returns how much later than the earliest rank each rank begins an iteration; median over the chosen ones."""
     tied = [r for r in ranks if math.isfinite(m.timeline.clock(r).uncertainty_ns)]
     late: dict[int, list[float]] = {r: [] for r in ranks}
     for i in chosen:

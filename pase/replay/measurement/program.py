@@ -1,8 +1,8 @@
-"""One iteration of one rank as tasks with edges, from its events: launching threads, streams, waits, hand-offs.
+"""Extracts one iteration of one rank as tasks with edges: launching threads, streams, waits and hand-offs.
 
-A CPU thread becomes a chain of tasks: the work between two driver calls, the call, the next work …; calls that
-neither launch nor wait (queries, polls) are part of the work. A blocked call becomes its wait (an edge from
-what it waits for) and its own work.
+A CPU thread becomes a chain of tasks that alternates between the work between two driver calls and a call. Calls that
+neither launch nor wait (queries, polls) are part of the work. A blocked call becomes a wait (an edge from the task it
+waits for) and the call's own work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUNTIME = KINDS.index("runtime")
 
 
 def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankProgram:
-    """The program of one rank and iteration. before: that of the iteration before, on whose ops this one may wait."""
+    """Returns the program of one rank and iteration. before: the previous iteration's, whose ops it may wait for."""
     p = RankProgram(rank=mark.rank, iteration=mark.iteration, zero_ns=mark.start_ns)
     here = np.flatnonzero((t.rank_of == mark.rank) & (t["iteration"] == mark.iteration))
     kind = t["kind"][here]
@@ -44,7 +44,7 @@ def extract(t: Timeline, mark: Mark, before: RankProgram | None = None) -> RankP
 
 
 def _launched(t: Timeline, ops: np.ndarray) -> dict[int, list[int]]:
-    """Correlation id → what that call launched, in time order: one op, or all ops of a CUDA graph."""
+    """Returns correlation id → the ops that the call launched, in order of time: one op, or all of a CUDA graph."""
     out: dict[int, list[int]] = {}
     for i, c in enumerate(t["correlation"][ops].tolist()):
         if c >= 0:
@@ -80,13 +80,13 @@ def _threads(t: Timeline, here: np.ndarray, calls: np.ndarray, of_op: dict[int, 
         events = active[t["lane"][active] == lane]
         busy = _merge(t["start_ns"][events], t.end_ns[events])
         out.append(Thread(lane=lane, label="", calls=mine, busy=busy))
-    # Thread numbers differ between runs and ranks: name them by their share of calls, most first.
+    # Thread ids differ between runs and ranks, so name threads by their number of calls, most first.
     out.sort(key=lambda x: (-len(x.calls), int(t["start_ns"][x.calls[0]])))
     return [Thread(lane=x.lane, label=f"thread {i}", calls=x.calls, busy=x.busy) for i, x in enumerate(out)]
 
 
 def _merge(start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Union of intervals, sorted, [k, 2]."""
+    """Returns the union of intervals, sorted, int64 [k, 2]."""
     if not len(start):
         return np.zeros((0, 2), dtype=np.int64)
     order = np.argsort(start, kind="stable")
@@ -104,7 +104,8 @@ def _host_tasks(
     of_op: dict[int, list[int]],
     ops: np.ndarray,
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Work and call tasks in a chain; call event → call task, and → the work task before it."""
+    """Adds each thread's chain of work and call tasks. Returns call event → call task, and call event → the work task
+    before it."""
     call_task: dict[int, int] = {}
     work_task: dict[int, int] = {}
     main = main_lane(t, mark)

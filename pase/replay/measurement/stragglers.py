@@ -1,4 +1,4 @@
-"""Which ranks others wait for, in each iteration, and whether their device or their host made them late."""
+"""Finds the ranks that others wait for in each iteration, and whether their device or their host made them late."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ __all__ = ["Straggler", "stragglers"]
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """One rank in one iteration. Times in ns; those of the host and the device are against the median rank."""
+    """One late rank in one iteration. Times are in ns; those of host and device are relative to the median rank."""
 
     rank: int
     iteration: int
     caused_ns: float
-    """What the other rank that waited longest waited for this one in all."""
+    """The total wait for this rank, of the rank that waited longest."""
     last: int
-    """Collectives to which it came last."""
+    """The number of collectives at which it arrived last."""
     of: int
-    """Collectives that ranks of the trace share."""
+    """The number of collectives that traced ranks share."""
     device_ns: float
     """How much longer its device computed."""
     host_ns: float
-    """How much longer its launching threads were at work."""
+    """How much longer its launching threads worked."""
 
     @property
     def where(self) -> str:
-        """ "device", "host" or "start": what made it late."""
+        """The cause of its lateness: "device", "host" or "start"."""
         if max(self.device_ns, self.host_ns) < 0.25 * self.caused_ns:
             return "start"
         return "device" if self.device_ns >= self.host_ns else "host"
 
 
 def stragglers(m: Measured, iterations: list[int]) -> list[Straggler]:
-    """Every rank and iteration in which others waited for it; empty where the traces share no collective."""
+    """Returns every rank and iteration in which others waited for it; empty if the traces share no collective."""
     t = m.timeline
     start = t.global_start_ns()
     caused: defaultdict[tuple[int, int], defaultdict[int, float]] = defaultdict(lambda: defaultdict(float))
@@ -74,7 +74,7 @@ def stragglers(m: Measured, iterations: list[int]) -> list[Straggler]:
 def _work(
     m: Measured, iterations: list[int]
 ) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], float]]:
-    """(rank, iteration) → time of the device's compute, and of the host's own work (waits left out)."""
+    """Returns (rank, iteration) → compute time of the device, and the same for the host's work without waits."""
     device: dict[tuple[int, int], float] = {}
     host: dict[tuple[int, int], float] = {}
     for (rank, i), p in m.programs.items():

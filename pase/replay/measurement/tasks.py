@@ -1,4 +1,4 @@
-"""The tasks of one iteration of one rank, with their edges: what ``program`` extracts and ``model`` measures."""
+"""The tasks of one iteration of one rank, with their edges. ``program`` extracts them and ``model`` measures them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _E = {k: i for i, k in enumerate(EDGES)}
 
 @dataclass(kw_only=True)
 class RankProgram:
-    """Tasks of one rank and iteration. Times in ns relative to the iteration's start on the rank's clock."""
+    """Tasks of one rank and iteration. Times are in ns, relative to the iteration's start on the rank's clock."""
 
     rank: int
     iteration: int
@@ -28,16 +28,16 @@ class RankProgram:
     event: list[int] = field(default_factory=list)
     edges: dict[tuple[int, int], int] = field(default_factory=dict)
     blocked: dict[int, int] = field(default_factory=dict)
-    """Call task → when what it waited for had ended, in this iteration."""
+    """Call task → the time, in this iteration, at which the task that it waited for ended."""
     root: int = -1
     tail: int = -1
     _taken: set[tuple[object, ...]] = field(default_factory=set)
     busy_until: dict[str, int] = field(default_factory=dict)
-    """Stream → when the previous iteration's last op on it ended, where that is after this one's start."""
+    """Stream → when the previous iteration's last op on it ended, if that is after this one's start."""
     zero_ns: int = 0
     """The iteration's start on the rank's clock."""
     carried: dict[tuple[tuple[object, ...], int], int] = field(default_factory=dict)
-    """(key of a task of the iteration before, task) → kind of the edge between them."""
+    """(key of a task of the previous iteration, task) → kind of the edge between them."""
 
     def task(
         self,
@@ -71,6 +71,6 @@ class Thread:
     lane: int
     label: str
     calls: np.ndarray
-    """Events of relevant calls, in time order."""
+    """Events of the relevant calls, in order of time."""
     busy: np.ndarray
-    """Merged intervals of activity, int64 [k, 2]."""
+    """Disjoint intervals of activity, int64 [k, 2]."""

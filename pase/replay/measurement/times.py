@@ -1,4 +1,4 @@
-"""How long tasks and the lags between them take: medians over iterations, by task, never of a mixed pair."""
+"""Estimates the durations of tasks and the lags between them, as medians over iterations of the same program."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["UNSEEN_NS", "Edges", "RankTimes", "rank_times"]
 _E = {k: i for i, k in enumerate(EDGES)}
 _INTO_OP = (_E["launch"], _E["stream"], _E["wait"])
 _DEFAULT_LAG_NS = {_E["launch"]: 8_000.0, _E["stream"]: 1_000.0, _E["wait"]: 4_000.0}
-"""Seen on V100 and A100 traces; used only where a trace shows no instance."""
+"""Typical values in V100 and A100 traces; used only if a trace has no instance of the kind."""
 _PLAIN_NS = 50_000.0
-"""A delay up to this needs no other cause than a launch, a stream or an event."""
+"""A launch, a stream or an event suffices to explain delays up to this one."""
 UNSEEN_NS = 1_000_000.0
-"""Delays past that are waits for something that the trace does not show; between threads, too."""
+"""Longer delays are waits for something that is not in the trace; this holds between threads, too."""
 _ALIKE = 0.9
-"""Iterations whose tasks overlap by less than this do not run the same program: their tasks are not paired."""
+"""Iterations that share a smaller fraction of their tasks run different programs, so their tasks are not paired."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Edges:
-    """Edges of a template as columns. carried: the source belongs to the iteration before."""
+    """Edges of a template as columns. carried: whether the source belongs to the previous iteration."""
 
     src: np.ndarray
     dst: np.ndarray
@@ -41,21 +41,21 @@ class Edges:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankTimes:
-    """A rank's iteration as estimated: the tasks of ``template`` with durations, its edges with lags. Times in ns."""
+    """The estimated iteration of a rank: the tasks of ``template`` with durations, and its edges with lags, in ns."""
 
     template: RankProgram
     duration: np.ndarray
     own: np.ndarray
-    """What each task took in each of the iterations, float64 [iterations, tasks], NaN where one lacks it."""
+    """Duration of each task in each iteration, float64 [iterations, tasks]; NaN if an iteration lacks the task."""
     numbers: tuple[int, ...]
-    """Which iterations these are: of the chosen ones those that run this program."""
+    """The numbers of these iterations: those of the chosen ones that run this program."""
     edges: Edges
     lag: np.ndarray
     own_lag: np.ndarray
-    """The delay over each edge in each of the iterations where it is what bound the task, else ``lag``; float64
+    """The delay of each edge in each iteration in which the edge determines the task's start, else ``lag``; float64
     [iterations, edges]."""
     plain_lag: np.ndarray
-    """The same without delays that some other iteration shows not to be needed: those had a cause that is not seen."""
+    """The same, without delays that some other iteration shows to be unnecessary; their cause is not in the trace."""
     release: np.ndarray
     free: dict[str, float]
 
@@ -67,10 +67,10 @@ def rank_times(
     rank: int,
     chosen: Sequence[int],
 ) -> RankTimes:
-    """Times of one rank from the ``chosen`` iterations; see ``model.estimate``."""
+    """Returns the times of one rank from the ``chosen`` iterations; see ``model.estimate``."""
     programs = [all_programs[(rank, i)] for i in chosen if (rank, i) in all_programs]
     if not programs:
-        raise PaseError(f"rank {rank} has none of the iterations {list(chosen)}")
+        raise PaseError(f"it has none of the iterations {list(chosen)}", where=f"rank {rank}")
     template, programs = _template(programs, measured_ns)
     row = {k: i for i, k in enumerate(template.keys)}
     n = len(row)
@@ -88,7 +88,7 @@ def rank_times(
                 work[i] -= wait_ns[event]
         start[k, to], end[k, to], own[k, to] = s[of], e[of], work[of]
         apart[k] = _not_in(p, row, n, edges)
-        # When the iteration before was done is where this one begins: known, whether or not it is predicted.
+        # This iteration begins when the previous one ends. That end is known even if it is not predicted.
         earlier = all_programs.get((rank, p.iteration - 1))
         if earlier is not None and _alike(_ops(earlier), _ops(template)):
             to, of = _rows(earlier, row)
@@ -121,14 +121,15 @@ def rank_times(
 def _template(
     programs: list[RankProgram], measured_ns: dict[tuple[int, int], float]
 ) -> tuple[RankProgram, list[RankProgram]]:
-    """The program with the most common set of tasks and the median length, and those that run the same one.
+    """Returns the program with the most common set of tasks and the median length, and all that run the same program.
 
-    A task is told by its place among those of its name, so in an iteration with other ops the n-th is another one.
+    A task is identified by its position among tasks of its name. In an iteration with different ops, the same position
+    is a different task, so such iterations are excluded.
     """
     sets = [frozenset(p.keys) for p in programs]
     common = Counter(sets).most_common(1)[0][0]
     alike = [p for p, s in zip(programs, sets, strict=True) if s == common]
-    # What an iteration waits for in the one before is known of those that have one before.
+    # Prefer iterations whose previous iteration is in the trace: only these show what they wait for in it.
     alike = [p for p in alike if p.carried] or alike
     alike.sort(key=lambda p: measured_ns[(p.rank, p.iteration)])
     template = alike[(len(alike) - 1) // 2]
@@ -144,13 +145,16 @@ def _alike(a: frozenset[tuple[object, ...]], b: frozenset[tuple[object, ...]]) -
 
 
 def _rows(p: RankProgram, row: dict[tuple[object, ...], int]) -> np.ndarray:
-    """Two rows: the template's tasks that ``p`` has, and which tasks of ``p`` they are."""
+    """Returns two rows: the template's tasks that ``p`` has, and the corresponding tasks of ``p``."""
     spot = [(row[key], i) for i, key in enumerate(p.keys) if key in row]
     return np.array(spot, dtype=np.int64).reshape(-1, 2).T
 
 
 def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[object, ...], int]) -> Edges:
-    """The template's edges, and the waits that other iterations show: what had ended before leaves no sign."""
+    """Returns the template's edges, and waits seen in other iterations only.
+
+    A wait is not visible in an iteration in which the awaited task had already ended.
+    """
     found = dict.fromkeys((a, b, k, 0) for (a, b), k in template.edges.items())
     found |= dict.fromkeys((row[a], b, k, 1) for (a, b), k in template.carried.items() if a in row)
     pairs = set(template.edges)
@@ -169,7 +173,10 @@ def _edges(template: RankProgram, programs: list[RankProgram], row: dict[tuple[o
 
 
 def _not_in(p: RankProgram, row: dict[tuple[object, ...], int], n: int, edges: Edges) -> np.ndarray:
-    """Launch and stream edges that ``p`` lacks though it has both tasks: there they are other ops by the same name."""
+    """Returns a mask of launch and stream edges that ``p`` lacks although it has both tasks.
+
+    In ``p``, these tasks are other ops of the same name.
+    """
     place = np.full(len(p.keys) + 1, -1, dtype=np.int64)
     to, of = _rows(p, row)
     place[of] = to
@@ -181,7 +188,7 @@ def _not_in(p: RankProgram, row: dict[tuple[object, ...], int], n: int, edges: E
 
 
 def _median(x: np.ndarray) -> np.ndarray:
-    """Median of each column over its finite entries; every column has one."""
+    """Returns the median of each column over its finite entries, of which every column must have one."""
     if len(x) == 1:
         return x[0]
     ordered = np.sort(x, axis=0)
@@ -191,9 +198,9 @@ def _median(x: np.ndarray) -> np.ndarray:
 
 
 def _match_sums(p: RankProgram, duration: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """Scale the work of each thread and stream so that its sum is the median of the measured sums.
+    """Scales the work of each thread and stream so that its sum equals the median of the measured sums.
 
-    Noise is skewed: a sum of medians lies below the median of sums, by percents on a launch-bound thread.
+    Noise is skewed, so a sum of medians is below the median of sums, by several percent on a launch-bound thread.
     """
     whole = np.isfinite(own).all(axis=0)
     device = _numbered(p.device)
@@ -208,14 +215,17 @@ def _match_sums(p: RankProgram, duration: np.ndarray, own: np.ndarray) -> np.nda
 
 
 def _numbered(things: list[tuple[str, str]]) -> np.ndarray:
-    """A number for each thing, equal for equal ones."""
+    """Returns a number for each thing; equal things have equal numbers."""
     numbers: dict[tuple[str, str], int] = {}
     return np.array([numbers.setdefault(x, len(numbers)) for x in things])
 
 
 def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarray:
-    """Inferred waits that any measured iteration contradicts. delay, late: [iterations, edges] in ns, from the end of
-    the source to the start and to the end of the destination."""
+    """Returns a mask of inferred waits that any measured iteration contradicts.
+
+    delay, late: the time from the end of the source to the start and to the end of the destination, [iterations, edges]
+    in ns.
+    """
     inferred = np.isin(edges.kind, (_E["wait"], _E["depth"], _E["sync"]))
     inferred |= edges.carried & (edges.kind == _E["handoff"])
     seen = np.where(np.isin(edges.kind, (_E["wait"], _E["handoff"])), delay, late)
@@ -225,15 +235,16 @@ def _contradicted(edges: Edges, delay: np.ndarray, late: np.ndarray) -> np.ndarr
 def _lags(
     p: RankProgram, start: np.ndarray, delay: np.ndarray, edges: Edges
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lag of each edge; the delays that bound a task, [iterations, edges], NaN where another edge did; and of these the
-    samples. delay: [iterations, edges] in ns, NaN where an iteration lacks the edge.
+    """Returns the lag of each edge, the binding delays, and the samples among them.
 
-    An op's start is explained by the one edge that bound it; only that one is a sample.
+    delay: [iterations, edges] in ns; NaN if an iteration lacks the edge. The binding delays and the samples are arrays
+    of the same shape; NaN if another edge was binding.
 
-    launch: from the begin of the call to the start of the op on an idle stream. stream: the gap between two
-    ops back to back. wait: the cost of an event. An edge that never bound gets the typical lag of its kind,
-    but no more than it was seen to leave. An iteration that lacks one of an op's predecessors (an op that ran on
-    another lane there) cannot tell which edge bound it, and is no sample.
+    An edge is binding if it determines the start of its op. Only binding edges are samples. The lag of a launch edge is
+    the time from the begin of the call to the start of the op on an idle stream. The lag of a stream edge is the gap
+    between two consecutive ops. The lag of a wait edge is the cost of an event. An edge that is never binding gets the
+    typical lag of its kind, but at most the shortest delay that was measured. If an iteration lacks a predecessor of an
+    op (for example because it ran on another stream), the binding edge is unknown, and the iteration is not a sample.
     """
     dst, kind = edges.dst, edges.kind
     into = np.isin(kind, _INTO_OP)
@@ -249,7 +260,7 @@ def _lags(
     typical = np.zeros(len(dst))
     for k in _INTO_OP:
         these = into & (kind == k)
-        # What no stream shows by itself is taken from all streams, and what none shows, from experience.
+        # A stream without samples uses those of all streams; if there are none, the default.
         overall = _typical(delay, these, into, dst)
         overall = _DEFAULT_LAG_NS[k] if overall is None else overall
         for s in np.unique(stream[these]):
@@ -265,7 +276,7 @@ def _lags(
     for k in range(len(start)):
         np.logical_or.at(lacking[k], dst, into & ~np.isfinite(delay[k]))
     binding = into & ~lacking[:, dst] & (predicted >= bound[:, dst]) & np.isfinite(predicted)
-    # Latencies: where some iteration shows that so long a delay is not needed, the long ones had an unseen cause.
+    # If some iteration shows that an edge needs no long delay, its long delays had a cause that is not in the trace.
     happened = np.where(binding, np.maximum(delay, 0.0), np.nan)
     plain = binding & (delay <= np.maximum(3 * typical, _PLAIN_NS))
     binding &= plain | ~plain.any(axis=0)
@@ -279,9 +290,9 @@ def _lags(
 
 
 def _typical(delay: np.ndarray, these: np.ndarray, group: np.ndarray, dst: np.ndarray) -> float | None:
-    """Median delay of the edges ``these`` where they were the last to be satisfied; None where they never were.
+    """Returns the median delay of the edges ``these`` when they were the last to be satisfied; None if they never were.
 
-    Delays past ``UNSEEN_NS`` are left out.
+    Delays of ``UNSEEN_NS`` and more are left out.
     """
     if not these.any():
         return None

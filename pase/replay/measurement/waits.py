@@ -1,6 +1,6 @@
-"""What device ops and blocked calls of an iteration wait for: their stream, other streams, launches, each other.
+"""Finds what device ops and blocked calls of an iteration wait for: launches, their stream, other streams, ops.
 
-What an op waits for may belong to the iteration before, where the CPU runs ahead of the device: such edges stand in
+If the CPU runs ahead of the device, an op may wait for an op of the previous iteration. Such edges are in
 ``RankProgram.carried``.
 """
 
@@ -21,22 +21,22 @@ SYNC = re.compile(
     r"(Device|Stream|Event|Ctx|Context)Synchronize|^(cuda|hip)Memcpy$|^cuMemcpy[DH]to[DH](_v2)?$"
     r"|^gloo wait$"
 )
-"""Driver calls that return when the device has done something."""
+"""Driver calls that return when the device has finished some work."""
 WAIT = re.compile(r"StreamWaitEvent")
 BLOCKED_NS = 20_000
-"""A call that launches and lasts longer than this may be waiting for what it launched."""
+"""A launching call that takes longer than this may be waiting for the op that it launched."""
 _PAUSE_NS = 30_000
 _RESUME_NS = 15_000
-"""An op resumes within this time of the event that its stream waited for."""
+"""A waiting op starts within this time of the event that its stream waited for."""
 _QUEUE = 256
-"""Fewest outstanding device ops at which a slow launch is taken for a full launch queue."""
+"""The smallest number of outstanding device ops at which a slow launch is attributed to a full launch queue."""
 
 _E = {k: i for i, k in enumerate(EDGES)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What a rank's threads launched in an iteration. Ops are numbered in the order in which they start."""
+    """The ops that a rank's threads launched in an iteration, numbered in the order in which they start."""
 
     threads: list[Thread]
     ops: np.ndarray
@@ -46,13 +46,14 @@ class Launches:
     of_call: dict[int, list[int]]
     """Correlation id → ops."""
     call_task: dict[int, int]
+    """Call event → task of the call."""
     work_task: dict[int, int]
-    """Call event → task of the call, and of the work before it."""
+    """Call event → task of the work before the call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """Ops of the iteration before, on the clock of this one: sorted by end."""
+    """Ops of the previous iteration, with times relative to this one's start, sorted by end."""
 
     keys: list[tuple[object, ...]]
     stream: list[str]
@@ -76,7 +77,7 @@ def _before(p: RankProgram, before: RankProgram | None) -> _Before:
 
 
 def add_waits(t: Timeline, p: RankProgram, x: Launches, before: RankProgram | None) -> None:
-    """All edges into device ops, and those into calls that wait for them."""
+    """Adds all edges into device ops, and the edges into calls that wait for device ops."""
     old = _before(p, before)
     _stream_edges(t, p, x, old)
     _launch_edges(t, p, x)
@@ -94,7 +95,8 @@ def _stream_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> Non
         if e in last:
             p.edge(last[e], task, "stream")
         elif p.root < 0 and p.tail < 0 and old.keys:
-            # No thread marks the steps: an iteration is an execution of a program, which begins when all has ended.
+            # If no thread marks the steps, an iteration is one execution of a compiled program. It begins when the
+            # previous execution has ended completely.
             p.carried[old.keys[-1], task] = _E["stream"]
         elif p.device[task][0] in ended:
             p.carried[old.keys[ended[p.device[task][0]]], task] = _E["stream"]
@@ -102,9 +104,9 @@ def _stream_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> Non
 
 
 def _launch_edges(t: Timeline, p: RankProgram, x: Launches) -> None:
-    """An op may start once its launch has begun, so it hangs on the work before the call.
+    """Adds launch edges. An op depends on the work before its call, because it may start once the call has begun.
 
-    Of a CUDA graph the first op of each stream hangs on the launch, the others on their stream.
+    In a CUDA graph, only the first op of each stream depends on the launch; the others depend on their stream.
     """
     for thread in x.threads:
         for c in thread.calls.tolist():
@@ -117,14 +119,14 @@ def _launch_edges(t: Timeline, p: RankProgram, x: Launches) -> None:
 
 
 def _stream_waits(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
-    """Cross-stream edges: from stated data flow, or from StreamWaitEvent calls."""
+    """Adds cross-stream edges, from the data flow in the timeline or from StreamWaitEvent calls."""
     names = [t.names[n] for n in t["name"][x.ops].tolist()]
     if t.dataflow and any(n in t.dataflow for n in names):
         _dataflow_waits(t, p, x, names)
         return
     ended = old.last_on()
     for thread in x.threads:
-        # A wait binds the stream of the next launch to what the other streams were last given.
+        # A wait makes the stream of the next launch wait for the last ops launched on the other streams.
         waiting = False
         last_on: dict[str, int] = {}
         for c in thread.calls.tolist():
@@ -149,7 +151,7 @@ def _stream_waits(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> Non
 
 
 def _unexplained_waits(p: RankProgram, x: Launches, old: _Before) -> None:
-    """An op that starts after a pause which nothing known explains, just as one on another stream ends, waited."""
+    """Adds an edge if an op starts after an unexplained pause, just when an op on another stream ends."""
     bound = dict.fromkeys(x.task, -(1 << 62))
     for a, b in p.edges:
         if b in bound:
@@ -172,7 +174,7 @@ def _unexplained_waits(p: RankProgram, x: Launches, old: _Before) -> None:
 
 
 def _just_ended(ends: np.ndarray, stream: list[str], start: int, own: str) -> int:
-    """The op on another stream that ended just before ``start``, −1 where none did."""
+    """Returns the op on another stream that ended just before ``start``; −1 if there is none."""
     k = int(np.searchsorted(ends, start, side="right")) - 1
     while k >= 0 and start - int(ends[k]) < _RESUME_NS:
         if stream[k] != own:
@@ -182,7 +184,7 @@ def _just_ended(ends: np.ndarray, stream: list[str], start: int, own: str) -> in
 
 
 def _dataflow_waits(t: Timeline, p: RankProgram, x: Launches, names: list[str]) -> None:
-    """XLA: a collective stream waits for all compute launched before; compute waits where data flow says."""
+    """Adds the waits of XLA programs: collectives wait for all earlier ops, and compute waits for its operands."""
     seen: dict[str, int] = {}
     last_on: dict[str, int] = {}
     for i, n in zip(x.task, names, strict=True):
@@ -200,7 +202,8 @@ def _dataflow_waits(t: Timeline, p: RankProgram, x: Launches, names: list[str]) 
 
 
 def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
-    """Edges from device ops to the calls that waited for them; the call then keeps only its own work."""
+    """Adds edges from device ops to the calls that waited for them. The wait is then no longer part of the call's
+    duration."""
     by_end = sorted(x.task, key=lambda i: p.end[i])
     ends = np.array([p.end[i] for i in by_end], dtype=np.int64)
     for thread in x.threads:
@@ -219,7 +222,7 @@ def _sync_edges(t: Timeline, p: RankProgram, x: Launches, old: _Before) -> None:
                     p.blocked[call] = int(old.end[j])
                 elif k >= 0 and p.start[by_end[k]] <= end:
                     _blocks(p, by_end[k], call)
-                    if text == "gloo wait":  # for all that were asked for, whichever is last this time
+                    if text == "gloo wait":  # it waits for all of them; which one is last varies
                         for i in by_end[: k + 1]:
                             p.edge(i, call, "sync")
 
@@ -231,7 +234,7 @@ def _blocks(p: RankProgram, op: int, call: int) -> None:
 
 
 def _queue_depth(t: Timeline, p: RankProgram, x: Launches) -> None:
-    """A full launch queue: a slow launch with many ops outstanding waits until the op ``depth`` before is done."""
+    """Adds waits due to a full launch queue: a slow launch waits for the op that was launched ``depth`` before it."""
     for thread in x.threads:
         launches = [c for c in thread.calls.tolist() if int(t["correlation"][c]) in x.of_call]
         if len(launches) < 2 * _QUEUE:
@@ -255,7 +258,7 @@ def _queue_depth(t: Timeline, p: RankProgram, x: Launches) -> None:
 
 
 def _between_executions(p: RankProgram, x: Launches, old: _Before) -> None:
-    """Where no thread marks the steps, a thread that begins when all of the execution before has ended awaited it."""
+    """If no thread marks the steps, adds an edge to each thread that begins after the previous execution has ended."""
     if p.root >= 0 or p.tail >= 0 or not old.keys:
         return
     for thread in x.threads:

@@ -1,4 +1,4 @@
-"""Clocks: injected skews and drifts come back out."""
+"""Clock alignment recovers injected skews and drifts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pase.replay.types import Event, Group, Timeline, from_events
 def _collectives(
     seed: int, skew_ns: list[float], drift: list[float], noise_ns: float = 2000.0, n: int = 60
 ) -> Timeline:
-    """Bare collectives: starts differ by milliseconds, ends by ``noise_ns``; true clock is rank 0's."""
+    """Collectives only. Starts differ by milliseconds and ends by ``noise_ns``; rank 0 has the true clock."""
     rng = np.random.default_rng(seed)
     events = []
     at = 1e6
@@ -108,7 +108,7 @@ def test_ranks_without_a_shared_collective_are_reported() -> None:
     t = align(from_events(events, groups=(Group(name="g0", ranks=(0, 1)), Group(name="g1", ranks=(2, 3)))))
     assert np.isinf(t.clock(2).uncertainty_ns) and np.isinf(t.clock(3).uncertainty_ns)
     assert np.isfinite(t.clock(1).uncertainty_ns)
-    assert any("ranks [2, 3] share no collective" in str(p) for p in t.problems)
+    assert any("ranks [2, 3]" in str(p) for p in t.problems)
 
 
 def test_work_is_told_from_waiting(tmp_path: Path) -> None:
@@ -131,4 +131,4 @@ def test_uneven_records_are_left_unmatched() -> None:
     )
     matches, problems = match_collectives(missing)
     assert len(matches) == 48
-    assert "unequally often" in str(problems[0])
+    assert problems[0].where == "collectives" and "left unmatched" in problems[0].what

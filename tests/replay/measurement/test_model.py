@@ -1,4 +1,4 @@
-"""Traces whose every dependency is known, from a simulator that shares no code with ours."""
+"""The model on traces whose dependencies are all known, from a simulator that shares no code with pase."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_every_dependency_is_found(tmp_path: Path, shape: dict) -> None:
         ops = [i for i, d in enumerate(p.device) if d[1] == "stream"]
         launched = {b for (_, b), k in p.edges.items() if EDGES[k] == "launch"}
         assert set(ops) <= launched
-        # The main thread starts the autograd thread and awaits it, and awaits the device at the end.
+        # The main thread starts the autograd thread, awaits it, and awaits the device at the end.
         assert len(kinds["handoff"]) == 2
         assert ("adam_2", "cudaStreamSynchronize") in kinds["sync"]
         order = [p.name[i] for i in ops if p.device[i][0] == "7"]
@@ -72,7 +72,7 @@ def test_every_dependency_is_found(tmp_path: Path, shape: dict) -> None:
 
 
 def test_a_thread_that_works_on_after_it_has_answered_is_still_awaited(tmp_path: Path) -> None:
-    """The autograd thread frees memory for 60 µs, and the main thread resumes after 25."""
+    """The autograd thread frees memory for 60 µs after its work, but the main thread resumes after 25 µs."""
     run = simulate(ImaginedRun(ranks=1, **HOST_BOUND))
     marks = sorted((e for e in run.events[0] if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
     for m in marks:
@@ -85,7 +85,7 @@ def test_a_thread_that_works_on_after_it_has_answered_is_still_awaited(tmp_path:
     for p in m.programs.values():
         assert sum(EDGES[k] == "handoff" for k in p.edges.values()) == 2
     slower = max(evaluate(apply(estimate(m, [1, 2, 3]), [("host", "", 2.0)])).values())
-    # The autograd thread begins when the main thread, now slower, has come so far.
+    # The autograd thread begins later, because the main thread is slower.
     truth = simulate(ImaginedRun(ranks=1, kernel_us=12.0, between_us=120.0, launch_us=12.0))
     assert slower == pytest.approx(truth.iteration_us[0][2] * 1e3, rel=0.03)
 
@@ -95,7 +95,7 @@ def test_no_wait_is_invented(tmp_path: Path) -> None:
     m = _measured(tmp_path, run)
     g = estimate(m, [1, 2, 3])
     waits = np.flatnonzero(g.edge_kind == EDGES.index("wait"))
-    # One wait for each bucket and one for the optimizer, on each rank.
+    # Each rank has one wait per bucket and one for the optimizer.
     assert len(waits) == 2 * (4 + 1)
 
 
@@ -114,7 +114,8 @@ def test_what_if_agrees_with_a_run_under_the_change(tmp_path: Path, knob: tuple,
     predicted = max(evaluate(apply(g, [knob])).values())
     other = simulate(ImaginedRun(**{**_fields(base), **change}))
     truth = max(np.median(t[1:]) for t in other.iteration_us) * 1e3
-    # One bucket size cannot tell latency from bandwidth: the assumed 20 µs a collective is the error.
+    # A single bucket size cannot separate latency from bandwidth. The error comes from the assumed 20 µs per
+    # collective.
     assert abs(predicted / truth - 1) < 0.02, (predicted, truth)
 
 
@@ -150,6 +151,7 @@ def test_long_runs_are_held_out_in_folds(tmp_path: Path) -> None:
     iterations = list(range(12))
     single, folded = held_out(m, iterations, folds=12), held_out(m, iterations, folds=3)
     assert [p.iteration for p in folded] == [p.iteration for p in single] == iterations
-    # A fold is predicted once, from the same iterations; alone, every iteration is predicted from eleven.
+    # All iterations of a fold have one prediction. With one fold per iteration, each is predicted from the other
+    # eleven.
     assert len({p.replayed_ns for p in folded}) == 3
     assert len({p.replayed_ns for p in single}) > 3

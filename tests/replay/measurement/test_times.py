@@ -1,4 +1,4 @@
-"""What a measured start says of the lag of the edge that bound it."""
+"""Lags: a measured start is a sample of its binding edge only."""
 
 import numpy as np
 
@@ -12,8 +12,8 @@ MS = 1_000_000
 
 
 def test_an_iteration_without_a_predecessor_says_nothing_of_the_others():
-    """An update waits for an early op on another lane and for the all-reduce before it on its own. Where the all-reduce
-    ran on another lane, under another name, the update did not start 200 ms late after the early op."""
+    """An update waits for an early op on another lane and for the all-reduce before it on its own lane. In iterations
+    in which the all-reduce runs on another lane, the update's start is not a delay of 200 ms after the early op."""
     p = RankProgram(rank=0, iteration=0)
     lanes = [("lane 2", "stream"), ("lane", "stream"), ("lane", "stream")]
     early, reduce, update = (

@@ -72,7 +72,7 @@ def _ahead(tmp_path: Path, wobble: bool = True, slow: int = -1) -> tuple[Path, l
 def test_a_cpu_that_runs_ahead_does_not_change_what_is_measured(tmp_path: Path) -> None:
     path, truth = _ahead(tmp_path)
     m = measure(load(path))
-    assert list(m.left_out) == [0] and "nothing shows where the iteration before ended" in m.left_out[0]
+    assert list(m.left_out) == [0] and "nothing shows where the previous iteration ended" in m.left_out[0]
     assert [m.measured_ns[0, i] / 1e6 for i in m.steady()] == pytest.approx(truth, rel=1e-6)
     run = Run(measured=m)
     assert not run.doubts

@@ -69,5 +69,6 @@ def test_ops_launched_before_the_trace_are_in_no_iteration(tmp_path: Path) -> No
 
 def test_a_trace_without_device_ops_says_what_to_record(tmp_path: Path) -> None:
     call = _kernel(0, cat="cpu_op", name="aten::add")
-    with pytest.raises(PaseError, match=r"no op of a device is in the trace.*for example CUDA, XPU or MTIA"):
+    with pytest.raises(PaseError, match="no device op") as e:
         measure(align(load(_file(tmp_path, [call]))))
+    assert "CUDA, XPU or MTIA" in e.value.fix
