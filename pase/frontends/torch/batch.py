@@ -1,5 +1,7 @@
-"""What the micro-batches of a PyTorch step pass on to each other: the numbers of an exported graph of the whole batch
-beside those of a micro-batch's."""
+"""Finds what the micro-batches of a PyTorch step must pass on to each other.
+
+The step is exported on the whole batch and on one micro-batch, and the numbers in the two graphs are compared.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,10 @@ __all__ = ["examples_meet", "micro_sums"]
 
 
 def examples_meet(traced: TracedTorch, graph: Graph) -> str | None:
-    """Where the examples of a batch meet, so that micro-batches would give other numbers; None: nowhere.
+    """The op in which the examples of a batch meet; None if there is none.
 
-    graph: the simplified one. Means that the model writes with the batch's size are looked at in ``micro_sums``.
+    If examples meet, a step in micro-batches would give other results.
+    graph: the simplified graph. ``micro_sums`` handles means for which the model itself divides by the batch size.
     """
     try:
         batch_sums(graph, _cut(traced), None, state_of_whole=True)
@@ -42,15 +45,15 @@ def examples_meet(traced: TracedTorch, graph: Graph) -> str | None:
 
 
 def micro_sums(whole: TracedTorch, part: TracedTorch, graph: Graph, k: int) -> BatchSums:
-    """What the k micro-batches of a step pass on to each other. part: the model on one of them; graph: its simplified
-    graph.
+    """What the k micro-batches of a step pass on to each other.
 
-    Raises NotInParts if a step in micro-batches would give other numbers.
+    whole, part: the model traced on the whole batch and on one micro-batch. graph: the simplified graph of ``part``.
+    Raises NotInParts if a step in micro-batches would give other results.
     """
     try:
         if batch_size(whole) != k:
             return batch_sums(graph, _cut(whole), _compared(whole, part, graph, k), state_of_whole=True)
-        # The graph of one example has no dim that is the batch's: the whole batch's has.
+        # The graph of a single example has no batch dim, so the whole batch's graph is analyzed instead.
         every = named(simplify(whole.graph))
         both = _compared(part, whole, every, 1 / k)
         return _of_part(batch_sums(every, _cut(whole), both, state_of_whole=True), whole, part, graph)
@@ -66,18 +69,20 @@ def _compared(whole: TracedTorch, part: TracedTorch, graph: Graph, k: float) -> 
 
 
 def _of_part(sums: BatchSums, whole: TracedTorch, part: TracedTorch, graph: Graph) -> BatchSums:
-    """The same, of tensors in the graph of a micro-batch. graph: the simplified one."""
+    """The sums found in the whole batch's graph, for the tensors of the micro-batch's simplified graph."""
     one = {place: t for t, place in _places(part).items()}
     every = _places(whole)
     if missing := next((t for t in sums.totals if every[t] not in one), None):
-        raise ExamplesMeet(f"{every[missing][1]} at {every[missing][0]}, which one example alone has not")
+        raise ExamplesMeet(
+            f"{every[missing][1]} at {every[missing][0]}, which the graph of one example does not have"
+        )
     totals = {one[every[t]]: power for t, power in sums.totals.items()}
     outputs = zip(part.graph.outputs, sums.outputs.values(), strict=True)
     return BatchSums(totals=totals, outputs=dict(outputs), counting=counting_ops(graph, totals))
 
 
 def _places(traced: TracedTorch) -> dict[str, tuple[Place, str, int]]:
-    """Tensor -> the place and the name of the op that writes it, and how many such stand before it."""
+    """Tensor -> place and name of the op that writes it, and the number of earlier tensors with both the same."""
     found: dict[str, tuple[Place, str, int]] = {}
     before: Counter[tuple[Place, str]] = Counter()
     for n in traced.graph.nodes:
@@ -89,11 +94,11 @@ def _places(traced: TracedTorch) -> dict[str, tuple[Place, str, int]]:
 
 
 def _cut(traced: TracedTorch) -> frozenset[str]:
-    """Paths of the inputs that have the batch's dim."""
+    """Paths of the inputs that have the batch dim."""
     try:
         size = batch_size(traced)
     except PaseError:
-        return frozenset()  # no batch, which who divides it says
+        return frozenset()  # there is no batch; whatever divides the batch reports it
     batch = set(traced.program.inputs.values())
     inputs = (t for t in traced.graph.tensors.values() if t.role == "input" and t.path in batch)
     return frozenset(t.path for t in inputs if t.shape[:1] == (size,))
@@ -101,7 +106,10 @@ def _cut(traced: TracedTorch) -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class _WholeAndPart:
-    """The step on the whole batch beside that on a micro-batch. data: tensors that depend on data."""
+    """The step on the whole batch, and the step on a micro-batch. data: tensors that depend on data.
+
+    k: the ratio of the sizes of the two batches.
+    """
 
     whole: TracedTorch
     part: TracedTorch
@@ -109,8 +117,10 @@ class _WholeAndPart:
     data: frozenset[str]
 
     def power(self, op: Op) -> int | None:
-        """The power of k by which the number among an op's operands is larger on the whole batch; None: it is no power
-        of it, or not known."""
+        """The power of k by which the number among an op's operands is larger on the whole batch.
+
+        None if the ratio is no power of k, or is not known.
+        """
         at = op.eqn.path
         big, small = self._nodes[0].get(at), self._nodes[1].get(at)
         if small is not None and any(map(self._constant_differs, self._constants(small))):
@@ -130,11 +140,11 @@ class _WholeAndPart:
         if len(one) == wanted == len(other):
             return self._ratio(one, other)
         if len(every) > 1 and op.function.name in ("mul", "div") and self._whole_shape(op):
-            return None  # a count that follows from shapes, maybe
+            return None  # the number may be a count that follows from shapes
         return self._ratio(_numbers(big), _numbers(small))
 
     def begins_at_zero(self, op: Op) -> bool:
-        """For ``batch_sums``."""
+        """Whether a carry starts at zero, for ``batch_sums``."""
         call = self._nodes[1].get(op.eqn.path)
         if call is None or op.eqn.part != "carry":
             return False
@@ -142,7 +152,7 @@ class _WholeAndPart:
         return init.op == "call_function" and op_name(init) in ("zeros", "zeros_like", "new_zeros")
 
     def _whole_shape(self, op: Op) -> bool:
-        """Whether an op's result has no batch."""
+        """Whether an op's result has no batch dim: it has the same shape on both batches."""
         t = op.writes[0].tensor
         big, small = (x.graph.tensors.get(t) for x in (self.whole, self.part))
         return big is None or small is None or big.shape == small.shape
@@ -159,14 +169,16 @@ class _WholeAndPart:
         return 0
 
     def _constants(self, n: FxNode) -> list[FxNode]:
-        """The operands of a node that depend on no data, but for its shape. Whole numbers that are written to places
-        that data say (the inverse of a permutation) are not looked at."""
+        """The operands of a node that depend on no data except its shape.
+
+        Integers that are written at places given by data (the inverse of a permutation) are ignored.
+        """
         if op_name(n) in ("index_put", "scatter") and not _floating(n):
             return []
         return [m for m in map(self._outside, n.all_input_nodes) if self._foldable(m)]
 
     def _outside(self, n: FxNode) -> FxNode:
-        """Of a decomposed op's placeholder the node that it stands for."""
+        """The node that a placeholder of a decomposed op stands for; other nodes are returned unchanged."""
         while n in self._leaves:
             n = self._leaves[n]
         return n
@@ -180,17 +192,16 @@ class _WholeAndPart:
         return found.make is None if found.tensor is None else found.tensor.name not in self.data
 
     def _constant_differs(self, n: FxNode) -> bool:
-        """Whether a value that depends on no data may tell the examples of a batch from each other, or has other
-        numbers on the whole batch."""
+        """Whether a value that depends on no data may differ between examples, or differs on the whole batch."""
         if n not in self._differing:
-            self._differing[n] = False  # of a node within itself there is none
+            self._differing[n] = False  # ends the recursion if a node is reached again from itself
             big = self._nodes[0].get(self._places.get(n, ""))
             self._differing[n] = big is None or self._differs(n, big)
         return self._differing[n]
 
     def _differs(self, n: FxNode, big: FxNode) -> bool:
         call, _, place = self._places.get(n, "").rpartition(".")
-        if n.op == "placeholder" and call in self._nodes[1]:  # of a loop's or a branch's body
+        if n.op == "placeholder" and call in self._nodes[1]:  # in the body of a loop or a branch
             lists = ([v for v in nodes[call].args if isinstance(v, (list, tuple))] for nodes in self._nodes)
             other, given = (_flat(v)[int(place)] for v in lists)
             return self._operand_differs(given, other)
@@ -200,10 +211,10 @@ class _WholeAndPart:
             return n.args[1] != big.args[1] or self._constant_differs(self._outside(n.args[0]))
         if str(n.target) != str(big.target) or not hasattr(n.target, "_schema"):
             return True
-        if _tagged(n, "nondeterministic_seeded"):  # of what is random there is no one value
+        if _tagged(n, "nondeterministic_seeded"):  # random values cannot be compared
             return False
         own, other = (arguments(m.target, m.args, m.kwargs) for m in (n, big))
-        if _fills(n):  # of what it fills only the shape matters
+        if _fills(n):  # only the shape of its tensor operand matters
             return any(self._operand_differs(own[k], other[k]) for k in _FILL if k in own)
         if op_name(n) in ("index", "_unsafe_index"):
             return self._index_differs(own, other)
@@ -213,7 +224,7 @@ class _WholeAndPart:
             return self._repeat_differs(own, other)
         every = zip((n, *n.all_input_nodes), (big, *big.all_input_nodes), strict=True)
         shapes = [(_shape(a), _shape(b)) for a, b in every]
-        if _moves(n) and any(a != b for a, b in shapes):  # only sizes may differ
+        if _moves(n) and any(a != b for a, b in shapes):  # the op only rearranges, so only its sizes differ
             return False
         if _plain(own) != _plain(other):
             return True
@@ -227,7 +238,7 @@ class _WholeAndPart:
         return self._constant_differs(self._outside(own)) if hasattr(own, "op") else bool(own != other)
 
     def _repeat_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
-        """Of what is repeated along a dim: if each example gets the whole of it, they are alike."""
+        """Whether a repeat gives examples different values. It does not if each example gets whole repetitions."""
         times, many, sizes = own["repeats"], other["repeats"], tuple(own["self"].meta["val"].shape)
         b, all_of_them = batch_size(self.part), batch_size(self.whole)
         return any(
@@ -236,7 +247,7 @@ class _WholeAndPart:
         )
 
     def _index_differs(self, own: Mapping[str, TorchOperand], other: Mapping[str, TorchOperand]) -> bool:
-        """Of a lookup: along a dim whose size differs all places are alike, if the table does not differ."""
+        """Whether a lookup differs. Along a dim whose size differs, all entries of an equal table are alike."""
         if self._constant_differs(self._outside(own["self"])):
             return True
         sizes = zip(own["self"].meta["val"].shape, other["self"].meta["val"].shape, strict=True)
@@ -251,7 +262,7 @@ class _WholeAndPart:
 
     @cached_property
     def _values(self) -> Mapping[FxNode, object]:
-        """Node of the model on a micro-batch -> what it was lowered to."""
+        """Node of the micro-batch's step -> what it was lowered to."""
         return {n: v for scope in self.part.scope.scopes() for n, v in scope.values.items()}
 
     @cached_property
@@ -264,13 +275,13 @@ class _WholeAndPart:
 
     @cached_property
     def _nodes(self) -> tuple[dict[str, FxNode], dict[str, FxNode]]:
-        """Place -> the node there, on the whole batch and on a micro-batch."""
+        """Place -> the node there, for the whole batch and for a micro-batch."""
         whole, part = ({at: n for n, at in t.scope.every()} for t in (self.whole, self.part))
         return whole, part
 
     @cached_property
     def _ops(self) -> Mapping[str, list[Op]]:
-        """Place -> its ops, in the order in which they were traced."""
+        """Place -> the ops there, in the order in which they were traced."""
         found: dict[str, list[Op]] = {}
         for n in self.part.graph.nodes:
             for op in n.ops:
@@ -280,7 +291,7 @@ class _WholeAndPart:
 
 
 def _numbers(n: FxNode) -> list[float]:
-    """All plain numbers of a call, in the order of the op's schema."""
+    """All numbers among the arguments of a call, in the order of the op's schema."""
     return [float(v) for v in arguments(n.target, n.args, n.kwargs).values() if isinstance(v, (int, float))]
 
 
@@ -288,23 +299,23 @@ _FILL = ("fill_value", "value", "s")
 
 
 def _plain(given: Mapping[str, TorchOperand]) -> list[TorchOperand]:
-    """The operands that are numbers, words, or lists of them."""
+    """The operands that are no nodes (numbers, strings), including those in lists."""
     return [x for x in _flat(given.values()) if not hasattr(x, "op")]
 
 
 def _flat(operands: Iterable[TorchOperand]) -> list[TorchOperand]:
-    """Operands, and those in lists."""
+    """The operands, with lists flattened."""
     return [x for v in operands for x in (v if isinstance(v, (list, tuple)) else (v,))]
 
 
 def _fills(n: FxNode) -> bool:
-    """Whether it makes one number at every place, or none."""
+    """Whether an op fills a tensor with one number, or leaves it uninitialized."""
     rule = RULES.get(op_name(n))
     return rule is not None and rule is RULES.get("full") and op_name(n) != "eye"
 
 
 def _moves(n: FxNode) -> bool:
-    """Whether it moves a tensor's numbers, leaves none out and changes none: views but for slices, and copies."""
+    """Whether an op only rearranges all elements of a tensor: a copy, or a view that leaves no element out."""
     made, moved = (
         n.meta["val"],
         n.target.is_view or _tagged(n, "view_copy") or op_name(n) in ("_to_copy", "_unsafe_view"),
@@ -331,7 +342,7 @@ def _shape(n: FxNode) -> list[tuple[int, ...]]:
 
 
 def _same_constant(part: TracedTorch, n: FxNode, whole: TracedTorch, big: FxNode) -> bool:
-    """Whether two constants that no op makes are the same: buffers of one name, or tensors of the same numbers."""
+    """Whether two constants that no op makes are the same: buffers with the same path, or tensors with equal values."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 

@@ -1,5 +1,4 @@
-"""An exported PyTorch model's repeated blocks, the blocks that it marks for rematerialisation, and its trace on a
-micro-batch."""
+"""The repeated blocks of an exported PyTorch model, which may be recomputed, and its trace on a micro-batch."""
 
 from __future__ import annotations
 
@@ -25,12 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["batch_size", "blocks_of", "micro"]
 
 _HEAVY = ("matmul", "conv", "attention")
-"""Kinds of ops for whose sake a run of nodes is worth computing again."""
+"""Kinds of ops, at least one of which makes a run of nodes a block."""
 
 
 def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]:
-    """Bodies of loops over layers, and equal runs of nodes, if the model marks none of them itself; marked: these too.
-    Runs are cut where the fewest bytes cross."""
+    """The bodies of loops over layers, and equal runs of nodes, cut where the fewest bytes cross.
+
+    Runs are left out if the model itself marks a part of one for recompute. marked: include them all the same.
+    """
     nodes = list(traced.scope.nodes)
     heavy = {op.eqn.path for n in traced.graph.nodes for op in n.ops if op.kind in _HEAVY}
     whole = {int(path.partition(".")[0]) for path in heavy if path}
@@ -52,7 +53,7 @@ def blocks_of(traced: TracedTorch, *, marked: bool = False) -> tuple[Block, ...]
 
 
 def _trip_count(n: FxNode) -> int:
-    """How often a loop turns; 0: it is none."""
+    """The trip count of a loop; 0 for a node that is no loop."""
     return trip_count(n) if n.op == "call_function" and str(n.target) in LOOPS else 0
 
 
@@ -75,10 +76,12 @@ def _alive(nodes: list[FxNode]) -> np.ndarray:
 
 
 def batch_size(traced: TracedTorch) -> int:
-    """The first dim that most inputs have; PaseError where none has one."""
+    """The most common size of the inputs' first dims. PaseError if all inputs are scalars."""
     shapes = [t.shape for t in _leaves(traced) if len(t.shape)]
     if not shapes:
-        raise PaseError(f"'{traced.graph.name}' has no batch: all of its inputs are scalars")
+        raise PaseError(
+            "the model has no batch, because all of its inputs are scalars", where=traced.graph.name
+        )
     return int(Counter(s[0] for s in shapes).most_common(1)[0][0])
 
 
@@ -91,8 +94,11 @@ def _leaves(traced: TracedTorch) -> list[Tensor]:
 
 @once
 def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
-    """The model traced on one micro-batch, 1/micro_batches of the batch. Inputs are cut along their first dim, if that
-    is the batch. PaseError if it does not divide, NotInParts if the model cannot be traced on a micro-batch."""
+    """The model traced on one micro-batch, which is 1/micro_batches of the batch.
+
+    Inputs whose first dim is the batch are cut along it. Raises PaseError if the batch cannot be divided evenly, and
+    NotInParts if the model cannot be traced on a micro-batch.
+    """
     import torch
     from torch.utils._pytree import tree_map
 
@@ -103,7 +109,11 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
     traced.program.settings.check(traced.module)
     size = batch_size(traced)
     if size % micro_batches:
-        raise PaseError(f"a batch of {size} cannot be divided into {micro_batches} micro-batches")
+        raise PaseError(
+            f"a batch of {size} cannot be divided into {micro_batches} micro-batches of equal size",
+            where=traced.graph.name,
+            fix="use a number of micro-batches that divides the batch",
+        )
 
     def part(t: Tree) -> Tree:
         batched = isinstance(t, torch.Tensor) and t.dim() and t.shape[0] == size
@@ -119,6 +129,7 @@ def micro(traced: TracedTorch, micro_batches: int) -> TracedTorch:
         )
     except PaseError as e:
         raise NotInParts(
-            f"'{traced.graph.name}' cannot be run in {micro_batches} micro-batches: does its code have the batch's "
-            f"size in it? {e}"
+            f"the model cannot be traced on one of {micro_batches} micro-batches ({e})",
+            where=traced.graph.name,
+            fix="make sure that the model's code does not contain the batch size",
         ) from e

@@ -1,7 +1,7 @@
-"""PyTorch's higher-order ops: loops, branches and attention with a score function of the user's.
+"""Lowers PyTorch's higher-order ops: loops, branches, and attention with a score function written by the user.
 
-Bodies are graphs of their own, lowered once: a loop's times its trip count, a branch's by its chance, as those of JAX
-are (``pase.frontends.jax.control``).
+Each body is lowered once. The body of a loop counts trip-count times, the body of a branch by the branch's probability,
+as for JAX (``pase.frontends.jax.control``).
 """
 
 from __future__ import annotations
@@ -32,32 +32,36 @@ CONTROL: Registry[Control] = Registry("higher-order op of PyTorch")
 """Name -> how a call of it is lowered: (lowering, node, its path) -> its values."""
 
 LOOPS = ("scan", "map_impl")
-"""Ops whose body runs a number of times that is known."""
+"""Loops whose trip count is known."""
 
 Results = list[Value | None]
 
 
 def loop_operands(n: FxNode) -> tuple[FxNode, Sequence[FxNode], Sequence[FxNode], Sequence[FxNode]]:
-    """(body, what is carried, what is read one slice a turn, what each turn reads whole) of ``scan(body, init, xs,
-    others)``, or of ``map(body, xs, others)``, a scan that carries nothing."""
+    """(body, carried values, values read one slice per iteration, values that each iteration reads whole) of a loop.
+
+    The loop is ``scan(body, init, xs, others)``, or ``map(body, xs, others)``, a scan that carries nothing.
+    """
     body, *init, xs, others = n.args
     return body, (init[0] if init else ()), xs, others
 
 
 def trip_count(n: FxNode) -> int:
-    """How often a loop turns."""
+    """The number of iterations of a loop."""
     return int(loop_operands(n)[2][0].meta["val"].shape[0])
 
 
 @lowers_bodies(CONTROL, *LOOPS, listed="loop")
 def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """The body once, times the length of xs."""
+    """The body, lowered once, in a loop over the first dim of xs."""
     b, at, source = low.b, Place(path), low.b.source
     c = _call(low, n)
     named, *given = loop_operands(n)
     init, xs, others = ([_tensor(c, low, v) for v in part] for part in given)
     if not xs:
-        raise c.fail("it has nothing to go along: pass a tensor whose first dim is the number of turns")
+        raise c.fail(
+            "it has no tensor to loop over", fix="pass a tensor whose first dim is the number of iterations"
+        )
     length = trip_count(n)
     copies = [_loop_copy(b, t, at, k) for k, t in enumerate(others)]
     carried = [b.carry(t, at.its("carry", k)) for k, t in enumerate(init)]
@@ -87,7 +91,7 @@ def loop(low: TorchLowering, n: FxNode, path: str) -> Results:
 
 @lowers_bodies(CONTROL, "cond", listed="branches")
 def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """Both branches are lowered; the more expensive one is priced as if it were taken every time."""
+    """Both branches. The more expensive one is priced as if it were taken every time."""
     b, at, source = low.b, Place(path), low.b.source
     c = _call(low, n)
     index, *bodies = n.args[:3]
@@ -117,25 +121,28 @@ def cond(low: TorchLowering, n: FxNode, path: str) -> Results:
 
 @lowers_bodies(CONTROL, "while_loop", "while_loop_with_checkpoint", listed="loop")
 def while_loop(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """Refused: how often it turns is known only at run time, and PyTorch's backward would keep every turn."""
+    """Refused: the trip count is known only at run time, and PyTorch's backward keeps residuals of every iteration."""
     raise _call(low, n).fail(
-        "how often it turns depends on the data, so neither time nor memory of a step is known: use a Python loop or "
-        "torch's scan over a number of turns that is known beforehand"
+        "its trip count depends on the data, so neither the time nor the memory of a step is known",
+        fix="use a Python loop or torch's scan with a known number of iterations",
     )
 
 
 @lowers_bodies(CONTROL, "flex_attention", listed="attention")
 def flex(low: TorchLowering, n: FxNode, path: str) -> Results:
-    """Attention whose scores a function of the user's changes, number by number. A block mask that is causal is priced
-    as such; of any other one which blocks it leaves out is known only at run time: all are priced."""
+    """Attention whose scores are changed elementwise by a function of the user's.
+
+    A causal block mask is priced as causal attention. For any other mask, all blocks are priced, because the blocks
+    that it leaves out are known only at run time.
+    """
     q, k, v, score, mask, _, _, *held = n.args
     c = _call(low, n)
     for m in (m for part in (mask[2:-1], *held) for m in part if hasattr(m, "op")):
         if _from_data(low, m):
             raise c.fail(
-                f"its score function or its mask reads a tensor {list(m.meta['val'].shape)} that depends on the batch "
-                f"or on a parameter: pase reads only positions and constants there; give scaled_dot_product_attention "
-                f"a mask"
+                f"its score function or mask reads a tensor of shape {list(m.meta['val'].shape)} that depends on the "
+                f"batch or on a parameter, but may read only positions and constants",
+                fix="use scaled_dot_product_attention with a mask",
             )
     numbers = sum(m.op == "call_function" for m in _graph(n, score).graph.nodes)
     qs, ks, vs = (c.tensor(_value(low, m)) for m in (q, k, v))
@@ -146,8 +153,10 @@ def flex(low: TorchLowering, n: FxNode, path: str) -> Results:
 
 
 def flex_operands(n: FxNode) -> dict[str, TorchOperand]:
-    """A flex_attention's operands by name. score, mask: its functions of a place, whose last operands are score_reads
-    and mask_reads."""
+    """The operands of a flex_attention by name.
+
+    score, mask: the graphs of the functions of a position. Their last operands are score_reads and mask_reads.
+    """
     q, k, v, score, mask, scale, _, score_reads, mask_reads = n.args
     return {
         "query": q,
@@ -162,7 +171,7 @@ def flex_operands(n: FxNode) -> dict[str, TorchOperand]:
 
 
 def _from_data(low: TorchLowering, m: FxNode) -> bool:
-    """Does a node depend on a parameter or on the batch?"""
+    """Whether a node depends on a parameter or on the batch."""
     seen, todo = {m}, [m]
     while todo:
         at = todo.pop()
@@ -174,7 +183,7 @@ def _from_data(low: TorchLowering, m: FxNode) -> bool:
 
 
 def _is_causal(graph: GraphModule) -> bool:
-    """Is a mask's function ``query position >= key position``, and nothing more?"""
+    """Whether a mask's function is exactly ``query position >= key position``."""
     names = [m for m in graph.graph.nodes if m.op == "placeholder"]
     calls = [m for m in graph.graph.nodes if m.op == "call_function"]
     (results,) = next(m for m in graph.graph.nodes if m.op == "output").args
@@ -187,7 +196,7 @@ def _is_causal(graph: GraphModule) -> bool:
 
 
 def _graph(n: FxNode, named: FxNode) -> GraphModule:
-    """The body that an operand names."""
+    """The graph of the body that an operand names."""
     found: TorchOperand = n.graph.owning_module
     return getattr(found, named.target)
 
@@ -207,7 +216,7 @@ def _tensor(c: TorchCall, low: TorchLowering, m: FxNode) -> Tensor:
 
 
 def _loop_copy(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
-    """What a body reads whole. Its layout is fixed once, before the loop."""
+    """A tensor that each iteration reads whole. Its layout is fixed once, before the loop."""
     if t.role == "constant" or all(map(is_one, t.shape)):
         return t
     b.eqn = at.its("const", k)
@@ -216,7 +225,10 @@ def _loop_copy(b: GraphBuilder, t: Tensor, at: Place, k: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _LoweredBody:
-    """A body, opened to be lowered. Its nodes are a copy of its own: calls of one body lie at places of their own."""
+    """A body that is about to be lowered.
+
+    Its nodes are a copy: two calls of one body need nodes of their own, because each call has its own place.
+    """
 
     low: TorchLowering
     scope: TorchScope
@@ -241,7 +253,7 @@ class _LoweredBody:
     def lower(
         self, path: str, given: Sequence[Value | list[Value | None]], outer: Sequence[FxNode] = ()
     ) -> None:
-        """given: what it reads. outer: the nodes around it that it reads as they are."""
+        """Lower the body. given: the values of its placeholders. outer: the outer nodes that it reads unchanged."""
         scope = self.scope
         self.low.env.update(zip(scope.names, given, strict=True))
         scope.leaves.update(zip(scope.names, outer, strict=False))
@@ -250,7 +262,7 @@ class _LoweredBody:
 
 
 def _flops(low: TorchLowering, graph: GraphModule) -> float:
-    """FLOPs of a body alone."""
+    """The FLOPs of a body."""
     body = _LoweredBody.of(replace(low, b=GraphBuilder(name=low.model)), graph)
     for m in body.scope.names:
         body.low.leaf(m, partial(body.low.b.input, m.name))

@@ -1,5 +1,7 @@
-"""Derivatives that the user's own code decides, of which an exported graph shows nothing: ``torch.autograd.Function``,
-and hooks on gradients."""
+"""Derivatives defined by the user's code, which an exported graph does not contain.
+
+Calls of ``torch.autograd.Function`` are traced with their backward. Hooks on gradients are refused.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,20 @@ if TYPE_CHECKING:
 __all__ = ["check_linear", "derivatives_traced", "refuse_module_hooks"]
 
 _COTANGENT = "pase_cotangent"
-"""Mark of what stands for the gradient of a Function's result: its name and place."""
+"""Mark of a node that stands for the cotangent of a Function's result. Its value names the Function and its place."""
 _OWN: ContextVar[bool] = ContextVar("pase_own_derivative", default=False)
-"""Whether a derivative is taken here, not by the user's step."""
+"""Whether the derivative that is being taken is this module's own, not one of the user's step."""
 
 
 @contextlib.contextmanager
 def derivatives_traced() -> Iterator[None]:
-    """Within, a call of the user's ``torch.autograd.Function`` is traced with the backward that it states.
+    """Within, a call of the user's ``torch.autograd.Function`` is traced with the backward that it defines.
 
-    Its backward B is linear in the gradient g of the result y. With L = Bᵀ, the graph of
-    ``y.detach() + (L(x) - L(x).detach())`` has the value y and the derivative B: what L is made of are ops as any
-    other. Refused are a hook on the gradient of a tensor, and a derivative that the step itself takes (a gradient
-    penalty): it is no op of an exported graph, in which what is made of it would be a constant.
+    The backward B is linear in the cotangent g of the result y. With L = Bᵀ, the graph of
+    ``y.detach() + (L(x) - L(x).detach())`` has the value y and the derivative B, and L consists of ordinary ops.
+
+    A hook on the gradient of a tensor is refused. So is a derivative that the step itself takes (a gradient penalty):
+    an exported graph does not contain it, and whatever is computed from it would become a constant.
     """
     import torch
 
@@ -51,21 +54,22 @@ def derivatives_traced() -> Iterator[None]:
         return _Call(of=cls, place=_users_line(), args=args).traced()
 
     def apply_held(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
-        """What the usual ``apply`` calls: programs hold it under names of their own (``rounded = Rounded.apply``)."""
+        """Replaces what the usual ``apply`` calls, because programs keep ``apply`` itself (``f = Rounded.apply``)."""
         if cls.__module__.partition(".")[0] == "torch":
             return super(inner, cls).apply(*args)
         return _Call(of=cls, place=_users_line(), args=args).traced()
 
     def apply_under_vmap(cls: TorchOperand, *args: TorchOperand) -> TorchOperand:
-        """What the usual ``apply`` calls within ``torch.func``'s transforms."""
+        """Replaces what the usual ``apply`` calls inside the transforms of ``torch.func``."""
         if cls.__module__.partition(".")[0] == "torch":
             return under_vmap(cls, *args)
         return _Call(of=cls, place=_users_line(), args=args).traced()
 
     def register_hook(self: Tensor, hook: object) -> object:
         raise PaseError(
-            f"a hook on the gradient of a tensor, at {_users_line()}, is Python that runs in backward, of which an "
-            f"exported graph shows nothing: write it as a torch.autograd.Function whose backward does it, or remove it"
+            "a hook on the gradient of a tensor runs Python code in backward, which an exported graph does not contain",
+            where=_users_line(),
+            fix="write a torch.autograd.Function whose backward does the same, or remove the hook",
         )
 
     def taken(name: str) -> Callable[..., TorchOperand]:
@@ -73,9 +77,11 @@ def derivatives_traced() -> Iterator[None]:
             if _OWN.get() or _of_a_body():
                 return autograd[name](*args, **kwargs)
             raise PaseError(
-                f"the step takes a derivative itself (torch.autograd.grad, backward or torch.func) at {_users_line()}, "
-                f"which PyTorch's export does not record: write the derivative out in tensors, or write the model in "
-                f"JAX, whose jax.grad inside of a loss is read"
+                "the step itself takes a derivative (torch.autograd.grad, backward or torch.func), which PyTorch's "
+                "export does not record",
+                where=_users_line(),
+                fix="write the derivative out as tensor operations, or write the model in JAX, where pase reads "
+                "jax.grad inside of a loss",
             )
 
         return call
@@ -92,7 +98,7 @@ def derivatives_traced() -> Iterator[None]:
         for name, function in autograd.items():
             setattr(torch.autograd, name, function)
         torch.autograd.Function.apply = usual  # type: ignore[method-assign]
-        del inner.apply  # type: ignore[attr-defined]  # it is its parent's again
+        del inner.apply  # type: ignore[attr-defined]  # the parent class's method becomes visible again
         torch.autograd.function.custom_function_call = under_vmap
         torch.Tensor.register_hook = hook  # type: ignore[method-assign]
 
@@ -102,25 +108,28 @@ def refuse_module_hooks(module: Module) -> None:
     for path, m in module.named_modules():
         if m._backward_hooks or m._backward_pre_hooks:
             raise PaseError(
-                f"{type(module).__name__}: '{path or type(m).__name__}' has a backward hook, which is Python that runs "
-                f"in backward: an exported graph shows nothing of it. Remove it before compiling"
+                f"module '{path or type(m).__name__}' has a backward hook, which runs Python code in backward that an "
+                f"exported graph does not contain",
+                where=type(module).__name__,
+                fix="remove the hook before compiling",
             )
 
 
 def check_linear(nodes: Iterable[FxNode], model: str) -> None:
-    """PaseError if the backward of a Function is not linear in the gradient that it is given."""
+    """PaseError if the backward of a Function is not linear in the gradient that it receives."""
     for n in nodes:
         told = (n.meta.get("custom") or {}).get(_COTANGENT)
         if told is not None:
             raise PaseError(
-                f"{model}: the backward of {told} is not linear in the gradient that it is given (it clips or "
-                f"normalises it, for example), so that gradients of parts do not add up: do this to the parameters' "
-                f"gradients, after backward"
+                f"the backward of {told} is not linear in the gradient that it receives (for example, it clips or "
+                f"normalises it), so partial gradients would not add up",
+                where=model,
+                fix="do this to the gradients of the parameters, after backward",
             )
 
 
 def _of_a_body() -> bool:
-    """Whether PyTorch itself takes a derivative: of the body of a loop or a branch, which it traces with one."""
+    """Whether PyTorch itself takes the derivative, as it does when it traces the body of a loop or a branch."""
     return any("/torch/_higher_order_ops/" in f.f_code.co_filename for f, _ in traceback.walk_stack(None))
 
 
@@ -132,14 +141,14 @@ def _users_line() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a user's Function."""
+    """A call of a user's ``torch.autograd.Function``."""
 
     of: TorchOperand
     place: str
     args: Sequence[TorchOperand]
 
     def traced(self) -> TorchOperand:
-        """What it returns, with the derivative that its backward states."""
+        """The call's result, with the derivative that the Function's backward defines."""
         import torch
 
         watched = [
@@ -154,7 +163,7 @@ class _Call:
                 made = self.of.forward(*given)
                 self.of.setup_context(ctx, tuple(given), made)
         if ctx.dirty:
-            raise self.fails("it writes its operands in place (mark_dirty)")
+            raise self.fails("it writes its operands in place (mark_dirty)", "return new tensors instead")
         if not any(watched):
             return made
         outs = made if isinstance(made, tuple) else (made,)
@@ -174,7 +183,7 @@ class _Call:
             with annotate({_COTANGENT: f"torch.autograd.Function '{self.of.__name__}' at {self.place}"}):
                 g = torch.zeros_like(y) if isinstance(y, torch.Tensor) else None
             given.append(g.requires_grad_() if f and g is not None else g)
-        backward = getattr(self.of.backward, "__wrapped__", self.of.backward)  # of @once_differentiable
+        backward = getattr(self.of.backward, "__wrapped__", self.of.backward)  # undo @once_differentiable
         back = backward(ctx, *given)
         back = back if isinstance(back, tuple) else (back,)
         pairs = [
@@ -187,7 +196,11 @@ class _Call:
         if pairs:
             for x, b in pairs:
                 if x.shape != b.shape:
-                    raise self.fails(f"it gives a gradient of shape {list(b.shape)} to {list(x.shape)}")
+                    raise self.fails(
+                        f"its backward returns a gradient of shape {list(b.shape)} for an operand of shape "
+                        f"{list(x.shape)}",
+                        "return a gradient of the operand's shape",
+                    )
             own = _OWN.set(True)
             every = torch.autograd.grad(
                 [b for _, b in pairs],
@@ -203,13 +216,13 @@ class _Call:
             for y, f in zip(outs, floating, strict=True)
         )
 
-    def fails(self, why: str) -> PaseError:
-        return PaseError(f"torch.autograd.Function '{self.of.__name__}' at {self.place}: {why}")
+    def fails(self, what: str, fix: str) -> PaseError:
+        return PaseError(what, where=f"torch.autograd.Function '{self.of.__name__}' at {self.place}", fix=fix)
 
 
 @dataclass(kw_only=True)
 class _Context:
-    """What forward and backward of a Function know as ``ctx``."""
+    """The ``ctx`` argument of a Function's forward and backward."""
 
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[TorchOperand, ...] = ()
@@ -225,7 +238,7 @@ class _Context:
         self.dirty = True
 
     def mark_non_differentiable(self, *tensors: TorchOperand) -> None:
-        """Nothing: what has no gradient is given none."""
+        """Does nothing: a result without a gradient receives none anyway."""
 
     def set_materialize_grads(self, value: bool) -> None:
         self.materialize_grads = value

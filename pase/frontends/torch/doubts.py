@@ -1,7 +1,7 @@
-"""Where a PyTorch program's gradient may not be the slope of its loss, by intention: values without a gradient (those
-of a user's ``autograd.Function`` among them), choices, values that are rounded to integers.
+"""Finds where the gradient of a PyTorch program may intentionally differ from the slope of its loss.
 
-Found statically, for each parameter: what lies between it and the loss.
+Reasons are values without a gradient (including those of a user's ``autograd.Function``), choices, and values rounded
+to integers. For each parameter, the ops between it and the loss are searched statically.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RUN_BY_CHOICE = frozenset({"cond", "while_loop"})
 
 
 def doubts(traced: TracedTorch) -> dict[str, str]:
-    """Path of a parameter -> what lies between it and the loss, and where; the first such op."""
+    """Path of a parameter -> the first op towards the loss that changes the slope: what it does, and its line."""
     program = traced.program
     paths = list(dict.fromkeys(program.parameters.values()))
     bit = {node: 1 << paths.index(path) for node, path in program.parameters.items()}
@@ -46,7 +46,7 @@ def doubts(traced: TracedTorch) -> dict[str, str]:
 
 
 def _doubtful(n: FxNode) -> str | None:
-    """What an op does to the slope, and where it is written; None if its gradient is the slope of its result."""
+    """What an op does to the slope, and the user's line; None if its gradient is the slope of its result."""
     name = op_name(n).partition(".")[0]
     if name in _STOPPED or NO_GRADIENT in (n.meta.get("custom") or {}):
         what = "a value without a gradient"
@@ -62,7 +62,7 @@ def _doubtful(n: FxNode) -> str | None:
 
 
 def _to_integers(n: FxNode) -> bool:
-    """A conversion of floating-point numbers."""
+    """Whether an op converts floating-point numbers to integers."""
     return (
         op_name(n) in ("to", "_to_copy", "type_as", "bucketize")
         and _floats(n.all_input_nodes[0])
@@ -84,8 +84,10 @@ def _dtypes(n: FxNode) -> Iterator:  # type: ignore[type-arg]
 
 
 def coarsest(traced: TracedTorch, tf32: bool) -> float:
-    """The spacing of numbers above 1 in the coarsest floating-point dtype of a program. tf32: whether the device rounds
-    operands in float32 to TF32."""
+    """The machine epsilon (spacing of numbers above 1) of the coarsest floating-point dtype in a program.
+
+    tf32: whether the device rounds float32 operands to TF32.
+    """
     import torch
 
     found = {d for n, _ in traced.scope.every() for d in _dtypes(n) if d.is_floating_point or d.is_complex}
@@ -105,6 +107,6 @@ def random_ops(traced: TracedTorch) -> Iterator[FxNode]:
         given = dict(zip((a.name for a in n.target._schema.arguments), n.args, strict=False)) | dict(n.kwargs)
         if given.get("train") is False or given.get("dropout_p", None) == 0.0 or given.get("p", None) == 0.0:
             continue
-        if "dropout_p" not in given and "attention" in op_name(n):  # its default is none
+        if "dropout_p" not in given and "attention" in op_name(n):  # attention has no dropout by default
             continue
         yield n

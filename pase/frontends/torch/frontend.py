@@ -1,8 +1,8 @@
-"""PyTorch modules to graphs, by way of ``torch.export`` on fake tensors: nothing is run, no weight is read.
+"""Reads PyTorch modules into graphs by ``torch.export`` on fake tensors. Nothing is run and no weight is read.
 
-Exporting is in ``pase.frontends.torch.export.module``, the traversal in ``lower``, the rules for single ops in
-``rules*``, models of transformers by name in ``hf``. Every node of the exported graph gets a stable path: its number
-among the nodes on which the step depends.
+``pase.frontends.torch.export.module`` exports, ``lower`` walks the exported graph, ``rules*`` has the rules for single
+ops, and ``hf`` builds models of the transformers library by name. Every node of the exported graph gets a stable path:
+its index among the nodes that the step depends on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = ["TracedTorch", "coverage", "lowered", "reads", "trace"]
 
 @dataclass(frozen=True, kw_only=True)
 class TracedTorch(registry.Traced):
-    """A module's graph, the exported program that it was read from, and what each node of the program became."""
+    """A module's graph, the exported program that it was read from, and what each node was lowered to."""
 
     program: TorchProgram = field(repr=False, compare=False)
     scope: TorchScope = field(repr=False, compare=False)
@@ -48,18 +48,18 @@ class TracedTorch(registry.Traced):
     loss: Callable[..., Tree] | None = field(default=None, repr=False, compare=False)
     unknown: Unknown = "error"
     marked: tuple[Block, ...] = ()
-    """Nodes that the model itself computes again in backward (``torch.utils.checkpoint``)."""
+    """Runs of nodes that the model itself recomputes in backward (``torch.utils.checkpoint``)."""
 
 
 def reads(model: object) -> bool:
-    """A torch.nn.Module, or the name of a transformers model: hf:CLASS?setting=value&…"""
+    """Whether the model is a torch.nn.Module, or the name of a transformers model: ``hf:CLASS?setting=value&…``."""
     if isinstance(model, str):
         return model.startswith(hf.PREFIX)
     return "torch.nn.modules.module.Module" in type_names(model)
 
 
 def coverage() -> dict[str, list[str]]:
-    """loop nest -> ops, for ``pase ops``."""
+    """Loop nest -> the ops that are lowered to it, for ``pase ops``."""
     return by_nest(RULES, CONTROL) | {"written out in other ops": sorted(WRITTEN)}
 
 
@@ -71,22 +71,29 @@ def trace(
     dims: DimSizes | None = None,
     loss: Callable[..., Tree] | None = None,
 ) -> TracedTorch:
-    """Read a module's step: ``loss(model, *batch)``, else what the model returns on the batch, which is its loss.
+    """Read a module's training step: ``loss(model, *batch)``, or the model's own result if no ``loss`` is given.
 
-    model: a torch.nn.Module, its tensors on any device, meta and fake tensors too; or hf:CLASS?setting=value&….
-    batch: example tensors, of which shapes and dtypes count; one dict is passed on as keywords. A function behind them
-        is the loss.
+    model: a torch.nn.Module whose tensors may be on any device, including meta and fake tensors; or a name
+        ``hf:CLASS?setting=value&…``.
+    batch: example tensors. Only their shapes and dtypes matter. A single dict is passed on as keyword arguments. If the
+        last argument is a function, it is the loss.
 
-    Raises PaseError for a model that PyTorch cannot export and for one without a scalar loss, and (UnknownOp) for an op
-    that has neither a rule nor a decomposition, unless ``unknown`` is "replicate".
+    Raises PaseError if PyTorch cannot export the model or the model has no scalar loss. Raises UnknownOp for an op that
+    has neither a rule nor a decomposition, unless ``unknown`` is "replicate".
     """
     try:
         import torch  # noqa: F401
     except ModuleNotFoundError:
-        raise PaseError(f"reading a PyTorch model needs PyTorch: {install_line('torch')}") from None
+        raise PaseError(
+            "reading a PyTorch model needs PyTorch", fix=f"run: {install_line('torch')}"
+        ) from None
     if isinstance(model, str):
         if batch or loss is not None:
-            raise PaseError(f"'{model}' contains its batch and its loss: give no arguments after it")
+            raise PaseError(
+                "a model given by name has its own batch and loss",
+                where=model,
+                fix="give no arguments after the name",
+            )
         name = name or model
         model, batch = hf.build(model)
     if batch and loss is None and callable(batch[-1]) and not _is_tensor(batch[-1]):
@@ -95,7 +102,11 @@ def trace(
     name = name or type(model).__name__
     check_dims(dims, (), name)
     if not batch:
-        raise PaseError("give an example batch after the module: pase.compile(module, batch, devices=…)")
+        raise PaseError(
+            "there is no example batch",
+            where=name,
+            fix="give one after the module: pase.compile(module, batch, devices=…)",
+        )
     with uncollected():
         made = lowered(program_of(model, batch, loss, reads_op), name, unknown)
     return replace(made, module=model, batch=batch, loss=loss)
@@ -106,15 +117,14 @@ def _is_tensor(x: object) -> bool:
 
 
 def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
-    """The graph of an exported step, without its module. Raises PaseError as ``trace`` does."""
+    """The graph of an exported step, without the module. Raises PaseError as ``trace`` does."""
     b = GraphBuilder(name=name)
     low = TorchLowering(b=b, model=name, unknown=unknown)
     made: dict[str, Value] = {}
     written = set(program.mutated.values())
     placeholders = {n.name: n for n in program.graph.graph.nodes if n.op == "placeholder"}
-    leaves = [
-        n for n, path in program.buffers.items() if path in written
-    ]  # one that is only written has a layout too
+    # A buffer that is written but never read needs a layout too.
+    leaves = [n for n, path in program.buffers.items() if path in written]
     nodes = live(program.graph.graph, (*program.losses, *program.mutated, *leaves))
     check_linear(nodes, name)
     used = {n.name for n in nodes}
@@ -122,7 +132,7 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
         if placeholder not in used:
             continue
         node = placeholders[placeholder]
-        if path in made:  # tied: one tensor, whatever it is called
+        if path in made:  # a tied weight: one tensor under several names
             low.env[node] = made[path]
             continue
         stored = placeholder in program.parameters
@@ -161,7 +171,8 @@ def lowered(program: TorchProgram, name: str, unknown: Unknown) -> TracedTorch:
 
 def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int, ...], str], Tensor]:
     def make(shape: tuple[int, ...], dtype: str) -> Tensor:
-        before, b.frozen = b.frozen, frozen  # whatever reads it first
+        # The parameter is made when something first reads it, and b.frozen then describes that reader.
+        before, b.frozen = b.frozen, frozen
         try:
             return b.parameter(path, shape, dtype)
         finally:
@@ -171,19 +182,19 @@ def _parameter(b: GraphBuilder, path: str, frozen: bool) -> Callable[[tuple[int,
 
 
 def _buffer(b: GraphBuilder, path: str, written: bool) -> Callable[[tuple[int, ...], str], Tensor]:
-    """State that the step writes is passed to the next step; state that it only reads is constant on every device."""
+    """How to make a buffer: an input if the step writes it (state for the next step), otherwise a constant."""
     return lambda shape, dtype: b.input(path, shape, dtype) if written else b.constant(shape, dtype)
 
 
 def _tensor(value: Value) -> Tensor | None:
-    """The value's tensor, made now if it is a view that nothing has read yet; None if it is no data."""
+    """The value's tensor. A view that nothing has read yet is made now. None if the value holds no data."""
     if value.tensor is None and value.make is not None:
         value.tensor = value.make()
     return value.tensor
 
 
 def _of_data(b: GraphBuilder) -> set[str]:
-    """The tensors that depend on data."""
+    """Names of the tensors that depend on a parameter or on an input."""
     found: set[str] = set()
     for n in b.nodes:
         for op in n.ops:
@@ -197,7 +208,9 @@ def _outputs(low: TorchLowering, nodes: list[FxNode], name: str) -> list[Tensor]
     outs = [t for t in made if t is not None]
     if not any(low.b.tensors[t.name].needs_grad for t in outs):
         raise PaseError(
-            f"{name}'s loss does not depend on any parameter that needs a gradient: there is nothing to train"
+            "the loss does not depend on any parameter that needs a gradient, so there is nothing to train",
+            where=name,
+            fix="set requires_grad on the parameters to train, and do not detach the loss",
         )
     return outs
 

@@ -1,5 +1,7 @@
-"""Models of transformers by name: built from a configuration class's defaults, which are a published size, on meta
-tensors. Nothing is downloaded."""
+"""Builds models of the transformers library by name, on meta tensors. Nothing is downloaded.
+
+A model has the defaults of its configuration class, which are those of a published model.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +24,24 @@ __all__ = ["PREFIX", "build"]
 PREFIX = "hf:"
 _BATCH, _SEQUENCE = 8, 512
 _HEADS = ("LM", "Classification", "Generation", "Answering", "LMHeadModel", "CTC", "MultipleChoice")
-"""How the names of classes end that return a loss."""
+"""Endings of the names of classes that return a loss."""
 
 
 def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
-    """(module, (batch,)) for hf:CLASS?setting=value&…, all of it meta tensors: 405 B parameters cost no memory.
+    """(module, (batch,)) for ``hf:CLASS?setting=value&…``, with meta tensors: 405 B parameters need no memory.
 
-    Settings are fields of the class's configuration, those inside of it by a dot (text_config.hidden_size=512), and
-    ``batch``, ``sequence`` (as long as the positions allow, at most 512, where not given) and ``dtype``. The batch has
-    labels, so that the model returns its loss.
+    A setting is a field of the class's configuration (``text_config.hidden_size=512`` for a nested one), or ``batch``,
+    ``sequence`` or ``dtype``. ``sequence`` is by default as long as the model's positions allow, but at most 512. The
+    batch has labels, so that the model returns its loss.
     """
     import torch
 
     try:
         import transformers
     except ModuleNotFoundError:
-        raise PaseError(f"'{name}' needs transformers: {install_line('exports')}") from None
+        raise PaseError(
+            "reading it needs the transformers package", where=name, fix=f"run: {install_line('exports')}"
+        ) from None
     class_name, _, query = name.removeprefix(PREFIX).partition("?")
     made = _class(transformers, class_name)
     settings = _settings(name, query)
@@ -45,7 +49,9 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
     dtype = settings.pop("dtype", "float32")
     known = getattr(torch, str(dtype), None)
     if not isinstance(known, torch.dtype) or not known.is_floating_point:
-        raise PaseError(f"{name}: dtype={dtype} is no dtype of parameters; use float32, bfloat16 or float16")
+        raise PaseError(
+            f"dtype={dtype} is not a dtype for parameters", where=name, fix="use float32, bfloat16 or float16"
+        )
     before = torch.get_default_dtype()
     torch.set_default_dtype(known)
     try:
@@ -57,7 +63,7 @@ def build(name: str) -> tuple[Module, tuple[dict[str, Tensor]]]:
         raise
     except Exception as e:
         said = " ".join(str(e).split())
-        raise PaseError(f"{name}: transformers cannot build it: {type(e).__name__}: {said}") from e
+        raise PaseError(f"transformers cannot build it: {type(e).__name__}: {said}", where=name) from e
     finally:
         torch.set_default_dtype(before)
     return module, (example,)
@@ -68,21 +74,22 @@ def _class(transformers: ModuleType, name: str) -> Any:
     if getattr(found, "config_class", None) is None:
         near = difflib.get_close_matches(name, (n for n in dir(transformers) if n.endswith(_HEADS)), n=1)
         raise PaseError(
-            f"transformers has no model class '{name}'"
-            + (f" (did you mean '{near[0]}'?)" if near else "")
-            + "; write hf:LlamaForCausalLM?num_hidden_layers=2&batch=8&sequence=512"
+            f"transformers has no model class '{name}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            fix="write, for example, hf:LlamaForCausalLM?num_hidden_layers=2&batch=8&sequence=512",
         )
     return found
 
 
 def _settings(name: str, query: str) -> JsonObject:
-    """``key=value`` pairs; values as JSON, or as words."""
+    """The ``key=value`` pairs of a name. Values are read as JSON, or else as strings."""
     out: JsonObject = {}
     for pair in query.split("&") if query else ():
         key, equals, text = pair.partition("=")
         if not equals or not key or key in out:
             raise PaseError(
-                f"'{pair}' in '{name}' is not a setting, or is given twice; write CLASS?key=value&key=value"
+                f"'{pair}' is not a setting, or is given twice",
+                where=name,
+                fix="write CLASS?key=value&key=value",
             )
         try:
             out[key] = json.loads(text)
@@ -94,12 +101,12 @@ def _settings(name: str, query: str) -> JsonObject:
 def _size(name: str, settings: JsonObject, key: str) -> int | None:
     value = settings.pop(key, None)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise PaseError(f"{name}: {key}={value} is not a positive whole number")
+        raise PaseError(f"{key}={value} is not a positive whole number", where=name)
     return value
 
 
 def _config(name: str, kind: Any, settings: JsonObject) -> Any:
-    """The class's defaults with these settings; what its constructor derives follows them."""
+    """A configuration with the class's defaults and these settings. The constructor derives other fields from them."""
     plain = {k: v for k, v in settings.items() if "." not in k}
     config = kind()
     for key in plain:
@@ -115,7 +122,7 @@ def _config(name: str, kind: Any, settings: JsonObject) -> Any:
         and getattr(config, "decoder_start_token_id", None) is None
     ):
         config.decoder_start_token_id = (
-            0  # some defaults have none; which token begins a sequence costs nothing
+            0  # some classes have no default; the choice of the token does not affect the cost
         )
     return config
 
@@ -129,13 +136,14 @@ def _part(name: str, config: Any, path: str) -> tuple[Any, str]:
         have = sorted(k for k in vars(config) if not k.startswith("_")) if config is not None else []
         near = difflib.get_close_matches(key, have, n=1)
         raise PaseError(
-            f"{name}: its configuration has no '{path}'" + (f" (did you mean '{near[0]}'?)" if near else "")
+            f"the model's configuration has no '{path}'" + (f" (did you mean '{near[0]}'?)" if near else ""),
+            where=name,
         )
     return config, key
 
 
 def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[str, Tensor]:
-    """Inputs in the form that the model's main input needs, and labels in the form that its head needs."""
+    """An example batch: inputs in the form that the model's main input needs, and labels for its head."""
     import torch
 
     config = module.config
@@ -158,19 +166,23 @@ def _example(name: str, module: Any, batch: int, sequence: int | None) -> dict[s
         example = {main: torch.zeros(batch, bins, frames, dtype=module.dtype)}
     elif main != "input_ids":
         raise PaseError(
-            f"{name}: pase cannot make up an input of kind '{main}': give the module and a batch in Python"
+            f"pase cannot make an example of the input '{main}'",
+            where=name,
+            fix="build the module in Python and give it to pase with a batch",
         )
     taken = inspect.signature(module.forward).parameters
     if (
         "labels" not in taken and {"start_positions", "end_positions"} <= taken.keys()
-    ):  # where an answer stands
+    ):  # a question-answering head, whose labels are the ends of the answer
         return {
             **example,
             **{k: torch.zeros(batch, dtype=torch.int64) for k in ("start_positions", "end_positions")},
         }
     if "labels" not in taken:
         raise PaseError(
-            f"{name} has no labels, and therefore no loss: name a class with a head (…ForCausalLM)"
+            "the model takes no labels, and therefore returns no loss",
+            where=name,
+            fix="name a class with a head (…ForCausalLM)",
         )
     kind = type(module).__name__
     one = kind.endswith(("SequenceClassification", "ImageClassification", "MultipleChoice"))

@@ -1,4 +1,4 @@
-"""The traversal of an exported PyTorch graph: each node by its rule, an op without one decomposed by PyTorch itself."""
+"""Lowers an exported PyTorch graph node by node. PyTorch itself decomposes the ops that have no rule."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 __all__ = ["TorchLowering", "live", "place_of", "reads_op", "source_of"]
 
 _MOST_DEPTH = 4
-"""Decompositions inside of one another."""
+"""How deeply decompositions and loop or branch bodies may be nested before an op counts as unknown."""
 _IGNORED = frozenset({"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range"})
 _FRAME = re.compile(r'File "([^"\n]{1,300})", line (\d{1,7}), in ([^\n]{1,80})')
 
 
 def reads_op(name: str) -> bool:
-    """Is there a rule for the op, or nothing to do?"""
+    """Whether the op has a rule or needs none."""
     return name in RULES or name in _IGNORED
 
 
@@ -53,7 +53,7 @@ def live(graph: Graph, wanted: Sequence[str]) -> list[FxNode]:
 
 
 def source_of(node: FxNode) -> SourceLine:
-    """The user's line, and the layer that it belongs to."""
+    """The user's line that made a node, and the layer that the node belongs to."""
     frames = [f for f in _FRAME.findall(node.meta.get("stack_trace") or "") if f[0] != STEP_FILE]
     own = [f for f in frames if not of_pytorch(f[0])] or [f for f in frames if not f[0].startswith("<")]
     if not own:
@@ -62,20 +62,24 @@ def source_of(node: FxNode) -> SourceLine:
 
 
 def layer_of(node: FxNode) -> str:
-    """The path of the module that the node belongs to; "" where it is the whole model."""
+    """The path of the module that the node belongs to; "" if that is the whole model."""
     paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
     return paths[-1].removeprefix("module").removeprefix(".") if paths else ""
 
 
 def place_of(node: FxNode, model: str, at: str) -> str:
-    """Which op of which layer, and the user's line, for messages."""
+    """Names an op for messages: model, op, layer and the user's line. at: the user's line, or ""."""
     layer = layer_of(node)
     return f"{model}: {node.target}" + (f" in '{layer}'" if layer else "") + (f" at {at}" if at else "")
 
 
 @dataclass
 class TorchLowering:
-    """A graph that is being lowered. env: node -> its values. inner: the decompositions of ops."""
+    """The state of a graph's lowering.
+
+    env: node -> the values that it was lowered to. inner: path of an op -> its decomposition or its body. depth: how
+    many decompositions and bodies this graph is nested in.
+    """
 
     b: GraphBuilder
     model: str
@@ -85,7 +89,7 @@ class TorchLowering:
     depth: int = 0
 
     def leaf(self, node: FxNode, make: Callable[[tuple[int, ...], str], Tensor]) -> Value:
-        """A placeholder, whose tensor is made when something reads it."""
+        """The value of a placeholder. Its tensor is made when something first reads it."""
         t = node.meta["val"]
         shape, dtype = tuple(t.shape), dtype_of(t.dtype)
         v = Value(shape=shape, dtype=dtype, make=lambda: make(shape, dtype))
@@ -102,7 +106,10 @@ class TorchLowering:
             found = self.env[n.args[0]]
             made = found[n.args[1]] if isinstance(found, list) else found
             if made is None:
-                raise PaseError(f"{self.model}: result {n.args[1]} of {n.args[0].target} is not computed")
+                raise PaseError(
+                    f"its result {n.args[1]} is used, but the op's rule does not compute it",
+                    where=place_of(n.args[0], self.model, source_of(n.args[0]).place),
+                )
             self.env[n] = made
             return
         if not self.depth:
@@ -117,7 +124,7 @@ class TorchLowering:
         return place_of(n, self.model, self.b.source.place)
 
     def values(self, n: FxNode, path: str) -> Value | list[Value | None]:
-        """What a node makes: by its rule, else decomposed, else not split where the user allows it."""
+        """The values that a node makes: by its rule, else by its decomposition, else unsplit if the user allows it."""
         name = op_name(n)
         if name in CONTROL:
             return CONTROL[name].lower(self, n, path)
@@ -141,11 +148,11 @@ class TorchLowering:
     def checked(
         self, c: TorchCall, made: Value | Sequence[Value | None], several: bool
     ) -> Value | list[Value | None]:
-        """The rule's results, checked against the shapes and dtypes that PyTorch found."""
+        """The rule's results, after a check against the shapes that PyTorch found."""
         found: list[Value | None] = [made] if isinstance(made, Value) else list(made)
         for v, spec in zip(found, c.outs, strict=False):
             if v is not None and spec is not None and v.shape != spec[0]:
-                raise c.fail(f"its rule makes {list(v.shape)}, but PyTorch makes {list(spec[0])}")
+                raise c.fail(f"pase's rule gives shape {list(v.shape)}, but PyTorch gives {list(spec[0])}")
         return found if several else (found[0] or c.nothing(*c.out()))
 
     def operand(self, v: Any) -> Any:
@@ -165,28 +172,29 @@ class TorchLowering:
             self.b.remark_unknown(str(n.target))
             return self.replicated(n)
         raise UnknownOp(
-            f"{self.place(n)}: no rule for this op, and PyTorch has no decomposition of it.\n"
-            f"Add one to frontends/torch/rules*.py, or pass unknown='replicate' (the op is then not split)."
+            "pase has no rule for this op, and PyTorch has no decomposition of it",
+            where=self.place(n),
+            fix="add a rule to frontends/torch/rules*.py, or pass unknown='replicate' (the op is then not split)",
         )
 
     def written(self, n: FxNode) -> GraphModule | None:
-        """The op as other ones (``written``); None if it is not written so."""
+        """The graph of other ops that the op is rewritten as (``written``); None if it is not rewritten."""
         found = WRITTEN.get(str(n.target).removeprefix("aten."))
         try:
             how = None if found is None else found(n)
         except PaseError as e:
-            raise PaseError(f"{self.place(n)}: {e}") from e
+            raise PaseError(e.what, where=self.place(n), fix=e.fix) from e
         return None if how is None else _traced(n, how)
 
     def within(self) -> TorchLowering:
-        """For the nodes of a decomposed op, or of a body."""
+        """A lowering for the nodes of a decomposed op or of a body."""
         return TorchLowering(b=self.b, model=self.model, unknown=self.unknown, depth=self.depth + 1)
 
     def constants(self, module: GraphModule | None, nodes: Iterable[FxNode]) -> None:
-        """What a graph holds itself: numbers that are part of the ops that read them."""
+        """Add the tensors that a graph itself holds. They count as numbers that belong to the ops that read them."""
         for m in nodes:
             t: TorchOperand = getattr(module, m.target) if m.op == "get_attr" else None
-            if hasattr(t, "dtype"):  # else it is a body
+            if hasattr(t, "dtype"):  # otherwise it is the body of a loop or a branch
                 self.env[m] = Value(
                     shape=tuple(t.shape), dtype=dtype_of(t.dtype), foldable=True, note=("filled",)
                 )
@@ -214,7 +222,7 @@ class TorchLowering:
         return made if several else made[0]  # type: ignore[return-value]
 
     def replicated(self, n: FxNode) -> list[Value | None] | Value:
-        """One op that is not split, of which only memory traffic is priced."""
+        """The op as one that is not split. Only its memory traffic is priced."""
         outs = specs_of(n.meta["val"], self.place(n))
         reads = [self.env[m] for m in n.all_input_nodes]
         c = TorchCall(low=self, op=str(n.target), given={}, outs=outs, place=self.place(n))
@@ -225,8 +233,11 @@ class TorchLowering:
 
 
 def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:
-    """A call's graph on its operands, made by this function of what the op is given. Composite ops in it stay whole, if
-    options do not say otherwise."""
+    """Trace ``how`` on the operands of a node into a graph.
+
+    how: is called with the arguments that the node gives its op. options: for ``make_fx``; by default, composite ops
+    stay whole.
+    """
     import torch
     from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -237,13 +248,16 @@ def _traced(n: FxNode, how: Callable[..., Tree], **options: Any) -> GraphModule:
         args, kwargs = torch.fx.map_arg((n.args, n.kwargs), given.__getitem__)  # type: ignore[arg-type]
         return how(*args, **kwargs)
 
-    values = [m.meta["val"].detach() for m in leaves]  # whatever they were differentiated for
+    # A fake tensor may still belong to the autograd graph of the export.
+    values = [m.meta["val"].detach() for m in leaves]
     return make_fx(call, **({"pre_dispatch": True} | options))(*values)
 
 
 def _decomposed(n: FxNode) -> GraphModule | None:
-    """PyTorch's decomposition of one op, as a graph on its operands; None if there is none, or one that writes in place
-    (what is written would be lost)."""
+    """PyTorch's decomposition of one op, as a graph on the op's operands.
+
+    None if there is none, or if it writes in place: what it writes to its operands would be lost.
+    """
     import torch
     from torch._decomp import get_decompositions
     from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -255,11 +269,11 @@ def _decomposed(n: FxNode) -> GraphModule | None:
     table: Any = get_decompositions([n.target])
     ways: list[Callable[..., object]] = [n.target]
     if n.target.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
-        ways.append(dispatch_functionalize(n.target))  # of those that write in place within
+        ways.append(dispatch_functionalize(n.target))  # for composite ops that write in place inside
     for how in ways:
         try:
             inner = _traced(n, how, pre_dispatch=False, decomposition_table=table)
-        except (RuntimeError, NotImplementedError, TypeError):  # it has none that runs on shapes
+        except (RuntimeError, NotImplementedError, TypeError):  # no decomposition that runs on fake tensors
             continue
         targets = [m.target for m in inner.graph.nodes]
         written = any(getattr(getattr(t, "_schema", None), "is_mutable", False) for t in targets)

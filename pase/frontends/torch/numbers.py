@@ -1,7 +1,6 @@
-"""The numbers among an op's operands, which the graph that was traced does not hold: counts, epsilons, factors.
+"""The numbers among an op's operands (counts, epsilons, factors), which the lowered graph does not hold.
 
-Who runs the parts of an op one by one needs them, and so does who compares the step with the step on a part of the
-batch.
+They are needed to run the parts of an op one by one, and to compare a step with the step on a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ __all__ = ["NumberUnknown", "node_numbers", "numbers_missing", "numbers_of", "op
 
 
 class NumberUnknown(PaseError):
-    """Why the numbers among an op's operands are not known."""
+    """The numbers among an op's operands are not known. The message says why."""
 
 
 _MISSING = {"select": 3}
@@ -28,7 +27,7 @@ _BINARY = frozenset({"add", "sub", "mul", "div", "ne", "eq", "gt", "lt", "ge", "
 
 
 def numbers_missing(op: Op) -> int:
-    """The number of an op's operands that are plain numbers, which the traced graph does not hold."""
+    """How many operands of an op are plain numbers, which the lowered graph does not hold."""
     if op.kind != "elementwise":
         return 0
     wanted = _MISSING.get(op.function.name, 2 if op.function.name in _BINARY else 1)
@@ -43,7 +42,7 @@ def node_numbers(n: FxNode) -> Iterator[float]:
 
 
 def op_name(n: FxNode) -> str:
-    """The name of a call's op, without the library's for ATen's; of a higher-order op, its own."""
+    """The name of a call's op, with its library unless that is aten; for a higher-order op, its target's name."""
     schema = getattr(n.target, "_schema", None)
     return str(n.target) if schema is None else str(schema.name).removeprefix("aten::")
 
@@ -55,8 +54,10 @@ _NUMBERS: Registry[Numbers] = Registry("numbers of ATen op")
 def numbers_of(
     name: str, given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[float]:
-    """The op's operands that are plain numbers. given: operands by name. shapes: whole shapes of those that are
-    tensors.
+    """The operands of an op that are plain numbers, in the order in which its ops were traced.
+
+    given: operands by name. shapes: unsharded shapes of the tensor operands. Raises NumberUnknown for an operand that
+    no rule reads.
     """
     found = _NUMBERS.get(name)
     if found is None:
@@ -65,13 +66,15 @@ def numbers_of(
     numbers = tuple(found(read, shapes))
     for word, value in given.items():
         if word not in read.names | _NO_NUMBER and not hasattr(value, "shape") and value is not None:
-            raise NumberUnknown(f"what its operand '{word}' means for its parts is not known")
+            raise NumberUnknown(f"the effect of its operand '{word}' on the parts of the op is not known")
     return iter(numbers)
 
 
 class _OperandsRead(Mapping[str, TorchOperand]):
-    """Operands, and the names of those that were read: a number that its rule passes over changes nothing in silence.
-    An op has several signatures, which name the same thing differently."""
+    """Operands that record which of them were read, so that no rule silently ignores one.
+
+    The overloads of an op may have different names for the same operand.
+    """
 
     def __init__(self, given: Mapping[str, TorchOperand]) -> None:
         self.given, self.names = given, set[str]()
@@ -90,7 +93,7 @@ class _OperandsRead(Mapping[str, TorchOperand]):
 _IN_GRAPH = {"dim", "keepdim", "dtype", "out_dtype", "reduction", "normalized_shape", "output_size"}
 _IN_SHAPES = {"N", "C", "HxW"}
 _NO_NUMBER = frozenset(_IN_GRAPH | _IN_SHAPES | {"cudnn_enable", "cudnn_enabled"})
-"""Operands that are no numbers among an op's operands."""
+"""Operands that need no rule: the graph or the shapes determine them, or they have no effect on the numbers."""
 
 
 def _count(shape: tuple[int, ...], dims: int | Sequence[int] | None) -> int:
@@ -166,11 +169,11 @@ def _batch_norm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[in
 def _cross_entropy(
     given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[float]:
-    """Ignored labels add zero. A mean over labels that are probabilities is over all of them."""
-    ignored = given.get("ignore_index", -100)  # of labels that are classes
+    """Ignored labels add zero. If labels are probabilities, a mean is over all of them."""
+    ignored = given.get("ignore_index", -100)  # only for labels that are class indices
     if given["target"].is_floating_point():
         if given.get("weight") is not None or given.get("label_smoothing"):
-            raise NumberUnknown("it weights classes or smooths labels that are probabilities")
+            raise NumberUnknown("its labels are probabilities, and it weights classes or smooths labels")
         shape = shapes["self"]
         yield -_count(shape, None) / shape[min(1, len(shape) - 1)]
         return
@@ -186,5 +189,5 @@ def _cross_entropy(
 @_NUMBERS.register("addmm", "baddbmm")
 def _addmm(given: Mapping[str, TorchOperand], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[float]:
     if given.get("beta", 1) != 1:
-        raise NumberUnknown("it scales what it adds, but its parts run one by one")
+        raise NumberUnknown("it scales the added tensor (beta), which the parts of the op do not do")
     yield given.get("alpha", 1)

@@ -1,4 +1,4 @@
-"""Explains to a model's author why PyTorch cannot export it: what the code does, where, and what to do."""
+"""Explains to the author of a model why PyTorch cannot export it: what the code does, where, and what to do instead."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pase.errors import PaseError
 from pase.pytree import Tree
 
 if TYPE_CHECKING:
@@ -20,35 +21,43 @@ if TYPE_CHECKING:
 
 __all__ = ["lines_kept", "of_pytorch", "real_places", "why"]
 
-_ASKS = (
-    "its Python code asks for the value of a tensor (.item(), if tensor:, a loop over one), which does not exist "
-    "before the model runs: use torch.where, or a size that is known beforehand"
-)
+_NO_VALUE = "use torch.where, or a size that is known before the model runs"
 _REASONS = {
-    "GuardOnDataDependentSymNode": _ASKS,
-    "DynamicOutputShapeException": "the size of a tensor depends on the data (nonzero, a mask as an index): use "
-    "torch.where, or a fixed capacity",
-    "DataDependentOutputException": "it asks for the value of a tensor (.item(), .tolist(), bool(tensor)), which does "
-    "not exist before the model runs",
-    "UnsupportedOperatorException": "it calls an op that has no shape rule: give your custom op one by "
-    "torch.library.register_fake",
+    "GuardOnDataDependentSymNode": (
+        "its Python code needs the value of a tensor (.item(), if tensor:, a loop over a tensor), which does not exist "
+        "before the model runs",
+        _NO_VALUE,
+    ),
+    "DynamicOutputShapeException": (
+        "the size of a tensor depends on the data (nonzero, a mask as an index)",
+        "use torch.where, or a fixed capacity",
+    ),
+    "DataDependentOutputException": (
+        "it needs the value of a tensor (.item(), .tolist(), bool(tensor)), which does not exist before the model runs",
+        _NO_VALUE,
+    ),
+    "UnsupportedOperatorException": (
+        "it calls an op that has no shape rule",
+        "give your custom op a shape rule with torch.library.register_fake",
+    ),
 }
-"""PyTorch's exceptions -> what they mean for the one who wrote the model."""
+"""PyTorch's exceptions -> (what is wrong with the model, what its author can do)."""
 _PACKED = (
-    "how many sequences of a packed batch are left at a step depends on the data: pass the padded sequences themselves "
-    "(batch_first=True), and leave what is behind their ends out of the loss (ignore_index, torch.where)"
+    "the number of sequences of a packed batch that are left at each time step depends on the data",
+    "pass the padded sequences themselves (batch_first=True), and mask the padding out of the loss (ignore_index, "
+    "torch.where)",
 )
 _CTC = (
-    "ctc_loss makes a table whose size depends on the lengths of its targets, and cannot be exported: compute it "
-    "outside of the step, or write its recursion as a loop (scan) over a table of fixed size"
+    "ctc_loss makes a table whose size depends on the lengths of its targets, so it cannot be exported",
+    "compute the loss outside of the step, or write its recursion as a loop (scan) over a table of fixed size",
 )
 _MOST_BYTES = 1 << 30
-"""Of a larger model no copy is run to find all places."""
+"""Parameters, buffers and batch of at most this size are copied and run, to find all places that cannot be exported."""
 _MOST_PLACES = 8
 
 
 def of_pytorch(file: str) -> bool:
-    """Is it a file of PyTorch's own, or code that PyTorch made?"""
+    """Whether a file belongs to PyTorch, or is code that PyTorch generated."""
     import torch
 
     return file.startswith((str(Path(torch.__file__).parent), "<"))
@@ -56,8 +65,11 @@ def of_pytorch(file: str) -> bool:
 
 @contextlib.contextmanager
 def lines_kept(step_file: str) -> Iterator[None]:
-    """While a step is traced, its nodes have the lines of all functions that it calls; PyTorch keeps those of methods
-    named forward. step_file: where the step is defined that calls the user's module."""
+    """Within, nodes that are traced keep the lines of all user functions on the stack.
+
+    PyTorch itself keeps only lines of methods named forward. step_file: the file that defines the step which calls the
+    user's module.
+    """
     import torch.fx.proxy
 
     tracer = torch.fx.proxy.TracerBase
@@ -78,13 +90,18 @@ def lines_kept(step_file: str) -> Iterator[None]:
         tracer._filter_traceback_frames = usual  # type: ignore[method-assign]
 
 
-def why(name: str, e: Exception, places: Sequence[str], module: Module) -> str:
-    """What PyTorch says, in a few words, with the line of the user's code where it is known. places: all of them."""
+def why(name: str, e: Exception, places: Sequence[str], module: Module) -> PaseError:
+    """The error to raise when PyTorch cannot export a model: the reason, and the user's line if it is known.
+
+    name: of the model. e: PyTorch's exception. places: all lines of the user's code that cannot be exported, as far as
+    they are known.
+    """
     keywords = [path for path, _ in module.named_modules() if keyword.iskeyword(path.split(".")[-1])]
     if isinstance(e, SyntaxError) and keywords:  # PyTorch writes self.blocks.in, and cannot read it back
-        return (
-            f"PyTorch cannot export {name}: a part of it is named by a keyword of Python, {', '.join(keywords)}: give "
-            f"it another name"
+        return PaseError(
+            f"PyTorch cannot export a module whose name is a keyword of Python: {', '.join(keywords)}",
+            where=name,
+            fix="give the module another name",
         )
     told = next((_REASONS[t.__name__] for t in type(e).__mro__ if t.__name__ in _REASONS), None)
     frames = list(traceback.extract_tb(e.__traceback__))
@@ -94,21 +111,25 @@ def why(name: str, e: Exception, places: Sequence[str], module: Module) -> str:
         told = _CTC
     frames = [f for f in frames if not of_pytorch(f.filename)]
     frames = [f for f in frames if "/pase/" not in f.filename]
-    where = f", at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     said = " ".join(str(e).split())[:400]
     listed = ""
     if len(places) > 1:
         shown = "\n".join(f"  {p}" for p in places[:_MOST_PLACES])
         listed = f"There are {len(places)} such places:\n{shown}\n"
-    reason = f"{told}. " if told else ""
-    return f"PyTorch cannot export {name}{where}: {reason}{listed}It says: {type(e).__name__}: {said}"
+    reason, fix = told or ("", "")
+    return PaseError(
+        f"PyTorch cannot export {name}: {reason}{reason and '. '}{listed}PyTorch's error: {type(e).__name__}: {said}",
+        where=where,
+        fix=fix,
+    )
 
 
 def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module], Module]) -> list[str]:
-    """All lines at which a model's code depends on its data, as PyTorch's draft export finds them; [] where it cannot.
+    """All lines at which a model's code depends on its data, found by PyTorch's draft export; [] if it finds none.
 
-    That runs the step on real tensors: a copy of the module, which is left out where the module or the batch has meta
-    or fake tensors, or is large. step: from a module to one whose forward is the step.
+    Draft export runs the step on real tensors, so a copy of the module is made. Returns [] if the module or the batch
+    has meta or fake tensors or is large. step: makes the module whose forward is the step from the user's module.
     """
     import torch
     from torch._logging.structured import INTERN_TABLE
@@ -124,20 +145,20 @@ def real_places(module: Module, batch: tuple[Tree, ...], step: Callable[[Module]
         with (
             _silent(),
             torch.random.fork_rng(),
-        ):  # neither the batch nor the program's random state may change
+        ):  # the batch and the random state of the user's program must not change
             own = torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), batch)
             drafted: Any = torch.export.draft_export(step(copy.deepcopy(module)), own, strict=False)
-    except Exception:  # this only improves the message; the model's own error is reported
+    except Exception:  # this only improves the message: the original error is reported in any case
         return []
     report = drafted._report
-    # Files are numbered once per process; the report names only the files that are new in it.
+    # PyTorch numbers files once per process, and a report names only the files that are new in it.
     files = {number: file for file, number in INTERN_TABLE.items()} | dict(report.str_to_filename)
     return list(dict.fromkeys(line for f in report.failures if (line := _line(f, files))))
 
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """PyTorch writes its own report to these logs; to others it writes what the report is made of."""
+    """Within, draft export logs and warns of nothing. Other loggers keep their levels: the report is made from them."""
     loggers = [
         logging.getLogger(n) for n in ("torch.export._draft_export", "torch.fx.experimental.symbolic_shapes")
     ]
@@ -154,7 +175,7 @@ def _silent() -> Iterator[None]:
 
 
 def _line(failure: FailureReport, files: Mapping[int, str]) -> str:
-    """The user's line for one of draft export's findings."""
+    """The user's line for one failure that draft export found; "" if there is none."""
     for frame in reversed(failure.data.get("user_stack") or failure.data.get("stack") or []):
         file = files.get(frame["filename"], "")
         if file and not of_pytorch(file):

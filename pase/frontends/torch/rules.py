@@ -1,8 +1,7 @@
-"""One rule per ATen op: which loop nests it is. This file has the table of rules, what is done point by point, and
-reductions.
+"""Rules that lower ATen ops to loop nests: the table of rules, elementwise ops and reductions.
 
-A rule takes a ``TorchCall`` (``values``) and returns the op's values. Rules are by the op's name, whatever its
-overload; shapes and dtypes of the results are those that PyTorch found.
+A rule takes a ``TorchCall`` (``values``) and returns the op's results. One rule serves all overloads of an op. The
+shapes and dtypes of the results are those that PyTorch found.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["POINTWISE", "RULES", "TorchRule", "lowers"]
 TorchRule = Callable[[TorchCall], "Value | Sequence[Value | None]"]
 RULES: Registry[TorchRule] = Registry("rule for ATen op", package="pase.frontends.torch", prefix="rules")
 lowers = RULES.register
-"""Op (with "namespace::" before it where that is not aten) -> rule."""
+"""Decorator: registers a rule for these ops. An op of a namespace other than aten is written "namespace::op"."""
 
 POINTWISE = {
     "add": "add",
@@ -110,7 +109,7 @@ POINTWISE = {
     "complex": "complex",
     "detach": "stop_gradient",
 }
-"""Ops that are one function, point by point, of operands that broadcast -> the function (``pase.ir.functions``)."""
+"""Elementwise ops on operands that broadcast -> the function that they compute (``pase.ir.functions``)."""
 
 _ACTIVATIONS = {
     "relu": "relu",
@@ -140,7 +139,7 @@ for _op, _name in POINTWISE.items():
 
 @lowers("div", "true_divide")
 def _div(c: TorchCall) -> Value:
-    """Rounded, it has no gradient."""
+    """A quotient that is rounded has no gradient."""
     return c.pointwise(functions.DIV if c.arg("rounding_mode") is None else FUNCTIONS["floor"])
 
 
@@ -171,7 +170,7 @@ def _masked_fill(c: TorchCall) -> Value:
 
 @lowers("tril", "triu")
 def _triangle(c: TorchCall) -> Value:
-    """A value or zero, by the positions in the last two dims."""
+    """Selects each value or zero by the positions in the last two dims."""
     return c.pointwise(functions.SELECT, [c.x()])
 
 
@@ -183,7 +182,7 @@ def _cast(c: TorchCall) -> Value:
 
 @lowers("view_as_complex")
 def _complex(c: TorchCall) -> Value:
-    """The last dim, of two numbers, becomes one number."""
+    """Each pair of numbers in the last dim becomes one complex number."""
     x = c.x()
     return _over(c, FUNCTIONS["complex"], x, [len(x.shape) - 1], keep=False, combines=False)
 
@@ -196,7 +195,7 @@ def _pairs(c: TorchCall) -> Value:
 
 
 def activation(c: TorchCall, name: str, x: Value) -> Value:
-    """Written out as jax.nn has it, so that it is priced and kept alike."""
+    """An activation in the ops that jax.nn uses, so that its cost and its residuals are the same as in JAX."""
     return c.value(ACTIVATIONS[name](c.b, c.tensor(x)))
 
 
@@ -221,7 +220,7 @@ _REDUCE: dict[str, tuple[str, str | None]] = {
     "any": ("reduce_or", None),
     "all": ("reduce_and", None),
 }
-"""op -> the function over the dims, and that of what comes out."""
+"""Op -> the function of the reduction, and a function that is applied to its result (or None)."""
 
 
 def _over(
@@ -243,7 +242,10 @@ def _reduce(c: TorchCall) -> Value:
 
 @lowers("prod", "max", "min", "argmax", "argmin")
 def _extreme(c: TorchCall) -> Value | Sequence[Value]:
-    """Over all dims, or over one: max and min then also return the index. Two tensors: the elementwise max or min."""
+    """A reduction over all dims or over one. Over one dim, max and min also return the index.
+
+    With two tensors, the elementwise max or min.
+    """
     x = c.x()
     if c.opt("other") is not None:
         return c.pointwise(FUNCTIONS[c.op])
@@ -312,7 +314,7 @@ _SEQUENTIAL = {
     "median": "sort",
     "multinomial": "random",
 }
-"""What goes along a dim in order."""
+"""Ops that process a dim in order."""
 
 
 @lowers(*_SEQUENTIAL)

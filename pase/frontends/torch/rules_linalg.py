@@ -1,4 +1,4 @@
-"""Rules for PyTorch's linear algebra: a batch of matrices may be split, a matrix not."""
+"""Rules for PyTorch's linear algebra. A batch of matrices may be split; a matrix is not split."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _matrix(c: TorchCall) -> Sequence[Value]:
     rank = min(len(v.shape) for v in inputs) - 2
     lead = inputs[0].shape[:rank]
     if any(s[:rank] != lead for s in (*(v.shape for v in inputs), *(s for s, _ in outs))):
-        rank = 0  # one of them broadcasts
+        rank = 0  # an operand is broadcast along the batch dims
     side = max(math.prod(v.shape[rank:]) for v in inputs) ** 0.5
     made = nests.batched(
         b=c.b, name=c.op, inputs=c.tensors(*inputs), outs=outs, rank=rank, flops=_MATRIX[c.op] * side**3

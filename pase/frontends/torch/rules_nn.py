@@ -1,4 +1,4 @@
-"""ATen: products, convolutions, pooling, normalization, attention, lookups in tables, dropout and losses."""
+"""Rules for ATen's products, convolutions, pooling, normalization, attention, embedding lookups, dropout and losses."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ def _matmul(c: TorchCall) -> Value:
 
 @lowers("addmm", "baddbmm", "addmv")
 def _addmm(c: TorchCall) -> Value:
-    """A product and what is added to it, each perhaps times a number."""
+    """A product plus a tensor, each optionally scaled by a number."""
     added, x, y = c.values
     out = matmul(c, x, y, c.out()[1])
     if x.note[:1] == ("view",) and out.note[:1] == ("view",) and len(added.shape) == 1:
-        out = out.note[1]  # as the product was made, its rows not merged
+        out = out.note[1]  # the product before its rows were merged
     if c.arg("alpha", 1) != 1:
         out = c.elementwise([out], functions.MUL)
     flops = 1.0 if c.arg("beta", 1) == 1 else 2.0
@@ -62,7 +62,7 @@ def _einsum(c: TorchCall) -> Value:
 
 @lowers("_fft_c2c", "_fft_r2c", "_fft_c2r")
 def _fft(c: TorchCall) -> Value:
-    """The dims before those that are transformed may be split; 5 log2(n) FLOPs a point (Cooley and Tukey's count)."""
+    """The dims before the transformed ones may be split; 5 log2(n) FLOPs per point (Cooley and Tukey's count)."""
     x, (shape, dtype) = c.x(), c.out()
     dims = c.dims("dim", len(x.shape))
     lead = min(dims, default=len(x.shape))
@@ -75,20 +75,26 @@ def _fft(c: TorchCall) -> Value:
 
 @lowers("_grouped_mm", "transformers::grouped_mm_fallback")
 def _grouped(c: TorchCall) -> Value:
-    """Rows in groups, each group times its own weights. The number of rows in a group is known only at run time."""
+    """Groups of rows, each multiplied by its own weights. The number of rows per group is known only at run time."""
     x, w = c.values[:2]
     ends = c.opt("offs")
     if (len(x.shape), len(w.shape)) != (2, 3) or ends is None:
-        raise c.fail(f"pase does not read groups of {list(x.shape)} and of {list(w.shape)}")
+        raise c.fail(
+            f"pase reads only rows [n k] by groups of weights [g k m] with offsets, but got {list(x.shape)} and "
+            f"{list(w.shape)}"
+        )
     if c.opt("bias") is not None:
-        raise c.fail("pase does not read a bias of groups: add it to the result by each row's group")
+        raise c.fail(
+            "pase does not read a bias per group",
+            fix="add the bias to the result, indexed by the group of each row",
+        )
     rows, weights, until = c.tensors(x, w, ends)
     return c.value(nests.grouped_product(c.b, rows, weights, 1, 1, 0, c.out()[1], ends=until))
 
 
 @lowers("scaled_dot_product_attention")
 def _attention(c: TorchCall) -> Value:
-    """One op: of queries, keys and values [batch, heads, positions, width] the scores are not kept."""
+    """Attention as one op on queries, keys and values [batch, heads, positions, width]. The scores are not kept."""
     q, k, v = (c.x(n) for n in ("query", "key", "value"))
     lead = q.shape[:-3]
     if len(q.shape) != 4:  # [positions, width], or several batch dims
@@ -100,7 +106,7 @@ def _attention(c: TorchCall) -> Value:
         extra.append(c.tensor(c.reshape(mask, (*[1] * (4 - len(mask.shape)), *mask.shape))))
     causal = bool(c.arg("is_causal", False))
     turned = all(t.note[:1] == ("transposed",) and t.note[2] == _HEADS_FIRST for t in (q, k, v))
-    if turned:  # as the projections made them
+    if turned:  # use the operands as the projections made them
         q, k, v = (t.note[1] for t in (q, k, v))
     order = (0, 1, 2, 3) if turned else (0, 2, 1, 3)
     out = c.value(attention(c.b, c.tensor(q), c.tensor(k), c.tensor(v), extra, causal=causal, order=order))
@@ -109,10 +115,11 @@ def _attention(c: TorchCall) -> Value:
 
 
 _HEADS_FIRST = [0, 2, 1, 3]
-"""From [batch, positions, heads, width], and back."""
+"""The transpose from [batch, positions, heads, width] to [batch, heads, positions, width], which is its own inverse."""
 
 
 def _four(c: TorchCall, v: Value) -> Value:
+    """The value with four dims: batch dims are merged, and missing ones added."""
     full = (*[1] * max(0, 3 - len(v.shape)), *v.shape)
     return c.reshape(v, (math.prod(full[:-3]), *full[-3:]))
 
@@ -121,12 +128,12 @@ def _four(c: TorchCall, v: Value) -> Value:
 
 
 def _space(c: TorchCall, x: Value, rank: int) -> Value:
-    """x with a batch dim, which one example lacks."""
+    """x with a batch dim, which is added if x is a single example."""
     return x if len(x.shape) == rank else c.reshape(x, (1, *x.shape))
 
 
 def _a_channel(c: TorchCall, v: Value, rank: int) -> Value:
-    """A value a channel, to broadcast against [n c ...]."""
+    """A value per channel, reshaped to broadcast against [n c ...]."""
     return c.reshape(v, (v.elements, *[1] * (rank - 2)))
 
 
@@ -142,11 +149,11 @@ def _convolution(c: TorchCall) -> Value:
     dims = tuple(range(2, rank))
     turned = "transpose" in c.op or bool(c.arg("transposed", False))
     pads = _padding(c, [(k - 1) * d for k, d in zip(w.shape[2:], dilation, strict=True)])
-    if turned:  # elements of the result that are left out at its ends
+    if turned:  # here, padding is the number of elements that are left out at the ends of the result
         pads = [(k - 1) * d - pad for k, d, pad in zip(w.shape[2:], dilation, pads, strict=True)]
     if (
         turned and groups > 1
-    ):  # filters [g i, o, ...] become [g o, i, ...], which is how a convolution has them
+    ):  # filters [g i, o, ...] become [g o, i, ...], the layout of a convolution's filters
         per = w.shape[0] // groups
         w = c.transpose(c.reshape(w, (groups, per, *w.shape[1:])), [0, 2, 1, *range(3, rank + 1)])
         w = c.reshape(w, (w.shape[0] * w.shape[1], per, *w.shape[3:]))
@@ -173,7 +180,10 @@ def _convolution(c: TorchCall) -> Value:
 
 
 def _padding(c: TorchCall, overlap: Sequence[int]) -> list[int]:
-    """Elements in front of each dim; of a convolution whose windows overlap so, "same" puts the odd one behind."""
+    """The number of padding elements in front of each dim.
+
+    overlap: the overlap of the windows per dim. Padding "same" puts the odd element at the end.
+    """
     told = c.arg("padding", 0)
     if isinstance(told, str):
         return [n // 2 if told == "same" else 0 for n in overlap]
@@ -227,7 +237,10 @@ def _pool(c: TorchCall) -> Sequence[Value]:
     "adaptive_max_pool3d",
 )
 def _adaptive(c: TorchCall) -> Sequence[Value]:
-    """To a given number of elements per dim. One: mean or maximum over space; else windows that may overlap by one."""
+    """Pooling to a given number of elements per dim.
+
+    For one element, it is a mean or maximum over the dim; otherwise, windows that may overlap by one element.
+    """
     n = int(c.op[c.op.index("pool") + 4])
     x, largest = c.x(), "max" in c.op
     rank, sizes = len(x.shape), c.shape_out[-n:]
@@ -294,7 +307,7 @@ def _group_norm(c: TorchCall) -> Sequence[Value]:
     "_native_batch_norm_legit_no_training",
 )
 def _batch_norm(c: TorchCall) -> Sequence[Value]:
-    """In training by the batch's mean and variance, which also update the running ones; else by the running ones."""
+    """Normalizes by the batch's statistics in training, and updates the running ones; otherwise by the running ones."""
     x = c.x("input")
     rank = len(x.shape)
     scale, shift, mean, variance = (
@@ -315,7 +328,7 @@ def _batch_norm(c: TorchCall) -> Sequence[Value]:
 
 
 def _running(c: TorchCall, old: Value, now: Value) -> Value:
-    """The running statistic with a part of the batch's own."""
+    """The running statistic, updated by a fraction of the batch's statistic."""
     return c.elementwise(
         [c.elementwise([old], functions.MUL), c.elementwise([now], functions.MUL)], functions.ADD
     )
@@ -331,7 +344,7 @@ def _embedding(c: TorchCall) -> Value:
 
 @lowers("native_dropout", "dropout", "feature_dropout", "alpha_dropout")
 def _dropout(c: TorchCall) -> Sequence[Value]:
-    """A random mask, and what it leaves times a number."""
+    """A random mask, and the scaled product with it."""
     x = c.values[0]
     if not c.arg("train", False) or c.arg("p", 0.0) == 0.0:
         return [x, c.filled(x.shape, "bool")]
@@ -362,8 +375,11 @@ def _random(c: TorchCall) -> Value:
     "cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d", "nll_loss_forward", "nll_loss2d_forward"
 )
 def _cross_entropy(c: TorchCall) -> Sequence[Value]:
-    """Scores [n c ...], or [c], and labels [n ...], or the classes' probabilities; classes are moved last, where a
-    lookup wants them. A mean is over the labels that count: those that are not ``ignore_index``."""
+    """The loss of scores [n c ...] or [c] for labels [n ...] or for probabilities of the classes.
+
+    Classes are moved to the last dim, because the lookup needs them there. A mean is over the labels that are not
+    ``ignore_index``.
+    """
     x, labels = c.x(), c.x("target")
     if len(x.shape) == 1:
         x, labels = c.reshape(x, (1, *x.shape)), c.reshape(labels, (1, *labels.shape))
@@ -403,8 +419,10 @@ def _cross_entropy(c: TorchCall) -> Sequence[Value]:
 
 
 def _unflattened(x: Value) -> Value:
-    """[b s c] where x is the [(b s) c] made of it, as most losses are written: examples and positions stay apart, and
-    may be split as the layers before split them."""
+    """The value [b s c] if x is its reshape [(b s) c], as in most losses; otherwise x.
+
+    With batch and positions as separate dims, the loss may be split in the same way as the layers before it.
+    """
     if len(x.shape) != 2 or x.note[:1] != ("view",):
         return x
     base: Value = x.note[1]
@@ -412,7 +430,7 @@ def _unflattened(x: Value) -> Value:
 
 
 def _of_probabilities(c: TorchCall, logp: Value, target: Value) -> Value:
-    """The classes' log-probabilities, weighted."""
+    """The loss for labels that are probabilities: log-probabilities of the classes, weighted by the labels."""
     each = c.elementwise([logp, target], functions.MUL)
     how, rank = c.arg("reduction", 1), len(logp.shape)
     axes = [rank - 1] if how == 0 else range(rank)
@@ -433,7 +451,7 @@ def _distance(c: TorchCall) -> Value:
 
 @lowers("glu")
 def _glu(c: TorchCall) -> Value:
-    """One half times the sigmoid of the other."""
+    """One half of the dim times the sigmoid of the other half."""
     x = c.x()
     axis = c.axis(c.arg("dim", -1), len(x.shape))
     halves = [c.value(nests.part(c.b, "split", c.tensor(x), axis, 2)) for _ in range(2)]

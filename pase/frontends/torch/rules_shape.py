@@ -1,4 +1,4 @@
-"""ATen: what moves and makes data without computing on it: views, slices, joins, padding, indexing, constants."""
+"""Rules for ATen ops that move or make data: views, slices, joins, padding, indexing, constants."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__: list[str] = []
     "as_strided_copy",
 )
 def _view(c: TorchCall) -> Value:
-    """The same elements in another shape; dims of one element may be repeated."""
+    """The same elements in another shape. Dims of one element may be broadcast."""
     x, (shape, dtype) = c.x("src" if c.op == "copy" else "self"), c.out()
     if x.note == ("filled",):
         return c.filled(shape, dtype)
@@ -75,7 +75,7 @@ def _permute(c: TorchCall) -> Value:
 def _cut(
     c: TorchCall, x: Value, axis: int, start: int, stop: int, step: int = 1, name: str = "slice"
 ) -> Value:
-    """x from start to stop of a dim."""
+    """The elements of x from start to stop along a dim."""
     size = len(range(start, stop, step))
     if size == x.shape[axis]:
         return x
@@ -152,11 +152,11 @@ def _repeat(c: TorchCall) -> Value:
 
 @lowers("repeat_interleave")
 def _interleave(c: TorchCall) -> Value:
-    """Each element of a dim several times, one after the other."""
+    """Repeats each element along a dim a number of times."""
     x, shape = c.x(), c.shape_out
     times = c.arg("repeats")
     if not isinstance(times, int) or len(shape) != len(x.shape):
-        raise c.fail("pase reads only repeats that are numbers, along a dim")
+        raise c.fail("pase reads only a single number of repeats, along a given dim")
     axis = c.axis(c.arg("dim"), len(x.shape))
     x = c.reshape(x, (*x.shape[: axis + 1], 1, *x.shape[axis + 1 :]))
     return c.reshape(spread(c, x, (*x.shape[: axis + 1], times, *x.shape[axis + 2 :])), shape)
@@ -183,7 +183,7 @@ def _interleave(c: TorchCall) -> Value:
     "_upsample_bicubic2d_aa",
 )
 def _restrict(c: TorchCall) -> Value:
-    """Dims whose elements are reordered are not split."""
+    """Ops that change or reorder some dims. These dims are not split."""
     x, shape = c.values[0], c.shape_out
     changed = c.axes(c.ints("dims", 1), len(shape)) if c.op in ("flip", "roll") else ()
     kept = [s == t and i not in changed for i, (s, t) in enumerate(zip(x.shape, shape, strict=True))]
@@ -196,7 +196,7 @@ def _restrict(c: TorchCall) -> Value:
 
 @lowers("slice_scatter", "select_scatter")
 def _written(c: TorchCall) -> Value:
-    """x with other elements in a part of it."""
+    """x with a part of it replaced."""
     x, new = c.x(), c.x("src")
     axis = c.axis(c.arg("dim", 0), len(x.shape))
     if c.op == "select_scatter":
@@ -221,7 +221,7 @@ def _gather(c: TorchCall) -> Value:
 
 
 def _indices(c: TorchCall, rank: int) -> tuple[list[int], list[Value]]:
-    """The dims that are indexed, and their indices, broadcast against one another."""
+    """The indexed dims, and their indices broadcast to a common shape."""
     given = {i: v for i, v in enumerate(c.arg("indices")) if v is not None}
     shape = c.broadcast(*(v.shape for v in given.values()))
     return list(given), [_wide(c, v, shape) for v in given.values()]
@@ -232,14 +232,14 @@ def _wide(c: TorchCall, v: Value, shape: Sequence[int]) -> Value:
 
 
 def _together(c: TorchCall, ids: Sequence[Value]) -> Value:
-    """Index vectors: [..., one for each dim]."""
+    """The indices as vectors: [..., one index per indexed dim]."""
     each = [c.reshape(v, (*v.shape, 1)) for v in ids]
     return join(c, each, len(each[0].shape) - 1) if len(each) > 1 else each[0]
 
 
 @lowers("index", "_unsafe_index")
 def _index(c: TorchCall) -> Value:
-    """x[i, :, j]: the indices' shape replaces the indexed dims if these are adjacent; else it comes first."""
+    """x[i, :, j]. The indices' shape replaces the indexed dims if these are adjacent; otherwise it comes first."""
     x = c.x()
     at, ids = _indices(c, len(x.shape))
     if len(at) == 1:
@@ -302,7 +302,7 @@ def _index_add(c: TorchCall) -> Value:
 
 @lowers("scatter", "scatter_add", "scatter_reduce")
 def _scatter(c: TorchCall) -> Value:
-    """Elements at the index's place in the dim: the other dims may be split where all have them alike."""
+    """Writes elements at indices of a dim. Any other dim may be split if it has the same size in all operands."""
     x, ids = c.x(), c.x("index")
     new = c.opt("src")
     axis = c.axis(c.arg("dim"), len(x.shape))
@@ -320,7 +320,7 @@ def _one_hot(c: TorchCall) -> Value:
     return c.value(out)
 
 
-# What is made without operands.
+# Tensors that are made without operands.
 
 
 @lowers("arange", "linspace")
@@ -354,7 +354,7 @@ def _filled(c: TorchCall) -> Value:
 
 @lowers("histc", "bincount")
 def _histogram(c: TorchCall) -> Value:
-    """How often each value occurs: a few integers."""
+    """The number of occurrences of each value: a few integers."""
     x = c.x()
     made = nests.opaque(c.b, c.op, [c.tensor(x)], [c.out()], flops=2.0 * x.elements, differentiable=False)
     return c.value(made[0])

@@ -1,4 +1,4 @@
-"""What pase reads of a graph of torch.fx, as types: PyTorch's own class says little of a node's target and operands."""
+"""Types for the parts of a torch.fx graph that pase reads. PyTorch's own types say little about a node's operands."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["FxNode"]
 
 
 class FxNode(Protocol):
-    """A node of a graph. target: the op, or the name of what it gets. meta: what the export noted of it."""
+    """A node of a graph. target: the op, or the name of the attribute that it gets. meta: notes of the export."""
 
     @property
     def name(self) -> str:
-        """Its name, unique in the graph."""
+        """The node's name, unique in the graph."""
         ...
 
     @property
@@ -31,22 +31,22 @@ class FxNode(Protocol):
 
     @property
     def args(self) -> Sequence[Any]:
-        """Nodes, numbers, and lists of them."""
+        """Positional arguments: nodes, numbers, and lists of them."""
         ...
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """Those that are given by name."""
+        """Keyword arguments."""
         ...
 
     @property
     def meta(self) -> dict[str, Any]:
-        """``val``: fake tensors for what it makes."""
+        """``val``: fake tensors of the results; and further notes of the export."""
         ...
 
     @property
     def graph(self) -> Graph:
-        """The graph that it is in."""
+        """The graph that contains the node."""
         ...
 
     @property

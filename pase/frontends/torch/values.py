@@ -1,5 +1,7 @@
-"""How a rule looks at one call of an ATen op: operands by the names of the op's own schema. What a list of nodes was
-lowered to."""
+"""What a rule sees of one call of an ATen op (``TorchCall``), and what a list of nodes was lowered to (``TorchScope``).
+
+Operands go by the names in the op's own schema.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ __all__ = ["TorchCall", "TorchOperand", "TorchScope", "TorchSpec", "arguments", 
 TorchSpec = tuple[tuple[int, ...], str]
 """Shape and dtype."""
 TorchOperand: TypeAlias = Any
-"""What a call gives to an argument of its op: a value or a tensor, a number, a word, None, or a list of them."""
+"""What a call passes for an argument of its op: a value or a tensor, a number, a string, None, or a list of these."""
 
 
 def dtype_of(dtype: torch.dtype | str) -> str:
@@ -38,7 +40,10 @@ def dtype_of(dtype: torch.dtype | str) -> str:
 
 
 def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
-    """What a node makes, from its fake tensors. PaseError if a size depends on the data."""
+    """Shape and dtype of each result of a node; None for a result that is no tensor.
+
+    val: the fake tensors of the results. place: names the op in messages. Raises PaseError if a size depends on data.
+    """
     import torch
 
     out: list[TorchSpec | None] = []
@@ -48,8 +53,9 @@ def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
             continue
         if not all(isinstance(s, int) for s in t.shape):
             raise PaseError(
-                f"{place}: it makes a tensor of shape {[str(s) for s in t.shape]}, whose size depends on the data: "
-                f"give it a fixed capacity, or keep all elements and let a mask weigh them (torch.where)"
+                f"the size of its result, {[str(s) for s in t.shape]}, depends on the data",
+                where=place,
+                fix="give it a fixed capacity, or keep all elements and mask them (torch.where)",
             )
         out.append((tuple(t.shape), dtype_of(t.dtype)))
     return out
@@ -58,7 +64,7 @@ def specs_of(val: Tree, place: str) -> list[TorchSpec | None]:
 def arguments(
     target: OpOverload, args: Sequence[TorchOperand], kwargs: Mapping[str, TorchOperand]
 ) -> dict[str, TorchOperand]:
-    """What a call gives to each argument of the op's schema, defaults included."""
+    """Argument of the op's schema -> what a call passes for it, or its default."""
     out: dict[str, TorchOperand] = {}
     for i, a in enumerate(target._schema.arguments):
         if not a.kwarg_only and i < len(args):
@@ -72,7 +78,11 @@ def arguments(
 
 @dataclass
 class TorchCall(Site):
-    """One call of an op. given: operands (values, numbers, lists of them) by the names of its schema."""
+    """One call of an op.
+
+    given: operands (values, numbers, lists of them) by the names of the op's schema. outs: shape and dtype of each
+    result, as PyTorch found them; None for a result that is no tensor.
+    """
 
     low: TorchLowering
     op: str
@@ -84,40 +94,41 @@ class TorchCall(Site):
     def b(self) -> GraphBuilder:
         return self.low.b
 
-    # TorchOperands.
+    # Operands.
 
     def x(self, name: str = "self") -> Value:
-        """An operand that is a tensor, and must be there."""
+        """The operand, which must be a tensor."""
         v = self.given.get(name)
         if not isinstance(v, Value):
-            raise self.fail(f"its operand '{name}' is {v!r}, but must be a tensor")
+            raise self.fail(f"operand '{name}' is {v!r}, but must be a tensor")
         return v
 
     def opt(self, name: str) -> Value | None:
+        """The operand if it is a tensor, else None."""
         v = self.given.get(name)
         return v if isinstance(v, Value) else None
 
     def arg(self, name: str, default: Any = None) -> Any:
-        """An operand that is no tensor; the default where it is not given."""
+        """An operand that is no tensor; the default if it is not given."""
         v = self.given.get(name)
         return default if v is None else v
 
     @property
     def values(self) -> list[Value]:
-        """All operands that are tensors, those in lists too, in the op's order."""
+        """All tensor operands in the schema's order, including those in lists."""
         out: list[Value] = []
         for v in self.given.values():
             out += [x for x in (v if isinstance(v, (list, tuple)) else (v,)) if isinstance(x, Value)]
         return out
 
     def ints(self, name: str, n: int, default: Sequence[int] = ()) -> list[int]:
-        """A list of n integers; a single one applies to all n."""
+        """An operand as a list of n integers. A single integer applies to all n."""
         v = self.arg(name)
         found = [v] if isinstance(v, int) else list(v or default)
         return found * n if len(found) == 1 else found
 
     def dims(self, name: str, rank: int) -> list[int]:
-        """Dims of a tensor of so many; all of them where none are given."""
+        """An operand as dims of a tensor of this rank. All dims if none are given."""
         v = self.arg(name)
         found = [v] if isinstance(v, int) else list(v or ())
         return self.axes(found, rank) if found and rank else list(range(rank))
@@ -127,7 +138,7 @@ class TorchCall(Site):
     def out(self, i: int = 0) -> TorchSpec:
         spec = self.outs[i]
         if spec is None:
-            raise self.fail(f"its result {i} is not a tensor")
+            raise self.fail(f"result {i} is not a tensor")
         return spec
 
     @property
@@ -135,11 +146,15 @@ class TorchCall(Site):
         return self.out()[0]
 
     def filled(self, shape: Sequence[int], dtype: str) -> Value:
-        """One number at every place: part of the op that reads it."""
+        """A tensor with the same number everywhere. It becomes part of the op that reads it."""
         return Value(shape=tuple(shape), dtype=dtype, foldable=True, note=("filled",))
 
     def transpose(self, v: Value, order: Sequence[int]) -> Value:
-        """Dims in another order: strides in PyTorch, made only where something reads it so; of two, their product."""
+        """The value with its dims in another order.
+
+        In PyTorch this only changes strides, so the transpose is made when something reads its data. Two transposes in
+        a row become one.
+        """
         base, whole = v, list(order)
         if v.note[:1] == ("transposed",):
             _, base, before = v.note
@@ -156,7 +171,10 @@ class TorchCall(Site):
     def pointwise(
         self, function: Function, values: Sequence[Value] | None = None, *, flops: float | None = None
     ) -> Value:
-        """The op's result, as a function of its operands point by point; numbers are part of the op."""
+        """The op's result, computed elementwise from its operands. Operands that are numbers become part of the op.
+
+        values: the operands; all tensor operands by default. flops: per element; the function's own by default.
+        """
         shape, dtype = self.out()
         values = self.values if values is None else values
         reads = [v for v in values if v.note != ("filled",)]
@@ -170,10 +188,14 @@ class TorchCall(Site):
 class TorchScope:
     """A lowered list of nodes: those of the exported graph, of a decomposed op, or of the body of a loop or a branch.
 
-    nodes: a node's place is the place of what is around them, if any, then its index here. values: node -> what it was
-    lowered to. leaves: for a decomposed op or a branch, placeholder -> the outer node that it represents. inner: place
-    of an op -> its decomposition, or its body; for branches, the place of the op and the branch's number. module: holds
-    the constants. names: of a body, its placeholders. results: what a body or a decomposition returns.
+    nodes: the place of a node is the place of the enclosing op, if any, followed by the node's index here.
+    values: node -> what it was lowered to.
+    leaves: for a decomposed op or a branch, placeholder -> the outer node that it stands for.
+    inner: place of an op -> its decomposition or its body. For branches, the key is the op's place and the branch's
+        number.
+    module: holds the constants.
+    names: the placeholders of a body.
+    results: the nodes that a body or a decomposition returns.
     """
 
     nodes: Sequence[FxNode]
@@ -185,19 +207,19 @@ class TorchScope:
     results: Sequence[FxNode] = ()
 
     def every(self, prefix: str = "") -> Iterator[tuple[FxNode, str]]:
-        """All nodes, those of decompositions and of bodies too, each with its place."""
+        """All nodes with their places, including those of decompositions and bodies."""
         for i, n in enumerate(self.nodes):
             yield n, f"{prefix}{i}"
         for path, inner in self.inner.items():
             yield from inner.every(f"{path}.")
 
     def scopes(self) -> Iterator[TorchScope]:
-        """This one, and all inside of it."""
+        """This scope and all scopes nested in it."""
         yield self
         yield from (inner for _, inner in self.placed())
 
     def placed(self) -> Iterator[tuple[str, TorchScope]]:
-        """All inside of it, each with the place of its op."""
+        """All scopes nested in this one, each with the place of its op."""
         for path, inner in self.inner.items():
             yield path, inner
             yield from inner.placed()

@@ -1,5 +1,8 @@
-"""Ops of PyTorch that are written out in others, which have rules: recurrent layers as loops over time (PyTorch's own
-decomposition unrolls them), bags of rows as lookups and sums, masks as indices by ``where``."""
+"""PyTorch ops that are rewritten in terms of other ops, which have rules.
+
+For example, recurrent layers become loops over time (PyTorch's own decomposition unrolls them), embedding bags become
+lookups and sums, and assignments by a mask become ``where``.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,15 @@ if TYPE_CHECKING:
 __all__ = ["WRITTEN"]
 
 WRITTEN: Registry[Callable[[FxNode], Callable[..., Tree] | None]] = Registry("op written out in others")
-"""Op with its overload, as in ``lstm.input`` -> for a call of it, what computes the same from the call's operands; None
-where the op has a rule for such operands. PaseError where it is refused; the message goes behind the call's place."""
+"""Op with its overload (``lstm.input``) -> a function of a call that returns how the call is rewritten.
+
+The result computes the same as the call from the call's operands. It is None if the op's own rule handles the call. The
+function raises PaseError for a call that is refused; the caller adds the call's place.
+"""
 
 
 def _always(*ops: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
-    """Decorator: the function computes what these ops do, whatever their operands."""
+    """Decorator: the function computes the same as these ops for any operands."""
 
     def add(how: Callable[..., Tree]) -> Callable[..., Tree]:
         WRITTEN.register(*ops)(lambda n: how)
@@ -36,7 +42,10 @@ def _always(*ops: str) -> Callable[[Callable[..., Tree]], Callable[..., Tree]]:
 # Recurrent layers: torch.nn.LSTM, GRU and RNN.
 
 RecurrentCell: TypeAlias = "Callable[..., tuple[Tensor, ...]]"
-"""(what enters, [b gates·h]; states [b h]; weights and perhaps a bias) -> the next states, the output's first."""
+"""(input products [b gates·h], states [b h] …, state product [b gates·h], projection or None) -> the next states.
+
+The first of the next states is the output.
+"""
 
 
 def _lstm(x: Tensor, h: Tensor, c: Tensor, back: Tensor, project: Tensor | None) -> tuple[Tensor, ...]:
@@ -68,8 +77,11 @@ _CELLS: dict[str, RecurrentCell] = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _tan
 def _over_time(
     cell: RecurrentCell, x: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], bias: bool
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """The outputs of all steps [s b h], and the last states. x: [s b gates·h]. weights: of the state, the bias where
-    there is one, and that of the projection."""
+    """The outputs of all time steps [s b h], and the last states.
+
+    x: products of the inputs with their weights, [s b gates·h]. weights: the weight of the state, the bias if there is
+    one, and the weight of the projection if there is one.
+    """
     import torch
     from torch.nn.functional import linear
 
@@ -98,8 +110,11 @@ def _recurrent(
     bidirectional: bool,
     batch_first: bool,
 ) -> Tree:
-    """The operands are those of ATen's op. The product with what enters a layer is made for all steps at once, before
-    the loop; the layer's other direction goes along the steps in reverse."""
+    """A recurrent layer. The operands are those of ATen's op.
+
+    The product of a layer's inputs with their weights is computed for all time steps at once, before the loop. The
+    other direction of a bidirectional layer is a loop over the reversed steps.
+    """
     import torch
     from torch.nn.functional import linear
 
@@ -129,24 +144,25 @@ for _name, _cell in _CELLS.items():
     _always(f"{_name}.input")(partial(_recurrent, _cell))
 
 
-# Bags: sums, means and maxima of rows of a table.
+# Embedding bags: sums, means and maxima of rows of a table.
 
 _SUM, _MEAN, _MAX = range(3)
 
 
 @WRITTEN.register("embedding_bag", "embedding_bag.padding_idx")
 def _bags(n: FxNode) -> Callable[..., Tree]:
-    """A table's rows, looked up and put together by bags."""
+    """Rows of a table, looked up and combined per bag."""
     given = arguments(n.target, n.args, n.kwargs)
     if given["scale_grad_by_freq"]:
         raise PaseError(
-            "pase does not divide gradients by how often a row occurs: use scale_grad_by_freq=False"
+            "pase does not divide the gradient of a row by how often the row occurs",
+            fix="use scale_grad_by_freq=False",
         )
     return partial(_in_bags, _bag_size(given["indices"], given["offsets"]))
 
 
 def _bag_size(indices: FxNode, offsets: FxNode) -> int | None:
-    """How many rows each bag has, where all have equally many, as in a table of bags [n k]; None where data decide."""
+    """The number of rows per bag if all bags have equally many (a table of bags [n k]); None if it depends on data."""
     if str(offsets.target) != "aten.arange.start_step":
         return None
     start, stop, step = offsets.args
@@ -165,8 +181,10 @@ def _in_bags(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tree:
-    """The operands are those of ATen's op, after the size of all bags where they have one. Only the first of its
-    results is made, which is the one that PyTorch's modules return."""
+    """An embedding bag. size: rows per bag if all have equally many. The other operands are those of ATen's op.
+
+    Only the first of the op's results is computed, which is the one that PyTorch's modules return.
+    """
     import torch
     from torch.nn.functional import embedding
 
@@ -199,7 +217,7 @@ def _in_bags(
 
 
 def _bag_of(ids: Tensor, offsets: Tensor) -> Tensor:
-    """Each row's bag: how many bags begin at or before it, less one."""
+    """The bag of each row: the number of bags that begin at or before the row, minus one."""
     import torch
 
     begun = offsets.new_zeros(ids.shape[0] + 1).index_add(0, offsets, torch.ones_like(offsets))
@@ -213,15 +231,16 @@ def _bag_of(ids: Tensor, offsets: Tensor) -> Tensor:
 def _selected(n: FxNode) -> Callable[..., Tree] | None:
     if any(map(_is_mask, n.args[1])):
         raise PaseError(
-            "how many elements a mask as an index picks depends on the data: keep all of them, and let the mask weigh "
-            "them (torch.where; in a loss, labels of ignore_index), or pick a fixed number (topk of the mask)"
+            "the number of elements that a mask selects as an index depends on the data",
+            fix="keep all elements and mask them (torch.where; in a loss, labels of ignore_index), or select a fixed "
+            "number of them (topk of the mask)",
         )
     return None if (at := _own_rows(n)) is None else partial(_own_rows_picked, at)
 
 
 @WRITTEN.register("index_put.default")
 def _put(n: FxNode) -> Callable[..., Tree] | None:
-    """Elements that a mask picks, all set to one value, or rows to one row."""
+    """An assignment by a mask: all selected elements get one value, or all selected rows get one row."""
     x, indices, new, *_ = n.args
     at = next((i for i, m in enumerate(indices) if _is_mask(m)), None)
     if at is None:
@@ -230,18 +249,20 @@ def _put(n: FxNode) -> Callable[..., Tree] | None:
     shape = new.meta["val"].shape
     if any(m is not None for i, m in enumerate(indices) if i != at) or len(shape) > len(behind):
         raise PaseError(
-            "where what is written goes depends on how many elements a mask picks before it: give a value for every "
-            "element, by torch.where or masked_scatter"
+            "the place that a value is written to depends on how many elements a mask selects before it",
+            fix="give a value for every element, with torch.where or masked_scatter",
         )
     return partial(_where, len(behind))
 
 
-# Indices of which all but the last count the rows: ``x[torch.arange(len(x)), ids]``.
+# Indices that count the rows in all dims but the last one: ``x[torch.arange(len(x)), ids]``.
 
 
 def _own_rows(n: FxNode) -> int | None:
-    """The last indexed dim, if each row of the dims before it is indexed by its own ids, which gather does; else None.
-    Then the dims before it may be split without a message."""
+    """The last indexed dim, if each row of the dims before it is indexed by its own ids; else None.
+
+    Such an index is a gather. The dims before the last one can then be split without communication.
+    """
     import torch
 
     x, indices = n.args[0].meta["val"], n.args[1]
@@ -260,7 +281,7 @@ def _own_rows(n: FxNode) -> int | None:
 
 
 def _numbers(n: FxNode) -> Tensor | None:
-    """The value of a tensor that is made of numbers alone; None if it is not."""
+    """The value of a tensor that is computed from numbers alone; None if it depends on data."""
     import torch
 
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
@@ -275,7 +296,7 @@ def _numbers(n: FxNode) -> Tensor | None:
 
 
 def _own_ids(x: Tensor, indices: Sequence[Tensor], last: int) -> tuple[Tensor, tuple[int, ...]]:
-    """The last dim's ids [rows…, n, 1…] for gather and scatter, and the shape of all indices."""
+    """The ids of the last indexed dim, [rows…, n, 1…] for gather and scatter, and the shape of all indices."""
     import torch
 
     shape = torch.broadcast_shapes(*(i.shape for i in indices))
@@ -306,7 +327,7 @@ def _is_mask(m: FxNode | None) -> bool:
 def _where(
     behind: int, x: Tensor, indices: Sequence[Tensor | None], new: Tensor, accumulate: bool = False
 ) -> Tensor:
-    """behind: the number of dims behind those of the mask."""
+    """An assignment by a mask. behind: the number of dims after those of the mask."""
     import torch
 
     (mask,) = (m for m in indices if m is not None)
@@ -316,7 +337,7 @@ def _where(
 
 @_always("masked_scatter.default")
 def _in_order(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Elements that a mask picks become those of the source, in order."""
+    """The elements that a mask selects become the elements of the source, in order."""
     import torch
 
     mask = mask.expand_as(x)
@@ -337,7 +358,7 @@ def _polar(size: Tensor, angle: Tensor) -> Tensor:
     return torch.complex(size * angle.cos(), size * angle.sin())
 
 
-# Distances, diagonals and functions that are others.
+# Distances, diagonals and other functions.
 
 
 @_always("_cdist_forward.default")
@@ -357,7 +378,7 @@ def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
 
 @_always("diagonal.default")
 def _diagonal(x: Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Tensor:
-    """Each row's one element, by a mask: a sum may be split."""
+    """A diagonal as a sum over masked rows, because a sum may be split."""
     import torch
 
     x = x.movedim((dim1, dim2), (-2, -1))
@@ -402,7 +423,7 @@ def _bilinear(x1: Tensor, x2: Tensor, weight: Tensor, bias: Tensor | None = None
 
 @WRITTEN.register("rrelu.default")
 def _rrelu(n: FxNode) -> Callable[..., Tree] | None:
-    """Without training it draws nothing."""
+    """Outside of training, the op draws no random numbers and is a leaky ReLU."""
     given = arguments(n.target, n.args, n.kwargs)
     if given["training"]:
         return None
@@ -413,13 +434,13 @@ def _rrelu(n: FxNode) -> Callable[..., Tree] | None:
 
 
 def _in_order_of_storage(n: FxNode) -> bool:
-    """Whether the operand's elements are stored in their order, so that strides count them."""
+    """Whether the operand is contiguous from the start of its storage, so that strides index its elements directly."""
     held = arguments(n.target, n.args, n.kwargs)["self"].meta["val"]
     return held.is_contiguous() and not held.storage_offset()
 
 
 def _strided(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> Tensor:
-    """The numbers, in one row, of the elements of x that a view with these strides has."""
+    """The indices into flattened x of the elements that a view with this size and stride has."""
     import torch
 
     at = torch.full((1,), offset or 0, device=x.device)

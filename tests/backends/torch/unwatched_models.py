@@ -360,23 +360,23 @@ def refused() -> dict[str, tuple[Any, Callable[..., Any]]]:
 
     clamps, normalizes, rounds = rewritten()
     return {
-        r"the backward of torch.autograd.Function 'Clipped' at .*unwatched_models.py:\d+ is not linear": (
+        r"'Clipped' at .*unwatched_models.py:\d+ is not linear": (
             nn.Linear(16, 8),
             lambda m, x: clipped().apply(m(x)).square().mean(),
         ),
-        r"takes a derivative itself .* at .*unwatched_models.py:\d+": (nn.Linear(16, 8), penalized),
-        r"takes a derivative itself .* at .*unwatched_models.py:\d+, which": (
+        r"unwatched_models.py:\d+: .* takes a derivative": (nn.Linear(16, 8), penalized),
+        r"unwatched_models.py:\d+: .* takes a derivative .*; write": (
             nn.Linear(16, 8),
             sensitive,
         ),
-        r"leaves Python state behind \('steps'\) that the next one reads": (Counts(16, 8), squared),
-        r"writes the parameter 'weight', which it trains": (clamps, squared),
-        r"the parameter 'weight', which it trains: write": (normalizes, squared),
-        r".data of a tensor that is differentiated is assigned": (rounds, squared),
-        r"replaces 'held', torch.float32 \[8\], by torch.float32 \[16\]": (
+        r"Python state \('steps'\) that the next step reads": (Counts(16, 8), squared),
+        r"weight: the step writes a parameter": (clamps, squared),
+        r"weight: the step writes a parameter .*; write": (normalizes, squared),
+        r"assigns .data of a tensor": (rounds, squared),
+        r"'held', torch.float32 \[8\], by .*torch.float32 \[16\]": (
             Resizes(16, 8),
             squared,
         ),
-        r"a hook on the gradient of a tensor, at .*unwatched_models.py:\d+": (nn.Linear(16, 8), hooked),
+        r"unwatched_models.py:\d+: a hook on the gradient": (nn.Linear(16, 8), hooked),
         r"'Hooked' has a backward hook": (Hooked(16, 8), squared),
     }

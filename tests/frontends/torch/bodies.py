@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 @cache
 def attends():
-    """A class with attention; PyTorch is imported only here."""
+    """A class with attention. PyTorch is imported only inside of this function."""
     import torch
     from torch.nn import functional as F
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     class Attends(torch.nn.Module):
-        """kind: fused as is, or by flex_attention: causal, causal with a bias by position, of documents."""
+        """kind: "fused" for PyTorch's attention; otherwise flex_attention with a causal mask ("causal"), a bias by
+        position ("biased", or "trained" with a parameter), or a mask by documents."""
 
         def __init__(self, kind):
             super().__init__()
@@ -45,7 +46,7 @@ def attends():
 
 @cache
 def models():
-    """Its classes; PyTorch is imported only here."""
+    """The classes of this module. PyTorch is imported only inside of this function."""
     import torch
     from torch._higher_order_ops import scan, while_loop
     from torch._higher_order_ops.map import map as map_over

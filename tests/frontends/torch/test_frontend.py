@@ -1,5 +1,4 @@
-"""PyTorch modules: FLOPs, parameters and ties against PyTorch's own; the same model from JAX costs the same; what is
-wrong is one clear message."""
+"""PyTorch modules: FLOPs, parameters and ties against PyTorch's own, costs against the same model in JAX; errors."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ def test_flops_are_those_that_pytorch_counts(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_parameters_are_the_modules(name: str) -> None:
-    """To the byte, each by its path, tied ones once; and the graph is sound, simplified too."""
+    """All parameters by path, with their exact bytes, tied ones once. The graph is sound, even when simplified."""
     module, _ = build(SMALL[name])
     theirs = {
         path: (tuple(p.shape), p.nelement() * p.element_size()) for path, p in module.named_parameters()
@@ -152,7 +151,7 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_same_model_costs_the_same_from_jax(name: str) -> None:
-    """Each method that people use by hand, and so the plans that it stands for."""
+    """Every baseline strategy costs the same in both frameworks."""
     ours, theirs = PAIRS[name]
     module, batch = ours()
     costs = []
@@ -164,7 +163,7 @@ def test_the_same_model_costs_the_same_from_jax(name: str) -> None:
     assert "data_parallel" in costs[0]
 
 
-# --- what the module says
+# --- properties of the module
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -236,12 +235,12 @@ def model():
     plan.save(tmp_path / "layout.json")
 
 
-# --- what is wrong
+# --- errors
 
 
 @pytest.mark.parametrize("criterion", ["cross_entropy", "CrossEntropyLoss", "of outputs", "of one"])
-def test_a_criterion_for_a_loss_is_told_how_it_is_called(criterion: str) -> None:
-    """A loss reads the module; what takes its outputs is said to be no loss, and a fault of a loss stays its own."""
+def test_a_criterion_given_as_a_loss_is_refused(criterion: str) -> None:
+    """The message says how a loss is called. An error inside of a real loss is reported as it is."""
     import torch
     from torch.nn.functional import cross_entropy
 
@@ -252,23 +251,22 @@ def test_a_criterion_for_a_loss_is_told_how_it_is_called(criterion: str) -> None
         "of one": lambda made, x, y: made.reshape(-1).sum(),
     }[criterion]
     x, y = torch.zeros(16, 4), torch.zeros(16, dtype=torch.long)
-    with pytest.raises(
-        PaseError, match=r"loss is called as loss\(module, \*batch\), here with Linear .*lambda module"
-    ):
+    with pytest.raises(PaseError, match=r"loss\(module, \*batch\), here with Linear") as e:
         registry.trace(linear(), x, y, loss=given)
+    assert e.value.where == "loss" and "lambda module" in e.value.fix
     with pytest.raises(PaseError, match=r"cannot export Linear.*TypeError: relu"):
         registry.trace(linear(), x, y, loss=lambda m, x, y: torch.relu(m(x), y, y, y).sum())
 
 
-def test_a_part_named_by_a_keyword_is_said():
-    """PyTorch writes self.layers.in where it runs its decompositions, and cannot read it."""
+def test_a_module_named_by_a_keyword_is_refused():
+    """PyTorch writes self.layers.in when it runs its decompositions, and cannot parse it."""
     import torch
 
     from pase.frontends.torch.reasons import why
 
     parts = torch.nn.ModuleList([torch.nn.ModuleDict({"in": torch.nn.ModuleList([linear()])})])
-    told = why("Model", SyntaxError("invalid syntax"), [], parts)
-    assert "named by a keyword of Python, 0.in: give it another name" in told
+    e = why("Model", SyntaxError("invalid syntax"), [], parts)
+    assert e.where == "Model" and "keyword" in e.what and "0.in" in e.what and "name" in e.fix
 
 
 def linear() -> Any:
@@ -290,31 +288,31 @@ def test_errors_say_what_and_where() -> None:
             return y.sum() if y.sum().item() > 0 else y.mean()
 
     x = torch.zeros(2, 4)
-    cases: list[tuple[Callable[[], Any], str]] = [
-        (lambda: registry.trace(linear()), "give an example batch after the module"),
-        (
-            lambda: registry.trace(linear(), x),
-            "Linear returns a tensor of shape .2, 4.: pase needs a scalar loss",
-        ),
-        (lambda: registry.trace(Item(), x), "cannot export Item, at .*test_frontend.py:.*value of a tensor"),
-        (lambda: registry.trace("hf:LlamaForCasualLM"), "did you mean 'LlamaForCausalLM'"),
-        (lambda: registry.trace("hf:LlamaForCausalLM?layers=2"), "its configuration has no 'layers'"),
-        (lambda: registry.trace("hf:LlamaModel?num_hidden_layers=1"), "name a class with a head"),
-        (lambda: registry.trace("hf:LlamaForCausalLM?dtype=int64"), "dtype=int64 is no dtype of parameters"),
-        (
-            lambda: registry.trace("hf:LlamaForCausalLM?num_hidden_layers=none"),
-            "transformers cannot build it",
-        ),
-        (lambda: registry.trace("hf:GPT2LMHeadModel?batch=0"), "batch=0 is not a positive whole number"),
-        (lambda: compile(lambda p, x: 0.0, x, devices=2, loss=lambda m, b: b), "loss is for PyTorch modules"),
+    # (call, where, a word of what is wrong, a word of what to do)
+    cases: list[tuple[Callable[[], Any], str, str, str]] = [
+        (lambda: registry.trace(linear()), "Linear", "batch", "pase.compile(module, batch"),
+        (lambda: registry.trace(linear(), x), "Linear", "[2, 4]", "loss=lambda"),
+        (lambda: registry.trace(Item(), x), "test_frontend.py:", "cannot export Item", "torch.where"),
+        (lambda: registry.trace("hf:LlamaForCasualLM"), "", "'LlamaForCausalLM'", "hf:LlamaForCausalLM?"),
     ]
-    for call, wording in cases:
-        with pytest.raises(PaseError, match=wording):
+    for query, word, fix in (
+        ("LlamaForCausalLM?layers=2", "'layers'", ""),
+        ("LlamaModel?num_hidden_layers=1", "labels", "ForCausalLM"),
+        ("LlamaForCausalLM?dtype=int64", "dtype=int64", "bfloat16"),
+        ("LlamaForCausalLM?num_hidden_layers=none", "transformers", ""),
+        ("GPT2LMHeadModel?batch=0", "batch=0", ""),
+    ):
+        cases.append((lambda name=f"hf:{query}": registry.trace(name), f"hf:{query}", word, fix))  # type: ignore[misc]
+    for call, where, word, fix in cases:
+        with pytest.raises(PaseError) as e:
             call()
+        assert where in e.value.where and word in e.value.what and fix in e.value.fix, str(e.value)
+    with pytest.raises(PaseError, match="PyTorch"):
+        compile(lambda p, x: 0.0, x, devices=2, loss=lambda m, b: b)
 
 
 def test_an_op_without_rule_is_decomposed_or_named() -> None:
-    """An op that PyTorch can take apart is; a custom one is named with its layer and line, or not split."""
+    """An op that PyTorch can decompose is decomposed. A custom op is named with its layer and line, or is not split."""
     import torch
 
     lib = torch.library.Library("pase_test", "FRAGMENT")
@@ -331,16 +329,15 @@ def test_an_op_without_rule_is_decomposed_or_named() -> None:
             return torch.ops.pase_test.mystery(torch.addcmul(self.inner(x), x, x)).sum()
 
     x = torch.zeros(2, 4)
-    with pytest.raises(
-        UnknownOp, match=r"Mystery: pase_test.mystery.default at .*test_frontend.py:\d+: no rule"
-    ):
+    with pytest.raises(UnknownOp, match=r"test_frontend.py:\d+: ") as e:
         registry.trace(Mystery(), x)
+    assert e.value.where.startswith("Mystery: pase_test.mystery.default") and "replicate" in e.value.fix
     graph = registry.trace(Mystery(), x, unknown="replicate").graph
     assert any(op.kind == "opaque" for n in graph.nodes for op in n.ops)
 
 
 def test_a_product_by_groups_is_as_much_work_as_its_rows() -> None:
-    """On a device with half of the groups, half of it; each group is a product of its own rows."""
+    """A device with half of the groups does half of the work. Each group is a product of its own rows."""
     import numpy as np
     import torch
 
@@ -367,7 +364,7 @@ def test_a_product_by_groups_is_as_much_work_as_its_rows() -> None:
     assert forward.flops.tolist() == [2 * 64 * 16 * 32, 64 * 16 * 32, 64 * 16 * 32]
     assert forward.mnk is not None
     assert [x.tolist() for x in np.broadcast_arrays(*forward.mnk)] == [[16, 16, 8], [32] * 3, [16] * 3]
-    assert len(backward) == 1  # of the weights; the rows need none
+    assert len(backward) == 1  # the gradient of the weights; the rows need none
 
 
 def test_a_product_of_other_groups_is_refused() -> None:
@@ -382,12 +379,12 @@ def test_a_product_of_other_groups_is_refused() -> None:
             return torch.nn.functional.grouped_mm(x, self.up).float().mean()
 
     x = torch.ones(4, 8, 16, dtype=torch.bfloat16)
-    with pytest.raises(PaseError, match=r"does not read groups of \[4, 8, 16\] and of \[4, 16, 32\]"):
+    with pytest.raises(PaseError, match=r"\[4, 8, 16\] and \[4, 16, 32\]"):
         registry.trace(Experts(), x, x)
 
 
 def test_every_place_that_depends_on_the_data_is_listed() -> None:
-    """With real tensors; the model itself, its batch, random numbers, and what is logged stay as they are."""
+    """With real tensors. The model, its batch, the random state and the log levels stay unchanged."""
     import logging
 
     import torch
@@ -410,13 +407,14 @@ def test_every_place_that_depends_on_the_data_is_listed() -> None:
     with pytest.raises(PaseError) as told:
         registry.trace(module, batch)
     assert batch.eq(1).all() and torch.get_rng_state().equal(state)
-    text = str(told.value)
-    assert "cannot export Asks" in text and "use torch.where" in text and "There are 2 such places:" in text
+    text = told.value.what
+    assert "cannot export Asks" in text and "There are 2 such places:" in text
+    assert "test_frontend.py:" in told.value.where and "torch.where" in told.value.fix
     assert "test_frontend.py" in text and "if y.sum() > 0:" in text and "int(x.abs().sum().item())" in text
     assert (
         float(module.seen) == 0.0 and logging.getLogger("torch.export._draft_export").level == logging.NOTSET
     )
-    with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* use torch.where"):
+    with torch.device("meta"), pytest.raises(PaseError, match=r"cannot export Asks.* torch.where"):
         registry.trace(Asks(), torch.ones(4, 4))
 
 

@@ -1,4 +1,4 @@
-"""The numbers among an op's operands: each signature of an op names them in its own way, and none is passed over."""
+"""The numbers among an op's operands: the overloads of an op name them differently, and none is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Are two runs of nodes of torch.fx the same, but for names and what is told to differ?"""
+"""Compares two runs of torch.fx nodes, up to names and tensors that are allowed to differ."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["same_nodes"]
 
 _NodeRun: TypeAlias = tuple[Sequence[TorchOperand], Sequence[TorchOperand], Mapping[str, TorchOperand]]
-"""Nodes, results, and marks that are around them."""
+"""The nodes, their results, and the ``custom`` metadata that holds around them."""
 
 
 def same_nodes(
     exported: ExportedProgram, runs: tuple[_NodeRun, _NodeRun], env: Mapping[TorchOperand, TorchOperand]
 ) -> bool:
-    """Would the first run, written again with env (node outside -> node instead of it), be the second? Constants are
-    compared by value."""
+    """Whether the first run becomes the second when outside nodes are replaced by env (outside node -> replacement).
+
+    Constants are compared by value.
+    """
     signature = exported.graph_signature
     constants = {
         name: exported.constants.get(target)
@@ -46,7 +48,7 @@ def _same(
         return False
 
     def here(a: TorchOperand, b: TorchOperand) -> bool:
-        """Two operands, from the first run and from the second."""
+        """Whether two operands, of the first run and of the second, are the same."""
         if isinstance(a, torch.fx.Node) and isinstance(b, torch.fx.Node):
             return env.get(a, a) is b or (
                 a not in env and _alike(constants.get(a.name), constants.get(b.name))
@@ -78,7 +80,7 @@ def _same(
 
 
 def _alike(a: TorchOperand, b: TorchOperand) -> bool:
-    """Two constants or two bodies (of a scan, of a cond)."""
+    """Whether two constants, or two bodies (of a scan, of a cond), are the same."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -96,7 +98,7 @@ def _alike(a: TorchOperand, b: TorchOperand) -> bool:
 def _bodies(
     a: GraphModule, b: GraphModule, own: Sequence[TorchOperand], other: Sequence[TorchOperand]
 ) -> bool:
-    """Bodies that hold bodies or constants of their own are not compared."""
+    """Whether two bodies are the same. Bodies that hold bodies or constants of their own count as different."""
     if any(n.op == "get_attr" and n.users for n in (*own, *other)):
         return False
     return _same(((own, (), {}), (other, (), {})), {}, {}, a)
@@ -116,6 +118,9 @@ def _kinds(n: TorchOperand) -> list[object]:
 
 
 def _marks(n: TorchOperand, around: Mapping[str, TorchOperand]) -> dict[str, TorchOperand]:
-    """pase's own, of what is inside of the run: PyTorch notes which of its functions ran, which differs by chance."""
+    """pase's own marks of a node, without those that hold around the run.
+
+    PyTorch's marks are ignored: they record which of its functions ran, which may differ between equal layers.
+    """
     own = (n.meta.get("custom") or {}).items()
     return {k: v for k, v in own if k.startswith("pase") and around.get(k) != v}

@@ -1,5 +1,4 @@
-"""What a step writes of its module: buffers, and what their next values depend on; and Python state, which no step may
-hand to the next."""
+"""State of a module that a step writes: buffers, and Python state, which a step must not pass on to the next step."""
 
 from __future__ import annotations
 
@@ -22,11 +21,10 @@ __all__ = ["assignments_in_place", "data_written", "left_behind", "refuse_state"
 
 @contextlib.contextmanager
 def assignments_in_place(module: Module) -> Iterator[None]:
-    """Around a call of the module: a buffer or parameter that is assigned (``self.code = new``, ``p.data = new``) is
-    written in place instead.
+    """Within, assignments to buffers and parameters (``self.code = new``, ``p.data = new``) become writes in place.
 
-    An exported graph shows what is written in place, and says nothing of an assignment. PaseError where the new value
-    cannot take the place of the old one.
+    An exported graph contains writes in place, but no assignments. Raises PaseError if the new value cannot be written
+    into the old tensor.
     """
     import torch
 
@@ -42,8 +40,10 @@ def assignments_in_place(module: Module) -> Iterator[None]:
     def written(old: Tensor, new: Tensor | None, path: str) -> None:
         if new is None or (old.shape, old.dtype) != (new.shape, new.dtype):
             raise PaseError(
-                f"{type(module).__name__}: the step replaces '{path}', {_kind(old)}, by {_kind(new)}; what a step "
-                f"hands to the next keeps its shape and dtype: give it those from the beginning"
+                f"the step replaces '{path}', {_kind(old)}, by a value of another kind, {_kind(new)}, but state that "
+                f"is passed from step to step must keep its shape and dtype",
+                where=type(module).__name__,
+                fix="give it this shape and dtype from the beginning",
             )
         with torch.no_grad():
             old.copy_(new)
@@ -53,8 +53,9 @@ def assignments_in_place(module: Module) -> Iterator[None]:
             written(self, new, paths[id(self)])
         elif self.grad_fn is not None:
             raise PaseError(
-                f"{type(module).__name__}: .data of a tensor that is differentiated is assigned, which PyTorch's "
-                f"export does not record: write x = x + (new - x).detach()"
+                "the step assigns .data of a tensor that is differentiated, which PyTorch's export does not record",
+                where=type(module).__name__,
+                fix="write x = x + (new - x).detach()",
             )
         else:
             data.__set__(self, new)  # type: ignore[attr-defined]
@@ -70,13 +71,15 @@ def assignments_in_place(module: Module) -> Iterator[None]:
             continue
         if old is None:
             raise PaseError(
-                f"{type(module).__name__}: the step replaces '{path}', which is None, by {_kind(new)}: give it a value "
-                f"of this shape from the beginning"
+                f"the step replaces '{path}', which is None, by {_kind(new)}",
+                where=type(module).__name__,
+                fix="give it a value of this shape from the beginning",
             )
         if sum(other is old for *_, other in held) > 1:
             raise PaseError(
-                f"{type(module).__name__}: the step assigns a new tensor to '{path}', which other paths hold too and "
-                f"which they would keep: write it in place ({name}.copy_(…))"
+                f"the step assigns a new tensor to '{path}', but the module holds the old tensor under other paths too",
+                where=type(module).__name__,
+                fix=f"write it in place ({name}.copy_(…))",
             )
         written(old, new, path)
         tensors[name] = old  # type: ignore[assignment]
@@ -85,16 +88,18 @@ def assignments_in_place(module: Module) -> Iterator[None]:
 def _kind(x: object) -> str:
     import torch
 
-    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else "which is None"
+    return f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else "no tensor"
 
 
 _NOT_THE_USERS = ("_gradient_checkpointing_func", "_flat_weights", "forward")
-"""What tracing itself changes in modules."""
+"""Attributes that tracing itself changes."""
 
 
 def left_behind(module: Module, held: PythonState) -> list[str]:
-    """What Python state a forward has changed, by name. Parameters and buffers, which are others in a trace, do not
-    count."""
+    """Names of the Python state that a forward has changed.
+
+    Parameters and buffers do not count, because they are replaced by fake tensors in a trace.
+    """
     return held.changes(
         _NOT_THE_USERS, {id(d) for m in module.modules() for d in (m._parameters, m._buffers)}
     )
@@ -107,13 +112,16 @@ def refuse_state(
     paths: Mapping[str, str],
     changed: Sequence[str],
 ) -> None:
-    """PaseError if a second step is another program than the first, or cannot be traced since it reads tensors that the
-    first one has left. traced: the step, given what is called at its end. changed: names of what the first changes."""
+    """PaseError if a second step is a different program than the first.
+
+    The same holds if the second step cannot be traced because it reads tensors that the first one left behind. traced:
+    traces the step, given a function to call at its end. changed: names of the state that the first step changes.
+    """
     own = [(d, dict(d)) for m in module.modules() for d in (m._parameters, m._buffers)]
     after: list[PythonState] = []
     with folding(module, paths, False):
         first = traced(lambda: after.append(PythonState.by(module)))
-        held.put_back()  # PyTorch's export has put other lists into the module
+        held.put_back()  # PyTorch's export has replaced lists in the module
         after[-1].put_back()
         for d, tensors in own:
             d.clear()
@@ -125,18 +133,20 @@ def refuse_state(
     if not same:
         names = ", ".join(f"'{name}'" for name in changed[:4])
         raise PaseError(
-            f"{type(module).__name__}: a step leaves Python state behind ({names}) that the next one reads, and an "
-            f"exported step would start from the same each time: keep it in a buffer (register_buffer)"
+            f"a step changes Python state ({names}) that the next step reads, but an exported step would start from "
+            f"the same state each time",
+            where=type(module).__name__,
+            fix="keep the state in a buffer (register_buffer)",
         )
 
 
 def data_written(
     graph: FxGraph, written: Mapping[str, str], buffers: Mapping[str, str], data: Sequence[str]
 ) -> frozenset[str]:
-    """The nodes, among the next values of buffers, that depend on data: on what enters the step, on parameters, or on
-    buffers of which that is so.
+    """The nodes among the next values of buffers that depend on data.
 
-    written: node's name -> path. buffers: placeholder -> path. data: placeholders.
+    Data are the inputs, the parameters, and buffers whose next values depend on data. written: name of a node -> path
+    of the buffer whose next value it is. buffers: placeholder -> path. data: placeholders of parameters and inputs.
     """
     found: set[str] = set()
     while True:

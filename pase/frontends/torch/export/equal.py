@@ -1,7 +1,7 @@
-"""Which layers of a module are equal by structure: their classes, attributes, hooks, shapes and ties.
+"""Finds the layers of a module that are equal by structure: in their classes, attributes, hooks, shapes and ties.
 
 A number that only counts the layers (``layer_idx``) may differ; ``reading`` tells whether a layer's code reads it.
-``PythonState`` is the Python state that a module can reach, to see whether it changed and to put it back.
+``PythonState`` holds the Python state that a module can reach, to detect changes and to undo them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 __all__ = ["EqualLayer", "PythonState", "equal_layers", "is_word", "kind_of", "reading"]
 
 _FEWEST = 4
-"""Of equal layers three are traced to be compared: fewer than this have nothing to save."""
+"""The smallest number of equal layers that are folded: three of them are traced anyway."""
 
 
 @dataclass(frozen=True)
 class EqualLayer:
-    """A module that has equals. path: in the user's module. group: equal for equal layers. counts: its attributes that
-    only number the layers, (module that holds it, name). last: is it the last of its group, in the module's order?"""
+    """A layer that is equal to other layers.
+
+    path: in the user's module. group: the number of its group of equal layers. counts: the attributes that only number
+    the layers, as (module that holds it, name). last: whether it is the last of its group in the module's order.
+    """
 
     module: Module
     path: str
@@ -36,7 +39,10 @@ class EqualLayer:
 
 
 def equal_layers(module: Module, paths: Mapping[str, str]) -> dict[Module, EqualLayer]:
-    """The children of lists of modules that have equals, but lone ops, of which nothing is saved."""
+    """The children of lists of modules that are equal to enough of their siblings.
+
+    Children without submodules are left out, because folding a single op saves nothing.
+    """
     import torch
 
     held: dict[str, list[str]] = {}
@@ -61,7 +67,7 @@ def equal_layers(module: Module, paths: Mapping[str, str]) -> dict[Module, Equal
 
 
 def _counting(children: Iterable[Module]) -> set[tuple[str, str]]:
-    """(path inside of a child, attribute) of whole numbers that count the children: each's place and a constant."""
+    """(path inside a child, attribute) of integers that count the children: the child's index plus a constant."""
     offsets: dict[tuple[str, str], list[int]] = {}
     for i, child in enumerate(children):
         for path, m in child.named_modules():
@@ -78,7 +84,7 @@ def _structure(
     paths: Mapping[str, str],
     held: Mapping[str, Sequence[str]],
 ) -> tuple[Hashable, tuple[tuple[Module, str], ...]]:
-    """What two layers have in common exactly if they are equal, and those of their attributes that are not compared."""
+    """A key that two layers share exactly if they are equal, and the counting attributes that are not part of it."""
     out: list[Hashable] = []
     numbers = []
     inside = path + "."
@@ -106,8 +112,10 @@ def _structure(
 
 @dataclass(frozen=True)
 class PythonState:
-    """The lists, dicts and sets that a module can reach, attributes of objects too, each with what it held. Not
-    followed: tensors, classes, functions and modules of Python."""
+    """The lists, dicts and sets (including attributes of objects) that a module can reach, each with its contents.
+
+    Tensors, classes, functions and Python modules are not followed.
+    """
 
     each: tuple[tuple[TorchOperand, tuple[TorchOperand, ...]], ...]
 
@@ -133,12 +141,14 @@ class PythonState:
         return PythonState(tuple(each))
 
     def changed(self) -> bool:
-        """By identity: another object of the same value counts as a change."""
+        """Whether anything changed. Another object of the same value counts as a change."""
         return any(not _identical(_inside(x), before) for x, before in self.each)
 
     def changes(self, but: Collection[str], apart: Collection[int]) -> list[str]:
-        """What holds another value now: attributes and keys by name, and "a list" or "a set". but: names that do not
-        count. apart: ids of dicts that do not."""
+        """Names of what has another value now: attributes and dict keys by name, otherwise "a list" or "a set".
+
+        but: names that do not count. apart: ids of dicts that do not count.
+        """
         out = set()
         for x, before in self.each:
             now = _inside(x)
@@ -179,7 +189,7 @@ def _identical(a: Sequence[object], b: Sequence[object]) -> bool:
 
 
 def _value(v: object) -> Hashable:
-    """An attribute, to compare: numbers, words and lists of them by value, anything else by identity."""
+    """An attribute in a form to compare: numbers, strings and containers of them by value, the rest by identity."""
     if isinstance(v, (tuple, list)):
         return type(v), tuple(map(_value, v))
     if isinstance(v, dict):
@@ -188,13 +198,14 @@ def _value(v: object) -> Hashable:
 
 
 def is_word(v: object) -> bool:
+    """Whether something is None, a number, a string, or a dtype, device or size of PyTorch."""
     import torch
 
     return v is None or isinstance(v, (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size))
 
 
 def kind_of(x: TorchOperand) -> tuple[object, ...]:
-    """Of a tensor what its tracing depends on, else the value."""
+    """The properties of a tensor that tracing depends on; for anything else, its type and value."""
     import torch
 
     if isinstance(x, torch.Tensor):
@@ -203,7 +214,7 @@ def kind_of(x: TorchOperand) -> tuple[object, ...]:
 
 
 class _Noted:
-    """Stands in a class for an attribute of its objects, and notes that it is read or written."""
+    """A descriptor that replaces an attribute of a class's objects and records whether it is read or written."""
 
     def __init__(self, name: str) -> None:
         self.name, self.read = name, False
@@ -221,7 +232,7 @@ class _Noted:
 
 @contextlib.contextmanager
 def reading(counts: Sequence[tuple[Module, str]]) -> Iterator[Callable[[], bool]]:
-    """Within, it is noted whether these attributes are read; yields the question. The objects hold what they held."""
+    """Within, reads of these attributes are recorded. Yields a function that tells whether there were any."""
     noted = {(type(m), k): _Noted(k) for m, k in counts}
     before = {(c, k): vars(c)[k] for c, k in noted if k in vars(c)}
     try:

@@ -1,9 +1,11 @@
-"""Equal layers (``equal``) are traced three times, whatever their number: the first, the second and the last.
+"""Traces equal layers (``equal``) only three times, however many there are: the first, the second and the last.
 
-The traces must be the same but for the layers' own tensors. Of the others each becomes one node when it is called with
-inputs of the same kind; afterwards that node becomes a copy of what the first became, with the layer's own parameters.
-The graph is the one that PyTorch would have traced layer by layer. Layers whose code reads their number, writes to what
-is not its own, returns views of it, or changes Python state that it holds are traced one by one.
+The three traces must agree in everything but the layers' own tensors. Every other layer that is called with inputs of
+the same kind becomes a single node. Afterwards (``unfolded``), that node is replaced by a copy of the first layer's
+trace with the layer's own parameters. The resulting graph is the one that PyTorch would have traced layer by layer.
+
+A layer is traced by itself if its code reads its index, writes to tensors that it did not make, returns views of such
+tensors, or changes Python state that it holds.
 """
 
 from __future__ import annotations
@@ -27,14 +29,18 @@ if TYPE_CHECKING:
 __all__ = ["LIBRARY", "FoldNode", "Folding", "fold_ops", "folding"]
 
 FoldNode: TypeAlias = TorchOperand
-"""A node of torch.fx, whose own types say too little of its operands."""
+"""A node of torch.fx. PyTorch's own types say too little about its operands."""
 LIBRARY = "pase_fold"
-"""Of PyTorch's libraries of ops, the one that the marks are in."""
+"""Name of the PyTorch op library that has the marks: the ops begin, end and again."""
 
 
 @dataclass(frozen=True)
 class _LayerResult:
-    """A tensor among a layer's results. made: which of those that it makes, None: it is the operand of this place."""
+    """A tensor among a layer's results.
+
+    made: its index among the tensors that the layer makes; None if it is one of the layer's operands. operand: then the
+    operand's index.
+    """
 
     made: int | None
     operand: int = -1
@@ -42,7 +48,11 @@ class _LayerResult:
 
 @dataclass(frozen=True)
 class _TracedLayer:
-    """What a layer became. made: its new tensors, by what they are; others: its results; tree: how they are held."""
+    """The trace of a layer.
+
+    path: of the layer. made: the kind (``kind_of``) of each tensor that it makes. others: its results, flattened, with
+    tensors as _LayerResult. tree: the structure of the results.
+    """
 
     path: str
     made: tuple[tuple[object, ...], ...]
@@ -61,9 +71,18 @@ class _TracedLayer:
 
 @dataclass
 class Folding:
-    """One export. regions: number -> what was traced between marks. copies: call -> (its region, its layer's path).
-    known: kind of call -> the region for it, None where there is none. checks: region -> those that must be the same.
-    unequal: did one turn out to be different when others had been taken for the same?"""
+    """The state of one export.
+
+    layers: id of a layer's attributes -> the layer.
+    paths: path of a tensor -> the first path of the same tensor.
+    regions: number -> the trace between a begin and an end mark.
+    copies: index of a call that stands for a layer -> (the region to copy, the layer's path).
+    known: kind of a call -> the region to copy for it; None if such calls are traced.
+    checks: region -> the regions that must be the same.
+    begun: how many regions have been begun.
+    inside: whether a layer is being traced.
+    unequal: whether a layer turned out to be different after others had been taken for the same.
+    """
 
     layers: Mapping[int, EqualLayer]
     paths: Mapping[str, str]
@@ -76,13 +95,13 @@ class Folding:
     unequal: bool = False
 
     def made(self, copy: int) -> tuple[FoldNode, ...]:
-        """What a call makes that stands for a layer."""
+        """The kinds of the tensors that are made by a call that stands for a layer."""
         return self.regions[self.copies[copy][0]].made
 
     def call(
         self, plainly: Callable[..., Tree], layer: EqualLayer, args: TorchOperand, kwargs: TorchOperand
     ) -> Tree:
-        """A layer's forward: traced, or, where equal calls were traced, one node."""
+        """A layer's forward: one node if equal calls have been traced, otherwise a trace."""
         from torch.fx.experimental.proxy_tensor import get_proxy_mode
         from torch.utils._pytree import tree_flatten
 
@@ -118,7 +137,7 @@ class Folding:
         kwargs: TorchOperand,
         graph: Graph,
     ) -> tuple[Tree, int | None]:
-        """A layer's results, and the number of the region that it became, None where no other may be a copy of it."""
+        """A layer's results, and the number of its region; None if the region must not be copied for other layers."""
         from torch.utils._pytree import tree_flatten
 
         leaves, _ = tree_flatten((args, kwargs))
@@ -158,7 +177,7 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia")
 
 
 def _modes() -> tuple[object, ...]:
-    """What PyTorch's tracing depends on beside operands."""
+    """The global state that PyTorch's tracing depends on, besides the operands."""
     import torch
 
     autocast = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in _DEVICES]
@@ -171,14 +190,14 @@ def _modes() -> tuple[object, ...]:
 
 
 def _tensors(leaves: Sequence[TorchOperand]) -> list[Tensor]:
-    """Each once."""
+    """The tensors among the leaves, each once."""
     import torch
 
     return list({id(x): x for x in leaves if isinstance(x, torch.Tensor)}.values())
 
 
 def _same_places(leaves: Sequence[TorchOperand]) -> tuple[int, ...]:
-    """Of each tensor the place among tensors where the same one first occurs: a layer may ask ``x is y``."""
+    """For each tensor, the index at which the same tensor first occurs, because a layer may test ``x is y``."""
     import torch
 
     first: dict[int, int] = {}
@@ -186,14 +205,17 @@ def _same_places(leaves: Sequence[TorchOperand]) -> tuple[int, ...]:
 
 
 def _may_fold(layer: EqualLayer, leaves: Sequence[TorchOperand]) -> bool:
-    """Plain operands, a tensor at least, and none of the layer's own tensors, which it may tell from others."""
+    """Whether a call may be folded: its operands are plain and include a tensor, but no tensor of the layer itself.
+
+    The layer's code may treat its own tensors differently.
+    """
     own = {id(t) for m in layer.module.modules() for d in (m._parameters, m._buffers) for t in d.values()}
     tensors = _tensors(leaves)
     return bool(tensors) and all(map(_is_plain, leaves)) and own.isdisjoint(map(id, tensors))
 
 
 def _gradients_as_marked(leaves: Sequence[TorchOperand], results: Sequence[Tensor]) -> bool:
-    """Marks need gradients exactly if an operand does. Layers that do otherwise are no marks."""
+    """Whether the results need gradients exactly if an operand does, as the results of a mark do."""
     import torch
 
     needs = torch.is_grad_enabled() and any(t.requires_grad for t in _tensors(leaves))
@@ -201,17 +223,17 @@ def _gradients_as_marked(leaves: Sequence[TorchOperand], results: Sequence[Tenso
 
 
 _CURRENT: list[Folding] = []
-"""The export that is under way: a mark's shape rule asks it what a call makes."""
+"""The export that is running, innermost last. The shape rule of a mark asks it what a call makes."""
 _PATCHING = threading.RLock()
-"""Classes are patched by one thread at a time."""
+"""Only one thread at a time may patch classes."""
 
 
 @contextlib.contextmanager
 def folding(module: Module, paths: Mapping[str, str], wanted: bool) -> Iterator[Folding]:
-    """Within, equal layers of the module are traced once. paths: of each tensor -> the first path of the same tensor.
+    """Within, equal layers of the module are folded. wanted: if False, no layer is.
 
-    Calls are caught in the layers' classes, not in the layers: tracing may call them by a stand-in, which shares the
-    layer's attributes.
+    paths: path of a tensor -> the first path of the same tensor. Calls are intercepted in the layers' classes, not in
+    the layers, because tracing may call a stand-in that shares the layer's attributes.
     """
     import torch
 
@@ -247,7 +269,7 @@ def folding(module: Module, paths: Mapping[str, str], wanted: bool) -> Iterator[
 
 
 def _is_plain(x: object) -> bool:
-    """A tensor of known shape, or what is compared by value."""
+    """Whether something is a tensor of known shape, or is compared by value."""
     import torch
 
     if isinstance(x, torch.Tensor):
@@ -256,8 +278,10 @@ def _is_plain(x: object) -> bool:
 
 
 def _keeps_to_itself(graph: Graph, results: Sequence[Tensor]) -> bool:
-    """Did what was traced since the last mark write only to what it made itself, and are the results of its own making,
-    each with its own memory? No where that cannot be told."""
+    """Whether the nodes since the last mark write only to tensors that they made, and made all results.
+
+    Each result must have memory of its own. False if this cannot be determined.
+    """
     import torch
 
     own: list[FoldNode] = []
@@ -266,19 +290,19 @@ def _keeps_to_itself(graph: Graph, results: Sequence[Tensor]) -> bool:
         if n.target is fold_ops().begin.default:
             break
         own.append(n)
-    if any(n.target is torch.ops.aten.batch_norm.default for n in own):  # writes to its statistics
+    if any(n.target is torch.ops.aten.batch_norm.default for n in own):  # it writes to its running statistics
         return False
     try:
         others = {_storage(t) for n in (*rest, *(n for n in own if n.op == "get_attr")) for t in _values(n)}
         written = {_storage(t) for n in own for m in _written(n) for t in _values(m)}
         made = [_storage(t) for t in results]
-    except NotImplementedError:  # PyTorch's word for a tensor without a storage to show, as under vmap
+    except NotImplementedError:  # raised for a tensor without an accessible storage, as under vmap
         return False
     return others.isdisjoint((*written, *made)) and len(set(made)) == len(made)
 
 
 def _written(n: FoldNode) -> list[FoldNode]:
-    """The operands that an op writes to, lists of tensors too."""
+    """The operands that an op writes to, including those in lists."""
     schema = getattr(n.target, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
@@ -300,14 +324,13 @@ def _values(n: FoldNode) -> list[Tensor]:
 
 
 def _storage(t: Tensor) -> int:
-    """What a tensor lies in: views have it in common."""
+    """An identifier of the memory that a tensor is stored in. Views share it."""
     return t.untyped_storage()._cdata
 
 
 @cache
 def _library() -> TorchOperand:
-    """The marks, as ops that PyTorch traces and does not look into. begin only stands there; the others return new
-    tensors."""
+    """The marks, as ops that PyTorch traces as one node each. begin returns nothing; end and again return tensors."""
     import torch
 
     library = torch.library.Library(LIBRARY, "DEF")
@@ -337,7 +360,7 @@ def _library() -> TorchOperand:
 
 
 def fold_ops() -> TorchOperand:
-    """The marks begin, end and again."""
+    """The ops begin, end and again, which mark layers in a graph."""
     import torch
 
     _library()

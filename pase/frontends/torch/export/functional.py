@@ -1,5 +1,7 @@
-"""Exported graphs that are already functional. They skip PyTorch's decomposition, which traces a graph again and takes
-half of the time to read a model."""
+"""Recognizes exported graphs that are already functional.
+
+They skip PyTorch's decomposition, which traces the graph a second time and takes half of the time to read a model.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["NO_GRADIENT", "inline_regions", "is_functional", "refuse_autocast", "unwatch"]
 
 NO_GRADIENT = "pase_no_gradient"
-"""Mark, in a node's ``meta["custom"]``, of what ran under ``torch.no_grad``."""
+"""Mark in ``meta["custom"]`` of the nodes that ran under ``torch.no_grad``."""
 
 _READ_AS_THEY_ARE = frozenset(
     {
@@ -26,16 +28,18 @@ _READ_AS_THEY_ARE = frozenset(
         "dropout",
     }
 )
-"""Composite ops that may return their operand itself, or a view of it: decomposition writes them as a view, as a copy,
-or as nothing. Where nothing is written in place, that is no difference."""
+"""Composite ops that may return their operand itself or a view of it.
+
+Decomposition turns them into a view, a copy or nothing. This makes no difference if nothing is written in place.
+"""
 
 
 def is_functional(graph_module: GraphModule, reads: Callable[[str], bool]) -> bool:
-    """True if nothing in it writes in place, and no op with a rule would be decomposed.
+    """Whether no op writes in place and no op that has a rule would be decomposed.
 
-    reads: whether an op of this name has a rule; an op without one is decomposed separately. Regions under
-    ``torch.no_grad`` are searched too. Other regions are not functional: autocast, for example, whose casts appear only
-    after decomposition.
+    reads: tells whether an op has a rule. An op without one is decomposed separately. Regions under ``torch.no_grad``
+    are checked too. Other regions are not functional: the casts of autocast, for example, appear only after
+    decomposition.
     """
     return all(_is_plain(n, graph_module, reads) for n in graph_module.graph.nodes if n.op == "call_function")
 
@@ -55,7 +59,7 @@ def _is_plain(n: FxNode, graph_module: GraphModule, reads: Callable[[str], bool]
 
 
 def _is_decomposed(op: OpOverload) -> bool:
-    """Does ``run_decompositions({})`` take it apart? Of composite ops it keeps those that neither write nor alias."""
+    """Whether ``run_decompositions({})`` decomposes the op. It keeps composite ops that neither write nor alias."""
     import torch
     from torch._export.utils import _is_preservable_cia_op
 
@@ -64,13 +68,17 @@ def _is_decomposed(op: OpOverload) -> bool:
 
 
 def refuse_autocast(what: str) -> None:
-    """PaseError under ``torch.autocast``: around a step it is in no graph, so that no plan would know of its dtypes."""
+    """PaseError under ``torch.autocast``. what: says what is being done, as the start of a sentence.
+
+    The graph of a step does not contain an autocast around the step, so a plan could not reproduce its dtypes.
+    """
     import torch
 
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")):
         raise PaseError(
-            f"{what} under torch.autocast, which the plan would not know of: put it inside, around what it is for "
-            f"(in the module's forward, or in loss=lambda module, *batch: …)"
+            f"{what} under torch.autocast, which the plan does not contain",
+            fix="use autocast inside of the step, around the operations that it is for (in the module's forward, or in "
+            "loss=lambda module, *batch: …)",
         )
 
 
@@ -80,7 +88,7 @@ def unwatch(n: FxNode) -> None:
 
 
 def inline_regions(graph_module: GraphModule) -> None:
-    """Regions of another gradient mode become part of the graph; what runs in them without gradient is marked so."""
+    """Inline the regions that switch gradients on or off. Nodes that run without gradients are marked."""
     import torch
 
     graph = graph_module.graph

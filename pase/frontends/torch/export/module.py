@@ -1,7 +1,7 @@
-"""A PyTorch module as a graph of ATen ops: ``torch.export`` on fake tensors, which hold shapes and no data.
+"""Exports a PyTorch module as a graph of ATen ops, by ``torch.export`` on fake tensors (shapes without data).
 
-Composite ops (linear, attention, norms, losses) stay whole. Only the forward step with its loss is traced: what the
-gradient costs follows from the graph.
+Composite ops (linear, attention, norms, losses) stay whole. Only the forward pass with its loss is traced; the cost of
+the gradient follows from the graph.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ if TYPE_CHECKING:
 __all__ = ["STEP_FILE", "TorchProgram", "faked", "marked_blocks", "program_of", "step_of"]
 
 STEP_FILE = __file__
-"""In which the step is defined that calls the user's module: no line of the user's."""
+"""The file that defines the step which calls the user's module. Its lines are never reported as the user's."""
 _INSIDE = "module."
-"""What the paths of the user's module begin with: it stands inside of the module that is exported."""
+"""The prefix of the user module's paths in the exported module, which contains the user's module."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchProgram:
-    """An exported step. graph: functional, of ATen ops; its placeholders are the leaves.
+    """An exported step.
 
-    parameters, buffers: placeholder -> path in the user's module; of tied ones, the first path in its order. A
-    parameter that needs no gradient and is written by the step counts as a buffer.
-    frozen: paths of parameters that need no gradient.
-    mutated: node's name -> path of the buffer whose next value it is, and depends on data.
-    counters: node's name -> path of the buffer whose next value it is, and depends on no data.
+    graph: a functional graph of ATen ops. Its placeholders are the parameters, buffers and inputs.
+    parameters, buffers: placeholder -> path in the user's module. Tied tensors go by the first of their paths in the
+        module's order. A parameter that needs no gradient and is written by the step counts as a buffer.
+    frozen: paths of the parameters that need no gradient.
+    mutated: name of a node -> path of the buffer whose next value it computes, if that value depends on data.
+    counters: the same for next values that do not depend on data.
     constants: path of a tensor that the model keeps outside its buffers -> that tensor.
     inputs: placeholder -> the user's name, one for each leaf of the batch, in order.
     losses: names of the nodes that the step returns.
-    order: all paths of parameters, in the module's order, each tensor once.
+    order: the paths of all parameters that are read, in the module's order, each tensor once.
     settings: what the step reads of the module's Python state.
     """
 
@@ -72,7 +73,7 @@ class TorchProgram:
     settings: ReadSettings
 
     def without_data(self, nodes: Collection[str]) -> TorchProgram:
-        """The same, where the next values of buffers at these nodes depend on shapes of data alone."""
+        """The same program, with the buffers written by these nodes as counters: they depend on no data."""
         free = {n: path for n, path in self.mutated.items() if n in nodes}
         left = {n: path for n, path in self.mutated.items() if n not in nodes}
         return replace(self, mutated=left, counters={**self.counters, **free})
@@ -81,10 +82,10 @@ class TorchProgram:
 def program_of(
     module: Module, batch: Sequence[Tree], loss: Callable[..., Tree] | None, reads: Callable[[str], bool]
 ) -> TorchProgram:
-    """Export a step: ``loss(module, *batch)``, else what the module itself returns.
+    """Export a step: ``loss(module, *batch)``, or the module's own result if ``loss`` is None.
 
-    batch: tensors, real, fake or on meta, and anything that holds them. reads: whether an op of this name has a rule.
-    PaseError where PyTorch cannot export it.
+    batch: containers of tensors, which may be real, fake or on the meta device. reads: tells whether an op has a rule.
+    Raises PaseError if PyTorch cannot export the step.
     """
     refuse_autocast(f"{type(module).__name__} is read")
     refuse_module_hooks(module)
@@ -98,12 +99,14 @@ def program_of(
     except Exception as e:
         if loss is not None and isinstance(e, (TypeError, AttributeError)) and not _asks(loss, module, batch):
             raise PaseError(
-                f"loss is called as loss(module, *batch), here with {type(module).__name__} and {len(batch)} of "
-                f"the batch, and has to call the module itself: give loss=lambda module, *batch: criterion(module(…), "
-                f"…). It says: {type(e).__name__}: {' '.join(str(e).split())[:400]}"
+                f"it is called as loss(module, *batch), here with {type(module).__name__} and {len(batch)} elements of "
+                f"the batch, and must call the module itself, but raised {type(e).__name__}: "
+                f"{' '.join(str(e).split())[:400]}",
+                where="loss",
+                fix="give loss=lambda module, *batch: criterion(module(…), …)",
             ) from e
         places = real_places(module, tuple(batch), lambda copy: step_of(copy, loss))
-        raise PaseError(why(type(module).__name__, e, places, module)) from e
+        raise why(type(module).__name__, e, places, module) from e
     return _described(exported, first, ReadSettings.of(module, noted))
 
 
@@ -115,10 +118,10 @@ def _exported(
     paths: Mapping[str, str],
     noted: ReadNames,
 ) -> ExportedProgram:
-    """The step as the module's Python state has it now. Afterwards the module holds that state again. What it reads of
-    that state is added to ``noted``.
+    """The step, exported with the module's present Python state. The state is put back afterwards.
 
-    PaseError if it changes state that it reads, so that the next step would be another one.
+    noted: the attributes that the step reads are added to it. Raises PaseError if the step changes Python state that it
+    reads, because the next step would then be a different program.
     """
     held = PythonState.by(module)
     changed: list[str] = []
@@ -146,9 +149,11 @@ def _from_now(
     at_end: Callable[[], None],
     noted: ReadNames,
 ) -> ExportedProgram:
-    """Of equal layers three are traced. Where that does not serve (they are not the same after all, or PyTorch cannot
-    trace the rest), each is traced, from the Python state that the module held before. What is reported is what happens
-    then."""
+    """Export with equal layers folded: only three of them are traced.
+
+    If that fails (the layers differ after all, or PyTorch cannot trace the rest), the Python state is put back and each
+    layer is traced. Errors are those of this second attempt. at_end: called when the step has been traced.
+    """
     fold: Folding | None = None
     try:
         with folding(module, paths, True) as fold:
@@ -174,7 +179,7 @@ def _traced(
     import torch
 
     with faked(module) as fake:
-        # A tensor that occurs twice in the example (as ids and as labels) is two inputs: detach makes a second one.
+        # A tensor that occurs twice in the batch (as ids and as labels) is two inputs: detach makes the second one.
         args = torch.utils._pytree.tree_map(
             lambda t: fake(t).detach() if isinstance(t, torch.Tensor) else t, tuple(batch)
         )
@@ -185,16 +190,18 @@ def _traced(
                 inline_regions(exported.graph_module)
                 return exported
             _by_node(exported.graph_module)
-            for n in exported.graph.nodes:  # PyTorch refuses marks that tracing again would write otherwise
+            for (
+                n
+            ) in exported.graph.nodes:  # PyTorch refuses placeholders whose marks differ in the second trace
                 if n.op == "placeholder":
                     n.meta.pop("custom", None)
             return exported.run_decompositions({})
 
 
 def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
-    """Each path of a parameter or buffer -> (the first path of the same tensor, does it need a gradient?).
+    """Path of a parameter or buffer -> (the first path of the same tensor, whether it needs a gradient).
 
-    Ties are by identity: tied weights are one object under several paths.
+    Tied weights are one object under several paths.
     """
     seen: dict[int, str] = {}
     out: dict[str, tuple[str, bool]] = {}
@@ -209,15 +216,15 @@ def _first_paths(module: Module) -> dict[str, tuple[str, bool]]:
 
 @contextlib.contextmanager
 def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
-    """The module with fake tensors for its parameters and buffers, whatever device they are on; ties stay ties.
+    """Within, the module has fake tensors for its parameters and buffers, whatever device they are on. Ties are kept.
 
-    Yields the function that makes a tensor's fake. Afterwards the module has its own tensors again.
+    Yields the function that makes the fake of a tensor. Afterwards the module has its own tensors again.
     """
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the tensor itself, so that its id stays its own
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # holds the tensor too, so that its id is not reused
 
     def fake(t: Tensor) -> Any:
         if id(t) not in made:
@@ -238,7 +245,7 @@ def faked(module: Module) -> Iterator[Callable[[Tensor], Tensor]]:
     finally:
         for d, before in zip(holders, saved, strict=True):
             d.update(before)  # type: ignore[arg-type]
-        for m in recurrent:  # which hold their parameters a second time
+        for m in recurrent:  # recurrent layers hold a second list of their parameters
             m._init_flat_weights()
 
 
@@ -248,15 +255,18 @@ def step_of(
     at_end: Callable[[], None] = lambda: None,
     noted: ReadNames | None = None,
 ) -> Module:
-    """A module whose forward is the step, and returns a scalar loss. at_end: called when it is made. noted: what is
-    read of the module's Python state is added to it."""
+    """A module whose forward is the step and returns a scalar loss.
+
+    at_end: called when the loss has been computed. noted: the attributes of the module's Python state that the step
+    reads are added to it.
+    """
     import torch
 
     class Step(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.module = module
-            self.training = module.training  # its parts keep their own modes: a frozen norm is in eval
+            self.training = module.training  # submodules keep their own modes: a frozen norm is in eval mode
 
         def forward(self, *batch: Tree) -> Tensor:
             noting = contextlib.nullcontext() if noted is None else reads_noted(noted, self.module)
@@ -279,7 +289,7 @@ def step_of(
 
 
 def _asks(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree]) -> bool:
-    """Whether a loss calls its first argument, or reads an attribute that a module has. A criterion does neither."""
+    """Whether a loss calls its first argument or reads one of the module's attributes. A criterion does neither."""
 
     class Asked(Exception):
         pass
@@ -302,7 +312,10 @@ def _asks(loss: Callable[..., Tree], module: Module, batch: Sequence[Tree]) -> b
 
 
 def _scalar(out: Tree, what: str) -> Tensor:
-    """The loss in what a module returns: a scalar, the first of a tuple, or what is called loss (transformers)."""
+    """The scalar loss in a module's result: the result, its first element, or its ``loss`` (transformers).
+
+    what: names the module or the loss function in the message.
+    """
     import torch
 
     found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", out)
@@ -311,13 +324,15 @@ def _scalar(out: Tree, what: str) -> Tensor:
         return found.reshape(())
     got = f"a tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else type(out).__name__
     raise PaseError(
-        f"{what} returns {got}: pase needs a scalar loss. Give one with pase.compile(module, batch, loss=lambda "
-        f"module, batch: …), or let the module return it (transformers models do so where the batch has 'labels')"
+        f"it returns {got}, but pase needs a scalar loss",
+        where=what,
+        fix="give one with pase.compile(module, batch, loss=lambda module, batch: …), or let the module return it "
+        "(transformers models do so if the batch has 'labels')",
     )
 
 
 def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
-    """Runs of nodes that the model runs under ``torch.utils.checkpoint``."""
+    """The runs of nodes that the model executes under ``torch.utils.checkpoint``."""
     out: list[Block] = []
     before: object = None
     for i, n in enumerate(nodes):
@@ -333,10 +348,10 @@ def marked_blocks(nodes: Iterable[FxNode]) -> tuple[Block, ...]:
 
 
 def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
-    """Regions (no_grad, autocast) run node by node when they are inlined: their lines, layers and marks survive.
+    """Make regions (no_grad, autocast) run node by node when they are inlined, so that lines, layers and marks survive.
 
-    watched: whether gradients are on around it. PyTorch's decomposition forgets where they were off, and parameters
-    would get gradients that they do not have: nodes are marked instead.
+    watched: whether gradients are enabled around the region. PyTorch's decomposition forgets where they were disabled,
+    and parameters would get gradients that they do not have. Therefore such nodes are marked.
     """
     import torch
 
@@ -358,6 +373,7 @@ def _by_node(graph_module: GraphModule, watched: bool = True) -> None:
 def _described(
     exported: ExportedProgram, first: Mapping[str, tuple[str, bool]], settings: ReadSettings
 ) -> TorchProgram:
+    """The exported step as a TorchProgram. first: as ``_first_paths`` returns it."""
     from torch.export.graph_signature import InputKind, OutputKind
 
     parameters: dict[str, str] = {}
@@ -383,15 +399,16 @@ def _described(
             path, trained = first.get(path, (path, False))
             if trained:
                 raise PaseError(
-                    f"the step writes the parameter '{path}', which it trains: write it behind the optimizer's update, "
-                    f"outside of forward"
+                    "the step writes a parameter that is trained",
+                    where=path,
+                    fix="write it after the optimizer's update, outside of forward",
                 )
             written[spec.arg.name] = path
         elif spec.kind is OutputKind.USER_OUTPUT:
             losses.append(spec.arg.name)
     state = {name: path for name, path in parameters.items() if path in set(written.values())}
     parameters = {name: path for name, path in parameters.items() if name not in state}
-    buffers |= state  # what is written and not trained, such as the weights of a momentum encoder
+    buffers |= state  # parameters that are written and not trained, such as the weights of a momentum encoder
     of_data = data_written(exported.graph, written, buffers, (*parameters, *inputs))
     read = set(parameters.values())
     return TorchProgram(

@@ -1,8 +1,8 @@
-"""What a step reads of its module's Python state: numbers, flags and words that the exported graph holds as they were.
+"""Records the Python state that a step reads from its module: numbers, flags and strings baked into the exported graph.
 
-``torch.export`` runs the module's Python code once. A dropout's rate, ``training`` or a temperature that changes later
-would not change the plan's step. So reads of attributes are noted while the module is traced, and the values are
-compared with those of the module that runs.
+``torch.export`` runs the module's Python code once. If a dropout rate, ``training`` or a temperature changes later, the
+plan's step does not change with it. Therefore the attributes that are read while the module is traced are recorded, and
+their values are compared with those of the module that runs.
 """
 
 from __future__ import annotations
@@ -24,22 +24,23 @@ if TYPE_CHECKING:
 __all__ = ["ReadNames", "ReadSettings", "reads_noted"]
 
 ReadNames = dict[str, set[str]]
-"""Class, by its name -> names of its objects' attributes that were read."""
+"""Name of a class -> names of the attributes that were read from its objects."""
 _ABSENT = "absent"
 
 
 @contextlib.contextmanager
 def reads_noted(found: ReadNames, module: Module) -> Iterator[None]:
-    """Within, attributes that are read of modules, and of objects that modules hold, are added to ``found``.
+    """Within, attributes that are read from modules, and from objects that modules hold, are added to ``found``.
 
-    Dynamo traces the bodies of loops and branches (``scan``, ``map``, ``cond``, flex_attention), and cannot trace what
-    notes reads. While it does, nothing is watched, and all numbers and flags of the module's parts count as read.
+    Dynamo traces the bodies of loops and branches (``scan``, ``map``, ``cond``, flex_attention) and cannot trace the
+    code that records reads. While it traces, nothing is recorded, and all numbers and flags of all submodules count as
+    read.
     """
     import torch
     import torch._higher_order_ops.utils as bodies
     from torch.nn.attention import flex_attention
 
-    _of_any_module()  # makes a module, which must not be watched
+    _of_any_module()  # creates a module, whose attribute reads must not be recorded
     usual: dict[type, Callable[[object, str], object] | None] = {}
 
     def watch(of: type) -> None:
@@ -58,7 +59,7 @@ def reads_noted(found: ReadNames, module: Module) -> Iterator[None]:
 
         try:
             of.__getattribute__ = read  # type: ignore[method-assign, assignment]
-        except TypeError:  # a class that is not written in Python: all of its attributes are compared
+        except TypeError:  # the class is not written in Python: all attributes of its objects are compared
             return
         usual[of] = own
 
@@ -95,25 +96,28 @@ def reads_noted(found: ReadNames, module: Module) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSettings:
-    """The attributes that a step reads: (path of a module, name) -> value. names: of each class, which are read."""
+    """The attributes that a step reads.
+
+    values: (path of a module, attribute) -> value. names: the attributes that are read, per class.
+    """
 
     values: Mapping[tuple[str, str], Hashable]
     names: ReadNames = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, module: Module, names: ReadNames) -> ReadSettings:
-        """Those of a module now."""
+        """The present values of the attributes ``names`` of a module."""
         return cls(values=dict(_values(module, names)), names=names)
 
     def check(self, module: Module) -> None:
-        """PaseError where a module has others."""
+        """PaseError if an attribute of the module has another value."""
         now = dict(_values(module, self.names))
         for place, then in self.values.items():
             if now.get(place, _ABSENT) != then:
-                raise PaseError(_changed(module, place, then, now.get(place, _ABSENT)))
+                raise _changed(module, place, then, now.get(place, _ABSENT))
 
     def same_objects(self, module: Module) -> Callable[[], bool]:
-        """A quick test, for each step: whether the module still holds the very objects that it holds now."""
+        """A cheap test to run before each step: whether the module still holds the same objects as now."""
         words, containers = [], []
         for _, m in module.named_modules():
             for name in self.names.get(_class(m), ()):
@@ -130,26 +134,28 @@ class ReadSettings:
         )
 
 
-def _changed(module: Module, place: tuple[str, str], then: Hashable, now: Hashable) -> str:
+def _changed(module: Module, place: tuple[str, str], then: Hashable, now: Hashable) -> PaseError:
+    """The error to raise for an attribute that has changed since the plan was compiled."""
     name = ".".join(filter(None, place))
     of = type(module).__name__
     if place[1] == "training":
         was, now_in = ("evaluation", "training") if now == (bool, True) else ("training", "evaluation")
-        return (
-            f"{of} was in {was} mode when the plan was compiled, and '{place[0] or of}' is in {now_in} mode now: call "
-            f"module.{'train' if was == 'training' else 'eval'}() before the step, or compile a plan in {now_in} mode "
-            f"for it"
+        return PaseError(
+            f"the module is in {now_in} mode, but was in {was} mode when the plan was compiled",
+            where=place[0] or of,
+            fix=f"call module.{'train' if was == 'training' else 'eval'}() before the step, or compile a plan in "
+            f"{now_in} mode",
         )
     name, then, now = _first_difference(name, then, now)
-    return (
-        f"{of}: '{name}' was {_text(then)} when the plan was compiled, and is {_text(now)} now. The step reads it, and "
-        f"would go on with the old value: set it back or compile again; a number that changes in training belongs in a "
-        f"buffer (register_buffer)"
+    return PaseError(
+        f"the step reads '{name}', which was {_text(then)} when the plan was compiled and is {_text(now)} now",
+        where=of,
+        fix="set it back or compile again; keep a number that changes in training in a buffer (register_buffer)",
     )
 
 
 def _first_difference(name: str, then: Hashable, now: Hashable) -> tuple[str, Hashable, Hashable]:
-    """(name, value then, value now) of the first part in which two values differ."""
+    """(name, old value, new value) of the first part in which two values differ."""
     if not (isinstance(then, tuple) and isinstance(now, tuple) and then[0] == now[0]):
         return name, then, now
     kind, before, after = then[0], then[1], now[1]
@@ -170,7 +176,7 @@ def _text(value: Hashable) -> str:
 
 
 def _values(module: Module, names: ReadNames) -> Iterator[tuple[tuple[str, str], Hashable]]:
-    """What is read of each module, in its present state."""
+    """The present values of the attributes that are read from each module."""
     for path, m in module.named_modules():
         for name in sorted(names.get(_class(m), ())):
             yield (path, name), _words(_held(m, name), names, ())
@@ -181,13 +187,13 @@ def _class(x: object) -> str:
 
 
 def _held(holder: object, name: str) -> object:
-    """An attribute as it is stored; no property is computed."""
+    """An attribute as it is stored; properties are not evaluated."""
     own = getattr(holder, "__dict__", {})
     return own[name] if name in own else inspect.getattr_static(type(holder), name, _ABSENT)
 
 
 def _is_data(holder: object, name: str, value: object) -> bool:
-    """Whether an attribute is stored as it is read, and can be compared."""
+    """Whether an attribute is stored with the value that is read, and that value can be compared."""
     import torch
 
     if isinstance(value, (torch.Tensor, torch.nn.Module, type)) or (callable(value) and not _is_word(value)):
@@ -199,14 +205,14 @@ def _is_data(holder: object, name: str, value: object) -> bool:
 
 @cache
 def _of_any_module() -> frozenset[str]:
-    """What PyTorch itself keeps in a module, but for its mode."""
+    """The attributes that PyTorch itself keeps in every module, except ``training``."""
     import torch
 
     return frozenset((*vars(torch.nn.Module()), *vars(torch.nn.Module))) - {"training"}
 
 
 def _is_word(v: object) -> bool:
-    """What is compared by value. A device is not: the plan decides where tensors are."""
+    """Whether something is compared by value. A device is not, because the plan decides where tensors are."""
     import numpy as np
     import torch
 
@@ -216,14 +222,16 @@ def _is_word(v: object) -> bool:
 
 
 def _is_holder(v: object) -> bool:
-    """An object with attributes of its own, such as a configuration."""
+    """Whether something is an object with attributes of its own, such as a configuration."""
     return not _is_word(v) and not callable(v) and isinstance(getattr(v, "__dict__", None), dict)
 
 
 def _words(v: object, names: ReadNames, outside: tuple[int, ...]) -> Hashable:
-    """A value, to compare: numbers and words by value, containers and objects by what is in them, others by class.
+    """A value in a form to compare.
 
-    outside: ids of what it is in. A device is where tensors are, which the plan decides.
+    Numbers and strings are compared by value, containers and objects by their contents, and everything else by its
+    class. That includes devices, because the plan decides where tensors are. outside: ids of the containers and objects
+    that the value is in.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What PyTorch's export leaves out of a graph, or refuses to trace, made such that the graph shows it."""
+"""Patches PyTorch so that an exported graph also contains what the export would leave out or refuse to trace."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["CHECKPOINTED", "traceable"]
 
 CHECKPOINTED = "pase_again"
-"""Mark of what ran under ``torch.utils.checkpoint``: which call of it."""
+"""Mark of the nodes that ran under ``torch.utils.checkpoint``. Its value is the number of the call."""
 
 
 @contextlib.contextmanager
 def traceable(step_file: str) -> Iterator[None]:
-    """The ways to write a step that the exported graph would not show are made such as it does: regions without a
-    gradient, and calls of ``torch.utils.checkpoint``, whose nodes are marked. step_file: see ``lines_kept``."""
+    """Within, exported graphs contain regions without a gradient, and mark calls of ``torch.utils.checkpoint``.
+
+    step_file: see ``lines_kept``.
+    """
     import torch.fx.traceback as traceback
 
     with contextlib.ExitStack() as stack:
@@ -42,8 +44,10 @@ def traceable(step_file: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _inference_traced() -> Iterator[None]:
-    """``torch.inference_mode`` and ``tensor.data`` leave no trace in an exported graph; switching gradients off and
-    ``detach``, which they do too, leave one."""
+    """Within, ``torch.inference_mode`` disables gradients and ``tensor.data`` is ``detach``.
+
+    The originals leave no trace in an exported graph.
+    """
     import torch
 
     mode = torch.inference_mode
@@ -65,14 +69,17 @@ def _inference_traced() -> Iterator[None]:
     try:
         yield
     finally:
-        del torch.Tensor.data  # it is its parent's again
+        del torch.Tensor.data  # the parent class's attribute becomes visible again
         mode.__enter__, mode.__exit__ = enter, leave  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
 def _distributions_unchecked() -> Iterator[None]:
-    """``torch.distributions`` looks at the values of its parameters, which do not exist in a trace. The numbers of a
-    step do not depend on that check; one that the user asks for (``validate_args=True``) is still refused."""
+    """Within, ``torch.distributions`` does not check its parameters by default.
+
+    The check reads the parameters' values, which do not exist in a trace, and does not affect the step's result. A
+    check that the user asks for (``validate_args=True``) is still refused.
+    """
     from torch.distributions import Distribution
 
     usual = Distribution._validate_args
@@ -85,8 +92,10 @@ def _distributions_unchecked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _checkpoints_marked() -> Iterator[None]:
-    """``torch.utils.checkpoint`` runs its function plainly, under a mark. What it calls is replaced: programs hold the
-    function itself under names of their own."""
+    """Within, ``torch.utils.checkpoint`` runs its function directly and marks the nodes.
+
+    The internals of the function are replaced, because programs hold references to ``checkpoint`` itself.
+    """
     import torch
     import torch.fx.traceback as traceback
     import torch.utils.checkpoint as checkpoint
@@ -100,7 +109,7 @@ def _checkpoints_marked() -> Iterator[None]:
     class Reentrant:
         @staticmethod
         def apply(function: Callable[..., Tree], preserve: bool, *args: Tree) -> Tree:
-            # Its backward starts at its operands: if none has a gradient, its result has none.
+            # The original's backward starts at the operands: if none needs a gradient, the result has none.
             watched = any(isinstance(x, torch.Tensor) and x.requires_grad for x in args)
             with (
                 traceback.annotate({CHECKPOINTED: next(calls)}),
@@ -119,7 +128,10 @@ def _checkpoints_marked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _flex_traced() -> Iterator[None]:
-    """PyTorch refuses to run flex_attention's backward on a CPU, where the fake tensors are: here none runs."""
+    """Within, flex_attention accepts any device.
+
+    PyTorch refuses its backward on the CPU, where the fake tensors are, but no backward is run here.
+    """
     from torch.nn.attention import flex_attention as flex
 
     usual = flex._validate_device

@@ -1,5 +1,4 @@
-"""Calls that stand for a layer (``folded``) are written out in the graph, once the layers that were traced are
-compared."""
+"""Replaces the calls that stand for layers (``folded``) by copies of the traced layers, after comparing the traces."""
 
 from __future__ import annotations
 
@@ -20,13 +19,15 @@ __all__ = ["unfolded"]
 
 
 def unfolded(exported: ExportedProgram, fold: Folding, prefix: str) -> bool:
-    """Writes each call that stands for a layer out, and removes the marks. False where layers that were traced are not
-    the same, or something else uses what was made inside of one (the graph is then of no use). prefix: of the user's
-    module's paths."""
+    """Expand each call that stands for a layer, and remove the marks.
+
+    Returns False if traced layers differ, or if nodes outside a layer use tensors that were made inside it. The graph
+    is then unusable. prefix: of the user module's paths in the exported module.
+    """
     if not fold.begun:
         return True
     graph = exported.graph_module.graph
-    for n in graph.nodes:  # PyTorch's passes on regions without gradient lose users that themselves have none
+    for n in graph.nodes:  # PyTorch's passes on no_grad regions drop users that have no users themselves
         for m in n.all_input_nodes:
             m.users.setdefault(n)
     marks = _marks(graph)
@@ -70,7 +71,7 @@ def unfolded(exported: ExportedProgram, fold: Folding, prefix: str) -> bool:
 
 
 def _targets(graph_module: GraphModule) -> Iterator[str]:
-    """What its nodes call, and those of the bodies that they read."""
+    """The targets of a module's nodes, including the nodes of the bodies that they read."""
     import torch
 
     for n in graph_module.graph.nodes:
@@ -83,7 +84,7 @@ def _targets(graph_module: GraphModule) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Between:
-    """The nodes between two marks. entered: the layer's operands, in order. outer: what else they read."""
+    """The nodes between two marks. entered: the layer's operands, in order. outer: other nodes that are read."""
 
     begin: FoldNode
     end: FoldNode
@@ -104,7 +105,7 @@ class _Between:
 
     @property
     def written(self) -> tuple[tuple[FoldNode, ...], tuple[FoldNode, ...], Mapping[str, TorchOperand]]:
-        """Nodes, results, and the marks of PyTorch's that are around the layer."""
+        """The nodes, the results, and the ``custom`` metadata that holds around the layer."""
         return self.nodes, tuple(self.end.args[0]), self.begin.meta.get("custom") or {}
 
     def leaks(self) -> bool:
@@ -113,7 +114,7 @@ class _Between:
 
 
 def _held(exported: ExportedProgram, first: Mapping[str, str], prefix: str) -> dict[str, FoldNode]:
-    """First path of a tensor -> a placeholder of it."""
+    """First path of a tensor -> one of its placeholders."""
     signature = exported.graph_signature
     named = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
     nodes = {n.name: n for n in exported.graph_module.graph.nodes if n.op == "placeholder"}
@@ -124,7 +125,7 @@ def _held(exported: ExportedProgram, first: Mapping[str, str], prefix: str) -> d
 def _inside(
     there: _Between, layer: str, held: Mapping[str, FoldNode], first: Mapping[str, str]
 ) -> dict[FoldNode, str]:
-    """The layer's own tensors among what its nodes read: placeholder -> path inside of the layer."""
+    """The layer's own tensors among those that its nodes read: placeholder -> path inside the layer."""
     own = {f: p.removeprefix(layer + ".") for p, f in first.items() if p.startswith(layer + ".")}
     at = {n: path for path, n in held.items()}
     return {n: own[at[n]] for n in there.outer if at.get(n) in own}
@@ -135,7 +136,7 @@ def _calls(graph: Graph) -> list[FoldNode]:
 
 
 def _marks(graph: Graph) -> dict[int, tuple[TorchOperand, TorchOperand]]:
-    """Number -> (begin, end or None)."""
+    """Number of a region -> (begin mark, end mark or None)."""
     out: dict[int, tuple[TorchOperand, TorchOperand]] = {}
     for n in graph.nodes:
         if n.target is fold_ops().begin.default:
@@ -152,9 +153,11 @@ def _copied(
     swapped: Mapping[FoldNode, FoldNode],
     paths: tuple[str, str],
 ) -> None:
-    """The traced nodes once more, instead of the call. swapped: the traced layer's tensors -> this layer's. paths: of
-    the traced layer and of this one, in the module that is exported. Operands are looked up at the mark: copies that
-    were written before may have taken the place of one."""
+    """Replace the call by a copy of the traced nodes.
+
+    swapped: the traced layer's tensors -> this layer's. paths: of the traced layer and of this layer in the exported
+    module. The traced operands are read from the mark, because an earlier copy may have replaced one of them.
+    """
     env: dict[TorchOperand, TorchOperand] = dict(zip(there.begin.args[0], call.args[0], strict=True))
     env |= swapped
     stacks: dict[int, object] = {}
@@ -176,7 +179,7 @@ def _copied(
 def _custom(
     own: Mapping[str, TorchOperand], there: _Between, marks: Mapping[str, TorchOperand], copy: str
 ) -> dict[str, TorchOperand]:
-    """A copy's marks: those around the layer are the call's, those inside of it are the copy's own."""
+    """The marks of a copied node: those around the layer are the call's, those inside the layer are the copy's own."""
     around = there.begin.meta.get("custom") or {}
     inside = {k: v for k, v in own.items() if around.get(k) != v}
     return {**{k: v if v == 1 else f"{v} of {copy}" for k, v in inside.items()}, **marks}

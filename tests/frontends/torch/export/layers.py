@@ -1,4 +1,4 @@
-"""Stacks of layers that are equal, nearly equal, or do something by which tracing one for all would be wrong."""
+"""Stacks of layers that are equal, nearly equal, or do something that makes folding them wrong."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache
 from types import SimpleNamespace
 
 KEPT = []
-"""What layers leave by the side."""
+"""Tensors that layers keep outside of their results."""
 
 
 def odd(layer, x, y, mask):
-    """(what goes on, None), or (_, what the layer returns)."""
+    """(the value to continue with, None), or (_, the layer's result)."""
     import torch
 
     if layer.kind == "exp":
@@ -41,7 +41,7 @@ def odd(layer, x, y, mask):
 
 
 def oddly(kind, i, layer, x):
-    """What a layer is called with that others are not, or what is done with what it returns."""
+    """A call of a layer with unusual arguments, or with an unusual use of its result."""
     import torch
 
     if kind == "half":
@@ -67,7 +67,7 @@ def oddly(kind, i, layer, x):
 
 
 def left(stack):
-    """What the layers left by the side."""
+    """The sum of the tensors that the layers kept outside of their results."""
     if stack.kind == "list":
         (kept,) = stack.layers[0].box
         out = sum(kept) + kept[6]
@@ -82,12 +82,12 @@ def left(stack):
 
 @cache
 def block():
-    """The class of a layer; PyTorch is imported only here."""
+    """The class of a layer. PyTorch is imported only inside of this function."""
     import torch
     from torch.nn import functional as F
 
     class Block(torch.nn.Module):
-        """A layer of a transformer in small. kind: what else it does."""
+        """A small transformer layer. kind: what else it does."""
 
         def __init__(self, place, kind):
             super().__init__()
@@ -140,7 +140,7 @@ def models():
     Block = block()
 
     class Stack(torch.nn.Module):
-        """Layers one after the other. kind: how they are called, or what they do."""
+        """A sequence of layers. kind: how they are called, or what they do."""
 
         def __init__(self, kind, layers=7):
             super().__init__()
@@ -194,7 +194,7 @@ def models():
 
 
 def written(program):
-    """The program as text: operands by number, leaves by the user's name; shapes, layers, lines and marks too."""
+    """The program in a form to compare: operands by number, leaves by name, shapes, layers, lines and marks."""
     import torch
 
     number, out, marks = {}, [], {}
@@ -203,7 +203,7 @@ def written(program):
             number[n] = program.parameters.get(n.name) or program.buffers.get(n.name) or n.name
             number[n] = "constant" if ".lifted" in f".{number[n]}" else number[n]
             continue
-        if n.op == "get_attr" and not n.users:  # a region whose nodes are in the graph by now
+        if n.op == "get_attr" and not n.users:  # a region that has been inlined
             continue
         number[n] = f"%{len(out)}"
         made = n.meta.get("val")

@@ -1,4 +1,4 @@
-"""Equal layers of a PyTorch model are traced once. The oracle is PyTorch's own trace of each of them."""
+"""Folding of equal layers. The oracle is the graph that PyTorch traces layer by layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def programs(model, monkeypatch):
-    """(the program, its calls that stood for a layer, the program traced layer by layer)."""
+    """The program, the Folding of each attempt, and the program traced layer by layer."""
     import torch
 
     seen = []
@@ -69,7 +69,7 @@ CALLS = {
     "writes": 0,
     "buffer": 0,
 }
-"""What the layers do -> how many of seven are not traced in the attempt that served."""
+"""What the layers do -> how many of the seven layers are folded in the attempt that is used."""
 
 
 @pytest.mark.parametrize("kind", CALLS)
@@ -86,8 +86,8 @@ def test_folded_is_what_pytorch_traces(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "tries"), [("leaks", 1), ("leaks to the model", 2), ("gathers", 2)])
-def test_what_leaves_a_layer_by_the_side_is_traced(kind, tries, monkeypatch):
-    """As an attribute of the layer; in a list that the model held before, whose length is asked or not."""
+def test_side_effects_of_layers_are_traced(kind, tries, monkeypatch):
+    """Tensors left as attributes of the layer, or in a list of the model, whose length is read or not."""
 
     ours, seen, theirs = programs(models().Stack(kind), monkeypatch)
     assert [len(f.copies) for f in seen] == [4, 0][-tries:] and written(ours) == written(theirs)
@@ -103,8 +103,8 @@ def test_the_model_is_left_as_it_was():
     assert models().Block.forward.__name__ == "forward" and "forward" not in vars(model.layers[1])
 
 
-def test_a_list_that_layers_hold_gets_what_each_leaves():
-    """PyTorch's export puts other lists into the layers afterwards, so that a model of this kind is exported once."""
+def test_a_list_that_layers_share_gets_a_tensor_from_each():
+    """Afterwards PyTorch's export leaves other lists in the layers, so such a model can be exported only once."""
     import torch
 
     model = models().Stack("list")
@@ -125,7 +125,7 @@ def test_a_second_attempt_begins_with_what_the_first_did():
     assert model.layers[2].kept is None and "more" not in vars(model.layers[4])
 
 
-def test_what_pytorch_cannot_trace_is_told_without_folding(monkeypatch):
+def test_errors_are_those_of_the_attempt_without_folding(monkeypatch):
     model, seen = models().Stack("plain"), []
 
     def traced(*_):
